@@ -1,0 +1,30 @@
+class MeshError(ValueError):
+    """A mesh that cannot be described, filled, ordered or built."""
+
+
+class RuleError(ValueError):
+    """A rule, or a set of rules, that cannot mean anything: malformed, cyclic, contradictory, unknown mode."""
+
+
+class SpecError(ValueError):
+    """A PartitionSpec, or the logical names that stand for one, that does not fit its array or mesh."""
+
+
+class UnmatchedError(ValueError):
+    """Leaves that no rule covers, or a logical name without a rule where one was demanded."""
+
+
+class PlanMismatchError(ValueError):
+    """A plan used with a tree, a mesh or another process's plan that it was not made for."""
+
+
+class PlanFormatError(ValueError):
+    """A plan's JSON that is truncated, of another version, or edited into something invalid."""
+
+
+class UnknownPathError(ValueError, LookupError):
+    """A path that the plan does not hold."""
+
+
+class LeafTypeError(TypeError):
+    """A leaf of a type that the function cannot plan, move or read."""

@@ -1,0 +1,70 @@
+import dataclasses
+import enum
+
+from jax.sharding import PartitionSpec
+
+
+class Code(enum.Enum):
+    """Why a dimension is not sharded as it was asked to be.
+
+    The value is the message that a person reads; it ends in what to do next. `{...}` are filled in by the
+    [`shardfx.Reason`][] that carries the code.
+    """
+
+    unmatched = (
+        "no rule covers {what}, so it is replicated; add a rule for it (target `None` if that is what you want)"
+    )
+    blocked = (
+        "{what} wanted mesh axes that a dimension with priority already uses; add a later rule with another "
+        "target as a fallback, or move its rule up"
+    )
+    absent = "the mesh has no {what}; add the axis to the mesh, or drop it from the rule"
+    duplicate = "{what} is already used by an earlier dimension; map one of the two to another axis"
+    indivisible = "size {size} is not divisible by {what}; pad it to {padded}, or use axes whose product divides {size}"
+    unit = (
+        "{size} elements are {count} units of {unit}, and {what} would cut inside a unit; "
+        "use axes whose product divides {count}, or split the mesh axis (`refine=True`)"
+    )
+    small = "the array has {size} bytes, fewer than the {limit} asked for; lower `min_bytes` to shard it"
+    rank = "{what}; give one entry per dimension, at most"
+    scalar = "an array of rank 0 has nothing to shard; no rule is needed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why one dimension of one array got fewer mesh axes than were asked for.
+
+    **Arguments:**
+
+    - `code`: which of the closed vocabulary of reasons, see [`shardfx.Code`][].
+    - `dim`: the dimension that it concerns, or `None` for the whole array.
+    - `axes`: the mesh axes (or logical names) that were asked for and not given, in order.
+    - `message`: the sentence for a person, with the actual values and a next step.
+    """
+
+    code: Code
+    dim: int | None
+    axes: tuple[str, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return self.message if self.dim is None else f"dim {self.dim}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A PartitionSpec together with every reason why it is not what was asked for.
+
+    **Arguments:**
+
+    - `spec`: the spec in canonical form: no trailing `None`, no one-element tuples.
+    - `reasons`: in order of dimension; empty if everything was given as asked.
+    """
+
+    spec: PartitionSpec
+    reasons: tuple[Reason, ...] = ()
+
+
+def reason(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
+    """A [`shardfx.Reason`][] whose message is the code's, filled in with `values`."""
+    return Reason(code, dim, axes, code.value.format(**values))

@@ -1,0 +1,141 @@
+"""PartitionSpec algebra over plain axis sizes. No mesh object, no device, no array."""
+
+import functools as ft
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ._errors import SpecError
+
+
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names, in order; none for `None` and UNCONSTRAINED."""
+    if entry is None or entry is UNCONSTRAINED:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
+        return tuple(entry)
+    raise SpecError(
+        f"{entry!r} is no entry of a PartitionSpec; it must be a mesh axis, a tuple of mesh axes, `None` or "
+        "`PartitionSpec.UNCONSTRAINED`."
+    )
+
+
+def canonical_entry(entry: Any) -> Any:
+    """`entry` as short as it can be written: `()` is `None`, a one-element tuple is its element."""
+    if entry is UNCONSTRAINED:
+        return entry
+    axes = entry_axes(entry)
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def canonical(spec: PartitionSpec) -> PartitionSpec:
+    """`spec` without trailing `None`s and one-element tuples, so that equal layouts compare equal.
+
+    **Arguments:**
+
+    - `spec`: any PartitionSpec; its `unreduced` and `reduced` axes are kept.
+
+    **Returns:**
+
+    A PartitionSpec that places every array as `spec` does.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import canonical
+
+        assert canonical(P(("data",), None, None)) == P("data")
+        ```
+    """
+    return trimmed(spec.partitions, spec)
+
+
+def trimmed(entries: Any, like: PartitionSpec | None = None) -> PartitionSpec:
+    """The canonical PartitionSpec of `entries`, with the `unreduced` and `reduced` axes of `like`."""
+    short = [canonical_entry(entry) for entry in entries]
+    while short and short[-1] is None:
+        short.pop()
+    if like is not None and (like.unreduced or like.reduced):
+        return PartitionSpec(*short, unreduced=like.unreduced, reduced=like.reduced)
+    return PartitionSpec(*short)
+
+
+def pinned(spec: PartitionSpec) -> PartitionSpec:
+    """`spec` with UNCONSTRAINED replaced by `None`: what JAX accepts at `device_put` and at jit boundaries."""
+    if not any(entry is UNCONSTRAINED for entry in spec.partitions):
+        return spec
+    return trimmed([None if entry is UNCONSTRAINED else entry for entry in spec.partitions], spec)
+
+
+def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Into how many pieces `spec` cuts each of `rank` dimensions on a mesh of axis `sizes`."""
+    counts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in spec.partitions]
+    return tuple(counts[:rank] + [1] * (rank - len(counts)))
+
+
+def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that one device holds of an array of `shape` under `spec`; sizes must divide."""
+    return tuple(size // count for size, count in zip(shape, shard_counts(spec, len(shape), sizes), strict=True))
+
+
+@ft.lru_cache(maxsize=256)
+def bits(dtype: Any) -> int:
+    """How many bits one element of `dtype` takes on a device: 4 for `int4`, 64 for a threefry PRNG key."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return math.prod(data.shape) * data.dtype.itemsize * 8
+    dtype = np.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return ml_dtypes.iinfo(dtype).bits
+    if jnp.issubdtype(dtype, jnp.floating):
+        return ml_dtypes.finfo(dtype).bits
+    return dtype.itemsize * 8
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """How many bytes XLA allocates for an array: sub-byte types are packed by their bits."""
+    return -(-math.prod(shape) * bits(dtype) // 8)
+
+
+def axis_names_of(specs: Any) -> tuple[str, ...]:
+    """The mesh axes that a tree of specs uses, each once, in the order of first appearance.
+
+    **Arguments:**
+
+    - `specs`: a tree whose leaves are PartitionSpecs, Shardings or `None`; other leaves are an error.
+
+    **Returns:**
+
+    A tuple of mesh axis names: the same on every process, whatever PYTHONHASHSEED is.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import axis_names_of
+
+        assert axis_names_of({"a": P("data"), "b": P(None, ("tensor", "data"))}) == ("data", "tensor")
+        ```
+    """
+    return tuple(dict.fromkeys(_axes_in(specs)))
+
+
+def _axes_in(specs: Any) -> Iterator[str]:
+    for leaf in jax.tree.leaves(specs):
+        spec = leaf.spec if isinstance(leaf, jax.sharding.NamedSharding) else leaf
+        if not isinstance(spec, PartitionSpec):
+            raise SpecError(f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor a NamedSharding.")
+        for entry in spec.partitions:
+            yield from entry_axes(entry)
