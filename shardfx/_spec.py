@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -98,9 +97,9 @@ def bits(dtype: Any) -> int:
         return math.prod(data.shape) * data.dtype.itemsize * 8
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
-        return ml_dtypes.iinfo(dtype).bits
+        return jnp.iinfo(dtype).bits
     if jnp.issubdtype(dtype, jnp.floating):
-        return ml_dtypes.finfo(dtype).bits
+        return jnp.finfo(dtype).bits
     return dtype.itemsize * 8
 
 
