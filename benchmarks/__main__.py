@@ -1,0 +1,100 @@
+"""`python -m benchmarks SUITE|all|compare|docs`."""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+from . import _machine, _report
+from ._progress import Progress
+from ._runner import Options, Record, run_suite
+
+
+FILES = {
+    "plan": "plan",
+    "reshard": "reshard",
+    "reshard-trees": "reshard_trees",
+    "load": "load",
+    "train": "train",
+}
+SUITES = {name: file for name, file in FILES.items() if importlib.util.find_spec(f"benchmarks.{file}")}
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["reshard"] and "--trees" in arguments:
+        arguments = ["reshard-trees", *(a for a in arguments[1:] if a != "--trees")]
+    parser, suites = _parser()
+    flags = parser.parse_args(arguments)
+    if flags.command == "compare":
+        print(_report.compare(_read(flags.first), _read(flags.second)))
+        return 0
+    if flags.command == "docs":
+        PAGE.write_text(_report.page({file.stem: _read(file) for file in sorted(RESULTS.glob("*.json"))}))
+        return 0
+    return _run(list(SUITES) if flags.command == "all" else [flags.command], flags, suites)
+
+
+def _run(names: list[str], flags: argparse.Namespace, suites: dict[str, argparse.ArgumentParser]) -> int:
+    jax.config.update("jax_num_cpu_devices", flags.cpu_devices)
+    if flags.platform is not None:
+        jax.config.update("jax_platforms", flags.platform)
+    devices = jax.devices()
+    results: dict[str, list[Record]] = {}
+    for name in names:
+        own = flags if flags.command == name else suites[name].parse_args([])
+        options = Options(flags.quick, flags.repeats or (3 if flags.quick else 9), devices, own)
+        module = importlib.import_module(f"benchmarks.{SUITES[name]}")
+        entries = module.cases(options)
+        results[name] = run_suite(entries, options, Progress(name, len(entries)))
+        print(f"\n{name}: {module.SUMMARY}\n\n{_report.table(results[name])}\n", flush=True)
+    if flags.json is not None:
+        flags.json.write_text(
+            _report.to_json(results, _machine.machine(devices), _machine.versions(), flags.quick)
+        )
+    failed = [
+        f"{name}: {r.name}: {r.failed}" for name, records in results.items() for r in records if r.failed
+    ]
+    for line in failed:
+        print(f"FAILED {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    suites = {}
+    for name, file in SUITES.items():
+        module = importlib.import_module(f"benchmarks.{file}")
+        suites[name] = commands.add_parser(name, help=module.SUMMARY)
+        module.arguments(suites[name])
+        _common(suites[name])
+    _common(commands.add_parser("all", help="every suite, one after another"))
+    compare = commands.add_parser("compare", help="two JSON files side by side")
+    compare.add_argument("first", type=Path)
+    compare.add_argument("second", type=Path)
+    commands.add_parser("docs", help="write docs/benchmarks.md from benchmarks/results/*.json")
+    return parser, suites
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
+    parser.add_argument("--repeats", type=int, help="timed runs per rival (default 9, with --quick 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--platform", help="JAX platform to use, for example cpu")
+    parser.add_argument(
+        "--cpu-devices", type=int, default=8, help="emulated devices where there is no accelerator"
+    )
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

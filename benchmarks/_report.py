@@ -1,0 +1,162 @@
+"""Results as tables, as JSON, as a comparison of two files, and as the page docs/benchmarks.md."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._case import Value
+from ._runner import Record
+
+
+FORMAT = 1
+HEADER = ("case", "contestant", "cold", "median", "GB/s", "x floor", "shardfx is faster by")
+INTRODUCTION = """\
+Written by `python -m benchmarks docs` from the files in `benchmarks/results`; do not edit by hand.
+`benchmarks/README.md` says how each number is taken. Rivals run in the same process and in turn with
+shardfx, on fresh inputs, after their results were checked. Times are medians; *cold* is the first call,
+compilation included; *x floor* is the median over that of the least possible work, the last row of its
+case."""
+SHOWN_APART = ("seconds.", "cold_seconds.", "gigabytes_per_second.", "floor_ratio.", "speedup.")
+
+
+def to_json(
+    results: Mapping[str, Sequence[Record]],
+    machine: Mapping[str, Any],
+    versions: Mapping[str, str],
+    quick: bool,
+) -> str:
+    suites = {name: [dataclasses.asdict(record) for record in records] for name, records in results.items()}
+    document = {
+        "format": FORMAT,
+        "quick": quick,
+        "machine": dict(machine),
+        "versions": dict(versions),
+        "suites": suites,
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def table(records: Sequence[Record]) -> str:
+    """The records of one suite as a Markdown table, then their other values, limits, and what was skipped."""
+    rows = [row for record in records for row in _rows(record)]
+    parts = [_aligned([HEADER, *rows])] if rows else []
+    parts += _lines("Values", [f"{r.name}: {_facts(r)}" for r in records if _facts(r)])
+    parts += _lines("Limits", [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits])
+    parts += _lines(
+        "Skipped", [f"{r.name}: {name} ({why})" for r in records for name, why in r.skipped.items()]
+    )
+    parts += _lines("Failed", [f"{r.name}: {r.failed}" for r in records if r.failed])
+    return "\n\n".join(parts)
+
+
+def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Every number that both files hold, with the ratio second / first."""
+    rows = [("suite", "case", "value", "first", "second", "ratio")]
+    for suite, records in first["suites"].items():
+        others = {record["name"]: record for record in second["suites"].get(suite, ())}
+        for record in records:
+            before, after = record["values"], others.get(record["name"], {"values": {}})["values"]
+            for key, value in before.items():
+                if _is_number(value) and _is_number(after.get(key)):
+                    ratio = f"{after[key] / value:.3f}" if value else "-"
+                    rows.append((suite, record["name"], key, _number(value), _number(after[key]), ratio))
+    versions = sorted({*first["versions"], *second["versions"]})
+    changed = [v for v in versions if first["versions"].get(v) != second["versions"].get(v)]
+    notes = [
+        f"{v}: {first['versions'].get(v, 'none')} -> {second['versions'].get(v, 'none')}" for v in changed
+    ]
+    notes += _only("first", first, second) + _only("second", second, first)
+    if first["machine"] != second["machine"]:
+        notes.append("the machines differ: compare ratios, not seconds")
+    return "\n\n".join([_aligned(rows), *_lines("Differences", notes)])
+
+
+def page(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """docs/benchmarks.md: one section per result file, one table per suite."""
+    parts = [
+        "# Benchmarks",
+        INTRODUCTION,
+    ]
+    for name, document in files.items():
+        parts += [f"## {name}", _provenance(document)]
+        for suite, records in document["suites"].items():
+            parts += [f"### {name}: {suite}", table([Record(**record) for record in records])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _provenance(document: Mapping[str, Any]) -> str:
+    machine, versions = document["machine"], document["versions"]
+    devices = f"{machine['device_count']} x {machine['device_kind']} ({machine['platform']})"
+    host = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    size = " Quick sizes." if document["quick"] else ""
+    return f"{devices}; {host}. Python {machine['python']}, {listed}.{size}"
+
+
+def _rows(record: Record) -> list[tuple[str, ...]]:
+    names = [*record.rivals, *([record.floor] if record.floor else [])]
+    return [
+        (
+            record.name if position == 0 else "",
+            name,
+            _seconds(record.values.get(f"cold_seconds.{name}")),
+            _seconds(record.values.get(f"seconds.{name}")),
+            _number(record.values.get(f"gigabytes_per_second.{name}")),
+            _number(record.values.get(f"floor_ratio.{name}")),
+            _number(record.values.get(f"speedup.{name}")),
+        )
+        for position, name in enumerate(names)
+        if f"seconds.{name}" in record.values
+    ]
+
+
+def _facts(record: Record) -> str:
+    shown = {k: v for k, v in record.values.items() if not k.startswith(SHOWN_APART)}
+    return ", ".join(f"{key} {_number(value)}" for key, value in shown.items())
+
+
+def _limit(limit: Mapping[str, Any]) -> str:
+    if limit["holds"] is None:
+        return f"{limit['text']}: not measured"
+    verdict = "holds" if limit["holds"] else "**does not hold**"
+    return f"{limit['text']}: {verdict} ({_number(limit['measured'])})"
+
+
+def _only(name: str, these: Mapping[str, Any], those: Mapping[str, Any]) -> list[str]:
+    known = {(suite, r["name"]) for suite, records in those["suites"].items() for r in records}
+    own = [(suite, r["name"]) for suite, records in these["suites"].items() for r in records]
+    return [f"only in the {name} file: {suite}: {case}" for suite, case in own if (suite, case) not in known]
+
+
+def _lines(heading: str, lines: Sequence[str]) -> list[str]:
+    return [f"{heading}:\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def _seconds(value: Value | None) -> str:
+    if value is None or isinstance(value, str):
+        return "-"
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * scale >= 1 or unit == "us":
+            return f"{value * scale:.3g} {unit}"
+    return "-"
+
+
+def _number(value: Value | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

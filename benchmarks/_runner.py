@@ -1,0 +1,176 @@
+"""The common runner of all suites.
+
+A suite is a module `benchmarks/<suite>.py` with three names:
+
+- `SUMMARY: str`: one line for `--help` and for the heading of its table.
+- `arguments(parser: argparse.ArgumentParser) -> None`: adds the suite's own flags (may do nothing). Without
+  any flag given, the suite runs what belongs into `python -m benchmarks all`.
+- `cases(options: Options) -> list[Case | Finding | Skip]`: cheap; the work happens in `Case.setup` and
+  `Finding.measure` when their turn comes. With `options.quick` the whole suite takes at most 45 seconds on 2
+  cores.
+
+For every `Case` the runner: makes each rival (or skips it with a line); runs it once on a fresh input, takes
+that as `cold_seconds`, and checks the result before any other time is taken; then alternates all rivals and
+the floor, in turn from front and from back, with `gc.collect()` before each run and a fresh input for each;
+and reports medians.
+
+The values of a `Case`, by key (`<rival>` is `Rival.name`; the first rival is called "ours" below):
+
+- `seconds.<rival>`, `cold_seconds.<rival>`, `seconds.<floor>`: medians, per call
+- `gigabytes_per_second.<rival>`: where `byte_count` is given
+- `speedup.<rival>`: the rival's median over ours (above 1: we are faster); `speedup.best`: over the fastest
+  rival
+- `floor_ratio.<rival>`: its median over the floor's
+- everything in `Race.facts`
+
+A rival that fails its check, or that raises, is no rival: its line says so, and the suite goes on; where ours
+fails, the runner exits with an error at the end. A `Limit` on a value that was not measured (a skipped rival)
+is reported so.
+"""
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from ._case import Case, Entry, Limit, Race, Rival, Skip, Value
+from ._progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line says. `flags` holds the suite's own flags."""
+
+    quick: bool
+    repeats: int
+    devices: list[Any]
+    flags: argparse.Namespace
+
+
+@dataclasses.dataclass
+class Record:
+    """One line of the results, as it goes into the JSON file."""
+
+    name: str
+    kind: str
+    values: dict[str, Value] = dataclasses.field(default_factory=dict)
+    rivals: list[str] = dataclasses.field(default_factory=list)
+    floor: str | None = None
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    limits: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    failed: str | None = None
+
+
+def run_suite(entries: Iterable[Entry], options: Options, progress: Progress) -> list[Record]:
+    """Runs every entry in order; a failed one is recorded and the rest go on."""
+    records = []
+    for entry in entries:
+        progress.begin(entry.name)
+        record = _run_entry(entry, options)
+        records.append(record)
+        progress.end(record.failed or "")
+        gc.collect()
+    return records
+
+
+def _run_entry(entry: Entry, options: Options) -> Record:
+    if isinstance(entry, Skip):
+        return Record(entry.name, "skip", skipped={entry.name: entry.why})
+    record = Record(entry.name, "race" if isinstance(entry, Case) else "finding")
+    try:
+        if isinstance(entry, Case):
+            _race(entry.setup(), options.repeats, record)
+        else:
+            record.values.update(entry.measure())
+    except (AssertionError, RuntimeError, ValueError, TypeError, MemoryError, OSError) as error:
+        record.failed = f"{type(error).__name__}: {error}"
+    record.limits = [_judge(limit, record.values) for limit in entry.limits]
+    return record
+
+
+def _race(race: Race, repeats: int, record: Record) -> None:
+    record.values.update(race.facts)
+    runs: dict[str, Callable[[Any], Any]] = {}
+    for position, rival in enumerate(race.rivals):
+        missing = [name for name in rival.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            record.skipped[rival.name] = f"{', '.join(missing)} not installed"
+            continue
+        try:
+            runs[rival.name], cold = _first_run(rival, race)
+        except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if position == 0:
+                raise
+            record.skipped[rival.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            continue
+        record.values[f"cold_seconds.{rival.name}"] = cold
+    record.rivals = list(runs)
+    if race.floor is not None:
+        record.floor = race.floor.name
+        runs[race.floor.name] = race.floor.run
+    record.values.update(_ratios(_alternate(runs, race, repeats), record, race.byte_count))
+
+
+def _first_run(rival: Rival, race: Race) -> tuple[Callable[[Any], Any], float]:
+    run = rival.make()
+    if race.clear_caches:
+        jax.clear_caches()
+    given = race.fresh()
+    begin = time.perf_counter()
+    result = _finished(run(given), race.block)
+    cold = time.perf_counter() - begin
+    if rival.check is not None:
+        rival.check(given, result)
+    return run, cold
+
+
+def _alternate(runs: dict[str, Callable[[Any], Any]], race: Race, repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs.items())
+    for repeat in range(repeats + 1):
+        for name, run in order if repeat % 2 else reversed(order):
+            given = race.fresh()
+            gc.collect()
+            begin = time.perf_counter()
+            for _ in range(race.number):
+                _finished(run(given), race.block)
+            seconds = (time.perf_counter() - begin) / race.number
+            if repeat > 0:  # round 0 warms caches that the first run could not
+                times[name].append(seconds)
+            del given
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def _ratios(medians: dict[str, float], record: Record, byte_count: int | None) -> dict[str, Value]:
+    values: dict[str, Value] = {f"seconds.{name}": seconds for name, seconds in medians.items()}
+    ours, *others = record.rivals
+    for name in record.rivals:
+        if byte_count is not None:
+            values[f"gigabytes_per_second.{name}"] = byte_count / medians[name] / 1e9
+        if record.floor is not None:
+            values[f"floor_ratio.{name}"] = medians[name] / medians[record.floor]
+    for name in others:
+        values[f"speedup.{name}"] = medians[name] / medians[ours]
+    if others:
+        values["speedup.best"] = min(medians[name] for name in others) / medians[ours]
+    return values
+
+
+def _judge(limit: Limit, values: dict[str, Value]) -> dict[str, Any]:
+    measured = values.get(limit.value)
+    number = measured if isinstance(measured, int | float) else None
+    return {
+        "text": str(limit),
+        "measured": number,
+        "holds": None if number is None else limit.holds(number),
+    }
+
+
+def _finished(result: Any, block: bool) -> Any:
+    return jax.block_until_ready(result) if block else result
