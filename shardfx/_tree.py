@@ -1,0 +1,198 @@
+"""Trees as flat columns: one path string per leaf, and the logical names that its module declares.
+
+Everything is read off the tree's structure and remembered per distinct subtree, because real models repeat the
+same layer or expert hundreds of times: building key paths leaf by leaf costs more than all of planning.
+"""
+
+import collections
+import dataclasses
+import functools as ft
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import PartitionSpec, Sharding
+
+from ._errors import LeafTypeError
+
+
+_METADATA = "shardfx"
+_ZEROS = str.maketrans("123456789", "000000000")
+
+
+class Flat(NamedTuple):
+    """A tree as columns, one entry per leaf in JAX's order."""
+
+    leaves: list[Any]
+    treedef: Any
+    paths: list[str]
+    templates: list[str]
+    names: list[Any]
+    is_array: list[bool]
+
+
+class Columns(NamedTuple):
+    """What a subtree contributes to each of its leaves, relative to its root."""
+
+    paths: list[str]
+    templates: list[str]
+    names: list[Any]
+
+
+def flatten(tree: Any) -> Flat:
+    """The leaves of `tree`, and for each its path, the path with every digit as 0, and the names it was given."""
+    leaves, treedef = jax.tree.flatten(tree)
+    columns = _columns(treedef, {})
+    known: dict[type, bool] = {}
+    is_array = [known[kind] if (kind := type(leaf)) in known else _is_array(kind, known) for leaf in leaves]
+    if not all(known.values()):
+        _refuse_specs(leaves, columns.paths)
+    return Flat(leaves, treedef, *columns, is_array)
+
+
+def tree_paths(treedef: Any) -> list[str]:
+    """The paths of the leaves of a tree of this structure."""
+    return _columns(treedef, {}).paths
+
+
+def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = (), **kwargs: Any) -> Any:
+    """`equinox.field` for an attribute whose arrays have logical names.
+
+    **Arguments:**
+
+    - `names`: the logical names of the attribute's dimensions, as in [`shardfx.resolve`][]; for an attribute that
+        is itself a tree, of each array in it that declares no names of its own.
+    - `stacked`: names that go before those of every array below this attribute: of the leading dimensions that
+        `jax.vmap` adds where layers are stacked.
+    - `kwargs`: passed on to `equinox.field`.
+
+    **Returns:**
+
+    A dataclass field. [`shardfx.plan`][] reads the names where it is given `axes`.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import shardfx
+        from shardfx import AxisRules, MeshSpec
+
+        class Dense(eqx.Module):
+            weight: jax.Array = shardfx.field(names=("mlp", "embed"))
+            bias: jax.Array = shardfx.field(names=("mlp",))
+
+        class Model(eqx.Module):
+            layers: Dense = shardfx.field(stacked=("layers",))
+
+        model = Model(Dense(jax.numpy.ones((12, 64, 16)), jax.numpy.ones((12, 64))))
+        rules = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("layers", None)])
+        made = shardfx.plan(model, MeshSpec({"fsdp": 2, "tensor": 4}), axes=rules)
+        assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
+        ```
+    """
+    metadata = {**kwargs.pop("metadata", {}), _METADATA: (names, tuple(stacked))}
+    return eqx.field(metadata=metadata, **kwargs)
+
+
+def _is_array(kind: type, known: dict[type, bool]) -> bool:
+    # isinstance against jax.Array costs half a microsecond, so it is asked once per type and call.
+    known[kind] = issubclass(kind, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or issubclass(
+        kind, jax.core.Tracer
+    )
+    return known[kind]
+
+
+def _refuse_specs(leaves: list[Any], paths: list[str]) -> None:
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, PartitionSpec | Sharding):
+            raise LeafTypeError(
+                f"leaf `{path}` is {leaf!r}, but a plan is made from arrays or ShapeDtypeStructs; "
+                "pass the model's own tree, and the specs as `paths=PathRules([...])`."
+            )
+
+
+def _columns(treedef: Any, seen: dict[Any, Columns]) -> Columns:
+    found = seen.get(treedef)
+    if found is None:
+        found = seen[treedef] = Columns([], [], [])
+        _append(treedef, "", "", found, seen)
+    return found
+
+
+def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[Any, Columns]) -> None:
+    """Adds the leaves below `treedef`, whose own path is `prefix`, to the columns `out`."""
+    data = treedef.node_data()
+    if data is None:
+        out.paths.append(prefix)
+        out.templates.append(template)
+        out.names.append(None)
+        return
+    children = treedef.children()
+    declared = _declared(data[0])
+    # A subtree that occurs once is walked with its whole prefix at hand, so that its paths are joined once; one that
+    # is repeated, a layer or an expert, is walked once and its columns are copied under each prefix.
+    repeats = collections.Counter(children)
+    for key, child in zip(_keys(treedef, data, len(children)), children, strict=True):
+        if not child.num_leaves:
+            continue
+        path = f"{prefix}/{key}" if prefix else key
+        zeros = key.translate(_ZEROS)
+        zeros = f"{template}/{zeros}" if template else zeros
+        if key not in declared and repeats[child] == 1:
+            _append(child, path, zeros, out, seen)
+            continue
+        below = _columns(child, seen)
+        out.paths.extend(_below(path, below.paths))
+        out.templates.extend(_below(zeros, below.templates))
+        out.names.extend(_declared_names(declared[key], below.names) if key in declared else below.names)
+
+
+def _below(prefix: str, paths: list[str]) -> list[str]:
+    return [f"{prefix}/{path}" for path in paths] if paths[0] else [prefix]
+
+
+def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> list[Any]:
+    outer, stacked = declared
+    inner = [outer if names is None else names for names in below]
+    return [names if names is None else (*stacked, *names) for names in inner] if stacked else inner
+
+
+@ft.lru_cache(maxsize=1024)
+def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """The names that a module class declares for its attributes."""
+    if not issubclass(kind, eqx.Module):
+        return {}
+    return {field.name: field.metadata[_METADATA] for field in dataclasses.fields(kind) if _METADATA in field.metadata}
+
+
+def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:
+    kind, aux = data
+    if kind is dict:
+        return [str(key) for key in aux]
+    if kind is list or kind is tuple:
+        return [str(index) for index in range(count)]
+    # Only an instance knows the keys of its children. JAX demands that unflattening accepts any leaves.
+    node = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if len(keyed) != count:
+        keyed = [(path, child) for path, child in _with_empty(node)]
+    return [_key_text(path[0]) for path, _ in keyed]
+
+
+def _with_empty(node: Any) -> list[tuple[Any, Any]]:
+    """One level of `node`, children without leaves included."""
+    keyed, _ = jtu.default_registry.flatten_one_level_with_keys(node)
+    return [((key,), child) for key, child in keyed]
+
+
+def _key_text(key: Any) -> str:
+    if isinstance(key, jtu.GetAttrKey):
+        return key.name
+    if isinstance(key, jtu.SequenceKey):
+        return str(key.idx)
+    if isinstance(key, jtu.DictKey | jtu.FlattenedIndexKey):
+        return str(key.key)
+    return str(key)
