@@ -28,3 +28,7 @@ class UnknownPathError(ValueError, LookupError):
 
 class LeafTypeError(TypeError):
     """A leaf of a type that the function cannot plan, move or read."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, hostile, incomplete, or does not hold what the plan asks for."""
