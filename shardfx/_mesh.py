@@ -1,12 +1,14 @@
 import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ._errors import MeshError
+from .topology import DeviceOrder, device_order
 
 
 class MeshSpec(eqx.Module):
@@ -42,7 +44,7 @@ class MeshSpec(eqx.Module):
 
         - `axes`: mapping or pairs from axis name to size, slowest axis first. One size may be -1: see
             [`shardfx.MeshSpec.fit`][].
-        - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping; axes that it leaves out are Auto.
+        - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping; axes left out are Auto.
         - `dcn`: how many slices (TPU) or nodes (GPU) an axis spans over the slow network; 1 where not given.
 
         **Raises:**
@@ -50,7 +52,7 @@ class MeshSpec(eqx.Module):
         `MeshError` for a repeated axis, a size that is neither positive nor -1, two sizes of -1, or a
         `dcn` entry that does not divide its axis.
         """
-        pairs = tuple(axes.items() if isinstance(axes, Mapping) else axes)
+        pairs = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes)
         self.axis_names = tuple(name for name, _ in pairs)
         self.axis_sizes = tuple(size for _, size in pairs)
         kinds = axis_types if isinstance(axis_types, Mapping) else dict.fromkeys(self.axis_names, axis_types)
@@ -62,19 +64,26 @@ class MeshSpec(eqx.Module):
     def __check_init__(self):
         repeated = [name for name in self.axis_names if self.axis_names.count(name) > 1]
         if repeated:
-            raise MeshError(f"mesh axis `{repeated[0]}` occurs twice in {self.axis_names}; give each axis one name.")
+            raise MeshError(
+                f"mesh axis `{repeated[0]}` occurs twice in {self.axis_names}; give each axis one name."
+            )
         for name, size, slices in zip(self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True):
             if not isinstance(name, str) or not name:
                 raise MeshError(f"a mesh axis must be named by a non-empty string, not {name!r}.")
             if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
-                raise MeshError(f"mesh axis `{name}` has size {size!r}; use a positive integer, or -1 for the rest.")
+                raise MeshError(
+                    f"mesh axis `{name}` has size {size!r}; use a positive integer, or -1 for the rest."
+                )
             if not isinstance(slices, int | np.integer) or slices < 1 or (size != -1 and size % slices):
                 raise MeshError(
-                    f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; `dcn` must divide the size."
+                    f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; "
+                    "`dcn` must divide the size."
                 )
         unknown = [name for name, size in zip(self.axis_names, self.axis_sizes, strict=True) if size == -1]
         if len(unknown) > 1:
-            raise MeshError(f"mesh axes {unknown} are both -1; at most one size can be filled from the device count.")
+            raise MeshError(
+                f"mesh axes {unknown} are both -1; at most one size can be filled from the device count."
+            )
 
     @classmethod
     def parse(cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto) -> "MeshSpec":
@@ -134,7 +143,7 @@ class MeshSpec(eqx.Module):
     @property
     def size(self) -> int:
         """How many devices the mesh has."""
-        return math.prod(self._filled().axis_sizes)
+        return math.prod(self.filled().axis_sizes)
 
     def fit(self, device_count: int) -> "MeshSpec":
         """Fills the axis of size -1 so that the mesh has `device_count` devices.
@@ -162,7 +171,9 @@ class MeshSpec(eqx.Module):
                 f"mesh {self}: the known sizes give {known}, which does not divide {device_count} devices; "
                 f"use sizes whose product divides {device_count}."
             )
-        return self._with_sizes(tuple(device_count // known if size == -1 else size for size in self.axis_sizes))
+        return self._with_sizes(
+            tuple(device_count // known if size == -1 else size for size in self.axis_sizes)
+        )
 
     def axis_size(self, names: str | Sequence[str]) -> int:
         """The size of one axis, or the product of several.
@@ -181,13 +192,131 @@ class MeshSpec(eqx.Module):
         _require_known(names, self.axis_names, "axis_size")
         if len(set(names)) < len(names):
             raise MeshError(f"an axis occurs twice in {names}; a dimension can use each mesh axis once.")
-        return math.prod(self._filled().shape[name] for name in names)
+        return math.prod(self.filled().shape[name] for name in names)
 
     def abstract(self) -> AbstractMesh:
         """The `jax.sharding.AbstractMesh` of the same axes: enough to trace and lower with, no devices."""
-        return AbstractMesh(self._filled().axis_sizes, self.axis_names, axis_types=self.axis_types)
+        return AbstractMesh(self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types)
 
-    def _filled(self) -> "MeshSpec":
+    def order(self, devices: Sequence[Any]) -> DeviceOrder:
+        """The order that [`shardfx.MeshSpec.build`][] puts devices in, with how and why.
+
+        TPUs are ordered by JAX's `mesh_utils`, slice by slice if `dcn` or the devices say so; then each axis
+        that fills a box of the torus is made a walk of single hops. Where `mesh_utils` has no order,
+        [`shardfx.topology.torus_order`][] is used. Other devices stay in the order given (GPUs: by id).
+
+        **Arguments:**
+
+        - `devices`: devices, or descriptions with the same attributes; an axis of size -1 takes the rest.
+
+        **Returns:**
+
+        A [`shardfx.DeviceOrder`][]: the array of devices, the method, the reasons for any fallback, and the
+        mean number of links between neighbours on each axis.
+
+        **Raises:**
+
+        `MeshError` if the mesh would leave a device unused, or asks for slices that are not there.
+
+        !!! Example
+
+            ```python
+            import jax
+            from shardfx import MeshSpec
+
+            order = MeshSpec({"data": -1, "tensor": 2}).order(jax.devices())
+            assert order.devices.shape == (4, 2) and order.method == "mesh_utils" and not order.reasons
+            ```
+        """
+        fitted = self.fit(len(devices))
+        return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
+
+    def build(self, devices: Sequence[Any] | Mesh) -> Mesh:
+        """The `jax.sharding.Mesh` of these axes over `devices`, in the order that suits their network.
+
+        **Arguments:**
+
+        - `devices`: the devices, all of which are used; see [`shardfx.MeshSpec.order`][]. Or a Mesh, whose
+            devices then stay in the order they have, so that arrays on it and on the result mix in one `jit`.
+
+        **Returns:**
+
+        A Mesh with this MeshSpec's names, sizes and axis types.
+
+        **Raises:**
+
+        `MeshError` as [`shardfx.MeshSpec.order`][] does.
+
+        !!! Example
+
+            ```python
+            import jax
+            from shardfx import MeshSpec
+
+            spec = MeshSpec({"data": 2, "tensor": 4})
+            mesh = spec.build(jax.devices())
+            finer = spec.split("tensor", {"kv": 2, "rep": 2}).build(mesh)
+            assert list(finer.devices.flat) == list(mesh.devices.flat)
+            ```
+        """
+        if isinstance(devices, Mesh):
+            ordered = devices.devices.reshape(self.fit(devices.size).axis_sizes)
+        else:
+            ordered = self.order(devices).devices
+        return Mesh(ordered, self.axis_names, axis_types=self.axis_types)
+
+    def split(self, axis: str, parts: Mapping[str, int]) -> "MeshSpec":
+        """One axis as several, slowest first: every device keeps its place, so layouts on both meshes mix.
+
+        **Arguments:**
+
+        - `axis`: the axis to split.
+        - `parts`: names and sizes of the axes that replace it; the sizes multiply to its size, one may be -1.
+            They take its axis type. Slices that the axis spans (`dcn`) go to the slowest parts.
+
+        **Returns:**
+
+        A MeshSpec in which sharding a dimension over all of `parts`, in order, is what `axis` was.
+
+        **Raises:**
+
+        `MeshError` for an unknown axis, a name that is in use, sizes that do not multiply to the axis's, or
+        slices that the parts cannot take whole.
+
+        !!! Example
+
+            ```python
+            from shardfx import MeshSpec
+
+            mesh = MeshSpec({"data": 2, "tensor": 16}).split("tensor", {"kv": 8, "rep": 2})
+            assert mesh == MeshSpec({"data": 2, "kv": 8, "rep": 2})
+            ```
+        """
+        _require_known((axis,), self.axis_names, "split")
+        at = self.filled().axis_names.index(axis)
+        fitted = MeshSpec(parts).fit(self.axis_sizes[at])
+        spans, left = [], self.dcn_sizes[at]
+        for size in fitted.axis_sizes:
+            spans.append(math.gcd(size, left))
+            # A part can only be divided between slices if all that is left of them ends within it.
+            if spans[-1] != size and spans[-1] != left:
+                raise MeshError(
+                    f"mesh axis `{axis}` spans {self.dcn_sizes[at]} slices, which {fitted} would cut; "
+                    f"let the first part be a multiple of {self.dcn_sizes[at]}."
+                )
+            left //= spans[-1]
+        names = (*self.axis_names[:at], *fitted.axis_names, *self.axis_names[at + 1 :])
+        sizes = (*self.axis_sizes[:at], *fitted.axis_sizes, *self.axis_sizes[at + 1 :])
+        kinds = (*self.axis_types[:at], *[self.axis_types[at]] * len(spans), *self.axis_types[at + 1 :])
+        slices = (*self.dcn_sizes[:at], *spans, *self.dcn_sizes[at + 1 :])
+        return MeshSpec(
+            zip(names, sizes, strict=True),
+            axis_types=dict(zip(names, kinds, strict=True)),
+            dcn=dict(zip(names, slices, strict=True)),
+        )
+
+    def filled(self) -> "MeshSpec":
+        """The mesh itself, once every size is known; raises `MeshError` while one is -1."""
         if -1 in self.axis_sizes:
             raise MeshError(f"mesh {self} has an axis of unknown size; call `.fit(device_count)` first.")
         return self
@@ -210,4 +339,6 @@ def _is_integer(text: str) -> bool:
 def _require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:
     for name in names:
         if name not in axis_names:
-            raise MeshError(f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use one of those.")
+            raise MeshError(
+                f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use one of those."
+            )

@@ -1,0 +1,201 @@
+"""The order of devices in a mesh: JAX's own choice, or a stated fallback where it has none."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from .._errors import MeshError
+from ._place import bounds, positions, processes, slices
+from ._torus import mean_hops, ring_path, torus_order, wraps
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceOrder:
+    """Devices in the order of a mesh, and how that order was come by.
+
+    **Arguments:**
+
+    - `devices`: an array of the mesh's shape; every device that was given, once.
+    - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"`, `"torus"`
+        ([`shardfx.topology.torus_order`][]) or `"as given"`; `"hybrid: "` comes before it where the mesh
+        spans several slices.
+    - `reasons`: why it is not JAX's own order, and what was changed in it; empty where nothing was.
+    - `mean_hops`: per mesh axis, how many links lie between neighbours within a slice, on average; `None` for
+        devices without coordinates.
+    """
+
+    devices: np.ndarray
+    method: str
+    reasons: tuple[str, ...]
+    mean_hops: tuple[float, ...] | None
+
+
+def device_order(
+    devices: Sequence[Any], sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None
+) -> DeviceOrder:
+    """Orders devices for a mesh: what [`shardfx.MeshSpec.order`][] does, on plain sizes.
+
+    **Arguments:**
+
+    - `devices`: descriptions of devices, in any order; see [`shardfx.topology.coords`][].
+    - `sizes`: the size of each mesh axis, slowest first.
+    - `dcn_sizes`: how many slices (or nodes) each axis spans; each divides its size.
+
+    **Returns:**
+
+    The order, with the reasons for whatever it is not.
+
+    **Raises:**
+
+    `MeshError` if the sizes do not use every device once, or the slices are not as many as `dcn_sizes` says.
+    """
+    sizes = tuple(sizes)
+    dcn = (1,) * len(sizes) if dcn_sizes is None else tuple(dcn_sizes)
+    devices = list(devices)
+    if math.prod(sizes) != len(devices):
+        raise MeshError(
+            f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but {len(devices)} were given."
+        )
+    if len({id(device) for device in devices}) < len(devices):
+        raise MeshError("a device was given twice; pass each device once.")
+    groups, dcn, reasons = _granules(devices, sizes, dcn)
+    if len(groups) == 1:
+        return _one_slice([devices[index] for index in groups[0]], sizes, reasons)
+    within = tuple(size // span for size, span in zip(sizes, dcn, strict=True))
+    orders = [_one_slice([devices[index] for index in group], within, ()) for group in groups]
+    out = np.empty([size for pair in zip(dcn, within, strict=True) for size in pair], object)
+    for place, order in zip(np.ndindex(*dcn), orders, strict=True):
+        out[tuple(index for span in place for index in (span, slice(None)))] = order.devices
+    first = orders[0]
+    return DeviceOrder(
+        out.reshape(sizes), f"hybrid: {first.method}", (*reasons, *first.reasons), first.mean_hops
+    )
+
+
+def _granules(
+    devices: list[Any], sizes: tuple[int, ...], dcn: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
+    """Which devices share the fast network, the slices per axis that this gives, and why."""
+    wanted, found = math.prod(dcn), slices(devices)
+    if wanted == 1 and len(found) == 1:
+        return found, dcn, ()
+    if wanted == 1:
+        spread = _spread(len(found), sizes)
+        if spread is None:
+            raise MeshError(
+                f"the devices are of {len(found)} slices, and no axes of sizes {sizes} can span them; "
+                f'say which do, as in `MeshSpec(..., dcn={{"data": {len(found)}}})`.'
+            )
+        reason = (
+            f"the devices are of {len(found)} slices and `dcn` says nothing, so axes span {spread} of them"
+        )
+        return _even(found, devices), spread, (reason,)
+    if len(found) == 1 and len(nodes := processes(devices)) > 1:
+        found = nodes
+    if len(found) == 1 and devices[0].platform == "cpu":
+        per_slice = len(devices) // wanted
+        blocks = tuple(tuple(range(start, start + per_slice)) for start in range(0, len(devices), per_slice))
+        return (
+            blocks,
+            dcn,
+            (f"one process emulates {wanted} slices, {per_slice} devices each, in the order given",),
+        )
+    if len(found) != wanted:
+        raise MeshError(
+            f"`dcn` spreads the mesh over {wanted} slices, but the devices are of {len(found)}; "
+            f"use `dcn` sizes whose product is {len(found)}."
+        )
+    return _even(found, devices), dcn, ()
+
+
+def _even(groups: tuple[tuple[int, ...], ...], devices: list[Any]) -> tuple[tuple[int, ...], ...]:
+    counts = [len(group) for group in groups]
+    if len(set(counts)) > 1:
+        raise MeshError(
+            f"the {len(devices)} devices are {counts} per slice; pass the same number of each slice."
+        )
+    return groups
+
+
+def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Spreads `count` slices over the slowest axes that take them."""
+    out = []
+    for size in sizes:
+        out.append(math.gcd(count, size))
+        count //= out[-1]
+    return tuple(out) if count == 1 else None
+
+
+def _one_slice(devices: list[Any], sizes: tuple[int, ...], reasons: tuple[str, ...]) -> DeviceOrder:
+    if devices[0].platform != "tpu":
+        return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", reasons, None)
+    # JAX's orders for small slices index the list as it comes, so it must not depend on the caller.
+    devices = sorted(devices, key=lambda device: device.id)
+    array, method, reasons = _torus_mesh(devices, sizes, reasons)
+    try:
+        grid = positions(devices)
+    except MeshError:
+        return DeviceOrder(array, method, reasons, None)
+    return _walked(devices, grid, array, method, reasons)
+
+
+def _torus_mesh(
+    devices: list[Any], sizes: tuple[int, ...], reasons: tuple[str, ...]
+) -> tuple[np.ndarray, str, tuple[str, ...]]:
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", reasons
+    except NotImplementedError:
+        array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        reason = f"axes of sizes {sizes} are no products of whole physical dimensions {bounds(devices)}"
+        return array, "mesh_utils, physical axes split", (*reasons, reason)
+    except AssertionError as failure:
+        cause = str(failure).split(":")[0]
+    flat = np.empty(len(devices), object)
+    flat[:] = devices
+    try:
+        grid, extents = positions(devices), bounds(devices)
+    except MeshError as failure:
+        return flat.reshape(sizes), "as given", (*reasons, f"ordered by id: {failure}")
+    places = torus_order(extents, sizes, wraps(devices[0].device_kind, extents))
+    array = flat[grid[tuple(np.moveaxis(places, -1, 0))]]
+    return array, "torus", (*reasons, f"JAX has no order for these devices ({cause})")
+
+
+def _walked(
+    devices: list[Any], grid: np.ndarray, array: np.ndarray, method: str, reasons: tuple[str, ...]
+) -> DeviceOrder:
+    """Turns each axis that fills a box into a walk of it in single hops, which a row-major order is not."""
+    extents = grid.shape
+    closed = wraps(devices[0].device_kind, extents)
+    where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
+    places = np.array([where[id(device)] for device in array.flat]).reshape(*array.shape, len(extents))
+    changed = []
+    for axis in range(array.ndim):
+        line = np.moveaxis(places, axis, -2).reshape(-1, array.shape[axis], len(extents))[0]
+        walk = _walk(line, extents, closed)
+        if walk is None:
+            continue
+        nearer = np.take(places, walk, axis)
+        if mean_hops(nearer, axis, extents, closed) < mean_hops(places, axis, extents, closed):
+            places, array = nearer, np.take(array, walk, axis)
+            changed.append(axis)
+    if changed:
+        reasons = (*reasons, f"axes {tuple(changed)} walk their boxes in single hops instead of row by row")
+    hops = tuple(mean_hops(places, axis, extents, closed) for axis in range(array.ndim))
+    return DeviceOrder(array, method, reasons, hops)
+
+
+def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:
+    """The order in which to visit the places of `line` in single hops, if they fill a (strided) box."""
+    columns = [np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])]
+    box = tuple(len(values) for values, _ in columns)
+    if math.prod(box) != len(line) or len(line) < 2:
+        return None
+    index_of = np.empty(box, np.int64)
+    index_of[tuple(inverse.reshape(-1) for _, inverse in columns)] = np.arange(len(line))
+    whole = [closed[dim] and box[dim] == extents[dim] for dim in range(len(box))]
+    return index_of[tuple(ring_path(box, whole).T)]

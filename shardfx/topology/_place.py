@@ -1,0 +1,182 @@
+"""Where devices sit, read from their descriptions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from .._errors import MeshError
+
+
+def coords(device: Any, local_device_count: int) -> tuple[int, ...]:
+    """Where one device sits: its coordinates on the torus and its core, or its process and its place there.
+
+    **Arguments:**
+
+    - `device`: anything with JAX's device attributes. One with `coords` (a TPU) needs nothing else, and one
+        without `core_on_chip` counts as core 0; others need `process_index` and `id`.
+    - `local_device_count`: how many devices a process has; read only for devices without `coords`.
+
+    **Returns:**
+
+    `(*coords, core)`, or `(process_index, id % local_device_count)`.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import topology
+
+        assert topology.coords(jax.devices()[3], 8) == (0, 3)
+        ```
+    """
+    torus = _torus_coords(device)
+    if torus is not None:
+        return torus
+    if local_device_count < 1:
+        raise MeshError(
+            f"`local_device_count` is {local_device_count}; it must be at least 1 without `coords`."
+        )
+    return (int(device.process_index), int(device.id) % local_device_count)
+
+
+def bounds(devices: Sequence[Any]) -> tuple[int, ...]:
+    """How far devices extend in each direction, from all of them: neither order nor origin matter.
+
+    **Arguments:**
+
+    - `devices`: descriptions of devices of one slice, as for [`shardfx.topology.coords`][].
+
+    **Returns:**
+
+    `(x, y, z, cores)` for devices with three coordinates, `(processes, devices per process)` for devices
+    without any.
+
+    **Raises:**
+
+    `MeshError` if there are no devices, if some have coordinates and others do not, or if processes have
+    different numbers of devices.
+
+    !!! Example
+
+        ```python
+        from types import SimpleNamespace
+        from shardfx import topology
+
+        chips = [SimpleNamespace(coords=(x, y, 0), core_on_chip=0) for x in range(2, 4) for y in range(4)]
+        assert topology.bounds(chips) == (2, 4, 1, 1)
+        ```
+    """
+    places, _ = _places(devices)
+    extents = places.max(axis=0) - places.min(axis=0) + 1
+    return tuple(int(extent) for extent in extents)
+
+
+def positions(devices: Sequence[Any]) -> Int[np.ndarray, "..."]:
+    """The box that devices fill: entry `[x, y, z, core]` is the index in `devices` of who sits there.
+
+    **Arguments:**
+
+    - `devices`: descriptions of devices of one slice, in any order.
+
+    **Returns:**
+
+    An integer array of shape `bounds(devices)`.
+
+    **Raises:**
+
+    `MeshError` if two devices sit at one place, or if a place within the bounds has no device.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import topology
+
+        assert topology.positions(jax.devices()).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+        ```
+    """
+    places, _ = _places(devices)
+    origin = places.min(axis=0)
+    extents = tuple(int(extent) for extent in places.max(axis=0) - origin + 1)
+    flat = np.ravel_multi_index(tuple((places - origin).T), extents)
+    counts = np.bincount(flat, minlength=int(np.prod(extents)))
+    if counts.max() > 1:
+        twice = _place_at(int(counts.argmax()), extents, origin)
+        raise MeshError(
+            f"{counts.max()} of the {len(devices)} devices sit at {twice}; slices are ordered one "
+            'by one (`MeshSpec(..., dcn={"data": 2}).build(devices)`), and a device is given once.'
+        )
+    if counts.min() < 1:
+        hole = _place_at(int(counts.argmin()), extents, origin)
+        raise MeshError(
+            f"the {len(devices)} devices span bounds {extents}, but none sits at {hole}; "
+            "pass devices that fill a box without holes."
+        )
+    out = np.empty(int(np.prod(extents)), np.int64)
+    out[flat] = np.arange(len(devices))
+    return out.reshape(extents)
+
+
+def slices(devices: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Which devices share a fast network: indices into `devices`, slice by slice, in order of slice index.
+
+    **Arguments:**
+
+    - `devices`: descriptions of devices; those without a `slice_index` are all in slice 0.
+
+    **Returns:**
+
+    One tuple of indices per slice.
+    """
+    return _grouped([int(getattr(device, "slice_index", None) or 0) for device in devices])
+
+
+def processes(devices: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """As [`shardfx.topology.slices`][], with processes for slices: how GPU nodes are told apart."""
+    return _grouped([int(device.process_index) for device in devices])
+
+
+def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[int, list[int]] = {key: [] for key in sorted(set(keys))}
+    for index, key in enumerate(keys):
+        groups[key].append(index)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def _places(devices: Sequence[Any]) -> tuple[Int[np.ndarray, "devices dims"], bool]:
+    if not len(devices):
+        raise MeshError("there are no devices; pass `jax.devices()`, or those of one slice.")
+    torus = [_torus_coords(device) for device in devices]
+    lengths = sorted({0 if place is None else len(place) for place in torus})
+    if len(lengths) > 1:
+        raise MeshError(
+            f"the devices have coordinates of different lengths ({lengths}; 0 is none); "
+            "order devices of one kind at a time."
+        )
+    if lengths != [0]:
+        return np.array(torus, np.int64), True
+    groups = processes(devices)
+    counts = [len(group) for group in groups]
+    if len(set(counts)) > 1:
+        raise MeshError(
+            f"processes have different numbers of devices: {counts}; pass the same number of devices of each."
+        )
+    places = np.empty((len(devices), 2), np.int64)
+    for row, group in enumerate(groups):
+        for column, index in enumerate(sorted(group, key=lambda index: devices[index].id)):
+            places[index] = row, column
+    return places, False
+
+
+def _torus_coords(device: Any) -> tuple[int, ...] | None:
+    # JAX's own devices lack these attributes where they mean nothing, so absence is the way to tell.
+    place = getattr(device, "coords", None)
+    if place is None:
+        return None
+    return (*(int(c) for c in place), int(getattr(device, "core_on_chip", None) or 0))
+
+
+def _place_at(flat: int, extents: tuple[int, ...], origin: Int[np.ndarray, " dims"]) -> tuple[int, ...]:
+    return tuple(int(c) for c in np.array(np.unravel_index(flat, extents)) + origin)

@@ -1,0 +1,200 @@
+"""Orders on a torus: which neighbours are one hop apart, and walks that visit every place in single hops."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from .._errors import MeshError
+
+
+# From which size on, and for which sizes, a dimension of a slice is closed into a ring. Cloud TPU's
+# documentation: v4 and v5p (and 7x) close every dimension that is a multiple of 4; v5e and v6e only a
+# dimension of 16; v2 and v3 only those of a whole pod.
+_RING_MULTIPLE = {"TPU v4": 4, "TPU v5p": 4, "TPU v5": 4, "TPU7x": 4, "TPU7": 4}
+_RING_SIZES = {
+    "TPU v2": (16,),
+    "TPU v3": (32,),
+    "TPU v5 lite": (16,),
+    "TPU v5e": (16,),
+    "TPU v6 lite": (16,),
+    "TPU v6e": (16,),
+}
+
+
+def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
+    """Which dimensions of a slice are closed into rings by links between their ends.
+
+    **Arguments:**
+
+    - `device_kind`: JAX's name for the kind of device, as `"TPU v5 lite"`.
+    - `bounds`: the extents of the slice, as from [`shardfx.topology.bounds`][].
+
+    **Returns:**
+
+    One bool per dimension; all `False` for kinds that are not known. Cores of a chip are never a ring.
+    """
+    multiple, sizes = _RING_MULTIPLE.get(device_kind), _RING_SIZES.get(device_kind, ())
+    torus = bounds[:3]
+    closed = [size in sizes or (multiple is not None and size % multiple == 0) for size in torus]
+    return tuple(closed) + (False,) * (len(bounds) - len(torus))
+
+
+def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[np.ndarray, "places dims"]:
+    """A walk through every place of a box in single steps, which ends next to its start wherever it can.
+
+    **Arguments:**
+
+    - `box`: the size of each dimension.
+    - `closed`: which dimensions join at their ends; none if not given.
+
+    **Returns:**
+
+    The places in the order of the walk. Successive places differ by one in one dimension. If some dimension
+    is even, and the box has two dimensions or one that is closed, the last place is a neighbour of the first.
+
+    !!! Example
+
+        ```python
+        from shardfx import topology
+
+        assert topology.ring_path((2, 2)).tolist() == [[0, 0], [0, 1], [1, 1], [1, 0]]
+        ```
+    """
+    closed = (False,) * len(box) if closed is None else tuple(closed)
+    used = [dim for dim, size in enumerate(box) if size > 1]
+    turning = [dim for dim in used if box[dim] % 2 == 0]
+    joined = [dim for dim in turning if closed[dim]]
+    slow = (joined or turning or used or [0])[0]
+    rest = _snake([1 if dim == slow else size for dim, size in enumerate(box)])
+    if joined or not turning or len(used) < 2:
+        return _rows(rest, slow, box[slow] if box else 1)
+    # No link joins the ends of the slow dimension: one column is kept free for the way back.
+    there = _rows(rest[1:], slow, box[slow])
+    back = np.repeat(rest[:1], box[slow], axis=0)
+    back[:, slow] = np.arange(box[slow])
+    return np.concatenate([back[:1], there, back[:0:-1]])
+
+
+def torus_order(
+    bounds: Sequence[int], sizes: Sequence[int], closed: Sequence[bool] | None = None
+) -> Int[np.ndarray, "..."]:
+    """Places on a torus in the order of a mesh, every mesh axis walking a box in single steps where it can.
+
+    Axes are placed from the last, which is taken to communicate most, to the first. Each takes, of what is
+    left, the box that [`shardfx.topology.default_submesh`][]'s rule prefers.
+
+    **Arguments:**
+
+    - `bounds`: the extents of the torus.
+    - `sizes`: the sizes of the mesh axes, slowest first; their product is that of `bounds`.
+    - `closed`: which dimensions join at their ends; none if not given.
+
+    **Returns:**
+
+    An integer array of shape `(*sizes, len(bounds))` of coordinates.
+
+    !!! Example
+
+        ```python
+        from shardfx import topology
+
+        order = topology.torus_order((4, 4), (4, 4))
+        assert order[0].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
+        ```
+    """
+    if math.prod(bounds) != math.prod(sizes):
+        raise MeshError(
+            f"mesh axes of sizes {tuple(sizes)} have {math.prod(sizes)} devices, but bounds {tuple(bounds)} "
+            f"hold {math.prod(bounds)}; use sizes whose product is {math.prod(bounds)}."
+        )
+    closed = (False,) * len(bounds) if closed is None else tuple(closed)
+    left, stride = list(bounds), [1] * len(bounds)
+    order = np.zeros((*[1] * len(sizes), len(bounds)), np.int64)
+    for axis in reversed(range(len(sizes))):
+        box = preferred(boxes(sizes[axis], left), bounds, stride, closed)
+        whole = [closed[dim] and box[dim] == bounds[dim] for dim in range(len(bounds))]
+        path = ring_path(box, whole) * np.array(stride)
+        shape = [1] * (len(sizes) + 1)
+        shape[axis], shape[-1] = len(path), len(bounds)
+        order = order + path.reshape(shape)
+        left = [size // part for size, part in zip(left, box, strict=True)]
+        stride = [step * part for step, part in zip(stride, box, strict=True)]
+    return order
+
+
+def mean_hops(
+    order: Int[np.ndarray, "..."], axis: int, bounds: Sequence[int], closed: Sequence[bool] | None = None
+) -> float:
+    """How many links lie, on average, between neighbours along one axis of a mesh.
+
+    **Arguments:**
+
+    - `order`: coordinates in mesh order, as from [`shardfx.topology.torus_order`][].
+    - `axis`: which mesh axis. The step from its last place to its first is not counted.
+    - `bounds`: the extents of the torus.
+    - `closed`: which dimensions join at their ends; none if not given.
+
+    **Returns:**
+
+    1.0 if all neighbours are joined by a link, 0.0 for an axis of size 1.
+
+    !!! Example
+
+        ```python
+        from shardfx import topology
+
+        rows = topology.submesh_order((4, 4, 1, 1), (2, 2, 1, 1), (4, 4, 1, 1), tile_by_host=False)
+        assert topology.mean_hops(rows, 1, (4, 4, 1, 1)) == 1.6
+        snake = topology.torus_order((4, 4, 1, 1), (1, 16))
+        assert topology.mean_hops(snake, 1, (4, 4, 1, 1)) == 1.0
+        ```
+    """
+    if order.shape[axis] < 2:
+        return 0.0
+    closed = (False,) * len(bounds) if closed is None else tuple(closed)
+    apart = np.abs(np.diff(order, axis=axis))
+    ring = np.where(closed, np.minimum(apart, np.array(bounds) - apart), apart)
+    return float(ring.sum(axis=-1).mean())
+
+
+def boxes(count: int, bounds: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every box of `count` places whose sizes divide `bounds`."""
+    if not bounds:
+        return [()] if count == 1 else []
+    first = (size for size in range(1, bounds[0] + 1) if bounds[0] % size == 0 and count % size == 0)
+    return [(size, *rest) for size in first for rest in boxes(count // size, bounds[1:])]
+
+
+def preferred(
+    candidates: Sequence[tuple[int, ...]],
+    bounds: Sequence[int],
+    stride: Sequence[int],
+    closed: Sequence[bool],
+) -> tuple[int, ...]:
+    """The box that keeps most traffic on whole rings; the rule is stated at `default_submesh`."""
+
+    def rank(box: tuple[int, ...]) -> tuple:
+        whole = [box[dim] for dim in range(len(box)) if box[dim] == bounds[dim] > 1]
+        touched = [dim for dim in range(len(box)) if box[dim] > 1]
+        strided = math.prod(box[dim] for dim in touched if stride[dim] > 1)
+        loops = len(touched) > 1 and any(box[dim] % 2 == 0 for dim in touched)
+        ring = loops or all(closed[dim] or box[dim] <= 2 for dim in touched)
+        return (box[-1], -strided, math.prod(whole), len(whole), ring, -sum(box), box)
+
+    return max(candidates, key=rank)
+
+
+def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
+    path = np.zeros((1, len(box)), np.int64)
+    for dim in reversed(range(len(box))):
+        path = _rows(path, dim, box[dim])
+    return path
+
+
+def _rows(row: Int[np.ndarray, "places dims"], slow: int, count: int) -> Int[np.ndarray, "more dims"]:
+    out = np.stack([row if index % 2 == 0 else row[::-1] for index in range(count)])
+    if out.size:
+        out[:, :, slow] = np.arange(count)[:, None]
+    return out.reshape(-1, row.shape[1])
