@@ -52,7 +52,8 @@ class MeshSpec(eqx.Module):
         `MeshError` for a repeated axis, a size that is neither positive nor -1, two sizes of -1, or a
         `dcn` entry that does not divide its axis.
         """
-        pairs = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes)
+        items: Any = axes.items() if isinstance(axes, Mapping) else axes
+        pairs: tuple[tuple[str, int], ...] = tuple(items)
         self.axis_names = tuple(name for name, _ in pairs)
         self.axis_sizes = tuple(size for _, size in pairs)
         kinds = axis_types if isinstance(axis_types, Mapping) else dict.fromkeys(self.axis_names, axis_types)

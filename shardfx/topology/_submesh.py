@@ -238,11 +238,13 @@ def _z_major(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> tuple[int, in
     return None
 
 
-def _tiles(size: int, model: int, host: int) -> tuple[int, int, int, int]:
-    data = size // model
+def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
+    """How a dimension splits into (data over hosts, data in a host, model over hosts, model in a host)."""
     if model % host == 0:
-        return (data, 1, model // host, host)
-    return (data // (host // model), host // model, 1, model)
+        return (size // model, 1, model // host, host)
+    if host % model == 0:
+        return (size // host, host // model, 1, model)
+    return (0,) * 4
 
 
 def _fits_hosts(bounds: tuple[int, ...], submesh: tuple[int, ...], host_bounds: tuple[int, ...]) -> bool:
