@@ -1,0 +1,28 @@
+from ._correct import correct as correct
+from ._errors import (
+    LeafTypeError as LeafTypeError,
+    MeshError as MeshError,
+    PlanFormatError as PlanFormatError,
+    PlanMismatchError as PlanMismatchError,
+    RuleError as RuleError,
+    SpecError as SpecError,
+    UnknownPathError as UnknownPathError,
+    UnmatchedError as UnmatchedError,
+)
+from ._mesh import MeshSpec as MeshSpec
+from ._paths import (
+    PathRules as PathRules,
+    fsdp as fsdp,
+    match as match,
+    replicate as replicate,
+)
+from ._plan import (
+    LeafPlan as LeafPlan,
+    ShardPlan as ShardPlan,
+    differences as differences,
+)
+from ._planner import plan as plan
+from ._reason import Code as Code, Decision as Decision, Reason as Reason
+from ._rules import AxisRules as AxisRules, resolve as resolve
+from ._spec import atomic as atomic, axis_names_of as axis_names_of, canonical as canonical
+from ._tree import field as field

@@ -1,0 +1,190 @@
+"""Meshes, specs, names, rules and dtypes as plain JSON values, and back."""
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from ._errors import LeafTypeError, PlanFormatError
+from ._mesh import MeshSpec
+from ._paths import Fsdp
+from ._reason import Code, Reason
+from ._rules import AxisRules
+from ._spec import UNCONSTRAINED, Atomic
+
+
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def encode_mesh(mesh: MeshSpec) -> Any:
+    types = [kind.name for kind in mesh.axis_types]
+    return [list(row) for row in zip(mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True)]
+
+
+def decode_mesh(data: Any) -> MeshSpec:
+    return MeshSpec(
+        [(name, size) for name, size, _, _ in data],
+        axis_types={name: AxisType[kind] for name, _, kind, _ in data},
+        dcn={name: slices for name, _, _, slices in data},
+    )
+
+
+def encode_entry(entry: Any) -> Any:
+    """One entry of a spec, of names, or a rule's target."""
+    if entry is UNCONSTRAINED:
+        return {"unconstrained": True}
+    if isinstance(entry, Atomic):
+        return {"atomic": encode_entry(entry.target), "unit": entry.unit}
+    return [encode_entry(part) for part in entry] if isinstance(entry, tuple) else entry
+
+
+def decode_entry(data: Any) -> Any:
+    if isinstance(data, dict):
+        return UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
+    if isinstance(data, list):
+        return tuple(decode_entry(part) for part in data)
+    if data is None or isinstance(data, str):
+        return data
+    raise PlanFormatError(f"{data!r} is no entry of a spec; it must be null, a name, or a list of names.")
+
+
+def encode_spec(spec: PartitionSpec) -> Any:
+    entries = [encode_entry(entry) for entry in spec.partitions]
+    if not (spec.unreduced or spec.reduced):
+        return entries
+    return {"entries": entries, "unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}
+
+
+def decode_spec(data: Any) -> PartitionSpec:
+    if isinstance(data, dict):
+        entries = [decode_entry(entry) for entry in data["entries"]]
+        return PartitionSpec(*entries, unreduced=set(data["unreduced"]), reduced=set(data["reduced"]))
+    return PartitionSpec(*[decode_entry(entry) for entry in data])
+
+
+def encode_rules(rules: AxisRules | None) -> Any:
+    if rules is None:
+        return None
+    return {
+        "rules": encode_entry(rules.rules),
+        "modes": encode_entry(rules.modes),
+        "units": [list(pair) for pair in rules.units],
+        "aliases": [list(pair) for pair in rules.aliases],
+    }
+
+
+def decode_rules(data: Any) -> AxisRules | None:
+    if data is None:
+        return None
+    return AxisRules(
+        decode_entry(data["rules"]),
+        modes=decode_entry(data["modes"]),
+        units=[tuple(pair) for pair in data["units"]],
+        aliases=[tuple(pair) for pair in data["aliases"]],
+    )
+
+
+def encode_reason(reason: Reason) -> Any:
+    return [reason.code.name, reason.dim, list(reason.axes), reason.message]
+
+
+def decode_reason(data: Any) -> Reason:
+    code, dim, axes, message = data
+    return Reason(Code[code], dim, tuple(axes), message)
+
+
+def encode_strategy(strategy: Fsdp) -> Any:
+    return [list(strategy.axes), strategy.min_bytes]
+
+
+def decode_strategy(data: Any) -> Fsdp:
+    return Fsdp(tuple(data[0]), data[1])
+
+
+@ft.lru_cache(maxsize=256)
+def encode_dtype(dtype: Any) -> str:
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        return np.dtype(dtype).name
+    for name in _KEY_IMPLEMENTATIONS:
+        if key_dtype(name) == dtype:
+            return f"key<{name}>"
+    raise LeafTypeError(
+        f"dtype {dtype} has no name in a plan's JSON; PRNG keys of {', '.join(_KEY_IMPLEMENTATIONS)} have one."
+    )
+
+
+@ft.lru_cache(maxsize=256)
+def decode_dtype(name: str) -> Any:
+    if name.startswith("key<") and name.removeprefix("key<").removesuffix(">") in _KEY_IMPLEMENTATIONS:
+        return key_dtype(name.removeprefix("key<").removesuffix(">"))
+    try:
+        return jnp.dtype(name)
+    except TypeError as error:
+        raise PlanFormatError(f"dtype {name!r} is unknown to this version of JAX.") from error
+
+
+@ft.lru_cache(maxsize=8)
+def key_dtype(implementation: str) -> Any:
+    """The dtype of a PRNG key array, without making one."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+
+
+def encode_structure(treedef: Any) -> Any:
+    """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
+    data = treedef.node_data()
+    if data is None:
+        return "leaf" if treedef.num_leaves else None
+    kind, aux = data
+    children = [encode_structure(child) for child in treedef.children()]
+    if kind is dict:
+        return {"dict": [[_encode_key(key), child] for key, child in zip(aux, children, strict=True)]}
+    if kind is list or kind is tuple:
+        return {kind.__name__: children}
+    if kind is type(None):
+        return None
+    return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
+
+
+def _encode_key(key: Any) -> Any:
+    return key if isinstance(key, str) else {type(key).__name__: repr(key)}
+
+
+def decode_structure(data: Any, paths: list[str]) -> Any:
+    """The tree that `data` describes, with at each leaf its index; nodes of other libraries become dicts."""
+    return _decode_structure(data, paths, 0, "")[0]
+
+
+def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> tuple[Any, int]:
+    if data is None:
+        return None, index
+    if data == "leaf":
+        return index, index + 1
+    ((kind, parts), *_) = data.items()
+    if kind in ("list", "tuple"):
+        items = []
+        for position, part in enumerate(parts):
+            item, index = _decode_structure(part, paths, index, f"{prefix}{position}/")
+            items.append(item)
+        return (tuple(items) if kind == "tuple" else items), index
+    named: dict[Any, Any] = {}
+    for position, part in enumerate(parts if kind == "dict" else data["children"]):
+        key, part = part if kind == "dict" else (None, part)
+        key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)
+        named[key], index = _decode_structure(part, paths, index, f"{prefix}{key}/")
+    return named, index
+
+
+def _decode_key(key: Any) -> Any:
+    if isinstance(key, str):
+        return key
+    ((kind, text),) = key.items()
+    return int(text) if kind == "int" else text
+
+
+def _key_at(paths: list[str], index: int, prefix: str, position: int) -> str:
+    """The attribute under which a node of another library holds the leaf `index`, read off the leaf's path."""
+    path = paths[index] if index < len(paths) else ""
+    return path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)

@@ -1,0 +1,361 @@
+"""Match, then resolve, then correct, per leaf: here and nowhere else."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ._correct import correct, spread
+from ._errors import LeafTypeError, RuleError, SpecError, UnmatchedError
+from ._mesh import MeshSpec
+from ._paths import Pipeline, Replicate, PathRules, compiled, first_match, is_callable, is_digit_blind
+from ._plan import Content, LeafPlan, ShardPlan, canonical_dtype, leaf_plan
+from ._reason import Code, Decision, Reason, reason
+from ._rules import AxisRules, resolve, units_of
+from ._spec import UNCONSTRAINED, Atomic, array_bytes
+from ._tree import Flat, flatten
+
+
+_SHOWN = 40
+
+
+def plan(
+    tree: Any,
+    mesh: MeshSpec | Mesh | AbstractMesh,
+    *,
+    paths: PathRules | None = None,
+    names: Any = None,
+    axes: AxisRules | None = None,
+    mode: str | None = None,
+    min_bytes: int = 0,
+    memory_kinds: Iterable[tuple[str, str]] | None = None,
+    unmatched: Literal["raise", "replicate"] = "raise",
+    strict: bool = False,
+) -> ShardPlan:
+    """Plans how every array of a tree is sharded on a mesh. Nothing is allocated, and no device is needed.
+
+    **Arguments:**
+
+    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as the functions in an Equinox
+        module, are passed over.
+    - `mesh`: a MeshSpec, or a jax Mesh (whose devices the plan then has), or an AbstractMesh.
+    - `paths`: rules from a leaf's path to its sharding.
+    - `names`: a tree, or prefix of one, of logical names: at each leaf a tuple with one entry per dimension as in
+        [`shardfx.resolve`][], or `None`. Without it, the names that modules declare with [`shardfx.field`][] are used
+        if `axes` is given. A leaf that has names does not ask `paths`.
+    - `axes`: rules from logical names to mesh axes.
+    - `mode`: the mode in which `axes` are read.
+    - `min_bytes`: arrays of fewer bytes are replicated.
+    - `memory_kinds`: pairs of a regex and a memory kind, as `("opt/.*mu", "pinned_host")`; the first that matches an
+        array's path holds.
+    - `unmatched`: "raise": an array that neither names nor a path rule covers is an error, and so is a regex that no
+        path matches. "replicate": it is replicated, with a reason.
+    - `strict`: raise where a rule's sharding would have been cut down to fit.
+
+    **Returns:**
+
+    A [`shardfx.ShardPlan`][].
+
+    **Raises:**
+
+    `UnmatchedError` with all the arrays that no rule covers, largest first; `RuleError` for rules that cannot be
+    applied; `SpecError` with all the arrays whose spec or names do not fit their rank.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, PathRules, fsdp, plan
+
+        tree = {"embed": jax.ShapeDtypeStruct((50257, 768), jnp.float32), "head": jnp.ones((768, 8))}
+        rules = PathRules([("embed", P("tensor", "fsdp")), (".*", fsdp("fsdp"))])
+        made = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
+        assert made["embed"].spec == P(None, "fsdp")
+        print(made["embed"].reasons[0])  # dim 0: size 50257 is not divisible by `tensor` (2); ...
+        ```
+    """
+    if unmatched not in ("raise", "replicate"):
+        raise RuleError(f'`unmatched={unmatched!r}` is no policy of `plan`; use "raise" or "replicate".')
+    mesh_spec = MeshSpec.of(mesh).filled()
+    flat = flatten(tree)
+    given = _names(names, tree, flat, axes)
+    kinds = PathRules((regex, PartitionSpec(kind)) for regex, kind in memory_kinds or ())
+    planner = _Planner(mesh_spec, paths or PathRules(()), axes, mode, min_bytes, kinds)
+    index, rows = planner.columns(flat, given)
+    if unmatched == "raise":
+        _raise_unmatched(flat, index, rows, planner.paths)
+        for what, rules in (("rule", planner.paths), ("`memory_kinds` entry", kinds)):
+            _raise_unused(what, rules, flat)
+    if strict:
+        _raise_cut(flat, index, rows)
+    jax_mesh = mesh if isinstance(mesh, Mesh) else None
+    return ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef))
+
+
+def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
+    """The plan of the same leaves by the same rules on another mesh; see `shardfx.replan`."""
+    spec = MeshSpec.of(mesh).filled()
+    rows = []
+    for row in made.content.rows:
+        first = _first_reasons(row, made)
+        request = _Request(row.names, row.requested, row.rule, row.units, row.strategies, first)
+        rows.append(_decided(request, row.shape, row.dtype, spec, 0, row.memory_kind))
+    jax_mesh = mesh if isinstance(mesh, Mesh) else None
+    return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
+
+
+class _Request(NamedTuple):
+    """What a rule asks for a leaf, before the mesh and the shape have their say."""
+
+    names: tuple[Any, ...] | None
+    spec: PartitionSpec
+    rule: str | None
+    units: tuple[int, ...] | None
+    strategies: tuple[Any, ...]
+    reasons: tuple[Reason, ...]
+
+
+class _Planner(NamedTuple):
+    mesh: MeshSpec
+    paths: PathRules
+    axes: AxisRules | None
+    mode: str | None
+    min_bytes: int
+    kinds: PathRules
+
+    def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[LeafPlan]]:
+        """For each leaf the number of its row, and the rows. Leaves that are planned alike share one."""
+        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        alike = is_digit_blind(self.paths) and is_digit_blind(self.kinds)
+        keys = flat.templates if alike else flat.paths
+        called = any(is_callable(target) for _, target in self.paths.rules)
+        seen: dict[Any, int] = {}
+        index, rows, errors = [], [], []
+        for leaf, key, names, path, shaped in zip(flat.leaves, keys, given, flat.paths, flat.is_array, strict=True):
+            if not shaped:
+                index.append(-1)
+                continue
+            kind = (path if called else key, leaf.shape, leaf.dtype, names)
+            number = seen.get(kind)
+            if number is None:
+                number = seen[kind] = len(rows)
+                try:
+                    rows.append(self.row(path, leaf, names))
+                except (SpecError, RuleError, LeafTypeError) as error:
+                    errors.append((path, error))
+                    rows.append(_PLACEHOLDER)
+            index.append(number)
+        _raise_errors(errors)
+        return index, rows
+
+    def row(self, path: str, leaf: Any, names: Any) -> LeafPlan:
+        shape, dtype = tuple(leaf.shape), _dtype(leaf)
+        kind = first_match(path, self.kinds)
+        memory_kind = None if kind is None else self.kinds.rules[kind][1].partitions[0]
+        request = self.request(path, leaf, names)
+        return _decided(request, shape, dtype, self.mesh, self.min_bytes, memory_kind)
+
+    def request(self, path: str, leaf: Any, names: Any) -> _Request:
+        if names is not None:
+            return self.named(names, len(leaf.shape), "names", None, ())
+        number = first_match(path, self.paths)
+        if not leaf.shape:
+            rule = None if number is None else _rule_text(number, self.paths)
+            return _Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
+        if number is None:
+            return _Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
+        target = self.paths.rules[number][1]
+        first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
+        rule = _rule_text(number, self.paths)
+        if is_callable(target):
+            first = _called(first, path, leaf, rule)
+        units = None
+        if isinstance(first, Atomic):
+            first, units = first.target, first.unit
+        if isinstance(first, tuple) and not isinstance(first, PartitionSpec):
+            return self.named(first, len(leaf.shape), rule, units, tuple(strategies))
+        if isinstance(first, Replicate):
+            first = PartitionSpec()
+        elif not isinstance(first, PartitionSpec):
+            strategies, first = [first, *strategies], PartitionSpec()
+        return _Request(None, first, rule, _padded(units, len(leaf.shape)), tuple(strategies), ())
+
+    def named(
+        self, names: Any, rank: int, rule: str, units: tuple[int, ...] | None, strategies: tuple[Any, ...]
+    ) -> _Request:
+        if self.axes is None:
+            raise RuleError(
+                f"the names {names} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`."
+            )
+        names = tuple(names)
+        if any(name is not None for name in names[rank:]):
+            raise SpecError(f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension.")
+        found = resolve(names, self.axes, mode=self.mode)
+        units = _padded(units_of(names[:rank], self.axes) if units is None else units, rank)
+        return _Request(names, found.spec, rule, units, strategies, found.reasons)
+
+
+def _decided(
+    request: _Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec, min_bytes: int, memory_kind: str | None
+) -> LeafPlan:
+    found = correct(request.spec, shape, mesh, units=request.units, min_bytes=min_bytes, dtype=dtype)
+    reasons = (*request.reasons, *found.reasons)
+    if request.strategies:
+        nbytes = array_bytes(shape, dtype)
+        for step in request.strategies:
+            found = spread(found.spec, shape, mesh, step.axes, request.units, nbytes, max(step.min_bytes, min_bytes))
+            reasons += found.reasons
+    return leaf_plan(
+        mesh,
+        spec=found.spec,
+        shape=shape,
+        dtype=dtype,
+        names=request.names,
+        requested=request.spec,
+        rule=request.rule,
+        reasons=reasons,
+        memory_kind=memory_kind,
+        units=request.units,
+        strategies=request.strategies,
+    )
+
+
+def _first_reasons(row: LeafPlan, made: ShardPlan) -> tuple[Reason, ...]:
+    """The reasons of a row that came from its rule, not from the mesh it was corrected for."""
+    if row.names is not None and made.axes is not None:
+        return resolve(row.names, made.axes, mode=made.mode).reasons
+    return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
+
+
+_PLACEHOLDER = LeafPlan("", (), np.dtype(bool), None, PartitionSpec(), PartitionSpec(), None, (), None, None, (), 0, 0)
+
+
+def _dtype(leaf: Any) -> Any:
+    """The dtype that the array has on a device."""
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype
+    if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
+        raise LeafTypeError(f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree.")
+    return canonical_dtype(leaf.dtype)
+
+
+def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
+    result = function(path, leaf)
+    if not isinstance(result, PartitionSpec):
+        raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")
+    return result
+
+
+def _rule_text(number: int, rules: PathRules) -> str:
+    return f"paths[{number}] {rules.rules[number][0]}"
+
+
+def _padded(units: Any, rank: int) -> tuple[int, ...] | None:
+    if units is None or isinstance(units, int):
+        return units
+    if any(unit > 1 for unit in units[rank:]):
+        raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
+    return (*units[:rank], *[1] * (rank - len(units)))
+
+
+def _is_names(node: Any) -> bool:
+    """Whether a node of a names tree is the names of an array, and no container."""
+    if node is None:
+        return True
+    if isinstance(node, PartitionSpec):
+        return True
+    return type(node) in (tuple, list) and all(_is_name(entry) for entry in node)
+
+
+def _is_name(entry: Any) -> bool:
+    if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
+        return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
+    return entry is None or entry is UNCONSTRAINED or isinstance(entry, str | Atomic)
+
+
+def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
+    """The logical names of each leaf, from the names tree or from the modules' fields."""
+    if names is None:
+        return flat.names if axes is not None else [None] * len(flat.leaves)
+    column: list[Any] = []
+
+    def add(node: Any, below: Any) -> None:
+        column.extend([_hashable(node)] * len(jax.tree.leaves(below)))
+
+    try:
+        jax.tree.map(add, names, tree, is_leaf=_is_names)
+    except ValueError as error:
+        raise RuleError(
+            f"`names` is no prefix of the tree: {error}. At each array it must have a tuple of logical names, or "
+            "`None` for a whole subtree without names."
+        ) from error
+    for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
+        if shaped and not _is_names(node):
+            raise RuleError(f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`.")
+    return [node if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+
+
+def _hashable(node: Any) -> Any:
+    if isinstance(node, PartitionSpec):
+        return node.partitions
+    return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
+
+
+def _raise_errors(errors: list[tuple[str, Any]]) -> None:
+    if not errors:
+        return
+    kind = type(errors[0][1])
+    lines = [f"  leaf `{path}`: {error}" for path, error in errors[:_SHOWN]]
+    more = [f"  and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
+    raise kind("\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more]))
+
+
+def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: PathRules) -> None:
+    open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
+    found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
+    if not found:
+        return
+    found.sort(key=lambda item: -item[0])
+    patterns = [pattern for pattern, _ in rules.rules]
+    lines = []
+    for nbytes, path, row in found[:_SHOWN]:
+        near = difflib.get_close_matches(path, patterns, n=1, cutoff=0.0)
+        hint = f"; the nearest rule is {near[0]!r}" if near else ""
+        lines.append(f"  `{path}`: {row.dtype}{list(row.shape)}, {nbytes} bytes{hint}")
+    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    raise UnmatchedError(
+        "\n".join(
+            [
+                f"no rule covers {len(found)} of {len(flat.paths)} leaves; add path rules or names for them, end the path "
+                'rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:',
+                *lines,
+                *more,
+            ]
+        )
+    )
+
+
+def _raise_unused(what: str, rules: PathRules, flat: Flat) -> None:
+    for number, pattern in enumerate(compiled(rules)):
+        if not any(map(pattern.search, flat.paths)):
+            near = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)
+            hint = f"; the nearest path is `{near[0]}`" if near else "; the tree has no leaves"
+            raise RuleError(
+                f"{what} {number}, the regex {pattern.pattern!r}, matches no path of the tree{hint}. Correct the regex, take "
+                'the rule out, or pass `unmatched="replicate"`.'
+            )
+
+
+def _raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan]) -> None:
+    whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(rows)}
+    lines = [f"  leaf `{path}`, shape {rows[i].shape}: {why}" for i, path in zip(index, flat.paths, strict=True) if i >= 0 for why in whys[i]]
+    if lines:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise SpecError("\n".join(["`strict=True`, and these leaves are not sharded as asked:", *lines[:_SHOWN], *more]))
