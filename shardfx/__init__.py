@@ -1,3 +1,10 @@
+from ._apply import (
+    constrain as constrain,
+    gather as gather,
+    shard as shard,
+    shardings_of as shardings_of,
+    specs_of as specs_of,
+)
 from ._correct import correct as correct
 from ._errors import (
     LeafTypeError as LeafTypeError,
@@ -9,6 +16,8 @@ from ._errors import (
     UnknownPathError as UnknownPathError,
     UnmatchedError as UnmatchedError,
 )
+from ._follow import follow as follow
+from ._jit import filter_jit as filter_jit
 from ._mesh import MeshSpec as MeshSpec
 from ._paths import (
     PathRules as PathRules,

@@ -43,7 +43,9 @@ def encode_entry(entry: Any) -> Any:
 
 def decode_entry(data: Any) -> Any:
     if isinstance(data, dict):
-        return UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
+        return (
+            UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
+        )
     if isinstance(data, list):
         return tuple(decode_entry(part) for part in data)
     if data is None or isinstance(data, str):

@@ -61,7 +61,9 @@ def correct(
         ```
     """
     if not isinstance(spec, PartitionSpec):
-        raise SpecError(f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`, or use `resolve`.")
+        raise SpecError(
+            f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`, or use `resolve`."
+        )
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
     shape = tuple(int(size) for size in shape)
@@ -69,7 +71,9 @@ def correct(
     nbytes = array_bytes(shape, dtype) if min_bytes else 0
     decision = _correct(spec, shape, MeshSpec.of(mesh), units, nbytes, min_bytes)
     if strict and decision.reasons:
-        raise SpecError(f"{spec} for shape {shape} on mesh {MeshSpec.of(mesh)}: {'; '.join(map(str, decision.reasons))}")
+        raise SpecError(
+            f"{spec} for shape {shape} on mesh {MeshSpec.of(mesh)}: {'; '.join(map(str, decision.reasons))}"
+        )
     return decision
 
 
@@ -126,7 +130,9 @@ def _fitted_units(units: tuple[int, ...] | None, shape: tuple[int, ...]) -> tupl
 def _unconstrained(mesh: MeshSpec, dim: int) -> tuple[Any, list[Reason]]:
     if AxisType.Auto in mesh.axis_types:
         return UNCONSTRAINED, []
-    return None, [reason(Code.absent, dim, (), what="Auto axis that the compiler could choose for UNCONSTRAINED")]
+    return None, [
+        reason(Code.absent, dim, (), what="Auto axis that the compiler could choose for UNCONSTRAINED")
+    ]
 
 
 def _entry(
@@ -233,10 +239,16 @@ def spread(
         product = math.prod(sizes[axis] for axis in free)
         dropped = tuple(axis for axis in free if axis not in kept)
         padded = -(-size // product) * product
-        reasons.append(reason(Code.indivisible, -dim if kept else None, dropped, size=size, what=what, padded=padded))
+        reasons.append(
+            reason(Code.indivisible, -dim if kept else None, dropped, size=size, what=what, padded=padded)
+        )
     if not kept:
         return Decision(spec, tuple(reasons))
-    changed = (*entries[:-dim], canonical_entry(kept), *entries[-dim + 1 :]) if dim else (canonical_entry(kept), *entries[1:])
+    changed = (
+        (*entries[:-dim], canonical_entry(kept), *entries[-dim + 1 :])
+        if dim
+        else (canonical_entry(kept), *entries[1:])
+    )
     return Decision(trimmed(changed, spec), tuple(reasons))
 
 

@@ -1,7 +1,7 @@
 import dataclasses
 import functools as ft
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from re import _constants as sre, _parser as sre_parser  # ty: ignore
 from typing import Any
 
@@ -85,7 +85,9 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
 
 
 def _pipeline(left: Any, right: Any) -> Pipeline:
-    steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
+    steps = tuple(
+        step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,))
+    )
     if any(not isinstance(step, Fsdp) for step in steps[1:]):
         raise RuleError(
             f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
@@ -189,7 +191,10 @@ def match(tree: Any, rules: PathRules) -> Any:
         ```
     """
     flat = flatten(tree)
-    indices = [first_match(path, rules) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)]
+    indices = [
+        first_match(path, rules) if shaped else None
+        for path, shaped in zip(flat.paths, flat.is_array, strict=True)
+    ]
     return jax.tree.unflatten(flat.treedef, indices)
 
 
@@ -237,7 +242,14 @@ def _blind_node(code: Any, argument: Any) -> bool:
         return all(_blind_member(*member) for member in argument)
     if code is sre.BRANCH:
         return all(_blind(branch) for branch in argument[1])
-    if code in (sre.SUBPATTERN, sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT, sre.ASSERT, sre.ASSERT_NOT):
+    if code in (
+        sre.SUBPATTERN,
+        sre.MAX_REPEAT,
+        sre.MIN_REPEAT,
+        sre.POSSESSIVE_REPEAT,
+        sre.ASSERT,
+        sre.ASSERT_NOT,
+    ):
         return _blind(argument[-1])
     if code is sre.ATOMIC_GROUP:
         return _blind(argument)
@@ -289,7 +301,10 @@ def _checked_target(index: int, pattern: str, target: Any) -> Any:
 def _check_names(index: int, pattern: str, names: tuple[Any, ...]) -> None:
     for name in names:
         members = name if isinstance(name, tuple) else (name,)
-        if not all(member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic) for member in members):
+        if not all(
+            member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic)
+            for member in members
+        ):
             raise RuleError(
                 f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical name; use a string, `None`, "
                 "UNCONSTRAINED, `atomic(name, unit)`, or a tuple of names."
@@ -322,10 +337,14 @@ def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
     sides = _split(text, start, stop, "->")
     if len(sides) != 2:
         found = "no `->`" if len(sides) == 1 else "more than one `->`"
-        raise _malformed(text, start if len(sides) == 1 else sides[1][1], f"a rule has {found}; write `regex->axes`,")
+        raise _malformed(
+            text, start if len(sides) == 1 else sides[1][1], f"a rule has {found}; write `regex->axes`,"
+        )
     pattern = text[slice(*sides[0])].strip()
     if not pattern or not all(text[slice(*piece)].strip() for piece in _split(text, *sides[0], "|")):
-        raise _malformed(text, sides[0][0], "an empty alternative would match every path; write `.*` if that is meant,")
+        raise _malformed(
+            text, sides[0][0], "an empty alternative would match every path; write `.*` if that is meant,"
+        )
     steps = [_parse_step(text, *piece) for piece in _split(text, *sides[1], "|")]
     return pattern, ft.reduce(_pipeline, steps) if len(steps) > 1 else steps[0]
 
@@ -348,5 +367,7 @@ def _parse_entry(text: str, start: int, stop: int) -> Any:
 
 def _parse_axis(text: str, position: int, axis: str) -> str:
     if not re.fullmatch(r"\w+", axis.strip()):
-        raise _malformed(text, position, f"{axis.strip()!r} is no mesh axis; write axes as in `data.model` or `data+fsdp`,")
+        raise _malformed(
+            text, position, f"{axis.strip()!r} is no mesh axis; write axes as in `data.model` or `data+fsdp`,"
+        )
     return axis.strip()

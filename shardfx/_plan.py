@@ -120,7 +120,11 @@ class Content:
     def leaves(self) -> tuple[LeafPlan, ...]:
         # `dataclasses.replace` validates what is known to be right, and takes five times as long.
         rows = [dict(vars(row)) for row in self.rows]
-        return tuple(LeafPlan(**{**rows[i], "path": path}) for i, path in zip(self.index, self.paths, strict=True) if i >= 0)
+        return tuple(
+            LeafPlan(**{**rows[i], "path": path})
+            for i, path in zip(self.index, self.paths, strict=True)
+            if i >= 0
+        )
 
     @ft.cached_property
     def by_path(self) -> dict[str, LeafPlan]:
@@ -129,7 +133,9 @@ class Content:
     @ft.cached_property
     def shardings(self) -> Any:
         mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
-        return self.tree([NamedSharding(mesh, pinned(row.spec), memory_kind=row.memory_kind) for row in self.rows])
+        return self.tree(
+            [NamedSharding(mesh, pinned(row.spec), memory_kind=row.memory_kind) for row in self.rows]
+        )
 
     @ft.cached_property
     def specs(self) -> Any:
@@ -145,7 +151,9 @@ class Content:
 
     def replaced(self, **changes: Any) -> "Content":
         names = ("mesh", "jax_mesh", "axes", "mode", "rows", "index", "paths", "treedef", "order")
-        return Content(**{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes})
+        return Content(
+            **{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes}
+        )
 
 
 class ShardPlan(eqx.Module):
@@ -275,7 +283,9 @@ class ShardPlan(eqx.Module):
         `PlanMismatchError` if the plans are for different meshes, rules or modes.
         """
         if not plans:
-            raise PlanMismatchError("`join` needs at least one plan: `ShardPlan.join(params=params_plan, opt=opt_plan)`.")
+            raise PlanMismatchError(
+                "`join` needs at least one plan: `ShardPlan.join(params=params_plan, opt=opt_plan)`."
+            )
         contents = {name: plans[name].content for name in sorted(plans)}
         first = next(iter(contents.values()))
         for what in ("mesh", "jax_mesh", "mode"):
@@ -287,10 +297,14 @@ class ShardPlan(eqx.Module):
             index += [i + len(rows) if i >= 0 else -1 for i in _ordered(content, content.index)]
             paths += [f"{name}/{path}" if path else name for path in _ordered(content, content.paths)]
             rows += content.rows
-        trees = {name: jax.tree.unflatten(c.treedef, range(c.treedef.num_leaves)) for name, c in contents.items()}
+        trees = {
+            name: jax.tree.unflatten(c.treedef, range(c.treedef.num_leaves)) for name, c in contents.items()
+        }
         treedef = jax.tree.structure(trees)
         joined_axes = next(iter(axes.values()), None)
-        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, paths, treedef))
+        return ShardPlan(
+            Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, paths, treedef)
+        )
 
     def select(self, regex: str) -> "ShardPlan":
         """The plan of the same tree with only the arrays whose path matches.
@@ -308,13 +322,20 @@ class ShardPlan(eqx.Module):
         `RuleError` if the regex does not compile, or matches no path.
         """
         pattern = _compile(regex)
-        index = [i if pattern.search(path) else -1 for i, path in zip(self.content.index, self.content.paths, strict=True)]
+        index = [
+            i if pattern.search(path) else -1
+            for i, path in zip(self.content.index, self.content.paths, strict=True)
+        ]
         if max(index, default=-1) < 0:
-            raise RuleError(f"`select({regex!r})` matches no path of the plan; paths look like `{self._example()}`.")
+            raise RuleError(
+                f"`select({regex!r})` matches no path of the plan; paths look like `{self._example()}`."
+            )
         return ShardPlan(self.content.replaced(index=index))
 
     def _example(self) -> str:
-        return next((path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0), "")
+        return next(
+            (path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0), ""
+        )
 
     def to_json(self) -> str:
         """The plan as JSON text: versioned, with its digest; the devices of a jax Mesh are left out."""
@@ -349,7 +370,9 @@ class ShardPlan(eqx.Module):
         )
 
 
-def leaf_plan(mesh: MeshSpec, *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any) -> LeafPlan:
+def leaf_plan(
+    mesh: MeshSpec, *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any
+) -> LeafPlan:
     """A LeafPlan without its path, its bytes counted."""
     shard = shard_shape(shape, pinned(spec), mesh.shape)
     return LeafPlan(
@@ -390,7 +413,11 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
         return ()
     lines = [
         f"{what} is {one} in one plan, {other} in the other"
-        for what, one, other in (("the mesh", a.mesh, b.mesh), ("the mode", a.mode, b.mode), ("axes", a.axes, b.axes))
+        for what, one, other in (
+            ("the mesh", a.mesh, b.mesh),
+            ("the mode", a.mode, b.mode),
+            ("axes", a.axes, b.axes),
+        )
         if one != other
     ]
     there, here = b.content.by_path, a.content.by_path
@@ -403,11 +430,20 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
 def _leaf_differences(leaf: LeafPlan, other: LeafPlan | None) -> list[str]:
     if other is None:
         return [f"leaf `{leaf.path}` is only in one plan"]
-    pairs = ((field.name, vars(leaf)[field.name], vars(other)[field.name]) for field in dataclasses.fields(LeafPlan))
-    return [f"leaf `{leaf.path}`: {name} is {one} in one, {two} in the other" for name, one, two in pairs if one != two]
+    pairs = (
+        (field.name, vars(leaf)[field.name], vars(other)[field.name])
+        for field in dataclasses.fields(LeafPlan)
+    )
+    return [
+        f"leaf `{leaf.path}`: {name} is {one} in one, {two} in the other"
+        for name, one, two in pairs
+        if one != two
+    ]
 
 
-def _in_order_of_use(rows: Sequence[LeafPlan], index: Sequence[int]) -> tuple[tuple[LeafPlan, ...], tuple[int, ...]]:
+def _in_order_of_use(
+    rows: Sequence[LeafPlan], index: Sequence[int]
+) -> tuple[tuple[LeafPlan, ...], tuple[int, ...]]:
     """The rows that are used, each once, in the order in which leaves first use them."""
     merged: dict[LeafPlan, int] = {}
     renumbered = {-1: -1}
@@ -470,7 +506,9 @@ def _decode_row(data: Any, mesh: MeshSpec) -> LeafPlan:
     spec, shape = codec.decode_spec(data["spec"]), tuple(data["shape"])
     valid = correct(spec, shape, mesh)
     if valid.spec != spec:
-        raise PlanFormatError(f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}.")
+        raise PlanFormatError(
+            f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}."
+        )
     return leaf_plan(
         mesh,
         spec=spec,
@@ -494,7 +532,9 @@ def _read(text: str) -> Content:
             f"this is no whole JSON text ({error.msg} at character {error.pos} of {len(text)}); was the file truncated?"
         ) from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PlanFormatError(f"this JSON is no plan: its `format` is not {_FORMAT!r}; write plans with `plan.to_json()`.")
+        raise PlanFormatError(
+            f"this JSON is no plan: its `format` is not {_FORMAT!r}; write plans with `plan.to_json()`."
+        )
     if data.get("version") != _VERSION:
         raise PlanFormatError(
             f"the plan has version {data.get('version')!r}, and this shardfx reads version {_VERSION}; "
@@ -520,7 +560,9 @@ def _decode(data: dict[str, Any]) -> Content:
         raise MeshError("the mesh has an axis of unknown size")
     rows = [_decode_row(row, mesh) for row in data["rows"]]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
-    if not all(isinstance(path, str) for path in paths) or not all(type(i) is int and -1 <= i < len(rows) for i in index):
+    if not all(isinstance(path, str) for path in paths) or not all(
+        type(i) is int and -1 <= i < len(rows) for i in index
+    ):
         raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
     order, treedef = jax.tree.flatten(codec.decode_structure(data["structure"], paths))
     if sorted(order) != list(range(len(paths))):
@@ -538,7 +580,12 @@ def _shaped_like(content: Content, like: Any) -> Content:
 
 
 def check_columns(
-    content: Content, paths: Sequence[str], leaves: Sequence[Any], is_array: Iterable[bool], *, dtypes: bool = True
+    content: Content,
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    is_array: Iterable[bool],
+    *,
+    dtypes: bool = True,
 ) -> None:
     """Raises unless a tree has the plan's leaves; names the first one that differs."""
     if list(content.paths) != list(paths):
@@ -574,7 +621,9 @@ def _raise_other_tree(planned: Sequence[str], given: Sequence[str]) -> None:
     known, present = set(planned), set(given)
     extra = [path for path in given if path not in known]
     missing = [path for path in planned if path not in present]
-    found = [f"the plan has no `{path}`" for path in extra[:1]] + [f"the tree has no `{path}`" for path in missing[:1]]
+    found = [f"the plan has no `{path}`" for path in extra[:1]] + [
+        f"the tree has no `{path}`" for path in missing[:1]
+    ]
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({len(extra)} leaves more, {len(missing)} missing): "
         f"{'; '.join(found) or 'the leaves are in another order'}. Plan the tree that you use."

@@ -1,9 +1,8 @@
 """Match, then resolve, then correct, per leaf: here and nowhere else."""
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ._correct import correct, spread
 from ._errors import LeafTypeError, RuleError, SpecError, UnmatchedError
 from ._mesh import MeshSpec
-from ._paths import Pipeline, Replicate, PathRules, compiled, first_match, is_callable, is_digit_blind
+from ._paths import PathRules, Pipeline, Replicate, compiled, first_match, is_callable, is_digit_blind
 from ._plan import Content, LeafPlan, ShardPlan, canonical_dtype, leaf_plan
-from ._reason import Code, Decision, Reason, reason
+from ._reason import Code, Reason, reason
 from ._rules import AxisRules, resolve, units_of
 from ._spec import UNCONSTRAINED, Atomic, array_bytes
 from ._tree import Flat, flatten
@@ -138,7 +137,9 @@ class _Planner(NamedTuple):
         called = any(is_callable(target) for _, target in self.paths.rules)
         seen: dict[Any, int] = {}
         index, rows, errors = [], [], []
-        for leaf, key, names, path, shaped in zip(flat.leaves, keys, given, flat.paths, flat.is_array, strict=True):
+        for leaf, key, names, path, shaped in zip(
+            flat.leaves, keys, given, flat.paths, flat.is_array, strict=True
+        ):
             if not shaped:
                 index.append(-1)
                 continue
@@ -170,7 +171,9 @@ class _Planner(NamedTuple):
             rule = None if number is None else _rule_text(number, self.paths)
             return _Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
         if number is None:
-            return _Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
+            return _Request(
+                None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),)
+            )
         target = self.paths.rules[number][1]
         first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
         rule = _rule_text(number, self.paths)
@@ -196,21 +199,30 @@ class _Planner(NamedTuple):
             )
         names = tuple(names)
         if any(name is not None for name in names[rank:]):
-            raise SpecError(f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension.")
+            raise SpecError(
+                f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension."
+            )
         found = resolve(names, self.axes, mode=self.mode)
         units = _padded(units_of(names[:rank], self.axes) if units is None else units, rank)
         return _Request(names, found.spec, rule, units, strategies, found.reasons)
 
 
 def _decided(
-    request: _Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec, min_bytes: int, memory_kind: str | None
+    request: _Request,
+    shape: tuple[int, ...],
+    dtype: Any,
+    mesh: MeshSpec,
+    min_bytes: int,
+    memory_kind: str | None,
 ) -> LeafPlan:
     found = correct(request.spec, shape, mesh, units=request.units, min_bytes=min_bytes, dtype=dtype)
     reasons = (*request.reasons, *found.reasons)
     if request.strategies:
         nbytes = array_bytes(shape, dtype)
         for step in request.strategies:
-            found = spread(found.spec, shape, mesh, step.axes, request.units, nbytes, max(step.min_bytes, min_bytes))
+            found = spread(
+                found.spec, shape, mesh, step.axes, request.units, nbytes, max(step.min_bytes, min_bytes)
+            )
             reasons += found.reasons
     return leaf_plan(
         mesh,
@@ -234,7 +246,9 @@ def _first_reasons(row: LeafPlan, made: ShardPlan) -> tuple[Reason, ...]:
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
 
 
-_PLACEHOLDER = LeafPlan("", (), np.dtype(bool), None, PartitionSpec(), PartitionSpec(), None, (), None, None, (), 0, 0)
+_PLACEHOLDER = LeafPlan(
+    "", (), np.dtype(bool), None, PartitionSpec(), PartitionSpec(), None, (), None, None, (), 0, 0
+)
 
 
 def _dtype(leaf: Any) -> Any:
@@ -242,7 +256,9 @@ def _dtype(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype
     if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
-        raise LeafTypeError(f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree.")
+        raise LeafTypeError(
+            f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree."
+        )
     return canonical_dtype(leaf.dtype)
 
 
@@ -298,14 +314,18 @@ def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequenc
         ) from error
     for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
         if shaped and not _is_names(node):
-            raise RuleError(f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`.")
+            raise RuleError(
+                f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
+            )
     return [node if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
 
 
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
         return node.partitions
-    return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
+    return (
+        tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
+    )
 
 
 def _raise_errors(errors: list[tuple[str, Any]]) -> None:
@@ -319,7 +339,9 @@ def _raise_errors(errors: list[tuple[str, Any]]) -> None:
 
 def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: PathRules) -> None:
     open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
-    found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
+    found = [
+        (rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows
+    ]
     if not found:
         return
     found.sort(key=lambda item: -item[0])
@@ -355,7 +377,14 @@ def _raise_unused(what: str, rules: PathRules, flat: Flat) -> None:
 
 def _raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan]) -> None:
     whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(rows)}
-    lines = [f"  leaf `{path}`, shape {rows[i].shape}: {why}" for i, path in zip(index, flat.paths, strict=True) if i >= 0 for why in whys[i]]
+    lines = [
+        f"  leaf `{path}`, shape {rows[i].shape}: {why}"
+        for i, path in zip(index, flat.paths, strict=True)
+        if i >= 0
+        for why in whys[i]
+    ]
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise SpecError("\n".join(["`strict=True`, and these leaves are not sharded as asked:", *lines[:_SHOWN], *more]))
+        raise SpecError(
+            "\n".join(["`strict=True`, and these leaves are not sharded as asked:", *lines[:_SHOWN], *more])
+        )

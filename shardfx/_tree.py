@@ -165,7 +165,11 @@ def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """The names that a module class declares for its attributes."""
     if not issubclass(kind, eqx.Module):
         return {}
-    return {field.name: field.metadata[_METADATA] for field in dataclasses.fields(kind) if _METADATA in field.metadata}
+    return {
+        field.name: field.metadata[_METADATA]
+        for field in dataclasses.fields(kind)
+        if _METADATA in field.metadata
+    }
 
 
 def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:

@@ -1,0 +1,135 @@
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from ._correct import correct
+from ._paths import PathRules, first_match
+from ._plan import Content, LeafPlan, ShardPlan, leaf_plan
+from ._reason import Code, reason
+from ._spec import canonical, pinned
+from ._tree import flatten
+
+
+def follow(
+    init: Callable[..., Any],
+    plan: ShardPlan,
+    *args: Any,
+    memory_kinds: Iterable[tuple[str, str]] | None = None,
+) -> ShardPlan:
+    """The plan of what `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
+
+    `init` is evaluated over shapes that carry the plan's shardings on an abstract mesh with Explicit axes, so that
+    JAX itself says how each array it makes is sharded: moments, factored statistics, accumulators of any kind. Where
+    that says nothing, an array whose path ends in the path of a planned one of the same shape is sharded like it.
+
+    **Arguments:**
+
+    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run.
+    - `plan`: the plan of that tree.
+    - `args`: what else `init` takes; a [`shardfx.ShardPlan`][] among them stands for its tree.
+    - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
+
+    **Returns:**
+
+    The plan of what `init` returns. The `rule` of each leaf says what it follows; an array that follows nothing is
+    replicated, with a reason.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import optax
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, PathRules, follow, plan
+
+        params = {"w": jnp.ones((256, 512))}
+        params_plan = plan(params, MeshSpec({"fsdp": 4, "tensor": 2}), paths=PathRules.parse("w->fsdp.tensor"))
+        opt_plan = follow(optax.adafactor(1e-3).init, params_plan)
+        assert opt_plan["0/v_row/w"].spec == P("fsdp") and opt_plan["0/v_col/w"].spec == P("tensor")
+        ```
+    """
+    made = _evaluated(init, plan, args)
+    flat = flatten(made)
+    kinds = PathRules((regex, PartitionSpec(kind)) for regex, kind in memory_kinds or ())
+    rows, index = [], []
+    for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
+        index.append(len(rows) if shaped else -1)
+        if shaped:
+            kind = first_match(path, kinds)
+            memory_kind = None if kind is None else kinds.rules[kind][1].partitions[0]
+            rows.append(_row(path, leaf, plan, memory_kind))
+    content = plan.content
+    columns = (rows, index, tuple(flat.paths), flat.treedef)
+    return ShardPlan(Content(content.mesh, content.jax_mesh, content.axes, content.mode, *columns))
+
+
+def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> Any:
+    mesh = plan.mesh.abstract()
+    explicit = AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names)
+    )
+    try:
+        return eqx.filter_eval_shape(init, *[_structs(arg, explicit) for arg in (plan, *args)])
+    except Exception:  # JAX's sharding type error is not public; what is really wrong is raised again below.
+        # Not every `init` can be typed on an Explicit mesh (an ambiguous contraction, a foreign callback): then its
+        # shapes alone decide.
+        return eqx.filter_eval_shape(init, *[_structs(arg, None) for arg in (plan, *args)])
+
+
+def _structs(arg: Any, mesh: AbstractMesh | None) -> Any:
+    if not isinstance(arg, ShardPlan):
+        return arg
+    return arg.content.tree([_struct(row, mesh) for row in arg.content.rows])
+
+
+def _struct(row: LeafPlan, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
+    sharding = None if mesh is None else NamedSharding(mesh, pinned(row.spec))
+    return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
+
+
+def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> LeafPlan:
+    shape = tuple(leaf.shape)
+    fields = {"shape": shape, "dtype": leaf.dtype, "memory_kind": memory_kind, "strategies": ()}
+    replicated = {
+        "spec": PartitionSpec(),
+        "requested": PartitionSpec(),
+        "names": None,
+        "units": None,
+        "rule": None,
+    }
+    if not shape:
+        return leaf_plan(plan.mesh, **fields, **replicated, reasons=(reason(Code.scalar, None),))
+    source = _source(path, shape, plan)
+    names, units = (source.names, source.units) if source is not None else (None, None)
+    if isinstance(leaf.sharding, NamedSharding) and canonical(leaf.sharding.spec).partitions:
+        rule, spec = "the sharding that `init` gives it", canonical(leaf.sharding.spec)
+    elif source is not None:
+        rule, spec = f"path and shape of `{source.path}`", pinned(source.spec)
+    else:
+        why = reason(Code.unmatched, None, what="the array (it follows no planned one)")
+        return leaf_plan(plan.mesh, **fields, **replicated, reasons=(why,))
+    found = correct(spec, shape, plan.mesh)
+    return leaf_plan(
+        plan.mesh,
+        **fields,
+        names=names,
+        units=units,
+        requested=spec,
+        spec=found.spec,
+        rule=rule,
+        reasons=found.reasons,
+    )
+
+
+def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> LeafPlan | None:
+    """The planned array of this shape whose path is the longest end of `path`."""
+    planned = plan.content.by_path
+    parts = path.split("/")
+    for start in range(len(parts) + 1):
+        leaf = planned.get("/".join(parts[start:]))
+        if leaf is not None and leaf.shape == shape:
+            return leaf
+    return None

@@ -1,0 +1,264 @@
+import functools as ft
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from ._errors import LeafTypeError, PlanMismatchError
+from ._plan import ShardPlan
+
+
+Donate = Literal["all", "all-except-first", "none"] | int | str | Sequence[int | str]
+
+
+def filter_jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate: Donate = "none",
+) -> Any:
+    """`equinox.filter_jit` with shardings: arrays are traced and placed, everything else in the arguments is static.
+
+    **Arguments:**
+
+    - `fn`: a function of any trees. Without it, a decorator is returned.
+    - `in_shardings`: how the arguments are sharded: a tuple with an entry per parameter, a dict by parameter name, or
+        one entry for all. An entry is a [`shardfx.ShardPlan`][], a `Sharding`, a tree or a prefix of one of these, or
+        `None` where JAX is to take an argument as it comes.
+    - `out_shardings`: the same for what `fn` returns.
+    - `donate`: whose buffers may be reused: "all", "all-except-first", "none", or the positions or names of parameters.
+
+    **Returns:**
+
+    A function with the signature of `fn`. Keyword arguments are bound to their positions, so that they are sharded
+    as well. Its `.lower(...)` takes arguments, or ShapeDtypeStructs in their place, and gives what `jax.jit`'s does;
+    `.compile()` of that gives a function with the signature of `fn` again.
+
+    **Raises:**
+
+    `PlanMismatchError` if a plan has no devices, or an argument is not the tree that its plan is for.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, filter_jit, plan
+
+        def make(key):
+            return eqx.nn.MLP(16, 16, 64, 2, key=key)  # holds functions and None
+
+        mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
+        structs = eqx.filter_eval_shape(make, jax.random.key(0))
+        params_plan = plan(structs, mesh, paths=PathRules.parse("weight->tensor, bias->replicate"))
+
+        model = filter_jit(make, out_shardings=params_plan)(jax.random.key(0))  # no device ever holds all of it
+        apply = filter_jit(lambda model, x: jax.vmap(model)(x), in_shardings=(params_plan, None))
+        assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
+        ```
+    """
+    if fn is None:
+        return lambda fn: filter_jit(
+            fn, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate
+        )
+    return _Jitted(fn, in_shardings, out_shardings, donate)
+
+
+class _Static(eqx.Module):
+    """What is not traced of a tree, as a tree without leaves."""
+
+    treedef: Any = eqx.field(static=True)
+    leaves: tuple[Any, ...] = eqx.field(static=True)
+
+    def joined(self, arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        return jax.tree.unflatten(
+            self.treedef, [next(given) if leaf is _ARRAY else leaf for leaf in self.leaves]
+        )
+
+
+class _Array:
+    """Stands for a traced array among static leaves."""
+
+    def __repr__(self) -> str:
+        return "<array>"
+
+
+_ARRAY = _Array()
+
+
+def _split(tree: Any) -> tuple[Any, _Static]:
+    """The arrays of a tree, `None` in the place of all else, and the rest."""
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [leaf if _is_traced(leaf) else None for leaf in leaves]
+    rest = tuple([_ARRAY if _is_traced(leaf) else leaf for leaf in leaves])
+    return jax.tree.unflatten(treedef, arrays), _Static(treedef, rest)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+class _Jitted:
+    def __init__(self, fn: Callable[..., Any], in_shardings: Any, out_shardings: Any, donate: Donate):
+        self._fn, self._out, self._donate = fn, _resolved(out_shardings), donate
+        self._signature = inspect.signature(fn)
+        self._in = _by_parameter(in_shardings, self._signature)
+        # One jitted function for each number of positional arguments: jit wants a sharding for each.
+        self._jitted = ft.lru_cache(maxsize=None)(self._compiled_for)
+        ft.update_wrapper(self, fn, updated=())
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else ft.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        static, arrays = self._bound(args, kwargs)
+        out, rest = self._jitted(len(arrays) - 2)(static, *arrays)
+        return _joined(out, rest)
+
+    def lower(self, *args: Any, **kwargs: Any) -> "_Lowered":
+        """Traces and lowers the function for arguments, or structs, of these shapes."""
+        static, arrays = self._bound(args, kwargs)
+        return _Lowered(self, self._jitted(len(arrays) - 2).lower(static, *arrays))
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Static, tuple[Any, ...]]:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self._check(bound.args)
+        arrays, static = _split((self._fn, *bound.args, bound.kwargs))
+        try:
+            hash(static)
+        except TypeError as error:
+            found = next(leaf for leaf in static.leaves if type(leaf).__hash__ is None)
+            raise LeafTypeError(
+                f"an argument of `{self._name()}` holds {type(found).__name__} {found!r:.60}, which is no array and cannot "
+                "be hashed, so it can be neither traced nor static; make it an array or something hashable."
+            ) from error
+        return static, arrays
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        for position, (arg, given) in enumerate(zip(args, self._in, strict=False)):
+            if isinstance(given, ShardPlan):
+                arrays, _ = _split(arg)
+                if jax.tree.structure(arrays) != jax.tree.structure(given.shardings):
+                    raise PlanMismatchError(
+                        f"argument {position} of `{self._name()}` is not the tree that its plan is for "
+                        f"({_difference(arrays, given.shardings)}); plan the tree that you pass."
+                    )
+
+    def _name(self) -> str:
+        return getattr(self._fn, "__qualname__", type(self._fn).__name__)
+
+    def _compiled_for(self, count: int) -> Any:
+        given = [_resolved(entry) for entry in self._in[:count]]
+        shardings = (None, *given, *[None] * (count - len(given)), None)
+        donated = _donated(self._donate, self._signature, count)
+        # Argument 0 is static, argument 1 the function itself, which may be a module with arrays.
+        return jax.jit(
+            _run,
+            static_argnums=0,
+            in_shardings=shardings,
+            out_shardings=(self._out, None),
+            donate_argnums=donated,
+        )
+
+
+def _run(static: _Static, *arrays: Any) -> tuple[Any, _Static]:
+    fn, *args, kwargs = static.joined(jax.tree.leaves(arrays))
+    return _split(fn(*args, **kwargs))
+
+
+def _joined(out: Any, rest: _Static) -> Any:
+    return rest.joined(jax.tree.leaves(out))
+
+
+class _Lowered:
+    def __init__(self, jitted: _Jitted, lowered: Any):
+        self._jitted, self.lowered = jitted, lowered
+
+    def as_text(self, dialect: str | None = None) -> str:
+        return self.lowered.as_text(dialect)
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> "_Compiled":
+        return _Compiled(self._jitted, self.lowered.compile(compiler_options))
+
+
+class _Compiled:
+    def __init__(self, jitted: _Jitted, compiled: Any):
+        self._jitted, self.compiled = jitted, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _, arrays = self._jitted._bound(args, kwargs)
+        return _joined(*self.compiled(*arrays))
+
+    def as_text(self) -> str:
+        return self.compiled.as_text()
+
+    def memory_analysis(self) -> Any:
+        return self.compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        return self.compiled.cost_analysis()
+
+
+def _is_plan(node: Any) -> bool:
+    return isinstance(node, ShardPlan)
+
+
+def _resolved(entry: Any) -> Any:
+    """A tree of plans and shardings as one of shardings."""
+    return jax.tree.map(lambda node: _shardings(node) if _is_plan(node) else node, entry, is_leaf=_is_plan)
+
+
+def _shardings(plan: ShardPlan) -> Any:
+    if plan.jax_mesh is None:
+        raise PlanMismatchError(
+            f"the plan is for the mesh {plan.mesh} and has no devices, so arrays cannot be placed by it; use "
+            "`plan.on(plan.mesh.build(jax.devices()))`."
+        )
+    return plan.shardings
+
+
+def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> tuple[Any, ...]:
+    """An entry for each positional parameter; the one of `*args` is the last."""
+    names = list(signature.parameters)
+    if (
+        isinstance(in_shardings, dict)
+        and not isinstance(in_shardings, ShardPlan)
+        and set(in_shardings) <= set(names)
+    ):
+        return tuple(in_shardings.get(name) for name in names)
+    if isinstance(in_shardings, tuple | list):
+        return tuple(in_shardings)
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+    return () if in_shardings is None else (in_shardings,) * (64 if variadic else len(names))
+
+
+def _donated(donate: Any, signature: inspect.Signature, count: int) -> tuple[int, ...]:
+    if donate == "none":
+        return ()
+    if donate in ("all", "all-except-first"):
+        return tuple(range(3 if donate == "all-except-first" else 2, count + 2))
+    names = list(signature.parameters)
+    chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
+    unknown = [name for name in chosen if isinstance(name, str) and name not in names]
+    if unknown:
+        raise ValueError(
+            f"`donate` names {unknown[0]!r}, which is no parameter ({', '.join(names)}); use those, positions, "
+            '"all", "all-except-first" or "none".'
+        )
+    return tuple(2 + (names.index(name) if isinstance(name, str) else name) for name in chosen)
+
+
+def _difference(arrays: Any, shardings: Any) -> str:
+    here = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(arrays)}
+    there = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shardings)}
+    extra, missing = sorted(here - there), sorted(there - here)
+    if extra:
+        return f"the plan has no array at `{extra[0]}`"
+    return f"it has no array at `{missing[0]}`" if missing else "its nodes differ in their static fields"
