@@ -106,8 +106,8 @@ def _granules(
         )
     if len(found) != wanted:
         raise MeshError(
-            f"`dcn` spreads the mesh over {wanted} slices, but the devices are of {len(found)}; "
-            f"use `dcn` sizes whose product is {len(found)}."
+            f"`dcn` spreads the mesh over {wanted} slices, but the devices are of {len(found)}; use `dcn` "
+            f"sizes whose product is {len(found)}."
         )
     return _even(found, devices), dcn, ()
 

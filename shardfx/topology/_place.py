@@ -111,8 +111,8 @@ def positions(devices: Sequence[Any]) -> Int[np.ndarray, "..."]:
     if counts.min() < 1:
         hole = _place_at(int(counts.argmin()), extents, origin)
         raise MeshError(
-            f"the {len(devices)} devices span bounds {extents}, but none sits at {hole}; "
-            "pass devices that fill a box without holes."
+            f"the {len(devices)} devices span bounds {extents}, but none sits at {hole}; pass devices that "
+            "fill a box without holes."
         )
     out = np.empty(int(np.prod(extents)), np.int64)
     out[flat] = np.arange(len(devices))
@@ -152,8 +152,8 @@ def _places(devices: Sequence[Any]) -> tuple[Int[np.ndarray, "devices dims"], bo
     lengths = sorted({0 if place is None else len(place) for place in torus})
     if len(lengths) > 1:
         raise MeshError(
-            f"the devices have coordinates of different lengths ({lengths}; 0 is none); "
-            "order devices of one kind at a time."
+            f"the devices have coordinates of different lengths ({lengths}; 0 is none); order devices of one "
+            "kind at a time."
         )
     if lengths != [0]:
         return np.array(torus, np.int64), True

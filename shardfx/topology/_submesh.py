@@ -59,8 +59,8 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
         counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
         feasible = [n for n in counts if boxes(n, bounds)]
         raise MeshError(
-            f"no box of {num_partitions} devices divides the {device_kind} hardware of bounds {bounds}; "
-            f"use `num_partitions` out of {feasible}."
+            f"no box of {num_partitions} devices divides the {device_kind} hardware of bounds {bounds}; use "
+            f"`num_partitions` out of {feasible}."
         )
     return preferred(candidates, bounds, (1,) * len(bounds), wraps(device_kind, bounds))
 
@@ -190,8 +190,8 @@ def hybrid_shape(
     across = [local_devices * n for n in range(2, processes + 1) if processes % n == 0]
     if num_partitions not in within + across:
         raise MeshError(
-            f"{num_partitions} partitions do not tile {processes} processes of {local_devices} devices; "
-            f"use one of {within + across}."
+            f"{num_partitions} partitions do not tile {processes} processes of {local_devices} devices; use "
+            f"one of {within + across}."
         )
     model = min(num_partitions, local_devices)
     nodes = num_partitions // model

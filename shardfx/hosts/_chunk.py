@@ -1,0 +1,278 @@
+"""What of an array or a batch a process owns, from its place in the HostGrid alone."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec, Sharding
+
+from .._errors import MeshError, SpecError
+from .._spec import UNCONSTRAINED, entry_axes
+from ._grid import HostGrid
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalChunk:
+    """The part of an array that a process owns.
+
+    **Arguments:**
+
+    - `slices`: one `slice(start, stop)` per dimension.
+    - `replica_id`: which of the processes that own the same part this one is. Those numbered 0 own every
+        element once.
+    """
+
+    slices: tuple[slice, ...]
+    replica_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DataLayout:
+    """Which part of the data a process loads.
+
+    **Arguments:**
+
+    - `batch_size`: rows in the global batch.
+    - `shard_id`: which of the `num_shards` parts of the data this process loads.
+    - `num_shards`: into how many parts the processes divide the data.
+    - `is_first_host_in_replica_set`: whether no process before this one loads the same part.
+    """
+
+    batch_size: int
+    shard_id: int
+    num_shards: int
+    is_first_host_in_replica_set: bool
+
+
+def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, process_index: int) -> LocalChunk:
+    """The rows and columns of an array that a process's devices hold between them.
+
+    **Arguments:**
+
+    - `shape`: of the whole array.
+    - `spec`: how it is sharded.
+    - `grid`: which process has what of the mesh; see [`shardfx.hosts.grid_of`][].
+    - `process_index`: whose chunk; any process can ask for any.
+
+    **Returns:**
+
+    The chunk, and which of its copies this process has.
+
+    **Raises:**
+
+    `SpecError` if the spec does not fit the shape or the mesh, or if a size does not divide; `MeshError` if
+    the process's part is no contiguous range, which [`shardfx.hosts.owned`][] lists instead.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import hosts
+
+        grid = hosts.HostGrid({"data": 8, "model": 4}, {"data": 4}, [(0, 0), (2, 0), (1, 0), (3, 0)])
+        chunk = hosts.local_chunk((128, 16), P("data", "model"), grid, 1)
+        assert chunk == hosts.LocalChunk((slice(64, 96), slice(0, 16)), 0)
+        ```
+    """
+    entries = _entries(shape, spec, grid)
+    slices = tuple(_rows(dim, size, axes, grid, process_index) for dim, (size, axes) in enumerate(entries))
+    used = tuple(axis for _, axes in entries for axis in axes)
+    return LocalChunk(slices, replica_id(used, grid, process_index))
+
+
+def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
+    """Which part a process has of what is sharded over `axes`, counted in processes.
+
+    **Arguments:**
+
+    - `axes`: one mesh axis, or several in order, the first slowest.
+    - `grid`: which process has what of the mesh.
+    - `process_index`: which process.
+
+    **Returns:**
+
+    A number from 0 to the number of processes along the axes.
+
+    **Raises:**
+
+    `MeshError` for an unknown, repeated or unordered axis, or a process that is not there.
+
+    !!! Example
+
+        ```python
+        from shardfx import hosts, MeshSpec
+
+        grid = hosts.regular_grid(MeshSpec({"replica": 2, "data": 8}), {"replica": 2, "data": 2})
+        assert [hosts.shard_id(("data", "replica"), grid, p) for p in range(4)] == [0, 2, 1, 3]
+        ```
+    """
+    return _place(_axes(axes, grid), grid, process_index)
+
+
+def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
+    """Which copy a process has of what is sharded over `axes`: its place along all other axes.
+
+    **Arguments:**
+
+    - `axes`: one mesh axis, or several.
+    - `grid`: which process has what of the mesh.
+    - `process_index`: which process.
+
+    **Returns:**
+
+    A number from 0; other axes count in the mesh's order, the first slowest.
+
+    **Raises:**
+
+    As [`shardfx.hosts.shard_id`][].
+    """
+    given = _axes(axes, grid)
+    return _place(tuple(name for name in grid.axis_names if name not in given), grid, process_index)
+
+
+def data_layout(
+    batch_size: int | None, axes: str | Iterable[str] | None, grid: HostGrid, process_index: int
+) -> DataLayout:
+    """Which part of the data a process loads, when batches are sharded over `axes`.
+
+    **Arguments:**
+
+    - `batch_size`: rows in the global batch; `None` for one row per device along `axes`.
+    - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every process loads all of it.
+    - `grid`: which process has what of the mesh.
+    - `process_index`: which process; any one can ask for any.
+
+    **Returns:**
+
+    The layout.
+
+    **Raises:**
+
+    `MeshError` if the batch size is no positive multiple of the devices along `axes`, and as
+    [`shardfx.hosts.shard_id`][].
+
+    !!! Example
+
+        ```python
+        from shardfx import hosts, MeshSpec
+
+        grid = hosts.regular_grid(MeshSpec({"data": 8, "tensor": 2}), {"data": 4})
+        layout = hosts.data_layout(64, "data", grid, 3)
+        assert (layout.shard_id, layout.num_shards) == (3, 4)
+        ```
+    """
+    names = () if axes is None else _axes(axes, grid)
+    devices = math.prod(grid.axis_sizes[name] for name in names)
+    rows = devices if batch_size is None else batch_size
+    if rows < 1 or rows % devices:
+        raise MeshError(
+            f"a batch of {rows} rows cannot be sharded over the {devices} devices along {names}; use a "
+            f"positive multiple of {devices}, or `None` for {devices}."
+        )
+    return DataLayout(
+        batch_size=rows,
+        shard_id=_place(names, grid, process_index),
+        num_shards=math.prod(grid.num_chunks[name] for name in names),
+        is_first_host_in_replica_set=replica_id(names, grid, process_index) == 0,
+    )
+
+
+def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple[LocalChunk, ...]:
+    """The parts of an array that a process's devices hold, read off the list of devices, in any order.
+
+    **Arguments:**
+
+    - `shape`: of the whole array.
+    - `sharding`: how it is sharded, on real devices.
+    - `process_index`: whose parts.
+
+    **Returns:**
+
+    One chunk per different shard, in order of their starts. Those with `replica_id` 0, over all processes,
+    hold every element once.
+
+    !!! Example
+
+        ```python
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from shardfx import hosts, MeshSpec
+
+        sharding = NamedSharding(MeshSpec({"data": 2, "tensor": 4}).build(jax.devices()), P("data"))
+        chunks = hosts.owned((6, 5), sharding, 0)
+        assert [chunk.slices for chunk in chunks] == [(slice(0, 3), slice(0, 5)), (slice(3, 6), slice(0, 5))]
+        ```
+    """
+    owners: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        part = tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
+        owners.setdefault(part, []).append(device.process_index)
+    chunks = []
+    for part in sorted(owners):
+        processes = sorted(set(owners[part]))
+        if process_index in processes:
+            slices = tuple(slice(start, stop) for start, stop in part)
+            chunks.append(LocalChunk(slices, processes.index(process_index)))
+    return tuple(chunks)
+
+
+def _entries(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid) -> list[tuple[int, tuple[str, ...]]]:
+    """Each dimension's size and mesh axes."""
+    partitions = tuple(spec.partitions)
+    if any(entry is UNCONSTRAINED for entry in partitions):
+        raise SpecError(
+            f"{spec} leaves a dimension unconstrained, so nobody knows who owns it; name its axes, or None."
+        )
+    if any(entry_axes(entry) for entry in partitions[len(shape) :]):
+        raise SpecError(
+            f"{spec} has {len(partitions)} entries, but the array has shape {tuple(shape)}; give one per "
+            "dimension."
+        )
+    axes = [entry_axes(entry) for entry in partitions[: len(shape)]]
+    axes += [()] * (len(shape) - len(axes))
+    _axes(tuple(axis for entry in axes for axis in entry), grid)
+    return list(zip(shape, axes, strict=True))
+
+
+def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int) -> slice:
+    devices = math.prod(grid.axis_sizes[axis] for axis in axes)
+    if size % devices:
+        raise SpecError(
+            f"dim {dim} of size {size} is not divisible by the {devices} devices along {axes}; pad it to "
+            f"{-(-size // devices) * devices}, or shard it over axes whose product divides {size}."
+        )
+    split = [axis for axis in axes if grid.num_chunks[axis] > 1]
+    before = axes[: axes.index(split[-1])] if split else ()
+    torn = [axis for axis in before if grid.num_chunks[axis] < grid.axis_sizes[axis]]
+    if torn:
+        raise MeshError(
+            f"dim {dim} is sharded over {axes}, and a process has several devices along `{torn[0]}` but not "
+            f"all along `{split[-1]}`, so it owns several ranges of rows; list them with `hosts.owned(shape, "
+            "sharding, process_index)`."
+        )
+    rows = size // math.prod(grid.num_chunks[axis] for axis in axes)
+    start = _place(axes, grid, process_index) * rows
+    return slice(start, start + rows)
+
+
+def _place(axes: tuple[str, ...], grid: HostGrid, process_index: int) -> int:
+    if not 0 <= process_index < grid.process_count:
+        raise MeshError(f"there is no process {process_index}; use one of 0 to {grid.process_count - 1}.")
+    chunks = dict(zip(grid.axis_names, grid.chunk_ids[process_index], strict=True))
+    place = 0
+    for axis in axes:
+        place = place * grid.num_chunks[axis] + chunks[axis]
+    return place
+
+
+def _axes(axes: Any, grid: HostGrid) -> tuple[str, ...]:
+    if isinstance(axes, set | frozenset):
+        raise MeshError(f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple.")
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    for name in names:
+        if name not in grid.axis_names:
+            raise MeshError(f"the mesh has no axis {name!r}, but {grid.axis_names}; use one of those.")
+    if len(set(names)) < len(names):
+        raise MeshError(f"a mesh axis occurs twice in {names}; each shards one dimension once.")
+    return names

@@ -1,0 +1,193 @@
+"""Which box of a mesh each process has, as integers."""
+
+import math
+import types
+from collections.abc import Iterable, Mapping, Sequence
+
+import equinox as eqx
+import numpy as np
+from jax.sharding import Mesh
+
+from .._errors import MeshError
+from .._mesh import MeshSpec
+
+
+class HostGrid(eqx.Module):
+    """How the processes of a job divide a mesh: every process has a box of it, and all boxes are alike.
+
+    A value without devices, so that one process can tell what any other one owns.
+
+    !!! Example
+
+        ```python
+        from shardfx import hosts
+
+        grid = hosts.HostGrid({"data": 8, "model": 4}, {"data": 4}, [(0, 0), (2, 0), (1, 0), (3, 0)])
+        assert grid.process_count == 4 and grid.axis_sizes["data"] == 8
+        ```
+    """
+
+    axis_names: tuple[str, ...] = eqx.field(static=True)
+    chunk_ids: tuple[tuple[int, ...], ...] = eqx.field(static=True)
+    _sizes: tuple[int, ...] = eqx.field(static=True)
+    _chunks: tuple[int, ...] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        axis_sizes: Mapping[str, int],
+        num_chunks: Mapping[str, int],
+        chunk_ids: Iterable[Sequence[int]],
+    ):
+        """**Arguments:**
+
+        - `axis_sizes`: devices along each mesh axis, in the mesh's order.
+        - `num_chunks`: processes along each axis; 1 for axes left out.
+        - `chunk_ids`: for each process, in order of process index, which of the chunks of each axis it has,
+            in the order of `axis_sizes`.
+
+        **Raises:**
+
+        `MeshError` if the processes do not divide the mesh evenly, or do not cover it once.
+        """
+        unknown = [name for name in num_chunks if name not in axis_sizes]
+        if unknown:
+            raise MeshError(
+                f"`num_chunks` names `{unknown[0]}`, but the mesh has {tuple(axis_sizes)}; drop it."
+            )
+        self.axis_names = tuple(axis_sizes)
+        self.chunk_ids = tuple(tuple(int(chunk) for chunk in ids) for ids in chunk_ids)
+        self._sizes = tuple(int(size) for size in axis_sizes.values())
+        self._chunks = tuple(int(num_chunks.get(name, 1)) for name in self.axis_names)
+
+    def __check_init__(self):
+        for name, size, chunks in zip(self.axis_names, self._sizes, self._chunks, strict=True):
+            if chunks < 1 or size < 1 or size % chunks:
+                raise MeshError(
+                    f"{chunks} processes cannot share the {size} devices of mesh axis `{name}` evenly; use a "
+                    f"divisor of {size}."
+                )
+        if any(len(ids) != len(self._chunks) for ids in self.chunk_ids):
+            raise MeshError(f"every entry of `chunk_ids` needs one index for each axis of {self.axis_names}.")
+        for process, ids in enumerate(self.chunk_ids):
+            if not all(0 <= chunk < chunks for chunk, chunks in zip(ids, self._chunks, strict=True)):
+                raise MeshError(
+                    f"process {process} has chunk {ids}, but there are only {self._chunks} along the axes."
+                )
+        if len(set(self.chunk_ids)) < len(self.chunk_ids) or len(self.chunk_ids) != math.prod(self._chunks):
+            raise MeshError(
+                f"{len(self.chunk_ids)} processes have {len(set(self.chunk_ids))} different chunks, but "
+                f"{dict(self.num_chunks)} makes {math.prod(self._chunks)}; give each chunk to one process."
+            )
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
+        """Devices along each mesh axis, in order; read-only."""
+        return types.MappingProxyType(dict(zip(self.axis_names, self._sizes, strict=True)))
+
+    @property
+    def num_chunks(self) -> Mapping[str, int]:
+        """Processes along each mesh axis, in order; read-only."""
+        return types.MappingProxyType(dict(zip(self.axis_names, self._chunks, strict=True)))
+
+    @property
+    def process_count(self) -> int:
+        """How many processes there are."""
+        return len(self.chunk_ids)
+
+
+def grid_of(mesh: Mesh) -> HostGrid:
+    """The HostGrid of a mesh of devices.
+
+    **Arguments:**
+
+    - `mesh`: a `jax.sharding.Mesh`, of all processes' devices.
+
+    **Returns:**
+
+    Which box of the mesh each process has.
+
+    **Raises:**
+
+    `MeshError` if some process's devices form no box, or the boxes are not alike; [`shardfx.hosts.owned`][]
+    answers for such meshes.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import hosts, MeshSpec
+
+        grid = hosts.grid_of(MeshSpec({"data": 4, "tensor": 2}).build(jax.devices()))
+        assert dict(grid.num_chunks) == {"data": 1, "tensor": 1}
+        ```
+    """
+    owner = np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(
+        mesh.devices.shape
+    )
+    count = int(owner.max()) + 1
+    sizes = np.bincount(owner.ravel(), minlength=count)
+    if not sizes.all():
+        _raise_no_box(mesh, f"process {int(sizes.argmin())} has no device in it")
+    first, last = _corners(owner, count)
+    extents = last - first + 1
+    ragged = np.flatnonzero((extents.prod(axis=1) != sizes) | (extents != extents[0]).any(axis=1))
+    ragged = ragged if len(ragged) else np.flatnonzero((first % extents).any(axis=1))
+    if len(ragged):
+        process = int(ragged[0])
+        _raise_no_box(
+            mesh,
+            f"the {sizes[process]} devices of process {process} lie within "
+            f"{tuple(int(n) for n in first[process])} to {tuple(int(n) for n in last[process])}",
+        )
+    names = mesh.axis_names
+    box = [int(extent) for extent in extents[0]]
+    chunks = {name: size // part for name, size, part in zip(names, owner.shape, box, strict=True)}
+    return HostGrid(dict(zip(names, owner.shape, strict=True)), chunks, (first // extents).tolist())
+
+
+def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
+    """The HostGrid of processes that are numbered along a mesh, the last axis fastest: hosts not yet there.
+
+    **Arguments:**
+
+    - `mesh`: the mesh.
+    - `num_chunks`: processes along each axis; 1 for axes left out.
+
+    **Returns:**
+
+    The HostGrid of as many processes as `num_chunks` makes.
+
+    **Raises:**
+
+    `MeshError` if they do not divide the mesh.
+
+    !!! Example
+
+        ```python
+        from shardfx import hosts, MeshSpec
+
+        mesh = MeshSpec({"data": 8192, "tensor": 8})
+        grid = hosts.regular_grid(mesh, {"data": 8192})
+        assert hosts.data_layout(65536, "data", grid, 8191).shard_id == 8191
+        ```
+    """
+    counts = [num_chunks.get(name, 1) for name in mesh.axis_names]
+    return HostGrid(mesh.shape, num_chunks, np.ndindex(*counts))
+
+
+def _corners(owner: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    first = np.empty((count, owner.ndim), np.int64)
+    last = np.zeros((count, owner.ndim), np.int64)
+    first[:] = owner.shape
+    for axis, index in enumerate(np.indices(owner.shape)):
+        np.minimum.at(first[:, axis], owner.ravel(), index.ravel())
+        np.maximum.at(last[:, axis], owner.ravel(), index.ravel())
+    return first, last
+
+
+def _raise_no_box(mesh: Mesh, found: str) -> None:
+    raise MeshError(
+        f"the processes have no equal boxes of the mesh {MeshSpec.of(mesh)}: {found}; use "
+        "`hosts.owned(shape, sharding, process_index)`, or a mesh whose axes keep each host's devices "
+        "together."
+    )

@@ -1,0 +1,72 @@
+"""Agreement between processes."""
+
+import hashlib
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from .._errors import PlanMismatchError
+from .._plan import ShardPlan, differences
+
+
+def assert_same_plan(plan: ShardPlan) -> None:
+    """Raises on every process unless all processes have the same plan on the same order of devices.
+
+    Every process calls it, once, before it runs anything under the plan: processes with different plans
+    compile different programs, whose collectives wait for each other for ever. It exchanges 32 bytes; only if
+    they differ does it exchange the plans, to say where.
+
+    **Arguments:**
+
+    - `plan`: this process's plan.
+
+    **Raises:**
+
+    `PlanMismatchError` that names the first leaf that differs, how, and between which processes.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import hosts, MeshSpec, PathRules, plan
+
+        mesh, rules = MeshSpec({"data": 8}), PathRules.parse("w->data")
+        hosts.assert_same_plan(plan({"w": jnp.ones(8)}, mesh, paths=rules))
+        ```
+    """
+    if jax.process_count() == 1:
+        return
+    devices = (
+        "" if plan.jax_mesh is None else ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
+    )
+    prints = _exchange(hashlib.sha256(f"{plan.digest} {devices}".encode()).digest())
+    if len(set(prints)) == 1:
+        return
+    me = jax.process_index()
+    other = (
+        next(process for process, mark in enumerate(prints) if mark != prints[0])
+        if prints[me] == prints[0]
+        else 0
+    )
+    texts, orders = _exchange(plan.to_json().encode()), _exchange(devices.encode())
+    lines = differences(plan, ShardPlan.from_json(texts[other].decode()))
+    first = (
+        lines[0]
+        if lines
+        else f"the devices of the mesh are {devices} in one, {orders[other].decode()} in the other"
+    )
+    raise PlanMismatchError(
+        f"the plans of process {me} and process {other} differ: {first}"
+        + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
+        + "; make the plan from the same tree, rules and mesh on every process."
+    )
+
+
+def _exchange(message: bytes) -> list[bytes]:
+    """Every process's message, in order of process index."""
+    lengths = np.ravel(multihost_utils.process_allgather(np.array([len(message)], np.int32)))
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: len(message)] = np.frombuffer(message, np.uint8)
+    gathered = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    return [bytes(row[:length]) for row, length in zip(gathered, lengths, strict=True)]
