@@ -11,8 +11,8 @@ A suite is a module `benchmarks/<suite>.py` with three names:
 
 For every `Case` the runner: makes each rival (or skips it with a line); runs it once on a fresh input, takes
 that as `cold_seconds`, and checks the result before any other time is taken; then alternates all rivals and
-the floor, in turn from front and from back, with `gc.collect()` before each run and a fresh input for each;
-and reports medians.
+the floor, in turn from front and from back, with a fresh input for each run; and reports medians. The garbage
+collector stays on, but what lived before a run is frozen, so that each pays for its own garbage alone.
 
 The values of a `Case`, by key (`<rival>` is `Rival.name`; the first rival is called "ours" below):
 
@@ -137,10 +137,12 @@ def _alternate(runs: dict[str, Callable[[Any], Any]], race: Race, repeats: int) 
         for name, run in order if repeat % 2 else reversed(order):
             given = race.fresh()
             gc.collect()
+            gc.freeze()
             begin = time.perf_counter()
             for _ in range(race.number):
                 _finished(run(given), race.block)
             seconds = (time.perf_counter() - begin) / race.number
+            gc.unfreeze()
             if repeat > 0:  # round 0 warms caches that the first run could not
                 times[name].append(seconds)
             del given

@@ -1,0 +1,275 @@
+"""Planning the shardings of whole models: 1,137 and 47,705 leaves, 12 rules over logical axes."""
+
+import argparse
+import functools as ft
+import gc
+import re
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import shardfx as sfx
+
+from . import _shapes as shapes
+from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Value
+from ._machine import fresh_process
+from ._runner import Options
+
+
+SUMMARY = "regex rules to logical axes to corrected NamedShardings, against one tree_flatten_with_path"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--leaves", type=int, default=100_000, help="leaves of the largest tree")
+
+
+def cases(options: Options) -> list[Entry]:
+    llama, deepseek = shapes.LLAMA_RULES, shapes.DEEPSEEK_RULES
+    race = ft.partial(_race, devices=options.devices)
+    largest = 10_000 if options.quick else options.flags.leaves
+    fastest = Limit("speedup.best", at_least=1.0)
+    return [
+        Case(
+            "Llama 3.1 405B, 1,137 leaves",
+            ft.partial(race, shapes.llama_405b, llama),
+            (Limit("floor_ratio.shardfx", at_most=2.5), fastest),
+        ),
+        Case(
+            "DeepSeek-V3, 47,705 leaves",
+            ft.partial(race, shapes.deepseek_v3, deepseek),
+            (Limit("floor_ratio.shardfx", at_most=1.5), fastest),
+        ),
+        Case("10,000 leaves, no two paths alike", ft.partial(race, _all_different, llama), (fastest,)),
+        *([] if options.quick else [Case("10,000 leaves, no two shapes alike", ft.partial(race, _shapes_too, llama))]),
+        Finding(
+            f"cost per leaf from 1,000 to {largest:,} leaves",
+            ft.partial(_flatness, largest, options),
+            (Limit("largest over smallest", at_most=1.25),),
+        ),
+        Finding(
+            "memory held by the DeepSeek-V3 plan",
+            lambda: fresh_process("benchmarks.plan:held"),
+            (Limit("MB with shardings", at_most=30), Limit("MB with digest", at_most=30)),
+        ),
+        Finding(
+            "a 47,705-leaf plan as an argument of a jitted function",
+            ft.partial(_argument, 500 if options.quick else 3000),
+            (Limit("added us per call", at_most=5), Limit("added us per call, read from JSON", at_most=5)),
+        ),
+    ]
+
+
+def planner(rules: Any, mesh: Any) -> Callable[[Any], sfx.ShardPlan]:
+    """The work that is timed: match, resolve, correct, and make every NamedSharding."""
+    paths, axes = sfx.PathRules(rules), sfx.AxisRules(shapes.AXES)
+
+    def run(tree: Any) -> sfx.ShardPlan:
+        plan = sfx.plan(tree, mesh, paths=paths, axes=axes)
+        assert plan.shardings is not None
+        return plan
+
+    return run
+
+
+def mesh_of(devices: list[Any]) -> Mesh:
+    """`fsdp` x `tensor`, as square as the devices allow."""
+    count = len(devices)
+    tensor = max(t for t in (1, 2, 4, 8) if count % t == 0 and t * t <= 2 * count)
+    return Mesh(np.array(devices).reshape(count // tensor, tensor), ("fsdp", "tensor"))
+
+
+def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
+    mesh = mesh_of(devices)
+    specs = [(pattern, sfx.resolve(names, sfx.AxisRules(shapes.AXES)).spec) for pattern, names in rules]
+    logical = _by_first_match(make(), [(pattern, PartitionSpec(*names)) for pattern, names in rules])
+    expected = jax.tree.leaves(_by_first_match(make(), specs))
+
+    def right(_: Any, result: Any) -> None:
+        tree = result.shardings if isinstance(result, sfx.ShardPlan) else result
+        got = [getattr(leaf, "spec", leaf) for leaf in jax.tree.leaves(tree)]
+        wrong = [(a, b) for a, b in zip(got, expected, strict=True) if _trimmed(a) != _trimmed(b)]
+        assert not wrong, f"{len(wrong)} leaves differ, the first: {wrong[0]}"
+
+    return Race(
+        rivals=(
+            Rival("shardfx", lambda: planner(rules, mesh), right),
+            Rival("eformer (matching only)", lambda: _eformer(specs), right, ("eformer",)),
+            Rival("scalax", lambda: _scalax(specs, mesh), right, ("scalax",)),
+            Rival("flax (no matching)", lambda: _flax(logical, mesh), right, ("flax",)),
+            Rival("big_vision", lambda: _big_vision(rules, mesh), None, ("big_vision",)),
+        ),
+        fresh=make,
+        floor=Floor("tree_flatten_with_path", jtu.tree_flatten_with_path),
+        facts={"leaves": len(expected)},
+        block=False,
+    )
+
+
+def _eformer(specs: list) -> Callable[[Any], Any]:
+    from eformer.escale import match_partition_rules
+
+    return lambda tree: match_partition_rules(specs, tree)
+
+
+def _scalax(specs: list, mesh: Mesh) -> Callable[[Any], Any]:
+    from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+
+    helper = MeshShardingHelper(tuple(mesh.devices.shape), mesh.axis_names)
+    return lambda tree: helper.match_sharding_rule(TreePathShardingRule(*specs), tree)
+
+
+def _flax(logical: Any, mesh: Mesh) -> Callable[[Any], Any]:
+    from flax.linen.spmd import logical_to_mesh_sharding
+
+    return lambda _: logical_to_mesh_sharding(logical, mesh, shapes.AXES)
+
+
+def _big_vision(rules: tuple, mesh: Mesh) -> Callable[[Any], Any]:
+    from big_vision import sharding  # pyright: ignore[reportMissingImports]
+
+    strategy = [(f".*{pattern}", 'fsdp(axis="fsdp")') for pattern, _ in rules]
+    return lambda tree: sharding.infer_sharding(tree, strategy, mesh)
+
+
+def _by_first_match(tree: Any, rules: list[tuple[str, PartitionSpec]]) -> Any:
+    """The plainest possible matcher: every path against every pattern."""
+
+    def match(path: tuple, _: Any) -> PartitionSpec:
+        name = "/".join(str(key.key) for key in path)
+        return next(spec for pattern, spec in rules if re.search(pattern, name))
+
+    return jtu.tree_map_with_path(match, tree)
+
+
+def _trimmed(spec: PartitionSpec) -> tuple:
+    entries = tuple(spec)
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return entries
+
+
+def _all_different(widen: int = 0) -> Any:
+    """A flat tree whose paths share nothing that could be remembered: no digits, no repeated subtree."""
+    words = ["".join(chr(97 + (i // 26**k) % 26) for k in range(4)) for i in range(10_000)]
+    tree = {}
+    for i, word in enumerate(words):
+        pattern, names = shapes.LLAMA_RULES[i % 12]
+        path = f"{word}/{pattern.removesuffix('/weight$')}"
+        tree[path] = shapes.weight(*(1024 + 8 * i * widen for _ in names))
+    return tree
+
+
+def _shapes_too() -> Any:
+    """As `_all_different`, and every shape is different too."""
+    return _all_different(1)
+
+
+def _flatness(largest: int, options: Options) -> dict[str, Value]:
+    mesh = mesh_of(options.devices)
+    sizes = [size for size in (1_000, 10_000, 100_000) if size <= largest]
+    values: dict[str, Value] = {}
+    per_leaf: list[float] = []
+    planned = planner(shapes.LLAMA_RULES, mesh)
+    for size in sizes:
+        tree = shapes.llama(16384, 128, 8, round(size / 9), 53248, 128256)
+        leaves = len(jax.tree.leaves(tree))
+        ours = _median(lambda tree=tree: planned(tree), options.repeats)
+        floor = _median(lambda tree=tree: jtu.tree_flatten_with_path(tree), options.repeats)
+        per_leaf.append(ours / leaves)
+        values[f"ns per leaf at {size:,}"] = 1e9 * ours / leaves
+        values[f"x floor at {size:,}"] = ours / floor
+    return values | {"largest over smallest": per_leaf[-1] / per_leaf[0]}
+
+
+def _median(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        gc.freeze()
+        begin = time.perf_counter()
+        result = run()
+        times.append(time.perf_counter() - begin)
+        gc.unfreeze()
+        del result
+    return statistics.median(times)
+
+
+def held() -> dict[str, float]:
+    """What a plan keeps alive beside the tree it was made for; run in a process of its own."""
+    planned = planner(shapes.DEEPSEEK_RULES, sfx.MeshSpec({"fsdp": 16, "tensor": 8}))
+    planned(shapes.deepseek_v3())
+    tree = shapes.deepseek_v3()
+    gc.collect()
+    tracemalloc.start()
+    plan = planned(tree)
+    with_shardings = _traced_megabytes()
+    json_bytes = len(plan.to_json())
+    assert len(plan.digest) == 64
+    with_digest = _traced_megabytes()
+    assert len(plan.leaves) == 47_705
+    return {
+        "MB with shardings": with_shardings,
+        "MB with digest": with_digest,
+        "MB with every LeafPlan": _traced_megabytes(),
+        "MB of JSON": json_bytes / 1e6,
+    }
+
+
+def _traced_megabytes() -> float:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0] / 1e6
+
+
+def _argument(number: int) -> dict[str, Value]:
+    mesh = sfx.MeshSpec({"fsdp": 16, "tensor": 8})
+    plan = planner(shapes.DEEPSEEK_RULES, mesh)(shapes.deepseek_v3())
+    again = sfx.ShardPlan.from_json(plan.to_json(), like=shapes.deepseek_v3())
+    assert again == plan and again is not plan
+    traces = []
+
+    @jax.jit
+    def plain(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    @jax.jit
+    def with_plan(x: jax.Array, plan: sfx.ShardPlan) -> jax.Array:
+        traces.append(plan)
+        return x + 1
+
+    x = jnp.zeros(())
+    calls = {
+        "none": lambda: plain(x),
+        "same": lambda: with_plan(x, plan),
+        "read": lambda: with_plan(x, again),
+    }
+    times = _alternating(calls, number)
+    assert len(traces) == 1, f"{len(traces)} traces: the plan read from JSON compiled again"
+    return {
+        "us per call without": 1e6 * times["none"],
+        "added us per call": 1e6 * (times["same"] - times["none"]),
+        "added us per call, read from JSON": 1e6 * (times["read"] - times["none"]),
+        "compilations": len(traces),
+    }
+
+
+def _alternating(calls: dict[str, Callable[[], Any]], number: int) -> dict[str, float]:
+    """Median over nine rounds of the mean over `number` calls, all in turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(9):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            results = [call() for _ in range(number)]
+            jax.block_until_ready(results[-1])
+            times[name].append((time.perf_counter() - begin) / number)
+    return {name: statistics.median(taken) for name, taken in times.items()}

@@ -1,0 +1,114 @@
+"""The runner, the tables and the comparison, on a suite that takes no time; and the committed results."""
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from benchmarks import __main__ as command, _report
+from benchmarks._case import Case, Finding, Limit, Race, Rival, Skip, memcpy
+from benchmarks._progress import Progress
+from benchmarks._runner import Options, Record, run_suite
+
+
+OPTIONS = Options(quick=True, repeats=2, devices=[], flags=SimpleNamespace())  # pyright: ignore[reportArgumentType]
+
+
+def right(given, result):
+    if result != given:
+        raise AssertionError("the copy differs")
+
+
+def race(ours: Callable[[bytes], bytes] = bytes, theirs: Callable[[bytes], bytes] = bytes) -> Race:
+    rivals = (
+        Rival("shardfx", lambda: ours, right),
+        Rival("theirs", lambda: theirs, right),
+        Rival("nobody's", lambda: bytes, right, needs=("a_library_that_is_not_there",)),
+    )
+    return Race(rivals, lambda: b"12345678", byte_count=8, floor=memcpy(8), facts={"size": 8})
+
+
+def run(*entries):
+    return run_suite(entries, OPTIONS, Progress("test", len(entries)))
+
+
+def number(record: Record, key: str) -> float:
+    value = record.values[key]
+    assert isinstance(value, float)
+    return value
+
+
+def test_values_of_a_race(capsys):
+    limits = (Limit("size", at_most=8), Limit("size", at_least=9), Limit("speedup.nobody's", at_least=1))
+    [record] = run(Case("copy", race, limits))
+    seconds = {name: number(record, f"seconds.{name}") for name in ("shardfx", "theirs", "memcpy")}
+    for name in ("shardfx", "theirs"):
+        assert number(record, f"floor_ratio.{name}") == seconds[name] / seconds["memcpy"]
+        assert number(record, f"gigabytes_per_second.{name}") == 8 / seconds[name] / 1e9
+    assert number(record, "speedup.theirs") == seconds["theirs"] / seconds["shardfx"]
+    assert number(record, "speedup.best") == number(record, "speedup.theirs")
+    assert record.skipped == {"nobody's": "a_library_that_is_not_there not installed"}
+    assert [limit["holds"] for limit in record.limits] == [True, False, None]
+    assert "[1/1] test: copy" in capsys.readouterr().err
+
+
+def test_a_wrong_rival_is_dropped_and_a_wrong_own_result_fails():
+    [dropped, failed] = run(
+        Case("theirs is wrong", lambda: race(theirs=lambda b: b + b"!")),
+        Case("ours is wrong", lambda: race(ours=lambda b: b + b"!")),
+    )
+    assert dropped.skipped["theirs"] == "AssertionError: the copy differs"
+    assert dropped.failed is None and "seconds.shardfx" in dropped.values
+    assert failed.failed == "AssertionError: the copy differs"
+
+
+def test_findings_skips_and_failures_have_their_lines():
+    def lost():
+        raise OSError("no disk")
+
+    records = run(
+        Finding("count", lambda: {"rows": 1234}, (Limit("rows", at_most=10),)),
+        Finding("lost", lost),
+        Skip("tpu", "no TPU compiler"),
+    )
+    text = _report.table(records)
+    assert "- count: rows 1,234" in text
+    assert "- count: rows <= 10: **does not hold** (1,234)" in text
+    assert "- tpu: tpu (no TPU compiler)" in text
+    assert "- lost: OSError: no disk" in text
+
+
+def document(records):
+    machine = {"processor": "p", "cores": 2, "memory_gib": 4, "python": "3.11"} | {
+        "platform": "cpu",
+        "device_kind": "cpu",
+        "device_count": 8,
+    }
+    return json.loads(_report.to_json({"test": records}, machine, {"jax": "0.10.2"}, quick=True))
+
+
+def test_compare_shows_ratios_and_what_only_one_file_has():
+    first = document(run(Finding("a", lambda: {"bytes": 10}), Finding("b", lambda: {"bytes": 1})))
+    second = document(run(Finding("a", lambda: {"bytes": 15})))
+    second["versions"]["jax"] = "0.11.0"
+    text = _report.compare(first, second)
+    assert "| test  | a    | bytes | 10    | 15     | 1.500 |" in text
+    assert "jax: 0.10.2 -> 0.11.0" in text
+    assert "only in the first file: test: b" in text
+
+
+def test_the_page_is_what_the_committed_results_give():
+    files = {file.stem: json.loads(file.read_text()) for file in sorted(command.RESULTS.glob("*.json"))}
+    assert command.PAGE.read_text() == _report.page(files)
+
+
+@pytest.mark.parametrize("name", list(command.SUITES))
+def test_every_suite_lists_cases_with_names_of_their_own(name):
+    parser, suites = command._parser()
+    for flags in ([], ["--quick"]):
+        options = Options(bool(flags), 1, jax.devices(), suites[name].parse_args(flags))
+        entries = command.importlib.import_module(f"benchmarks.{command.SUITES[name]}").cases(options)
+        names = [entry.name for entry in entries]
+        assert names and len(set(names)) == len(names)
