@@ -5,6 +5,7 @@ from ._apply import (
     shardings_of as shardings_of,
     specs_of as specs_of,
 )
+from ._content import LeafPlan as LeafPlan
 from ._correct import correct as correct
 from ._errors import (
     LeafTypeError as LeafTypeError,
@@ -26,7 +27,6 @@ from ._paths import (
     replicate as replicate,
 )
 from ._plan import (
-    LeafPlan as LeafPlan,
     ShardPlan as ShardPlan,
     differences as differences,
 )

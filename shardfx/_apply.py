@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ._content import check_columns
 from ._correct import correct
 from ._errors import LeafTypeError, PlanMismatchError, RuleError
 from ._mesh import MeshSpec
-from ._plan import ShardPlan, check_columns
+from ._plan import ShardPlan
 from ._rules import resolve, units_of
 from ._spec import UNCONSTRAINED, canonical, entry_axes, trimmed
 from ._tree import flatten
@@ -48,7 +50,8 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
         from shardfx import AxisRules, MeshSpec, constrain, plan
 
         mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
-        made = plan({"w": jnp.ones((16, 32))}, mesh, names={"w": ("embed", "mlp")}, axes=AxisRules([("batch", "data"), ("mlp", "tensor")]))
+        axes = AxisRules([("batch", "data"), ("mlp", "tensor"), ("embed", None)])
+        made = plan({"w": jnp.ones((16, 32))}, mesh, names={"w": ("embed", "mlp")}, axes=axes)
 
         @jax.jit
         def layer(x):
@@ -63,17 +66,13 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
         )
     spec, units = _requested(names_or_spec, plan, x.ndim)
     mesh = _mesh_of(x, plan)
-    free = {
-        name: kind
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind != AxisType.Manual
-    }
+    free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
     if not free:
         return x
     spec = trimmed([_without(entry, mesh, free) for entry in spec.partitions], spec)
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
     spec = correct(spec, x.shape, sizes, units=units, strict=strict).spec
-    if not isinstance(x, jax.core.Tracer):
+    if not isinstance(x, Tracer):
         return _constrained_outside(x, spec, mesh)
     for kind, constraint in (
         (AxisType.Explicit, jax.sharding.reshard),
@@ -123,9 +122,7 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
         for at, (sharding, shaped) in enumerate(zip(shardings, flat.is_array, strict=True))
         if shaped and sharding is not None
     ]
-    for at, array in zip(
-        moved, _placed([placed[at] for at in moved], [shardings[at] for at in moved]), strict=True
-    ):
+    for at, array in zip(moved, _placed([placed[at] for at in moved], [shardings[at] for at in moved]), strict=True):
         placed[at] = array
     return jax.tree.unflatten(flat.treedef, placed)
 
@@ -197,9 +194,7 @@ def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
         if not isinstance(leaf, PartitionSpec):
             return leaf if isinstance(leaf, Sharding) else sharding_of(leaf)
         if mesh is None:
-            raise PlanMismatchError(
-                f"the tree holds the bare spec {leaf}; pass the mesh that it is for: `mesh=`."
-            )
+            raise PlanMismatchError(f"the tree holds the bare spec {leaf}; pass the mesh that it is for: `mesh=`.")
         return NamedSharding(mesh, leaf)
 
     return jax.tree.map(sharding, tree)
@@ -207,7 +202,7 @@ def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
 
 def sharding_of(leaf: Any) -> Sharding | None:
     """The sharding of an array or struct; of a traced array the one in its type."""
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
@@ -222,9 +217,7 @@ def devices_shardings(plan: ShardPlan) -> list[Any]:
     return [([*rows, None])[i] for i in plan.content.index]
 
 
-def _requested(
-    names_or_spec: Any, plan: ShardPlan, rank: int
-) -> tuple[PartitionSpec, tuple[int, ...] | None]:
+def _requested(names_or_spec: Any, plan: ShardPlan, rank: int) -> tuple[PartitionSpec, tuple[int, ...] | None]:
     if isinstance(names_or_spec, PartitionSpec):
         return names_or_spec, None
     if plan.axes is None:
@@ -243,12 +236,12 @@ def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return planned
-    if not isinstance(x, jax.core.Tracer):
+    if not isinstance(x, Tracer):
         return planned if plan.jax_mesh is not None else sharding.mesh
     if dict(sharding.mesh.shape) != dict(planned.shape):
         raise PlanMismatchError(
-            f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is for {plan.mesh}; use the plan that its "
-            "step was compiled with, or `reshard` it first."
+            f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is for {plan.mesh}; use the plan "
+            "that its step was compiled with, or `reshard` it first."
         )
     return sharding.mesh
 

@@ -43,9 +43,7 @@ def encode_entry(entry: Any) -> Any:
 
 def decode_entry(data: Any) -> Any:
     if isinstance(data, dict):
-        return (
-            UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
-        )
+        return UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
     if isinstance(data, list):
         return tuple(decode_entry(part) for part in data)
     if data is None or isinstance(data, str):
@@ -63,7 +61,7 @@ def encode_spec(spec: PartitionSpec) -> Any:
 def decode_spec(data: Any) -> PartitionSpec:
     if isinstance(data, dict):
         entries = [decode_entry(entry) for entry in data["entries"]]
-        return PartitionSpec(*entries, unreduced=set(data["unreduced"]), reduced=set(data["reduced"]))
+        return PartitionSpec(*entries, unreduced=frozenset(data["unreduced"]), reduced=frozenset(data["reduced"]))
     return PartitionSpec(*[decode_entry(entry) for entry in data])
 
 

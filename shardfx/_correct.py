@@ -61,9 +61,7 @@ def correct(
         ```
     """
     if not isinstance(spec, PartitionSpec):
-        raise SpecError(
-            f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`, or use `resolve`."
-        )
+        raise SpecError(f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`, or use `resolve`.")
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
     shape = tuple(int(size) for size in shape)
@@ -130,9 +128,7 @@ def _fitted_units(units: tuple[int, ...] | None, shape: tuple[int, ...]) -> tupl
 def _unconstrained(mesh: MeshSpec, dim: int) -> tuple[Any, list[Reason]]:
     if AxisType.Auto in mesh.axis_types:
         return UNCONSTRAINED, []
-    return None, [
-        reason(Code.absent, dim, (), what="Auto axis that the compiler could choose for UNCONSTRAINED")
-    ]
+    return None, [reason(Code.absent, dim, (), what="Auto axis that the compiler could choose for UNCONSTRAINED")]
 
 
 def _entry(
@@ -195,8 +191,8 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
         return spec, []
     absent = tuple(sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes))
     like = PartitionSpec(
-        unreduced={axis for axis in spec.unreduced if axis in sizes},
-        reduced={axis for axis in spec.reduced if axis in sizes},
+        unreduced=frozenset(axis for axis in spec.unreduced if axis in sizes),
+        reduced=frozenset(axis for axis in spec.reduced if axis in sizes),
     )
     return like, [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
 
@@ -239,15 +235,11 @@ def spread(
         product = math.prod(sizes[axis] for axis in free)
         dropped = tuple(axis for axis in free if axis not in kept)
         padded = -(-size // product) * product
-        reasons.append(
-            reason(Code.indivisible, -dim if kept else None, dropped, size=size, what=what, padded=padded)
-        )
+        reasons.append(reason(Code.indivisible, -dim if kept else None, dropped, size=size, what=what, padded=padded))
     if not kept:
         return Decision(spec, tuple(reasons))
     changed = (
-        (*entries[:-dim], canonical_entry(kept), *entries[-dim + 1 :])
-        if dim
-        else (canonical_entry(kept), *entries[1:])
+        (*entries[:-dim], canonical_entry(kept), *entries[-dim + 1 :]) if dim else (canonical_entry(kept), *entries[1:])
     )
     return Decision(trimmed(changed, spec), tuple(reasons))
 

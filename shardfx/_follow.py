@@ -5,9 +5,10 @@ import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from ._content import Content, LeafPlan, leaf_plan
 from ._correct import correct
 from ._paths import PathRules, first_match
-from ._plan import Content, LeafPlan, ShardPlan, leaf_plan
+from ._plan import ShardPlan
 from ._reason import Code, reason
 from ._spec import canonical, pinned
 from ._tree import flatten
@@ -68,9 +69,7 @@ def follow(
 
 def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> Any:
     mesh = plan.mesh.abstract()
-    explicit = AbstractMesh(
-        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names)
-    )
+    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     try:
         return eqx.filter_eval_shape(init, *[_structs(arg, explicit) for arg in (plan, *args)])
     except Exception:  # JAX's sharding type error is not public; what is really wrong is raised again below.

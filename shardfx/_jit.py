@@ -63,9 +63,7 @@ def filter_jit(
         ```
     """
     if fn is None:
-        return lambda fn: filter_jit(
-            fn, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate
-        )
+        return lambda fn: filter_jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate)
     return _Jitted(fn, in_shardings, out_shardings, donate)
 
 
@@ -77,9 +75,7 @@ class _Static(eqx.Module):
 
     def joined(self, arrays: list[Any]) -> Any:
         given = iter(arrays)
-        return jax.tree.unflatten(
-            self.treedef, [next(given) if leaf is _ARRAY else leaf for leaf in self.leaves]
-        )
+        return jax.tree.unflatten(self.treedef, [next(given) if leaf is _ARRAY else leaf for leaf in self.leaves])
 
 
 class _Array:
@@ -136,8 +132,8 @@ class _Jitted:
         except TypeError as error:
             found = next(leaf for leaf in static.leaves if type(leaf).__hash__ is None)
             raise LeafTypeError(
-                f"an argument of `{self._name()}` holds {type(found).__name__} {found!r:.60}, which is no array and cannot "
-                "be hashed, so it can be neither traced nor static; make it an array or something hashable."
+                f"an argument of `{self._name()}` holds {type(found).__name__} {found!r:.60}, which is no array and "
+                "cannot be hashed, so it can be neither traced nor static; make it an array or something hashable."
             ) from error
         return static, arrays
 
@@ -227,11 +223,7 @@ def _shardings(plan: ShardPlan) -> Any:
 def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> tuple[Any, ...]:
     """An entry for each positional parameter; the one of `*args` is the last."""
     names = list(signature.parameters)
-    if (
-        isinstance(in_shardings, dict)
-        and not isinstance(in_shardings, ShardPlan)
-        and set(in_shardings) <= set(names)
-    ):
+    if isinstance(in_shardings, dict) and not isinstance(in_shardings, ShardPlan) and set(in_shardings) <= set(names):
         return tuple(in_shardings.get(name) for name in names)
     if isinstance(in_shardings, tuple | list):
         return tuple(in_shardings)

@@ -2,7 +2,10 @@ import dataclasses
 import functools as ft
 import re
 from collections.abc import Iterable
-from re import _constants as sre, _parser as sre_parser  # ty: ignore
+from re import (
+    _constants as sre,  # pyright: ignore[reportAttributeAccessIssue]
+    _parser as sre_parser,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ._errors import RuleError
-from ._spec import UNCONSTRAINED, Atomic, entry_axes
+from ._spec import UNCONSTRAINED, Atomic
 from ._tree import flatten
 
 
@@ -85,9 +88,7 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
 
 
 def _pipeline(left: Any, right: Any) -> Pipeline:
-    steps = tuple(
-        step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,))
-    )
+    steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
     if any(not isinstance(step, Fsdp) for step in steps[1:]):
         raise RuleError(
             f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
@@ -192,8 +193,7 @@ def match(tree: Any, rules: PathRules) -> Any:
     """
     flat = flatten(tree)
     indices = [
-        first_match(path, rules) if shaped else None
-        for path, shaped in zip(flat.paths, flat.is_array, strict=True)
+        first_match(path, rules) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)
     ]
     return jax.tree.unflatten(flat.treedef, indices)
 
@@ -284,7 +284,7 @@ def _checked_target(index: int, pattern: str, target: Any) -> Any:
     if isinstance(target, list):
         target = tuple(target)
     inner = target.target if isinstance(target, Atomic) else target
-    if isinstance(inner, tuple) and not isinstance(inner, PartitionSpec):
+    if isinstance(inner, tuple):
         _check_names(index, pattern, inner)
     elif not isinstance(inner, PartitionSpec | Fsdp | Replicate | Pipeline) and not callable(inner):
         raise RuleError(
@@ -292,19 +292,13 @@ def _checked_target(index: int, pattern: str, target: Any) -> Any:
             "names, `fsdp(...)`, `replicate`, or a callable `(path, leaf) -> PartitionSpec`. "
             f"For one mesh axis write `PartitionSpec({target!r})`."
         )
-    if isinstance(inner, PartitionSpec):
-        for entry in inner.partitions:
-            entry_axes(entry)
     return target
 
 
 def _check_names(index: int, pattern: str, names: tuple[Any, ...]) -> None:
     for name in names:
         members = name if isinstance(name, tuple) else (name,)
-        if not all(
-            member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic)
-            for member in members
-        ):
+        if not all(member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic) for member in members):
             raise RuleError(
                 f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical name; use a string, `None`, "
                 "UNCONSTRAINED, `atomic(name, unit)`, or a tuple of names."
@@ -337,14 +331,10 @@ def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
     sides = _split(text, start, stop, "->")
     if len(sides) != 2:
         found = "no `->`" if len(sides) == 1 else "more than one `->`"
-        raise _malformed(
-            text, start if len(sides) == 1 else sides[1][1], f"a rule has {found}; write `regex->axes`,"
-        )
+        raise _malformed(text, start if len(sides) == 1 else sides[1][1], f"a rule has {found}; write `regex->axes`,")
     pattern = text[slice(*sides[0])].strip()
     if not pattern or not all(text[slice(*piece)].strip() for piece in _split(text, *sides[0], "|")):
-        raise _malformed(
-            text, sides[0][0], "an empty alternative would match every path; write `.*` if that is meant,"
-        )
+        raise _malformed(text, sides[0][0], "an empty alternative would match every path; write `.*` if that is meant,")
     steps = [_parse_step(text, *piece) for piece in _split(text, *sides[1], "|")]
     return pattern, ft.reduce(_pipeline, steps) if len(steps) > 1 else steps[0]
 

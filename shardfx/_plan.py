@@ -1,163 +1,25 @@
 import collections
 import dataclasses
 import difflib
-import functools as ft
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from . import _codec as codec
-from ._correct import correct
-from ._errors import MeshError, PlanFormatError, PlanMismatchError, RuleError, UnknownPathError
+from ._content import Content, LeafPlan, read_json, shaped_like
+from ._errors import PlanMismatchError, RuleError, UnknownPathError
 from ._mesh import MeshSpec
-from ._reason import Reason
 from ._rules import AxisRules
-from ._spec import array_bytes, pinned, shard_shape
-from ._tree import flatten
-
-
-_FORMAT = "shardfx.plan"
-_VERSION = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """How one array of a tree is placed, and why.
-
-    **Arguments:**
-
-    - `path`: where it is in the tree, as `layers/0/attn/q_proj/weight`.
-    - `shape`, `dtype`: of the whole array.
-    - `names`: its logical names, if names decided.
-    - `requested`: the spec that the rule asked for.
-    - `spec`: the spec that it gets, in canonical form.
-    - `rule`: what decided: a path rule by index and regex, `names`, or what it follows; `None` where nothing did.
-    - `reasons`: why `spec` is not `requested`; see [`shardfx.Reason`][].
-    - `memory_kind`: `None` for the device's default memory.
-    - `units`: per dimension, how many elements may not be cut apart; `None` where any cut will do.
-    - `strategies`: the `fsdp(...)` steps that refined `requested`.
-    - `bytes`, `bytes_per_device`: of the whole array, and of one shard.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    names: tuple[Any, ...] | None
-    requested: PartitionSpec
-    spec: PartitionSpec
-    rule: str | None
-    reasons: tuple[Reason, ...]
-    memory_kind: str | None
-    units: tuple[int, ...] | None
-    strategies: tuple[Any, ...]
-    bytes: int
-    bytes_per_device: int
-
-
-class Content:
-    """What a plan holds: compared and hashed by its digest, so that an equal plan costs JAX nothing.
-
-    Leaves that are planned alike share one row; `index` says which row each leaf of the tree has, and is -1 at
-    leaves that are no arrays. Everything below is made on first use.
-    """
-
-    def __init__(
-        self,
-        mesh: MeshSpec,
-        jax_mesh: Mesh | None,
-        axes: AxisRules | None,
-        mode: str | None,
-        rows: Sequence[LeafPlan],
-        index: Sequence[int],
-        paths: Sequence[str],
-        treedef: Any,
-        order: Sequence[int] | None = None,
-        structure: Any = None,
-    ):
-        self.mesh, self.jax_mesh, self.axes, self.mode = mesh, jax_mesh, axes, mode
-        self.rows, self.index = _in_order_of_use(rows, index)
-        self.paths, self.treedef, self.order, self._structure = paths, treedef, order, structure
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Content) and self.digest == other.digest and self.jax_mesh == other.jax_mesh
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @ft.cached_property
-    def _hash(self) -> int:
-        return hash((self.digest, self.jax_mesh))
-
-    @ft.cached_property
-    def structure(self) -> Any:
-        return codec.encode_structure(self.treedef) if self._structure is None else self._structure
-
-    def payload(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "mesh": codec.encode_mesh(self.mesh),
-            "axes": codec.encode_rules(self.axes),
-            "mode": self.mode,
-            "rows": [_encode_row(row) for row in self.rows],
-            "leaves": [list(pair) for pair in zip(self.paths, self.index, strict=True)],
-            "structure": self.structure,
-        }
-
-    @ft.cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(_text(self.payload()).encode()).hexdigest()
-
-    @ft.cached_property
-    def leaves(self) -> tuple[LeafPlan, ...]:
-        # `dataclasses.replace` validates what is known to be right, and takes five times as long.
-        rows = [dict(vars(row)) for row in self.rows]
-        return tuple(
-            LeafPlan(**{**rows[i], "path": path})
-            for i, path in zip(self.index, self.paths, strict=True)
-            if i >= 0
-        )
-
-    @ft.cached_property
-    def by_path(self) -> dict[str, LeafPlan]:
-        return {leaf.path: leaf for leaf in self.leaves}
-
-    @ft.cached_property
-    def shardings(self) -> Any:
-        mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
-        return self.tree(
-            [NamedSharding(mesh, pinned(row.spec), memory_kind=row.memory_kind) for row in self.rows]
-        )
-
-    @ft.cached_property
-    def specs(self) -> Any:
-        return self.tree([row.spec for row in self.rows])
-
-    def tree(self, values: Sequence[Any]) -> Any:
-        """The planned tree with `values[i]` at each leaf of row `i`, and `None` at leaves that are no arrays."""
-        table = [*values, None]
-        column = [table[i] for i in self.index]
-        if self.order is not None:
-            column = [column[i] for i in self.order]
-        return jax.tree.unflatten(self.treedef, column)
-
-    def replaced(self, **changes: Any) -> "Content":
-        names = ("mesh", "jax_mesh", "axes", "mode", "rows", "index", "paths", "treedef", "order")
-        return Content(
-            **{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes}
-        )
+from ._spec import pinned
 
 
 class ShardPlan(eqx.Module):
-    """For every array of a tree: its PartitionSpec, the reason for it, its bytes per device. Made by [`shardfx.plan`][].
+    """For every array of a tree: its PartitionSpec, the reason for it, its bytes per device.
+
+    Made by [`shardfx.plan`][].
 
     A value: it can be printed, stored, compared, hashed, closed over, and passed to a jitted function as an
     argument, where an equal plan (one read back from JSON, for example) does not compile again.
@@ -260,9 +122,9 @@ class ShardPlan(eqx.Module):
             )
         if mesh.axis_types != self.mesh.axis_types:
             raise PlanMismatchError(
-                f"the plan's mesh has the axis types {_type_names(self.mesh)}, this one {_type_names(mesh)} (`jax.make_mesh` "
-                "makes Explicit axes, `jax.sharding.Mesh` Auto ones); make the mesh with `plan.mesh.build(devices)`, or "
-                "plan with `MeshSpec(..., axis_types=...)`."
+                f"the plan's mesh has the axis types {_type_names(self.mesh)}, this one {_type_names(mesh)} "
+                "(`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto ones); make the mesh with "
+                "`plan.mesh.build(devices)`, or plan with `MeshSpec(..., axis_types=...)`."
             )
         return ShardPlan(self.content.replaced(jax_mesh=jax_mesh))
 
@@ -297,14 +159,10 @@ class ShardPlan(eqx.Module):
             index += [i + len(rows) if i >= 0 else -1 for i in _ordered(content, content.index)]
             paths += [f"{name}/{path}" if path else name for path in _ordered(content, content.paths)]
             rows += content.rows
-        trees = {
-            name: jax.tree.unflatten(c.treedef, range(c.treedef.num_leaves)) for name, c in contents.items()
-        }
+        trees = {name: jax.tree.unflatten(c.treedef, range(c.treedef.num_leaves)) for name, c in contents.items()}
         treedef = jax.tree.structure(trees)
         joined_axes = next(iter(axes.values()), None)
-        return ShardPlan(
-            Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, paths, treedef)
-        )
+        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, paths, treedef))
 
     def select(self, regex: str) -> "ShardPlan":
         """The plan of the same tree with only the arrays whose path matches.
@@ -323,23 +181,18 @@ class ShardPlan(eqx.Module):
         """
         pattern = _compile(regex)
         index = [
-            i if pattern.search(path) else -1
-            for i, path in zip(self.content.index, self.content.paths, strict=True)
+            i if pattern.search(path) else -1 for i, path in zip(self.content.index, self.content.paths, strict=True)
         ]
         if max(index, default=-1) < 0:
-            raise RuleError(
-                f"`select({regex!r})` matches no path of the plan; paths look like `{self._example()}`."
-            )
+            raise RuleError(f"`select({regex!r})` matches no path of the plan; paths look like `{self._example()}`.")
         return ShardPlan(self.content.replaced(index=index))
 
     def _example(self) -> str:
-        return next(
-            (path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0), ""
-        )
+        return next((path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0), "")
 
     def to_json(self) -> str:
         """The plan as JSON text: versioned, with its digest; the devices of a jax Mesh are left out."""
-        return _text({**self.content.payload(), "digest": self.digest})
+        return self.content.to_json()
 
     @staticmethod
     def from_json(text: str, like: Any = None) -> "ShardPlan":
@@ -360,30 +213,14 @@ class ShardPlan(eqx.Module):
         `PlanFormatError` if the text is truncated, of another version, or was edited into something invalid;
         `PlanMismatchError` if `like` is another tree.
         """
-        content = _read(text)
-        return ShardPlan(content if like is None else _shaped_like(content, like))
+        content = read_json(text)
+        return ShardPlan(content if like is None else shaped_like(content, like))
 
     def __repr__(self) -> str:
         return (
             f"ShardPlan({sum(i >= 0 for i in self.content.index)} arrays, mesh {self.mesh}, {self.bytes_total} bytes, "
             f"{self.bytes_per_device} per device{'' if self.jax_mesh is None else ', on devices'})"
         )
-
-
-def leaf_plan(
-    mesh: MeshSpec, *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any
-) -> LeafPlan:
-    """A LeafPlan without its path, its bytes counted."""
-    shard = shard_shape(shape, pinned(spec), mesh.shape)
-    return LeafPlan(
-        path="",
-        spec=spec,
-        shape=shape,
-        dtype=dtype,
-        bytes=array_bytes(shape, dtype),
-        bytes_per_device=array_bytes(shard, dtype),
-        **fields,
-    )
 
 
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
@@ -430,27 +267,8 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
 def _leaf_differences(leaf: LeafPlan, other: LeafPlan | None) -> list[str]:
     if other is None:
         return [f"leaf `{leaf.path}` is only in one plan"]
-    pairs = (
-        (field.name, vars(leaf)[field.name], vars(other)[field.name])
-        for field in dataclasses.fields(LeafPlan)
-    )
-    return [
-        f"leaf `{leaf.path}`: {name} is {one} in one, {two} in the other"
-        for name, one, two in pairs
-        if one != two
-    ]
-
-
-def _in_order_of_use(
-    rows: Sequence[LeafPlan], index: Sequence[int]
-) -> tuple[tuple[LeafPlan, ...], tuple[int, ...]]:
-    """The rows that are used, each once, in the order in which leaves first use them."""
-    merged: dict[LeafPlan, int] = {}
-    renumbered = {-1: -1}
-    for i in dict.fromkeys(index):
-        if i >= 0:
-            renumbered[i] = merged.setdefault(rows[i], len(merged))
-    return tuple(merged), tuple([renumbered[i] for i in index])
+    pairs = ((field.name, vars(leaf)[field.name], vars(other)[field.name]) for field in dataclasses.fields(LeafPlan))
+    return [f"leaf `{leaf.path}`: {name} is {one} in one, {two} in the other" for name, one, two in pairs if one != two]
 
 
 def _ordered(content: Content, column: Sequence[Any]) -> Sequence[Any]:
@@ -481,150 +299,3 @@ def _compile(regex: str) -> re.Pattern[str]:
         return re.compile(regex)
     except re.error as error:
         raise RuleError(f"the regex {regex!r} does not compile: {error}") from error
-
-
-def _text(payload: dict[str, Any]) -> str:
-    return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
-
-
-def _encode_row(row: LeafPlan) -> dict[str, Any]:
-    return {
-        "shape": list(row.shape),
-        "dtype": codec.encode_dtype(row.dtype),
-        "names": None if row.names is None else codec.encode_entry(row.names),
-        "requested": codec.encode_spec(row.requested),
-        "spec": codec.encode_spec(row.spec),
-        "rule": row.rule,
-        "reasons": [codec.encode_reason(why) for why in row.reasons],
-        "memory_kind": row.memory_kind,
-        "units": row.units if row.units is None else list(row.units),
-        "strategies": [codec.encode_strategy(strategy) for strategy in row.strategies],
-    }
-
-
-def _decode_row(data: Any, mesh: MeshSpec) -> LeafPlan:
-    spec, shape = codec.decode_spec(data["spec"]), tuple(data["shape"])
-    valid = correct(spec, shape, mesh)
-    if valid.spec != spec:
-        raise PlanFormatError(
-            f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}."
-        )
-    return leaf_plan(
-        mesh,
-        spec=spec,
-        shape=shape,
-        dtype=codec.decode_dtype(data["dtype"]),
-        names=None if data["names"] is None else codec.decode_entry(data["names"]),
-        requested=codec.decode_spec(data["requested"]),
-        rule=data["rule"],
-        reasons=tuple(codec.decode_reason(why) for why in data["reasons"]),
-        memory_kind=data["memory_kind"],
-        units=None if data["units"] is None else tuple(data["units"]),
-        strategies=tuple(codec.decode_strategy(strategy) for strategy in data["strategies"]),
-    )
-
-
-def _read(text: str) -> Content:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanFormatError(
-            f"this is no whole JSON text ({error.msg} at character {error.pos} of {len(text)}); was the file truncated?"
-        ) from error
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PlanFormatError(
-            f"this JSON is no plan: its `format` is not {_FORMAT!r}; write plans with `plan.to_json()`."
-        )
-    if data.get("version") != _VERSION:
-        raise PlanFormatError(
-            f"the plan has version {data.get('version')!r}, and this shardfx reads version {_VERSION}; "
-            "update shardfx, or write the plan again."
-        )
-    try:
-        content = _decode(data)
-    except PlanFormatError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
-    if "digest" in data and data["digest"] != content.digest:
-        raise PlanFormatError(
-            "the plan's JSON was edited: its digest is not that of its content; write it with `plan.to_json()`, or take "
-            "out its `digest` to accept the edit."
-        )
-    return content
-
-
-def _decode(data: dict[str, Any]) -> Content:
-    mesh = codec.decode_mesh(data["mesh"])
-    if -1 in mesh.axis_sizes:
-        raise MeshError("the mesh has an axis of unknown size")
-    rows = [_decode_row(row, mesh) for row in data["rows"]]
-    paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
-    if not all(isinstance(path, str) for path in paths) or not all(
-        type(i) is int and -1 <= i < len(rows) for i in index
-    ):
-        raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
-    order, treedef = jax.tree.flatten(codec.decode_structure(data["structure"], paths))
-    if sorted(order) != list(range(len(paths))):
-        raise PlanFormatError(f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}")
-    if data["mode"] is not None and not isinstance(data["mode"], str):
-        raise PlanFormatError(f"`mode` is {data['mode']!r}; it must be a string or null")
-    axes = codec.decode_rules(data["axes"])
-    return Content(mesh, None, axes, data["mode"], rows, index, paths, treedef, order, data["structure"])
-
-
-def _shaped_like(content: Content, like: Any) -> Content:
-    flat = flatten(like)
-    check_columns(content, flat.paths, flat.leaves, flat.is_array)
-    return content.replaced(treedef=flat.treedef, order=None)
-
-
-def check_columns(
-    content: Content,
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    is_array: Iterable[bool],
-    *,
-    dtypes: bool = True,
-) -> None:
-    """Raises unless a tree has the plan's leaves; names the first one that differs."""
-    if list(content.paths) != list(paths):
-        _raise_other_tree(content.paths, paths)
-    for path, leaf, shaped, i in zip(paths, leaves, is_array, content.index, strict=True):
-        row = content.rows[i] if i >= 0 else None
-        if row is None:
-            continue
-        if not shaped:
-            raise PlanMismatchError(
-                f"leaf `{path}` is {type(leaf).__name__} {leaf!r:.60}, but the plan has an array of shape {row.shape} there; "
-                "plan the tree that you use."
-            )
-        if tuple(leaf.shape) != row.shape or (dtypes and not _same_dtype(leaf.dtype, row.dtype)):
-            raise PlanMismatchError(
-                f"leaf `{path}` is {leaf.dtype}{list(leaf.shape)}, but the plan is for {row.dtype}{list(row.shape)}; "
-                "plan the tree that you use."
-            )
-
-
-def _same_dtype(leaf: Any, planned: Any) -> bool:
-    return leaf == planned or canonical_dtype(leaf) == planned
-
-
-def canonical_dtype(dtype: Any) -> Any:
-    """The dtype that JAX gives to a NumPy array of `dtype`."""
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-        return dtype
-    return jax.dtypes.canonicalize_dtype(dtype)
-
-
-def _raise_other_tree(planned: Sequence[str], given: Sequence[str]) -> None:
-    known, present = set(planned), set(given)
-    extra = [path for path in given if path not in known]
-    missing = [path for path in planned if path not in present]
-    found = [f"the plan has no `{path}`" for path in extra[:1]] + [
-        f"the tree has no `{path}`" for path in missing[:1]
-    ]
-    raise PlanMismatchError(
-        f"this tree is not the one that was planned ({len(extra)} leaves more, {len(missing)} missing): "
-        f"{'; '.join(found) or 'the leaves are in another order'}. Plan the tree that you use."
-    )

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ._content import Content, LeafPlan, canonical_dtype, leaf_plan
 from ._correct import correct, spread
 from ._errors import LeafTypeError, RuleError, SpecError, UnmatchedError
 from ._mesh import MeshSpec
 from ._paths import PathRules, Pipeline, Replicate, compiled, first_match, is_callable, is_digit_blind
-from ._plan import Content, LeafPlan, ShardPlan, canonical_dtype, leaf_plan
+from ._plan import ShardPlan
 from ._reason import Code, Reason, reason
 from ._rules import AxisRules, resolve, units_of
 from ._spec import UNCONSTRAINED, Atomic, array_bytes
@@ -137,9 +138,7 @@ class _Planner(NamedTuple):
         called = any(is_callable(target) for _, target in self.paths.rules)
         seen: dict[Any, int] = {}
         index, rows, errors = [], [], []
-        for leaf, key, names, path, shaped in zip(
-            flat.leaves, keys, given, flat.paths, flat.is_array, strict=True
-        ):
+        for leaf, key, names, path, shaped in zip(flat.leaves, keys, given, flat.paths, flat.is_array, strict=True):
             if not shaped:
                 index.append(-1)
                 continue
@@ -171,9 +170,7 @@ class _Planner(NamedTuple):
             rule = None if number is None else _rule_text(number, self.paths)
             return _Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
         if number is None:
-            return _Request(
-                None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),)
-            )
+            return _Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
         target = self.paths.rules[number][1]
         first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
         rule = _rule_text(number, self.paths)
@@ -181,8 +178,8 @@ class _Planner(NamedTuple):
             first = _called(first, path, leaf, rule)
         units = None
         if isinstance(first, Atomic):
-            first, units = first.target, first.unit
-        if isinstance(first, tuple) and not isinstance(first, PartitionSpec):
+            first, units = first.target, first.units
+        if isinstance(first, tuple):
             return self.named(first, len(leaf.shape), rule, units, tuple(strategies))
         if isinstance(first, Replicate):
             first = PartitionSpec()
@@ -199,9 +196,7 @@ class _Planner(NamedTuple):
             )
         names = tuple(names)
         if any(name is not None for name in names[rank:]):
-            raise SpecError(
-                f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension."
-            )
+            raise SpecError(f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension.")
         found = resolve(names, self.axes, mode=self.mode)
         units = _padded(units_of(names[:rank], self.axes) if units is None else units, rank)
         return _Request(names, found.spec, rule, units, strategies, found.reasons)
@@ -220,9 +215,7 @@ def _decided(
     if request.strategies:
         nbytes = array_bytes(shape, dtype)
         for step in request.strategies:
-            found = spread(
-                found.spec, shape, mesh, step.axes, request.units, nbytes, max(step.min_bytes, min_bytes)
-            )
+            found = spread(found.spec, shape, mesh, step.axes, request.units, nbytes, max(step.min_bytes, min_bytes))
             reasons += found.reasons
     return leaf_plan(
         mesh,
@@ -246,9 +239,7 @@ def _first_reasons(row: LeafPlan, made: ShardPlan) -> tuple[Reason, ...]:
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
 
 
-_PLACEHOLDER = LeafPlan(
-    "", (), np.dtype(bool), None, PartitionSpec(), PartitionSpec(), None, (), None, None, (), 0, 0
-)
+_PLACEHOLDER = LeafPlan("", (), np.dtype(bool), None, PartitionSpec(), PartitionSpec(), None, (), None, None, (), 0, 0)
 
 
 def _dtype(leaf: Any) -> Any:
@@ -256,9 +247,7 @@ def _dtype(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype
     if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
-        raise LeafTypeError(
-            f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree."
-        )
+        raise LeafTypeError(f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree.")
     return canonical_dtype(leaf.dtype)
 
 
@@ -273,9 +262,9 @@ def _rule_text(number: int, rules: PathRules) -> str:
     return f"paths[{number}] {rules.rules[number][0]}"
 
 
-def _padded(units: Any, rank: int) -> tuple[int, ...] | None:
-    if units is None or isinstance(units, int):
-        return units
+def _padded(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    if units is None:
+        return None
     if any(unit > 1 for unit in units[rank:]):
         raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
     return (*units[:rank], *[1] * (rank - len(units)))
@@ -323,9 +312,7 @@ def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequenc
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
         return node.partitions
-    return (
-        tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
-    )
+    return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
 
 
 def _raise_errors(errors: list[tuple[str, Any]]) -> None:
@@ -339,9 +326,7 @@ def _raise_errors(errors: list[tuple[str, Any]]) -> None:
 
 def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: PathRules) -> None:
     open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
-    found = [
-        (rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows
-    ]
+    found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
     if not found:
         return
     found.sort(key=lambda item: -item[0])
@@ -355,8 +340,8 @@ def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan],
     raise UnmatchedError(
         "\n".join(
             [
-                f"no rule covers {len(found)} of {len(flat.paths)} leaves; add path rules or names for them, end the path "
-                'rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:',
+                f"no rule covers {len(found)} of {len(flat.paths)} leaves; add path rules or names for them, end the "
+                'path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:',
                 *lines,
                 *more,
             ]
@@ -370,8 +355,8 @@ def _raise_unused(what: str, rules: PathRules, flat: Flat) -> None:
             near = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)
             hint = f"; the nearest path is `{near[0]}`" if near else "; the tree has no leaves"
             raise RuleError(
-                f"{what} {number}, the regex {pattern.pattern!r}, matches no path of the tree{hint}. Correct the regex, take "
-                'the rule out, or pass `unmatched="replicate"`.'
+                f"{what} {number}, the regex {pattern.pattern!r}, matches no path of the tree{hint}. Correct the "
+                'regex, take the rule out, or pass `unmatched="replicate"`.'
             )
 
 

@@ -148,6 +148,10 @@ class Atomic:
     target: Any
     unit: int | tuple[int, ...]
 
+    @property
+    def units(self) -> tuple[int, ...]:
+        return self.unit if isinstance(self.unit, tuple) else (self.unit,)
+
 
 def atomic(target: Any, unit: int | tuple[int, ...]) -> Atomic:
     """Says that a dimension of `n * unit` elements may only be cut between units, whatever divides it.

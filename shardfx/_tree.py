@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
 from ._errors import LeafTypeError
@@ -100,7 +101,7 @@ def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = ()
 def _is_array(kind: type, known: dict[type, bool]) -> bool:
     # isinstance against jax.Array costs half a microsecond, so it is asked once per type and call.
     known[kind] = issubclass(kind, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or issubclass(
-        kind, jax.core.Tracer
+        kind, Tracer
     )
     return known[kind]
 
@@ -165,11 +166,7 @@ def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """The names that a module class declares for its attributes."""
     if not issubclass(kind, eqx.Module):
         return {}
-    return {
-        field.name: field.metadata[_METADATA]
-        for field in dataclasses.fields(kind)
-        if _METADATA in field.metadata
-    }
+    return {field.name: field.metadata[_METADATA] for field in dataclasses.fields(kind) if _METADATA in field.metadata}
 
 
 def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:
