@@ -1,0 +1,240 @@
+"""Flax's sharding metadata as names for `plan`, and Flax's own ways of reading rules as AxisRules."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import meta
+from flax.linen.spmd import LogicallyPartitioned
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._errors import SpecError
+from .._mesh import MeshSpec
+from .._rules import AxisRules
+
+
+_Rules = AxisRules | Mapping[str, Any] | Iterable[Any] | None
+
+
+def names_of(tree: Any, *, default: tuple[Any, ...] | None = None) -> Any:
+    """The logical names that Flax's boxes and variables carry, as a tree for `plan(tree, mesh, names=...)`.
+
+    **Arguments:**
+
+    - `tree`: linen variables with `nn.Partitioned` or `nn.LogicallyPartitioned` boxes (from `jax.eval_shape`
+        or with arrays), or an `nnx.State`.
+    - `default`: the names of arrays that have none: `()` replicates them, `None` leaves them to path rules.
+
+    **Returns:**
+
+    `tree` with a tuple of names, or `default`, in place of each box, variable and plain array. It is a prefix of
+    `tree` and has the structure of [`shardfx.interop.flax.unboxed`][]`(tree)`, so it goes with either.
+
+    !!! Example
+
+        ```python
+        import flax.linen as nn
+        import jax
+        from jax.sharding import PartitionSpec as P
+        from shardfx import AxisRules, MeshSpec, plan
+        from shardfx.interop import flax as interop
+
+        kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        layer = nn.Dense(64, kernel_init=kernel_init)
+        boxed = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 16)))
+        rules = AxisRules([("embed", "fsdp"), ("mlp", "tensor")])
+        made = plan(
+            interop.unboxed(boxed),
+            MeshSpec({"fsdp": 4, "tensor": 2}),
+            names=interop.names_of(boxed, default=()),
+            axes=rules,
+        )
+        assert made["params/kernel"].spec == P("fsdp", "tensor")
+        ```
+    """
+
+    def names(node: Any) -> Any:
+        given = _sharding(node)
+        return default if given is None else _names(given)
+
+    return jax.tree.map(names, tree, is_leaf=_is_box)
+
+
+def unboxed(tree: Any) -> Any:
+    """`tree` with the plain values of Flax's boxes and variables, and no sharding constraint applied.
+
+    **Arguments:**
+
+    - `tree`: as in [`shardfx.interop.flax.names_of`][].
+
+    **Returns:**
+
+    The same tree with arrays (or ShapeDtypeStructs) in place of boxes and variables.
+    """
+
+    def value(node: Any) -> Any:
+        if isinstance(node, nnx.Variable):
+            return node.get_raw_value()
+        if isinstance(node, meta.Partitioned):
+            return node.value
+        return node.unbox() if isinstance(node, meta.AxisMetadata) else node
+
+    return jax.tree.map(value, tree, is_leaf=_is_box)
+
+
+def rules_of(tree: Any) -> AxisRules:
+    """The rules that boxes and variables carry themselves (`rules=`, `sharding_rules=`), merged.
+
+    **Arguments:**
+
+    - `tree`: as in [`shardfx.interop.flax.names_of`][].
+
+    **Returns:**
+
+    AxisRules; use [`shardfx.interop.flax.composite_rules`][] to join them with the rules of the whole model.
+
+    **Raises:**
+
+    `RuleError` if two variables contradict each other: one plan reads a name one way. Plan them apart, and
+    join the plans.
+    """
+    merged = AxisRules()
+    for node in jax.tree.leaves(tree, is_leaf=_is_box):
+        merged = composite_rules(merged, _own_rules(node))
+    return merged
+
+
+def core_rules(rules: _Rules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
+    """Rules as `flax.core.spmd` (so nnx) reads them: the last one of a name wins, an unknown name is a mesh axis.
+
+    **Arguments:**
+
+    - `rules`: pairs, a mapping, or AxisRules; `None` for no rules.
+    - `mesh`: whose axes may be used as names.
+
+    **Returns:**
+
+    AxisRules for `plan(..., axes=...)`. Axes that are named directly come first, so that no rule takes them away.
+    `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` is the same without a mesh.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, resolve
+        from shardfx.interop import flax as interop
+
+        rules = interop.core_rules([("embed", "x"), ("embed", "y")], MeshSpec({"x": 2, "y": 4}))
+        assert resolve(("x", "embed"), rules).spec == P("x", "y")
+        ```
+    """
+    last = AxisRules.last_wins(_as_rules(rules).rules)
+    direct = [(axis, axis) for axis in MeshSpec.of(mesh).axis_names if axis not in last.names]
+    return last.prepend(direct)
+
+
+def composite_rules(rule1: _Rules, rule2: _Rules) -> AxisRules:
+    """The union of two rule sets, as `flax.core.spmd.composite_rules`, with all fallbacks kept.
+
+    **Arguments:**
+
+    - `rule1`, `rule2`: pairs, a mapping, AxisRules, or `None`.
+
+    **Returns:**
+
+    AxisRules: those of `rule1`, then what only `rule2` has.
+
+    **Raises:**
+
+    `RuleError` if they contradict each other; see [`shardfx.AxisRules.merge`][].
+    """
+    return _as_rules(rule1).merge(_as_rules(rule2))
+
+
+def add_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+    """The names of an array that got a new dimension, as `nn.scan` and `nn.vmap` add one.
+
+    **Arguments:**
+
+    - `names`: the names before; where they are shorter than `index`, the dimensions between are `None`.
+    - `index`: where the new dimension is; negative ones count from the end of the result, so -1 is the last.
+    - `name`: its name, or `None`.
+
+    **Returns:**
+
+    The names after.
+
+    !!! Example
+
+        ```python
+        from shardfx.interop.flax import add_axis, remove_axis
+
+        stacked = add_axis(("embed", "mlp"), 0, "layers")
+        assert stacked == ("layers", "embed", "mlp")
+        assert remove_axis(stacked, 0, "layers") == ("embed", "mlp")
+        ```
+    """
+    at = index if index >= 0 else len(names) + 1 + index
+    if at < 0:
+        raise SpecError(f"`add_axis({names}, {index}, {name!r})`: index {index} lies before the first dimension.")
+    padded = (*names, *[None] * (at - len(names)))
+    return (*padded[:at], name, *padded[at:])
+
+
+def remove_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+    """The names of an array that lost a dimension: what `add_axis` did, undone.
+
+    **Arguments:**
+
+    - `names`: the names before.
+    - `index`: which dimension went away; negative ones count from the end.
+    - `name`: what its name must be.
+
+    **Returns:**
+
+    The names after. Where the last name went, the `None`s before it go too: `add_axis` may have put them there,
+    and names shorter than the rank leave the rest replicated.
+
+    **Raises:**
+
+    `SpecError` if the dimension is not there or has another name; nothing is changed then.
+    """
+    if not -len(names) <= index < len(names) or names[index] != name:
+        raise SpecError(
+            f"`remove_axis({names}, {index}, {name!r})`: dim {index} has no such name; "
+            "remove the axis with the index and the name that it was added with."
+        )
+    at = index % len(names)
+    left = (*names[:at], *names[at + 1 :])
+    while at == len(left) and left and left[-1] is None:
+        left, at = left[:-1], at - 1
+    return left
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, meta.AxisMetadata | nnx.Variable)
+
+
+def _sharding(node: Any) -> Any:
+    if isinstance(node, nnx.Variable):
+        return node.get_metadata().get("out_sharding")
+    return node.names if isinstance(node, meta.Partitioned) else None
+
+
+def _own_rules(node: Any) -> _Rules:
+    if isinstance(node, nnx.Variable):
+        return node.get_metadata().get("sharding_rules")
+    return node.rules if isinstance(node, LogicallyPartitioned) else None
+
+
+def _names(sharding: Any) -> tuple[Any, ...]:
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    entries = spec.partitions if isinstance(spec, PartitionSpec) else spec
+    if not isinstance(entries, tuple | list):
+        raise SpecError(f"the sharding {sharding!r} of a flax variable has no names; give it a tuple of names.")
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
+
+
+def _as_rules(rules: _Rules) -> AxisRules:
+    return rules if isinstance(rules, AxisRules) else AxisRules(rules or ())
