@@ -54,12 +54,8 @@ def _run(names: list[str], flags: argparse.Namespace, suites: dict[str, argparse
         results[name] = run_suite(entries, options, Progress(name, len(entries)))
         print(f"\n{name}: {module.SUMMARY}\n\n{_report.table(results[name])}\n", flush=True)
     if flags.json is not None:
-        flags.json.write_text(
-            _report.to_json(results, _machine.machine(devices), _machine.versions(), flags.quick)
-        )
-    failed = [
-        f"{name}: {r.name}: {r.failed}" for name, records in results.items() for r in records if r.failed
-    ]
+        flags.json.write_text(_report.to_json(results, _machine.machine(devices), _machine.versions(), flags.quick))
+    failed = [f"{name}: {r.name}: {r.failed}" for name, records in results.items() for r in records if r.failed]
     for line in failed:
         print(f"FAILED {line}", file=sys.stderr)
     return 1 if failed else 0
@@ -87,9 +83,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, help="timed runs per rival (default 9, with --quick 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--platform", help="JAX platform to use, for example cpu")
-    parser.add_argument(
-        "--cpu-devices", type=int, default=8, help="emulated devices where there is no accelerator"
-    )
+    parser.add_argument("--cpu-devices", type=int, default=8, help="emulated devices where there is no accelerator")
 
 
 def _read(path: Path) -> dict:

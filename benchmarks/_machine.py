@@ -51,9 +51,7 @@ def machine(devices: list[Any]) -> dict[str, str | int]:
     }
 
 
-def fresh_process(
-    target: str, arguments: Mapping[str, Any] | None = None, *, timeout_seconds: float = 600
-) -> Any:
+def fresh_process(target: str, arguments: Mapping[str, Any] | None = None, *, timeout_seconds: float = 600) -> Any:
     """Calls `target` ("benchmarks.load:peak") with keyword `arguments` in a new Python process.
 
     Arguments and result travel as JSON. Peak memory can only be told apart per process, so every measurement

@@ -43,9 +43,7 @@ def table(records: Sequence[Record]) -> str:
     parts = [_aligned([HEADER, *rows])] if rows else []
     parts += _lines("Values", [f"{r.name}: {_facts(r)}" for r in records if _facts(r)])
     parts += _lines("Limits", [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits])
-    parts += _lines(
-        "Skipped", [f"{r.name}: {name} ({why})" for r in records for name, why in r.skipped.items()]
-    )
+    parts += _lines("Skipped", [f"{r.name}: {name} ({why})" for r in records for name, why in r.skipped.items()])
     parts += _lines("Failed", [f"{r.name}: {r.failed}" for r in records if r.failed])
     return "\n\n".join(parts)
 
@@ -63,9 +61,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
                     rows.append((suite, record["name"], key, _number(value), _number(after[key]), ratio))
     versions = sorted({*first["versions"], *second["versions"]})
     changed = [v for v in versions if first["versions"].get(v) != second["versions"].get(v)]
-    notes = [
-        f"{v}: {first['versions'].get(v, 'none')} -> {second['versions'].get(v, 'none')}" for v in changed
-    ]
+    notes = [f"{v}: {first['versions'].get(v, 'none')} -> {second['versions'].get(v, 'none')}" for v in changed]
     notes += _only("first", first, second) + _only("second", second, first)
     if first["machine"] != second["machine"]:
         notes.append("the machines differ: compare ratios, not seconds")
@@ -136,8 +132,7 @@ def _lines(heading: str, lines: Sequence[str]) -> list[str]:
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)

@@ -90,9 +90,7 @@ def scratch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: str(p.relative_to(ROOT)))
 def test_page(page, scratch):
     assert len(jax.devices()) >= 8
     run(blocks(page.read_text()), str(page))
