@@ -42,7 +42,6 @@ FORBIDDEN_NAMES = {
     "getenv",
     "set_mesh",
     "use_mesh",
-    "NotImplementedError",
     "hasattr",
 }
 # JAX's error for a sharding that it cannot type is not public; and each jitted function owns one small cache.
@@ -242,25 +241,25 @@ def documented() -> set[str]:
     return set(re.findall(r"^::: (shardfx[\w.]*)", pages, re.MULTILINE))
 
 
-def exported(init: Path) -> set[str]:
-    imported = [node for node in ast.parse(init.read_text()).body if isinstance(node, ast.ImportFrom)]
-    return {".".join((*init.relative_to(ROOT).parent.parts, alias.name)) for node in imported for alias in node.names}
+def exported(package: Path) -> set[str]:
+    """What a package's `__init__` exports, subpackages apart."""
+    nodes = ast.parse((package / "__init__.py").read_text()).body
+    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {".".join((*package.relative_to(ROOT).parts, alias.name)) for node in imported for alias in node.names}
 
 
 def public() -> set[str]:
-    """What the package and its public subpackages export, and what its public modules define."""
+    """What the package and its public subpackages export; where an `__init__` is empty, what its modules define."""
+    packages = [path.parent for path in SOURCES if path.name == "__init__.py" and not path.parent.name.startswith("_")]
     names: set[str] = set()
-    for path in SOURCES:
-        *outer, last = module_of(path)
-        if any(part.startswith("_") for part in outer):
-            continue
-        if last == "__init__":
-            names |= exported(path)
-        elif not last.startswith("_"):
+    for package in packages:
+        found = exported(package)
+        for path in [] if found else sorted(package.glob("[!_]*.py")):
             defined = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
-            names |= {".".join(("shardfx", *outer, last, n.name)) for n in defined if not n.name.startswith("_")}
-    modules = {".".join(("shardfx", *module_of(path))).removesuffix(".__init__") for path in SOURCES}
-    return names - modules
+            prefix = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found |= {f"{prefix}.{node.name}" for node in defined if not node.name.startswith("_")}
+        names |= found
+    return names
 
 
 def test_every_public_name_is_documented():
