@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, canonical, constrain, hosts, plan, resolve, topology
 from shardfx._spec import entry_axes
+from shardfx.presets import t5x
 
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "t5x.json").read_text())
@@ -333,3 +334,47 @@ def test_no_global_mesh_is_read(vector):
 
 def replicate_all():
     return PathRules([(".*", P())])
+
+
+def listed(rules):
+    return [[name, list(to) if isinstance(to, tuple) else to] for name, to in rules.rules]
+
+
+def preset(inputs):
+    return t5x(
+        inputs["activation_partitioning_dims"],
+        inputs["parameter_partitioning_dims"],
+        [tuple(rule) for rule in inputs.get("additional_rules") or ()],
+    )
+
+
+@vectors("standard_logical_axis_rules")
+def test_standard_rules(vector):
+    inputs, expected = vector["inputs"], vector["expected"]
+    if isinstance(expected, dict):
+        with pytest.raises(ValueError, match="use 1 or 2"):
+            preset(inputs)
+        return
+    rules = listed(preset(inputs))
+    assert (rules[-len(expected) :] if "returns" in inputs else rules) == expected
+
+
+@vectors("standard_rules->logical_to_mesh_axes")
+def test_standard_rules_resolve(vector):
+    inputs, expected = vector["inputs"], vector["expected"]
+    found = resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec
+    assert found == canonical(spec_of(expected["spec"]))
+
+
+@vectors("PjitPartitioner.logical_axis_rules")
+def test_rules_for_several_slices(vector):
+    axes, first = vector["expected"]
+    rules = t5x().without("batch").prepend([("batch", tuple(axes))])
+    assert listed(rules)[0] == first
+    assert data_axes(listed(rules)) == tuple(axes)
+
+
+def test_every_vector_is_run():
+    marks = [mark for thing in globals().values() for mark in getattr(thing, "pytestmark", ())]
+    run = {vector["id"] for mark in marks for vector in mark.args[1]}
+    assert run == {vector["id"] for vector in VECTORS} and len(run) == 211
