@@ -1,16 +1,11 @@
 """Where the pieces of an array lie, as plain integers: what the step planner of resharding reads."""
 
 import dataclasses
-import functools as ft
 import math
-from collections.abc import Mapping
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ._errors import MeshError, SpecError
-from ._mesh import MeshSpec
-from ._spec import entry_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,75 +61,53 @@ class Layout:
         """How many different pieces the array is cut into."""
         return math.prod(self.counts)
 
+    def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that one device holds of an array of `shape`."""
+        return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
 
-def layout(
-    mesh: MeshSpec | Mesh | AbstractMesh,
-    spec: PartitionSpec,
-    rank: int,
-    *,
-    weights: Mapping[str, float] | None = None,
-) -> Layout:
-    """The [`shardfx.Layout`][] of an array of `rank` dimensions under `spec`.
+
+def positions(layout: Layout, like: Layout) -> np.ndarray:
+    """Where the devices of `like`, in its mesh order, sit in the mesh order of `layout`.
 
     **Arguments:**
 
-    - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open.
-    - `spec`: its UNCONSTRAINED entries count as not sharded.
-    - `rank`: how many dimensions the array has.
-    - `weights`: the cost of a byte along a mesh axis, 1 for those left out.
+    - `layout`, `like`: layouts over the same devices; one without an order has that of the other.
 
     **Returns:**
 
-    A Layout, cached: equal arguments give the same object.
+    An integer array with one entry per device.
 
     **Raises:**
 
-    `SpecError` for a spec longer than the rank, or one that names an axis the mesh lacks.
+    `MeshError` if the devices are not the same.
     """
-    return _layout(mesh, spec, rank, tuple(sorted((weights or {}).items())))
+    if layout.size != like.size:
+        raise MeshError(
+            f"the meshes of a move must have the same devices, but one has {like.size} (axis sizes {like.sizes}) "
+            f"and the other {layout.size} (axis sizes {layout.sizes}); move between device sets with `jax.device_put`."
+        )
+    if layout.order is None or like.order is None or layout.order == like.order:
+        return np.arange(layout.size)
+    place = {device: index for index, device in enumerate(layout.order)}
+    missing = [device for device in like.order if device not in place]
+    if missing:
+        raise MeshError(
+            f"the meshes of a move must have the same devices, but device {missing[0]} is in one of them alone; "
+            "move between device sets with `jax.device_put`."
+        )
+    return np.asarray([place[device] for device in like.order])
 
 
-@ft.lru_cache(maxsize=4096)
-def _layout(
-    mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int, weights: tuple[tuple[str, float], ...]
-) -> Layout:
-    names = tuple(mesh.axis_names)
-    entries = tuple(entry_axes(entry) for entry in spec.partitions)
-    if any(entries[rank:]):
-        raise SpecError(f"{spec} has more entries than the array's {rank} dimensions; drop those at the end.")
-    for axis in (axis for axes in entries for axis in axes):
-        if axis not in names:
-            raise SpecError(f"{spec} names mesh axis `{axis}`, but the mesh has {names}; use one of those.")
-    dims = tuple(tuple(names.index(axis) for axis in axes) for axes in entries[:rank])
-    cost = dict(weights)
-    return Layout(
-        sizes=tuple(mesh.shape[name] for name in names),
-        dims=dims + ((),) * (rank - len(dims)),
-        order=_ids(mesh) if isinstance(mesh, Mesh) else None,
-        weights=tuple(cost.get(name, 1.0) for name in names) if cost else (),
-    )
+def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
+    """The coordinates of devices at `position` in a mesh of `sizes`: one row per axis."""
+    if not sizes:
+        return np.zeros((0, len(position)), np.int64)
+    return np.stack(np.unravel_index(position, sizes))
 
 
-@ft.lru_cache(maxsize=256)
-def _ids(mesh: Mesh) -> tuple[int, ...]:
-    return tuple(device.id for device in mesh.devices.flat)
-
-
-def tiles(layout: Layout, position: np.ndarray) -> np.ndarray:
-    """Which piece along each dimension every device holds.
-
-    **Arguments:**
-
-    - `layout`: where the pieces lie.
-    - `position`: per device, its place in the row-major order of the layout's mesh.
-
-    **Returns:**
-
-    An integer array of shape `(rank, devices)`.
-    """
-    digits = np.unravel_index(position, layout.sizes) if layout.sizes else ()
-    out = np.zeros((len(layout.dims), len(position)), np.int64)
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            out[dim] = out[dim] * layout.sizes[axis] + digits[axis]
-    return out
+def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Which piece of a dimension cut by `axes` each device holds, from its mesh coordinates."""
+    index = np.zeros(coordinates.shape[1], np.int64)
+    for axis in axes:
+        index = index * sizes[axis] + coordinates[axis]
+    return index

@@ -1,0 +1,348 @@
+"""The cheapest path between two layouts: bidirectional A* over slices, exchanges, one permutation and gathers."""
+
+import dataclasses
+import functools as ft
+import heapq
+import itertools as it
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+
+from ._factors import World, levels
+from ._layout import Layout, piece_index
+
+
+# Per device, its share of the whole array.
+_STEP = 1e-9  # among paths of equal traffic the one with fewer steps
+_SLACK = 1e-12
+_MOST_REORDERED = 4  # more factors than that move in the order that they have
+
+Dims = tuple[tuple[int, ...], ...]
+PathStep = tuple[str, Layout, Layout, Fraction]
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """The steps of a move as (kind, layout before, layout after, traffic as a share of the array)."""
+
+    source: Layout
+    target: Layout
+    steps: tuple[PathStep, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """A move to plan: `room` bounds how often each dimension can be cut; two worlds, the ends in their layouts."""
+
+    room: tuple[int, ...]
+    ours: World
+    theirs: World
+
+
+def missing(ours: World, theirs: World) -> Fraction:
+    """What a device needs under `theirs` and does not have under `ours`, as a mean share of the array."""
+    common, unit = None, 1
+    for mine, wanted in zip(ours.layout.dims, theirs.layout.dims, strict=True):
+        if not mine and not wanted:
+            continue
+        index, count = _pieces(ours, mine)
+        goal, goals = _pieces(theirs, wanted)
+        shared, parts = _overlap(index, count, goal, goals)
+        common, unit = shared if common is None else common * shared, unit * parts
+    if common is None:
+        return Fraction(0)
+    return Fraction(1, theirs.layout.pieces) - Fraction(int(common.sum()), unit * len(common))
+
+
+def _pieces(world: World, axes: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    sizes = world.layout.sizes
+    return piece_index(sizes, world.coordinates, axes), math.prod(sizes[axis] for axis in axes)
+
+
+def _overlap(index: np.ndarray, count: int, goal: np.ndarray, goals: int) -> tuple[np.ndarray, int]:
+    """How much of a dimension two pieces share, in parts of which the dimension has as many as returned."""
+    parts = math.lcm(count, goals)
+    mine, wanted = parts // count, parts // goals
+    start = np.maximum(index * mine, goal * wanted)
+    stop = np.minimum(index * mine + mine, goal * wanted + wanted)
+    return np.maximum(stop - start, 0), parts
+
+
+class _Side:
+    """One direction of the search: from its own end, with the other end as the goal."""
+
+    def __init__(self, problem: Problem, world: World, goal: World, forward: bool):
+        self.room, self.world, self.goal, self.forward = problem.room, world, goal, forward
+        self.sizes = world.layout.sizes
+        self.weights = world.layout.weights or (1.0,) * len(self.sizes)
+        self.floor = min(self.weights, default=1.0)
+        self.cost: dict[Dims, float] = {}
+        self.parent: dict[Dims, Dims] = {}
+        self.heap: list[tuple[float, float, int, Dims]] = []
+        self.by_counts: dict[tuple[int, ...], list[Dims]] = {}
+        self._index: dict[tuple[int, ...], np.ndarray] = {}
+        self._share: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
+        self._tiles: dict[Dims, np.ndarray] = {}
+
+    def count(self, axes: tuple[int, ...]) -> int:
+        return math.prod([self.sizes[axis] for axis in axes])
+
+    def counts(self, dims: Dims) -> tuple[int, ...]:
+        return tuple([self.count(axes) for axes in dims])
+
+    def index(self, axes: tuple[int, ...]) -> np.ndarray:
+        if axes not in self._index:
+            self._index[axes] = piece_index(self.sizes, self.world.coordinates, axes)
+        return self._index[axes]
+
+    def tiles(self, dims: Dims) -> np.ndarray:
+        """One number per device for all of its piece, equal on both sides for equal pieces."""
+        if dims not in self._tiles:
+            out = np.zeros(self.world.coordinates.shape[1], np.int64)
+            for axes in dims:
+                if axes:
+                    out = out * self.count(axes) + self.index(axes)
+            self._tiles[dims] = out
+        return self._tiles[dims]
+
+    def estimate(self, dims: Dims) -> float:
+        """A lower bound on the traffic that remains (forward) or came before (backward)."""
+        common = None
+        for dim, axes in enumerate(dims):
+            share = self._shared(dim, axes)
+            if share is not None:
+                common = share if common is None else common * share
+        if common is None:
+            return 0.0
+        end = self.goal.layout.pieces if self.forward else math.prod(self.counts(dims))
+        return max(0.0, 1.0 / end - float(common.mean())) * self.floor
+
+    def _shared(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
+        key = (dim, axes)
+        if key not in self._share:
+            wanted = self.goal.layout.dims[dim]
+            if axes or wanted:
+                goal, goals = _pieces(self.goal, wanted)
+                shared, parts = _overlap(self.index(axes), self.count(axes), goal, goals)
+                self._share[key] = shared / parts
+            else:
+                self._share[key] = None
+        return self._share[key]
+
+    def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float) -> None:
+        if cost + _SLACK >= self.cost.get(dims, math.inf):
+            return
+        estimate = self.estimate(dims)
+        if cost + estimate >= limit - _SLACK:
+            return
+        self.cost[dims] = cost
+        if parent is not None:
+            self.parent[dims] = parent
+        heapq.heappush(self.heap, (cost + estimate, estimate, len(self.cost), dims))
+
+    def neighbours(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
+        yield from self._cuts(dims)
+        for after, group in _exchanges(dims):
+            if all(room % self.count(axes) == 0 for room, axes in zip(self.room, after, strict=True)):
+                yield after, self.exchange_cost(dims, group) + _STEP
+
+    def _cuts(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
+        """One free factor more on one dimension: a slice forward, a gather backward."""
+        used = {axis for axes in dims for axis in axes}
+        pieces = math.prod(self.counts(dims))
+        for factor, size in enumerate(self.sizes):
+            if factor in used:
+                continue
+            # What an all-gather of this factor alone brings in, had it cut the pieces once more.
+            cost = 0.0 if self.forward else (size - 1) / (pieces * size) * self.weights[factor]
+            for dim, axes in enumerate(dims):
+                if self.room[dim] % (self.count(axes) * size) == 0:
+                    yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), cost + _STEP
+
+    def exchange_cost(self, dims: Dims, group: tuple[int, ...]) -> float:
+        pieces, left, cost = math.prod(self.counts(dims)), 1.0, 0.0
+        for factor in sorted(group, key=lambda factor: -self.weights[factor]):
+            # The slow axes are crossed once, by what must cross them; the rest stays on the faster ones.
+            cost += left * (1 - 1 / self.sizes[factor]) * self.weights[factor]
+            left /= self.sizes[factor]
+        return cost / pieces
+
+
+def _exchanges(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...]]]:
+    """The layouts that one all-to-all leads to, each with the factors that it moves.
+
+    Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
+    need unequal parts from unequal peers.
+    """
+    for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
+        moving = tuple(
+            factor for axes, length in zip(dims, lengths, strict=True) for factor in axes[len(axes) - length :]
+        )
+        gainers = [dim for dim, length in enumerate(lengths) if not length]
+        if not moving or not gainers:
+            continue
+        kept = tuple(axes[: len(axes) - length] for axes, length in zip(dims, lengths, strict=True))
+        for added in _shares(moving, len(gainers), len(moving) <= _MOST_REORDERED):
+            after = list(kept)
+            for dim, factors in zip(gainers, added, strict=True):
+                after[dim] += factors
+            yield tuple(after), moving
+
+
+@ft.lru_cache(maxsize=1024)
+def _shares(moving: tuple[int, ...], gainers: int, reorder: bool) -> tuple[Dims, ...]:
+    """The ways to share factors out among dimensions, each dimension's in any order if `reorder`."""
+    found: list[Dims] = [((),) * gainers]
+    for factor in moving:
+        found = [
+            (*share[:dim], (*share[dim][:place], factor, *share[dim][place:]), *share[dim + 1 :])
+            for share in found
+            for dim in range(gainers)
+            for place in range(0 if reorder else len(share[dim]), len(share[dim]) + 1)
+        ]
+    return tuple(found)
+
+
+@dataclasses.dataclass
+class _Join:
+    cost: float
+    ours: Dims
+    theirs: Dims
+
+
+def search(problem: Problem, *, most: int | None = None) -> Path:
+    """The cheapest path; where the search is cut short, the best one found.
+
+    **Arguments:**
+
+    - `problem`: the move.
+    - `most`: how many layouts to expand at most; by default what a fraction of a second allows.
+
+    **Returns:**
+
+    The path.
+    """
+    ahead = _Side(problem, problem.ours, problem.theirs, True)
+    back = _Side(problem, problem.theirs, problem.ours, False)
+    crossing = _Crossing(problem.ours, problem.theirs)
+    best = _Join(math.inf, (), ())
+    ahead.push(problem.ours.layout.dims, 0.0, None, math.inf)
+    back.push(problem.theirs.layout.dims, 0.0, None, math.inf)
+    left = most if most is not None else _expansions(problem.ours.layout.size)
+    while left > 0 and (ahead.heap or back.heap):
+        side = min((ahead, back), key=lambda side: side.heap[0][:2] if side.heap else (math.inf, 0.0))
+        if side.heap[0][0] >= best.cost - _SLACK:
+            break
+        dims = _settle(side, ahead, back, crossing, best)
+        if dims is None:
+            continue
+        left -= 1
+        cost = side.cost[dims]
+        for after, extra in side.neighbours(dims):
+            side.push(after, cost + extra, dims, best.cost)
+    return _path(problem, ahead, back, crossing, best)
+
+
+def _expansions(devices: int) -> int:
+    return 400 if devices <= 64 else 200
+
+
+def _settle(side: _Side, ahead: _Side, back: _Side, crossing: "_Crossing", best: _Join) -> Dims | None:
+    """Takes the most promising layout of one side and joins it to all of the other side that it can reach."""
+    priority, estimate, _, dims = heapq.heappop(side.heap)
+    cost = side.cost[dims]
+    if priority - estimate > cost + _SLACK:
+        return None
+    counts = side.counts(dims)
+    side.by_counts.setdefault(counts, []).append(dims)
+    other = back if side is ahead else ahead
+    for match in other.by_counts.get(counts, ()):
+        total = cost + other.cost[match]
+        if total >= best.cost - _SLACK:
+            continue
+        u, v = (dims, match) if side is ahead else (match, dims)
+        total += crossing.cost(ahead.tiles(u), back.tiles(v), 1 / math.prod(counts))
+        if total < best.cost - _SLACK:
+            best.cost, best.ours, best.theirs = total, u, v
+    return dims
+
+
+class _Crossing:
+    """What a permutation costs that makes every device's piece the one that it holds on the other side."""
+
+    def __init__(self, ours: World, theirs: World):
+        self.levels = levels(ours, theirs)
+
+    def cost(self, have: np.ndarray, want: np.ndarray, share: float) -> float:
+        lacking = have != want
+        if not lacking.any():
+            return 0.0
+        if len(self.levels) == 1:
+            return self.levels[0][0] * float(lacking.mean()) * share + _STEP
+        total = 0.0
+        for weight, group in self.levels:
+            near = np.isin(group * (int(want.max()) + 1) + want, group * (int(want.max()) + 1) + have)
+            total += weight * float((lacking & near).mean())
+            lacking = lacking & ~near
+        return total * share + _STEP
+
+
+def _path(problem: Problem, ahead: _Side, back: _Side, crossing: _Crossing, best: _Join) -> Path:
+    first = [best.ours]
+    while first[-1] in ahead.parent:
+        first.append(ahead.parent[first[-1]])
+    last = [best.theirs]
+    while last[-1] in back.parent:
+        last.append(back.parent[last[-1]])
+    steps = [*_steps(problem.ours, first[::-1])]
+    u, v = (
+        World(dataclasses.replace(world.layout, dims=dims), world.coordinates)
+        for world, dims in ((problem.ours, best.ours), (problem.theirs, best.theirs))
+    )
+    moving = float((ahead.tiles(best.ours) != back.tiles(best.theirs)).mean())
+    if moving:
+        count = round(moving * u.layout.size)
+        steps.append(("permute", u.layout, v.layout, Fraction(count, u.layout.size * u.layout.pieces)))
+    steps += _steps(problem.theirs, last)
+    return Path(problem.ours.layout, problem.theirs.layout, tuple(_fused(steps)))
+
+
+def _steps(world: World, states: list[Dims]) -> Iterator[PathStep]:
+    layouts = [dataclasses.replace(world.layout, dims=dims) for dims in states]
+    for before, after in zip(layouts, layouts[1:], strict=False):
+        if after.pieces > before.pieces:
+            yield "slice", before, after, Fraction(0)
+        elif after.pieces < before.pieces:
+            yield "all_gather", before, after, Fraction(1, after.pieces) - Fraction(1, before.pieces)
+        else:
+            group = math.prod(before.sizes[factor] for factor in _changed(before, after))
+            yield "all_to_all", before, after, Fraction(group - 1, group * before.pieces)
+
+
+def _changed(before: Layout, after: Layout) -> list[int]:
+    places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (before, after)]
+    return [f for f in range(len(before.sizes)) if places[0].get(f) != places[1].get(f)]
+
+
+def _fused(steps: list[PathStep]) -> list[PathStep]:
+    """Joins what is one operation: slices in a row, and gathers of one dimension along axes of one weight."""
+    out: list[PathStep] = []
+    for step in steps:
+        if out and step[0] == out[-1][0] and _fusible(out[-1], step):
+            kind, source, _, share = out.pop()
+            step = (kind, source, step[2], share + step[3])
+        out.append(step)
+    return out
+
+
+def _fusible(first: PathStep, second: PathStep) -> bool:
+    if first[0] == "slice":
+        return True
+    if first[0] != "all_gather":
+        return False
+    factors = [*_changed(first[1], first[2]), *_changed(second[1], second[2])]
+    weights = [first[1].weights[factor] if first[1].weights else 1.0 for factor in factors]
+    dims = [dim for step in (first, second) for dim, axes in enumerate(step[1].dims) if axes != step[2].dims[dim]]
+    return len(dict.fromkeys(weights)) == 1 and len(dict.fromkeys(dims)) == 1
