@@ -90,9 +90,7 @@ class AxisRules(eqx.Module):
             if not isinstance(of, str):
                 raise RuleError(f"the alias {name!r} is of {of!r}; it shares the rules of one logical name.")
             if name in dict(self.rules):
-                raise RuleError(
-                    f"{name!r} is to be an alias of {of!r}, but has rules; use `rules.without({name!r})`."
-                )
+                raise RuleError(f"{name!r} is to be an alias of {of!r}, but has rules; use `rules.without({name!r})`.")
             _chain(name, self)
 
     @property
@@ -178,8 +176,7 @@ class AxisRules(eqx.Module):
         """
         modes, others = dict(self.modes), dict(other.modes)
         merged = {
-            mode: _merged(modes.get(mode, ()), others.get(mode, ()), f"mode {mode!r}")
-            for mode in {**modes, **others}
+            mode: _merged(modes.get(mode, ()), others.get(mode, ()), f"mode {mode!r}") for mode in {**modes, **others}
         }
         return AxisRules(
             _merged(self.rules, other.rules, "rules"),
@@ -275,7 +272,7 @@ class _Slot:
 
 # Bounded, and over values alone: the plan of a model asks for the same few dozen kinds of leaf all the time.
 @ft.lru_cache(maxsize=4096)
-def _resolve(entries: tuple[Any, ...], rules: AxisRules, mode: str | None, unmatched: Policy) -> Decision:
+def _resolve(entries: tuple[Any, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
         raise RuleError(f'`unmatched={unmatched!r}`: use "replicate", "keep", "unconstrained" or "raise".')
     active = _active(rules, mode)
@@ -287,8 +284,9 @@ def _resolve(entries: tuple[Any, ...], rules: AxisRules, mode: str | None, unmat
     given: dict[str, Target] = {}
     user: dict[str, _Slot] = {}
     if unmatched == "keep":
-        given = {slot.name: slot.name for slot in orphans}
-        user = {slot.name: slot for slot in orphans}
+        # The last of two aliases of one axis comes first here, so that the first one overwrites it.
+        user = {slot.chain[-1]: slot for slot in reversed(orphans)}
+        given = {slot.name: axis for axis, slot in user.items()}
     elif unmatched == "unconstrained":
         given = {slot.name: UNCONSTRAINED for slot in orphans}
     _assign(active, slots, given, user)
@@ -353,7 +351,14 @@ def _entries(names: Any) -> tuple[Any, ...]:
             f"the names of an array are a tuple with one entry per dimension, not {names!r}; "
             f"write `({names!r},)` for an array of rank 1."
         )
-    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in names)
+    entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in names)
+    try:
+        hash(entries)
+    except TypeError:
+        # A list in a tuple, or a dict: no name, and it would fail in the cache with a worse message.
+        for entry in entries:
+            _members(entry)
+    return entries
 
 
 def _members(entry: Any) -> tuple[str, ...]:
@@ -361,9 +366,7 @@ def _members(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is UNCONSTRAINED:
         return ()
     members = entry if isinstance(entry, tuple) else (entry,)
-    names = tuple(
-        member.target if isinstance(member, Atomic) else member for member in members if member is not None
-    )
+    names = tuple(member.target if isinstance(member, Atomic) else member for member in members if member is not None)
     if not all(isinstance(name, str) for name in names):
         raise SpecError(
             f"{entry!r} is no entry of an array's names; use a logical name, a flat tuple of names, `None`, "
@@ -445,9 +448,7 @@ def _target(name: str, target: Any, what: str) -> Target:
             "`None` or `PartitionSpec.UNCONSTRAINED`."
         )
     if repeated := _repeated(entry_axes(target)):
-        raise RuleError(
-            f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{repeated[0]}` twice; use it once."
-        )
+        raise RuleError(f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{repeated[0]}` twice; use it once.")
     return canonical_entry(target)
 
 
