@@ -2,7 +2,7 @@ import dataclasses
 import functools as ft
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -149,9 +149,11 @@ class Content:
         return Content(**{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes})
 
 
-def leaf_plan(mesh: MeshSpec, *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any) -> LeafPlan:
+def leaf_plan(
+    sizes: Mapping[str, int], *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any
+) -> LeafPlan:
     """A LeafPlan without its path, its bytes counted."""
-    shard = shard_shape(shape, pinned(spec), mesh.shape)
+    shard = shard_shape(shape, pinned(spec), sizes)
     return LeafPlan(
         path="",
         spec=spec,
@@ -170,6 +172,8 @@ def _in_order_of_use(rows: Sequence[LeafPlan], index: Sequence[int]) -> tuple[tu
     for i in dict.fromkeys(index):
         if i >= 0:
             renumbered[i] = merged.setdefault(rows[i], len(merged))
+    if all(i == number for i, number in renumbered.items()):
+        return tuple(merged), tuple(index)
     return tuple(merged), tuple([renumbered[i] for i in index])
 
 
@@ -198,7 +202,7 @@ def _decode_row(data: Any, mesh: MeshSpec) -> LeafPlan:
     if valid.spec != spec:
         raise PlanFormatError(f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}.")
     return leaf_plan(
-        mesh,
+        mesh.shape,
         spec=spec,
         shape=shape,
         dtype=codec.decode_dtype(data["dtype"]),

@@ -67,7 +67,7 @@ def correct(
     shape = tuple(int(size) for size in shape)
     units = tuple(units) if units is not None else None
     nbytes = array_bytes(shape, dtype) if min_bytes else 0
-    decision = _correct(spec, shape, MeshSpec.of(mesh), units, nbytes, min_bytes)
+    decision = _cached(spec, shape, MeshSpec.of(mesh), units, nbytes, min_bytes)
     if strict and decision.reasons:
         raise SpecError(
             f"{spec} for shape {shape} on mesh {MeshSpec.of(mesh)}: {'; '.join(map(str, decision.reasons))}"
@@ -76,7 +76,7 @@ def correct(
 
 
 @ft.lru_cache(maxsize=4096)
-def _correct(
+def _cached(
     spec: PartitionSpec,
     shape: tuple[int, ...],
     mesh: MeshSpec,
@@ -84,17 +84,29 @@ def _correct(
     nbytes: int,
     min_bytes: int,
 ) -> Decision:
+    return corrected(spec, shape, mesh.shape, AxisType.Auto in mesh.axis_types, units, nbytes, min_bytes)
+
+
+def corrected(
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    has_auto: bool,
+    units: tuple[int, ...] | None,
+    nbytes: int,
+    min_bytes: int,
+) -> Decision:
+    """[`shardfx.correct`][] for a mesh of plain axis sizes, that may have an Auto axis, and checked arguments."""
     entries = _fitted(spec, shape)
     units = _fitted_units(units, shape)
     asked = tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))
     if nbytes < min_bytes and asked:
         return Decision(PartitionSpec(), (reason(Code.small, None, asked, size=nbytes, limit=min_bytes),))
-    sizes = dict(mesh.shape)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept, reasons = [], []
     for dim, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True)):
         if entry is UNCONSTRAINED:
-            entry, found = _unconstrained(mesh, dim)
+            entry, found = _unconstrained(has_auto, dim)
         else:
             entry, found = _entry(entry_axes(entry), dim, size, unit, sizes, used)
         used.update(dict.fromkeys(entry_axes(entry), dim))
@@ -125,8 +137,8 @@ def _fitted_units(units: tuple[int, ...] | None, shape: tuple[int, ...]) -> tupl
     return units
 
 
-def _unconstrained(mesh: MeshSpec, dim: int) -> tuple[Any, list[Reason]]:
-    if AxisType.Auto in mesh.axis_types:
+def _unconstrained(has_auto: bool, dim: int) -> tuple[Any, list[Reason]]:
+    if has_auto:
         return UNCONSTRAINED, []
     return None, [reason(Code.absent, dim, (), what="Auto axis that the compiler could choose for UNCONSTRAINED")]
 
@@ -200,7 +212,7 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
 def spread(
     spec: PartitionSpec,
     shape: tuple[int, ...],
-    mesh: MeshSpec,
+    sizes: Mapping[str, int],
     axes: tuple[str, ...],
     units: tuple[int, ...] | None,
     nbytes: int,
@@ -213,7 +225,6 @@ def spread(
     """
     if nbytes < min_bytes:
         return Decision(spec, (reason(Code.small, None, axes, size=nbytes, limit=min_bytes),))
-    sizes = dict(mesh.shape)
     entries, units = _fitted(spec, shape), _fitted_units(units, shape)
     used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
     absent = tuple(axis for axis in axes if axis not in sizes)

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ._content import Content, LeafPlan, leaf_plan
 from ._correct import correct
-from ._paths import PathRules, first_match
+from ._paths import PathRules, compiled, first_match
 from ._plan import ShardPlan
 from ._reason import Code, reason
 from ._spec import canonical, pinned
@@ -54,14 +54,14 @@ def follow(
     """
     made = _evaluated(init, plan, args)
     flat = flatten(made)
-    kinds = PathRules((regex, PartitionSpec(kind)) for regex, kind in memory_kinds or ())
+    kinds = tuple(memory_kinds or ())
+    patterns = compiled(PathRules((regex, ()) for regex, _ in kinds))
     rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
         if shaped:
-            kind = first_match(path, kinds)
-            memory_kind = None if kind is None else kinds.rules[kind][1].partitions[0]
-            rows.append(_row(path, leaf, plan, memory_kind))
+            kind = first_match(path, patterns)
+            rows.append(_row(path, leaf, plan, None if kind is None else kinds[kind][1]))
     content = plan.content
     columns = (rows, index, tuple(flat.paths), flat.treedef)
     return ShardPlan(Content(content.mesh, content.jax_mesh, content.axes, content.mode, *columns))
@@ -100,7 +100,7 @@ def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> Leaf
         "rule": None,
     }
     if not shape:
-        return leaf_plan(plan.mesh, **fields, **replicated, reasons=(reason(Code.scalar, None),))
+        return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(reason(Code.scalar, None),))
     source = _source(path, shape, plan)
     names, units = (source.names, source.units) if source is not None else (None, None)
     if isinstance(leaf.sharding, NamedSharding) and canonical(leaf.sharding.spec).partitions:
@@ -109,10 +109,10 @@ def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> Leaf
         rule, spec = f"path and shape of `{source.path}`", pinned(source.spec)
     else:
         why = reason(Code.unmatched, None, what="the array (it follows no planned one)")
-        return leaf_plan(plan.mesh, **fields, **replicated, reasons=(why,))
+        return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(why,))
     found = correct(spec, shape, plan.mesh)
     return leaf_plan(
-        plan.mesh,
+        plan.mesh.shape,
         **fields,
         names=names,
         units=units,

@@ -191,9 +191,9 @@ def match(tree: Any, rules: PathRules) -> Any:
         assert match({"weight": jnp.ones((4, 4)), "scale": jnp.ones(4)}, rules) == {"weight": 0, "scale": None}
         ```
     """
-    flat = flatten(tree)
+    flat, patterns = flatten(tree), compiled(rules)
     indices = [
-        first_match(path, rules) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)
+        first_match(path, patterns) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)
     ]
     return jax.tree.unflatten(flat.treedef, indices)
 
@@ -204,9 +204,9 @@ def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(pattern) for pattern, _ in rules.rules)
 
 
-def first_match(path: str, rules: PathRules) -> int | None:
-    """The index of the first rule whose regex is found in `path`."""
-    for index, pattern in enumerate(compiled(rules)):
+def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
+    """The index of the first regex that is found in `path`."""
+    for index, pattern in enumerate(patterns):
         if pattern.search(path):
             return index
     return None

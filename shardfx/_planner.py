@@ -1,16 +1,17 @@
 """Match, then resolve, then correct, per leaf: here and nowhere else."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ._content import Content, LeafPlan, canonical_dtype, leaf_plan
-from ._correct import correct, spread
+from ._correct import corrected, spread
 from ._errors import LeafTypeError, RuleError, SpecError, UnmatchedError
 from ._mesh import MeshSpec
 from ._paths import PathRules, Pipeline, Replicate, compiled, first_match, is_callable, is_digit_blind
@@ -86,13 +87,14 @@ def plan(
     mesh_spec = MeshSpec.of(mesh).filled()
     flat = flatten(tree)
     given = _names(names, tree, flat, axes)
-    kinds = PathRules((regex, PartitionSpec(kind)) for regex, kind in memory_kinds or ())
-    planner = _Planner(mesh_spec, paths or PathRules(()), axes, mode, min_bytes, kinds)
+    kinds = tuple(memory_kinds or ())
+    kind_rules = PathRules((regex, ()) for regex, _ in kinds)
+    planner = _Planner(mesh_spec, paths or PathRules(()), axes, mode, min_bytes, kinds, kind_rules)
     index, rows = planner.columns(flat, given)
     if unmatched == "raise":
-        _raise_unmatched(flat, index, rows, planner.paths)
-        for what, rules in (("rule", planner.paths), ("`memory_kinds` entry", kinds)):
-            _raise_unused(what, rules, flat)
+        _raise_unmatched(flat, index, rows, planner.rules)
+        _raise_unused("rule", planner.patterns, planner.used_paths, flat)
+        _raise_unused("`memory_kinds` entry", planner.kind_patterns, planner.used_kinds, flat)
     if strict:
         _raise_cut(flat, index, rows)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
@@ -102,11 +104,12 @@ def plan(
 def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
     """The plan of the same leaves by the same rules on another mesh; see `shardfx.replan`."""
     spec = MeshSpec.of(mesh).filled()
+    sizes, has_auto = spec.shape, AxisType.Auto in spec.axis_types
     rows = []
     for row in made.content.rows:
         first = _first_reasons(row, made)
         request = _Request(row.names, row.requested, row.rule, row.units, row.strategies, first)
-        rows.append(_decided(request, row.shape, row.dtype, spec, 0, row.memory_kind))
+        rows.append(_decided(request, row.shape, row.dtype, sizes, has_auto, 0, row.memory_kind))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
 
@@ -122,58 +125,75 @@ class _Request(NamedTuple):
     reasons: tuple[Reason, ...]
 
 
-class _Planner(NamedTuple):
-    mesh: MeshSpec
-    paths: PathRules
-    axes: AxisRules | None
-    mode: str | None
-    min_bytes: int
-    kinds: PathRules
+class _Planner:
+    """The rules of one call of `plan`, and what it has decided so far."""
+
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        paths: PathRules,
+        axes: AxisRules | None,
+        mode: str | None,
+        min_bytes: int,
+        kinds: tuple[tuple[str, str], ...],
+        kind_rules: PathRules,
+    ):
+        self.sizes, self.has_auto = mesh.shape, AxisType.Auto in mesh.axis_types
+        self.rules, self.axes, self.mode, self.min_bytes, self.kinds = paths.rules, axes, mode, min_bytes, kinds
+        self.patterns, self.kind_patterns = compiled(paths), compiled(kind_rules)
+        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        self.digits_matter = not (is_digit_blind(paths) and is_digit_blind(kind_rules))
+        self.called = any(is_callable(target) for _, target in paths.rules)
+        self.used_paths: dict[int, None] = {}
+        self.used_kinds: dict[int, None] = {}
+        self.decided: dict[Any, LeafPlan] = {}
 
     def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[LeafPlan]]:
         """For each leaf the number of its row, and the rows. Leaves that are planned alike share one."""
-        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
-        alike = is_digit_blind(self.paths) and is_digit_blind(self.kinds)
-        keys = flat.templates if alike else flat.paths
-        called = any(is_callable(target) for _, target in self.paths.rules)
-        seen: dict[Any, int] = {}
-        index, rows, errors = [], [], []
-        for leaf, key, names, path, shaped in zip(flat.leaves, keys, given, flat.paths, flat.is_array, strict=True):
-            if not shaped:
-                index.append(-1)
-                continue
-            kind = (path if called else key, leaf.shape, leaf.dtype, names)
-            number = seen.get(kind)
-            if number is None:
-                number = seen[kind] = len(rows)
-                try:
-                    rows.append(self.row(path, leaf, names))
-                except (SpecError, RuleError, LeafTypeError) as error:
-                    errors.append((path, error))
-                    rows.append(_PLACEHOLDER)
-            index.append(number)
+        keys = flat.paths if self.digits_matter or self.called else flat.templates
+        alike = _alike(keys, flat, given)
+        numbers: dict[Any, int] = {None: -1}
+        index = [numbers.setdefault(kind, len(numbers) - 1) for kind in alike]
+        firsts = dict(zip(reversed(index), range(len(index) - 1, -1, -1), strict=True))
+        rows, errors = [], []
+        for number in range(len(numbers) - 1):
+            at = firsts[number]
+            try:
+                rows.append(self.row(flat.paths[at], flat.leaves[at], given[at]))
+            except (SpecError, RuleError, LeafTypeError) as error:
+                errors.append((flat.paths[at], error))
         _raise_errors(errors)
         return index, rows
 
     def row(self, path: str, leaf: Any, names: Any) -> LeafPlan:
-        shape, dtype = tuple(leaf.shape), _dtype(leaf)
-        kind = first_match(path, self.kinds)
-        memory_kind = None if kind is None else self.kinds.rules[kind][1].partitions[0]
-        request = self.request(path, leaf, names)
-        return _decided(request, shape, dtype, self.mesh, self.min_bytes, memory_kind)
+        kind = first_match(path, self.kind_patterns)
+        number = first_match(path, self.patterns) if names is None else None
+        if kind is not None:
+            self.used_kinds[kind] = None
+        if number is not None:
+            self.used_paths[number] = None
+        called = number is not None and is_callable(self.rules[number][1])
+        key = (number, kind, names, leaf.shape, leaf.dtype, path if called else None)
+        found = self.decided.get(key)
+        if found is None:
+            shape, dtype = tuple(leaf.shape), _dtype(leaf)
+            request = self.request(path, leaf, names, number)
+            memory_kind = None if kind is None else self.kinds[kind][1]
+            found = _decided(request, shape, dtype, self.sizes, self.has_auto, self.min_bytes, memory_kind)
+            self.decided[key] = found
+        return found
 
-    def request(self, path: str, leaf: Any, names: Any) -> _Request:
+    def request(self, path: str, leaf: Any, names: Any, number: int | None) -> _Request:
         if names is not None:
             return self.named(names, len(leaf.shape), "names", None, ())
-        number = first_match(path, self.paths)
         if not leaf.shape:
-            rule = None if number is None else _rule_text(number, self.paths)
+            rule = None if number is None else _rule_text(number, self.rules)
             return _Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
         if number is None:
             return _Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
-        target = self.paths.rules[number][1]
+        target = self.rules[number][1]
         first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
-        rule = _rule_text(number, self.paths)
+        rule = _rule_text(number, self.rules)
         if is_callable(target):
             first = _called(first, path, leaf, rule)
         units = None
@@ -206,19 +226,20 @@ def _decided(
     request: _Request,
     shape: tuple[int, ...],
     dtype: Any,
-    mesh: MeshSpec,
+    sizes: Mapping[str, int],
+    has_auto: bool,
     min_bytes: int,
     memory_kind: str | None,
 ) -> LeafPlan:
-    found = correct(request.spec, shape, mesh, units=request.units, min_bytes=min_bytes, dtype=dtype)
+    nbytes = array_bytes(shape, dtype)
+    found = corrected(request.spec, shape, sizes, has_auto, request.units, nbytes, min_bytes)
     reasons = (*request.reasons, *found.reasons)
-    if request.strategies:
-        nbytes = array_bytes(shape, dtype)
-        for step in request.strategies:
-            found = spread(found.spec, shape, mesh, step.axes, request.units, nbytes, max(step.min_bytes, min_bytes))
-            reasons += found.reasons
+    for step in request.strategies:
+        limit = max(step.min_bytes, min_bytes)
+        found = spread(found.spec, shape, sizes, step.axes, request.units, nbytes, limit)
+        reasons += found.reasons
     return leaf_plan(
-        mesh,
+        sizes,
         spec=found.spec,
         shape=shape,
         dtype=dtype,
@@ -239,7 +260,13 @@ def _first_reasons(row: LeafPlan, made: ShardPlan) -> tuple[Reason, ...]:
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
 
 
-_PLACEHOLDER = LeafPlan("", (), np.dtype(bool), None, PartitionSpec(), PartitionSpec(), None, (), None, None, (), 0, 0)
+def _alike(keys: Sequence[str], flat: Flat, given: Sequence[Any]) -> Iterable[Any]:
+    """For each array what decides how it is planned; `None` for what is no array."""
+    if all(flat.is_array):
+        shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
+        return zip(keys, shapes, dtypes, given, strict=True)
+    columns = zip(keys, flat.leaves, given, flat.is_array, strict=True)
+    return [(key, leaf.shape, leaf.dtype, names) if shaped else None for key, leaf, names, shaped in columns]
 
 
 def _dtype(leaf: Any) -> Any:
@@ -258,8 +285,8 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
     return result
 
 
-def _rule_text(number: int, rules: PathRules) -> str:
-    return f"paths[{number}] {rules.rules[number][0]}"
+def _rule_text(number: int, rules: Sequence[Any]) -> str:
+    return f"paths[{number}] {rules[number][0]}"
 
 
 def _padded(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
@@ -324,13 +351,13 @@ def _raise_errors(errors: list[tuple[str, Any]]) -> None:
     raise kind("\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more]))
 
 
-def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: PathRules) -> None:
+def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: Sequence[Any]) -> None:
     open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
     found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
     if not found:
         return
     found.sort(key=lambda item: -item[0])
-    patterns = [pattern for pattern, _ in rules.rules]
+    patterns = [pattern for pattern, _ in rules]
     lines = []
     for nbytes, path, row in found[:_SHOWN]:
         near = difflib.get_close_matches(path, patterns, n=1, cutoff=0.0)
@@ -349,9 +376,9 @@ def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan],
     )
 
 
-def _raise_unused(what: str, rules: PathRules, flat: Flat) -> None:
-    for number, pattern in enumerate(compiled(rules)):
-        if not any(map(pattern.search, flat.paths)):
+def _raise_unused(what: str, patterns: Sequence[re.Pattern[str]], used: dict[int, None], flat: Flat) -> None:
+    for number, pattern in enumerate(patterns):
+        if number not in used and not any(map(pattern.search, flat.paths)):
             near = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)
             hint = f"; the nearest path is `{near[0]}`" if near else "; the tree has no leaves"
             raise RuleError(

@@ -11,9 +11,7 @@ class Code(enum.Enum):
     [`shardfx.Reason`][] that carries the code.
     """
 
-    unmatched = (
-        "no rule covers {what}, so it is replicated; add a rule for it (target `None` if that is what you want)"
-    )
+    unmatched = "no rule covers {what}, so it is replicated; add a rule for it (target `None` if that is what you want)"
     blocked = (
         "{what} wanted mesh axes that a dimension with priority already uses; add a later rule with another "
         "target as a fallback, or move its rule up"

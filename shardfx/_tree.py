@@ -45,7 +45,7 @@ class Columns(NamedTuple):
 def flatten(tree: Any) -> Flat:
     """The leaves of `tree`, and for each its path, the path with every digit as 0, and the names it was given."""
     leaves, treedef = jax.tree.flatten(tree)
-    columns = _columns(treedef, {})
+    columns = _root(treedef)
     known: dict[type, bool] = {}
     is_array = [known[kind] if (kind := type(leaf)) in known else _is_array(kind, known) for leaf in leaves]
     if not all(known.values()):
@@ -55,7 +55,7 @@ def flatten(tree: Any) -> Flat:
 
 def tree_paths(treedef: Any) -> list[str]:
     """The paths of the leaves of a tree of this structure."""
-    return _columns(treedef, {}).paths
+    return _root(treedef).paths
 
 
 def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = (), **kwargs: Any) -> Any:
@@ -115,15 +115,22 @@ def _refuse_specs(leaves: list[Any], paths: list[str]) -> None:
             )
 
 
+def _root(treedef: Any) -> Columns:
+    columns = Columns([], [], [])
+    _append(treedef, "", "", columns, {}, "")
+    return columns
+
+
 def _columns(treedef: Any, seen: dict[Any, Columns]) -> Columns:
+    """The columns of a subtree; its paths begin with "/", so that any prefix can go before them."""
     found = seen.get(treedef)
     if found is None:
         found = seen[treedef] = Columns([], [], [])
-        _append(treedef, "", "", found, seen)
+        _append(treedef, "", "", found, seen, "/")
     return found
 
 
-def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[Any, Columns]) -> None:
+def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[Any, Columns], slash: str) -> None:
     """Adds the leaves below `treedef`, whose own path is `prefix`, to the columns `out`."""
     data = treedef.node_data()
     if data is None:
@@ -131,28 +138,32 @@ def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[A
         out.templates.append(template)
         out.names.append(None)
         return
-    children = treedef.children()
     declared = _declared(data[0])
+    children = treedef.children()
     # A subtree that occurs once is walked with its whole prefix at hand, so that its paths are joined once; one that
-    # is repeated, a layer or an expert, is walked once and its columns are copied under each prefix.
-    repeats = collections.Counter(children)
-    for key, child in zip(_keys(treedef, data, len(children)), children, strict=True):
+    # is repeated, a layer or an expert, is walked once and its columns are copied under each prefix. Hashing a
+    # treedef is what costs here: once per child.
+    kinds: dict[Any, int] = {}
+    numbers = [kinds.setdefault(child, len(kinds)) for child in children]
+    counts = collections.Counter(numbers)
+    below: dict[int, Columns] = {}
+    copies: dict[tuple[str, int], list[str]] = {}
+    for key, child, number in zip(_keys(treedef, data, len(children)), children, numbers, strict=True):
         if not child.num_leaves:
             continue
-        path = f"{prefix}/{key}" if prefix else key
-        zeros = key.translate(_ZEROS)
-        zeros = f"{template}/{zeros}" if template else zeros
-        if key not in declared and repeats[child] == 1:
-            _append(child, path, zeros, out, seen)
+        path, zeros = prefix + slash + key, template + slash + key.translate(_ZEROS)
+        if key not in declared and counts[number] == 1:
+            _append(child, path, zeros, out, seen, "/")
             continue
-        below = _columns(child, seen)
-        out.paths.extend(_below(path, below.paths))
-        out.templates.extend(_below(zeros, below.templates))
-        out.names.extend(_declared_names(declared[key], below.names) if key in declared else below.names)
-
-
-def _below(prefix: str, paths: list[str]) -> list[str]:
-    return [f"{prefix}/{path}" for path in paths] if paths[0] else [prefix]
+        if number not in below:
+            below[number] = _columns(child, seen)
+        columns = below[number]
+        out.paths.extend([path + end for end in columns.paths])
+        # One string for all paths that differ in digits alone: it is hashed once, however many leaves share it.
+        if (zeros, number) not in copies:
+            copies[zeros, number] = [zeros + end for end in columns.templates]
+        out.templates.extend(copies[zeros, number])
+        out.names.extend(_declared_names(declared[key], columns.names) if key in declared else columns.names)
 
 
 def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> list[Any]:
