@@ -34,9 +34,7 @@ class DeviceOrder:
     mean_hops: tuple[float, ...] | None
 
 
-def device_order(
-    devices: Sequence[Any], sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None
-) -> DeviceOrder:
+def device_order(devices: Sequence[Any], sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None) -> DeviceOrder:
     """Orders devices for a mesh: what [`shardfx.MeshSpec.order`][] does, on plain sizes.
 
     **Arguments:**
@@ -57,9 +55,7 @@ def device_order(
     dcn = (1,) * len(sizes) if dcn_sizes is None else tuple(dcn_sizes)
     devices = list(devices)
     if math.prod(sizes) != len(devices):
-        raise MeshError(
-            f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but {len(devices)} were given."
-        )
+        raise MeshError(f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but {len(devices)} were given.")
     if len({id(device) for device in devices}) < len(devices):
         raise MeshError("a device was given twice; pass each device once.")
     groups, dcn, reasons = _granules(devices, sizes, dcn)
@@ -71,9 +67,7 @@ def device_order(
     for place, order in zip(np.ndindex(*dcn), orders, strict=True):
         out[tuple(index for span in place for index in (span, slice(None)))] = order.devices
     first = orders[0]
-    return DeviceOrder(
-        out.reshape(sizes), f"hybrid: {first.method}", (*reasons, *first.reasons), first.mean_hops
-    )
+    return DeviceOrder(out.reshape(sizes), f"hybrid: {first.method}", (*reasons, *first.reasons), first.mean_hops)
 
 
 def _granules(
@@ -90,9 +84,7 @@ def _granules(
                 f"the devices are of {len(found)} slices, and no axes of sizes {sizes} can span them; "
                 f'say which do, as in `MeshSpec(..., dcn={{"data": {len(found)}}})`.'
             )
-        reason = (
-            f"the devices are of {len(found)} slices and `dcn` says nothing, so axes span {spread} of them"
-        )
+        reason = f"the devices are of {len(found)} slices and `dcn` says nothing, so axes span {spread} of them"
         return _even(found, devices), spread, (reason,)
     if len(found) == 1 and len(nodes := processes(devices)) > 1:
         found = nodes
@@ -115,9 +107,7 @@ def _granules(
 def _even(groups: tuple[tuple[int, ...], ...], devices: list[Any]) -> tuple[tuple[int, ...], ...]:
     counts = [len(group) for group in groups]
     if len(set(counts)) > 1:
-        raise MeshError(
-            f"the {len(devices)} devices are {counts} per slice; pass the same number of each slice."
-        )
+        raise MeshError(f"the {len(devices)} devices are {counts} per slice; pass the same number of each slice.")
     return groups
 
 

@@ -35,9 +35,7 @@ def coords(device: Any, local_device_count: int) -> tuple[int, ...]:
     if torus is not None:
         return torus
     if local_device_count < 1:
-        raise MeshError(
-            f"`local_device_count` is {local_device_count}; it must be at least 1 without `coords`."
-        )
+        raise MeshError(f"`local_device_count` is {local_device_count}; it must be at least 1 without `coords`.")
     return (int(device.process_index), int(device.id) % local_device_count)
 
 

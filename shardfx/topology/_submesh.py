@@ -56,11 +56,9 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
     if listed in candidates:
         return listed
     if not candidates:
-        counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
-        feasible = [n for n in counts if boxes(n, bounds)]
         raise MeshError(
-            f"no box of {num_partitions} devices divides the {device_kind} hardware of bounds {bounds}; use "
-            f"`num_partitions` out of {feasible}."
+            f"no box of {num_partitions} devices divides the {device_kind} hardware of bounds {bounds}; "
+            f"{_feasible(num_partitions, bounds)}."
         )
     return preferred(candidates, bounds, (1,) * len(bounds), wraps(device_kind, bounds))
 
@@ -149,15 +147,11 @@ def submesh_order(
         )
     places = np.moveaxis(np.indices(tuple(bounds[dim] for dim in dims)), 0, -1)[..., np.argsort(dims)]
     split = places.reshape(*[size for part in parts for size in part], len(bounds))
-    grouped = split.transpose(
-        *[4 * dim + part for part in range(4) for dim in range(len(dims))], 4 * len(dims)
-    )
+    grouped = split.transpose(*[4 * dim + part for part in range(4) for dim in range(len(dims))], 4 * len(dims))
     return grouped.reshape(-1, math.prod(submesh), len(bounds))
 
 
-def hybrid_shape(
-    num_partitions: int, local_devices: int, processes: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
+def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The (data, model) mesh of GPUs within a node and over nodes: the model stays within a node if it fits.
 
     **Arguments:**
@@ -256,9 +250,7 @@ def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
     out = tuple(int(size) for size in sizes)
     wrong = [dim for dim, size in enumerate(out) if size < 1]
     if wrong:
-        raise MeshError(
-            f"`{name}` {out} has size {out[wrong[0]]} in dim {wrong[0]}; every size is at least 1."
-        )
+        raise MeshError(f"`{name}` {out} has size {out[wrong[0]]} in dim {wrong[0]}; every size is at least 1.")
     return out
 
 
@@ -271,9 +263,15 @@ def _check_divides(bounds: tuple[int, ...], host_bounds: tuple[int, ...], submes
             )
         wrong = [dim for dim, size in enumerate(sizes) if bounds[dim] % size]
         if wrong:
-            fitting = boxes(math.prod(sizes), bounds)
             raise MeshError(
                 f"`{name}` {sizes} does not divide the hardware bounds {bounds}: dim {wrong[0]} of size "
-                f"{bounds[wrong[0]]} is no multiple of {sizes[wrong[0]]}; boxes of {math.prod(sizes)} "
-                f"devices that fit: {fitting or 'none'}."
+                f"{bounds[wrong[0]]} is no multiple of {sizes[wrong[0]]}; {_feasible(math.prod(sizes), bounds)}."
             )
+
+
+def _feasible(count: int, bounds: tuple[int, ...]) -> str:
+    fitting = boxes(count, bounds)
+    if fitting:
+        return f"boxes of {count} devices that fit are {fitting}"
+    divisors = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
+    return f"use `num_partitions` out of {[n for n in divisors if boxes(n, bounds)]}"

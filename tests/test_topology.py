@@ -1,0 +1,268 @@
+"""Device orders: laws over boxes, choices over the hardware that exists, and every message."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from _devices import chips, objects
+from hypothesis import given, settings
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from shardfx import MeshError, hosts, topology
+
+
+# Kind, bounds, one host's bounds.
+HARDWARE = [
+    ("TPU v3", (4, 4, 1, 2), (2, 2, 1, 2)),
+    ("TPU v4", (4, 4, 8, 1), (2, 2, 1, 1)),
+    ("TPU v5 lite", (4, 4, 1, 1), (2, 2, 1, 1)),
+    ("TPU v5 lite", (16, 16, 1, 1), (2, 2, 1, 1)),
+    ("TPU v5p", (4, 4, 4, 1), (2, 2, 1, 1)),
+    ("TPU v5p", (8, 8, 8, 1), (2, 2, 1, 1)),
+    ("TPU v6 lite", (16, 16, 1, 1), (2, 2, 1, 1)),
+    ("TPU v9", (2, 6, 3, 1), (2, 2, 1, 1)),
+]
+boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda box: math.prod(box) <= 300)
+
+
+def hops(path, box, closed):
+    """How far successive places are apart, by brute force."""
+    out = []
+    for a, b in itertools.pairwise(path):
+        steps = [
+            min(abs(p - q), size - abs(p - q)) if ring else abs(p - q)
+            for p, q, size, ring in zip(a, b, box, closed, strict=True)
+        ]
+        out.append(sum(steps))
+    return out
+
+
+def is_permutation(order, bounds):
+    flat = np.ravel_multi_index(tuple(np.moveaxis(order, -1, 0).reshape(len(bounds), -1)), bounds)
+    return sorted(flat.tolist()) == list(range(math.prod(bounds)))
+
+
+@given(st.permutations(range(16)), st.tuples(*[st.integers(0, 5)] * 3))
+def test_bounds_and_positions_need_neither_order_nor_origin(order, origin):
+    devices = [chips((2, 2, 2, 2))[index] for index in order]
+    for device in devices:
+        device.coords = tuple(np.add(device.coords, origin).tolist())
+    assert topology.bounds(devices) == (2, 2, 2, 2)
+    for place, index in np.ndenumerate(topology.positions(devices)):
+        assert (*np.subtract(devices[index].coords, origin), devices[index].core_on_chip) == place
+
+
+def test_devices_without_a_torus_are_processes_by_devices():
+    devices = [SimpleNamespace(id=i, process_index=10 + i // 3) for i in range(6)]
+    assert topology.bounds(devices[::-1]) == (2, 3)
+    assert topology.positions(devices[::-1]).tolist() == [[5, 4, 3], [2, 1, 0]]
+    assert topology.bounds(jax.devices()) == (1, 8)
+
+
+def test_coordinates_need_not_be_three():
+    flat = [SimpleNamespace(coords=(x, y)) for x in range(2) for y in range(3)]
+    assert topology.bounds(flat) == (2, 3, 1)
+    assert topology.coords(flat[-1], 0) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], r"there are no devices; pass `jax.devices\(\)`"),
+        ([*chips((2, 1, 1, 1)), SimpleNamespace(id=0, process_index=0)], r"different lengths \(\[0, 4\]; 0 is none\)"),
+        ([SimpleNamespace(id=i, process_index=i // 2) for i in range(3)], r"different numbers of devices: \[2, 1\]"),
+    ],
+)
+def test_bounds_refuses(devices, message):
+    with pytest.raises(MeshError, match=message):
+        topology.bounds(devices)
+
+
+def test_positions_names_the_hole_and_the_clash():
+    devices = chips((2, 2, 1, 1))
+    with pytest.raises(MeshError, match=r"3 devices span bounds \(2, 2, 1, 1\), but none sits at \(1, 0, 0, 0\)"):
+        topology.positions([devices[0], devices[2], devices[3]])
+    with pytest.raises(MeshError, match=r"2 of the 8 devices sit at \(0, 0, 0, 0\); slices are ordered one by one"):
+        topology.positions(chips((2, 2, 1, 1), slices=2))
+
+
+def test_coords_without_a_device_count():
+    with pytest.raises(MeshError, match="`local_device_count` is 0; it must be at least 1"):
+        topology.coords(SimpleNamespace(id=0, process_index=0), 0)
+
+
+@pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
+def test_default_submesh_is_feasible_or_says_what_is(kind, bounds, host):
+    size = math.prod(bounds)
+    feasible = {n for n in range(1, size + 1) if topology.feasible_submeshes(n, bounds)}
+    for partitions in range(1, min(size, 600) + 1):
+        if partitions not in feasible:
+            with pytest.raises(MeshError) as caught:
+                topology.default_submesh(kind, partitions, bounds)
+            assert str(caught.value).endswith(f"use `num_partitions` out of {sorted(feasible)}.")
+            continue
+        box = topology.default_submesh(kind, partitions, bounds)
+        assert math.prod(box) == partitions
+        assert all(bound % side == 0 for side, bound in zip(box, bounds, strict=True))
+
+
+def whole(box, bounds):
+    return math.prod(side for side, bound in zip(box, bounds, strict=True) if side == bound)
+
+
+@pytest.mark.parametrize(("kind", "bounds", "host"), [row for row in HARDWARE if row[0] > "TPU v4"])
+def test_other_kinds_prefer_cores_then_whole_rings(kind, bounds, host):
+    for partitions in range(1, math.prod(bounds) + 1):
+        candidates = topology.feasible_submeshes(partitions, bounds)
+        if candidates:
+            box = topology.default_submesh(kind, partitions, bounds)
+            assert box[3] == max(other[3] for other in candidates)
+            rivals = [other for other in candidates if other[3] == box[3]]
+            assert whole(box, bounds) == max(whole(other, bounds) for other in rivals)
+
+
+@pytest.mark.parametrize(
+    ("kind", "partitions", "bounds", "expected"),
+    [
+        ("TPU v5p", 4, (4, 4, 4, 1), (4, 1, 1, 1)),  # a ring
+        ("TPU v5p", 16, (4, 4, 16, 1), (4, 4, 1, 1)),  # a torus rather than a ring
+        ("TPU v5p", 4, (8, 8, 8, 1), (2, 2, 1, 1)),  # no ring is whole: the box with a closed walk
+        ("TPU v5 lite", 16, (16, 16, 1, 1), (16, 1, 1, 1)),
+        ("TPU v6 lite", 4, (16, 16, 1, 1), (2, 2, 1, 1)),
+        ("TPU7x", 8, (4, 4, 4, 2), (4, 1, 1, 2)),  # cores first
+        ("TPU v4", 8, (2, 2, 2, 1), (2, 2, 2, 1)),  # the table's (4, 2, 1, 1) does not fit
+        ("TPU v4", 4, (4, 4, 4, 2), (2, 1, 1, 2)),  # the table is for one core per chip
+    ],
+)
+def test_chosen_submeshes(kind, partitions, bounds, expected):
+    assert topology.default_submesh(kind, partitions, bounds) == expected
+
+
+@pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
+@pytest.mark.parametrize("tile", [True, False])
+def test_every_submesh_order_is_a_permutation_of_boxes(kind, bounds, host, tile):
+    counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
+    for box in itertools.chain.from_iterable(topology.feasible_submeshes(n, bounds) for n in counts[:8]):
+        try:
+            order = topology.submesh_order(bounds, host, box, tile_by_host=tile)
+        except MeshError as error:
+            assert "host bounds" in str(error) or "cores (dim 3)" in str(error)
+            continue
+        assert is_permutation(order, bounds)
+        extents = order.max(axis=1) - order.min(axis=1) + 1
+        assert (extents == np.array(box)).all()
+
+
+@pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE[:4])
+def test_host_tiling_gives_each_host_a_box(kind, bounds, host):
+    devices = chips(bounds, host, kind)
+    grid = topology.positions(devices)
+    for box in ((1, 1, 1, bounds[3]), (2, 2, 1, bounds[3])):
+        order = topology.submesh_order(bounds, host, box)
+        mesh = Mesh(objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model"))
+        assert hosts.grid_of(mesh).process_count == math.prod(bounds) // math.prod(host)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ((4, 4, 1, 2), (2, 2, 1, 2), (3, 1, 1, 2)),
+            r"is no multiple of 3; use `num_partitions` out of \[1, 2, 4, 8, 16, 32\]",
+        ),
+        (((4, 6, 1, 2), (2, 2, 1, 2), (3, 2, 1, 1)), r"boxes of 6 devices that fit are \[\(1, 3, 1, 2\), \(1, 6"),
+        (((4, 4, 1, 2), (2, 2, 1, 2), (0, 1, 1, 2)), r"`submesh` \(0, 1, 1, 2\) has size 0 in dim 0"),
+        (((4, 4, 1, 2), (3, 2, 1, 2), (1, 1, 1, 2)), r"`host_bounds` \(3, 2, 1, 2\) does not divide"),
+        (((4, 4, 1, 2), (2, 2, 1, 2), (4, 1, 1, 1)), r"spans dim 0 of .* 1 of 2 cores \(dim 3\); use \(4, 1, 1, 2\)"),
+        (((4, 6, 1, 2), (2, 2, 1, 2), (1, 3, 1, 2)), r"`tile_by_host=False`, or one of the submeshes \[\(1, 6, 1, 1\)"),
+        (((4, 4, 1, 2), (2, 2, 1, 2), (1, 2)), r"`submesh` \(1, 2\) has 2 dimensions, but `bounds`"),
+    ],
+)
+def test_submesh_order_refuses(arguments, message):
+    with pytest.raises(MeshError, match=message):
+        topology.submesh_order(*arguments)
+
+
+@given(st.integers(1, 40), st.integers(1, 16), st.integers(1, 16))
+def test_hybrid_shape_uses_every_device(partitions, local, processes):
+    try:
+        ici, dcn = topology.hybrid_shape(partitions, local, processes)
+    except MeshError as error:
+        assert f"{partitions} partitions do not tile" in str(error)
+        assert partitions not in eval(str(error).split("use one of ")[1][:-1])
+        return
+    assert math.prod(ici) == local and math.prod(dcn) == processes and ici[1] * dcn[1] == partitions
+
+
+def test_hybrid_shape_needs_devices():
+    with pytest.raises(MeshError, match="`processes` is 0; it must be at least 1"):
+        topology.hybrid_shape(1, 8, 0)
+
+
+@given(boxes, st.lists(st.booleans(), min_size=4, max_size=4))
+def test_ring_path_steps_to_neighbours_and_closes_where_it_can(box, closed):
+    closed = closed[: len(box)]
+    path = topology.ring_path(box, closed).tolist()
+    assert sorted(map(tuple, path)) == list(np.ndindex(*box))
+    assert all(hop == 1 for hop in hops(path, box, [False] * len(box)))
+    used = [dim for dim, size in enumerate(box) if size > 1]
+    even = [dim for dim in used if box[dim] % 2 == 0]
+    if (even and len(used) > 1) or any(closed[dim] for dim in even):
+        assert hops([path[-1], path[0]], box, closed) == [1]
+
+
+@settings(max_examples=50)
+@given(boxes, st.data())
+def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
+    size = math.prod(box)
+    last = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    middle = data.draw(st.sampled_from([n for n in range(1, size // last + 1) if (size // last) % n == 0]))
+    order = topology.torus_order(box, (size // last // middle, middle, last))
+    assert is_permutation(order, tuple(box))
+    assert topology.mean_hops(order, 2, box) == (0.0 if last == 1 else 1.0)
+
+
+def test_torus_order_needs_all_devices():
+    with pytest.raises(MeshError, match=r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4"):
+        topology.torus_order((2, 2), (2, 3))
+
+
+@pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
+def test_mean_hops_against_brute_force(kind, bounds, host):
+    order = topology.submesh_order(bounds, host, topology.default_submesh(kind, 2 * bounds[3], bounds))
+    closed = topology.wraps(kind, bounds)
+    rows = [hops(row, bounds, closed) for row in order.tolist()]
+    assert topology.mean_hops(order, 1, bounds, closed) == pytest.approx(np.mean(rows))
+
+
+def test_which_dimensions_are_rings():
+    assert topology.wraps("TPU v5p", (4, 6, 8, 1)) == (True, False, True, False)
+    assert topology.wraps("TPU v5 lite", (8, 16, 1, 1)) == (False, True, False, False)
+    assert topology.wraps("TPU v3", (32, 16, 1, 2)) == (True, False, False, False)
+    assert topology.wraps("unheard of", (4, 4)) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "host", "model"),
+    [(*row, n) for row in HARDWARE for n in (4, 8, 16) if topology.feasible_submeshes(n, row[1])],
+)
+def test_model_neighbours_are_at_distance_one(kind, bounds, host, model):
+    """The law; the rivals' means are printed beside it."""
+    devices, size, closed = chips(bounds, host, kind), math.prod(bounds), topology.wraps(kind, bounds)
+    order = topology.device_order(devices, (size // model, model))
+    assert {device.id for device in order.devices.flat} == set(range(size))
+    assert order.mean_hops is not None and order.mean_hops[1] == 1.0
+    place = {device.id: (*device.coords, device.core_on_chip) for device in devices}
+    theirs = mesh_utils.create_device_mesh((size // model, model), devices, allow_split_physical_axes=True)
+    places = np.array([place[device.id] for device in theirs.flat]).reshape(size // model, model, 4)
+    jax_hops = topology.mean_hops(places, 1, bounds, closed)
+    box = topology.default_submesh(kind, model, bounds)
+    t5x_hops = topology.mean_hops(topology.submesh_order(bounds, host, box, tile_by_host=False), 1, bounds, closed)
+    means = f"{order.mean_hops[1]:.2f}, mesh_utils {jax_hops:.2f}, T5X {t5x_hops:.2f}"
+    print(f"{kind} {bounds} model={model}: mean hops {means}")
+    assert order.mean_hops[1] <= min(jax_hops, t5x_hops)
