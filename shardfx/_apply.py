@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ._content import check_columns
+from ._content import check_columns, named_sharding
 from ._correct import correct
 from ._errors import LeafTypeError, PlanMismatchError, RuleError
 from ._mesh import MeshSpec
@@ -213,7 +213,7 @@ def devices_shardings(plan: ShardPlan) -> list[Any]:
         raise PlanMismatchError(
             f"the plan is for the mesh {plan.mesh} and has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
         )
-    rows = [NamedSharding(plan.jax_mesh, row.spec, memory_kind=row.memory_kind) for row in plan.content.rows]
+    rows = [named_sharding(plan.jax_mesh, row.spec, row.memory_kind) for row in plan.content.rows]
     return [([*rows, None])[i] for i in plan.content.index]
 
 

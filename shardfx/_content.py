@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import _codec as codec
 from ._correct import correct
@@ -130,7 +130,7 @@ class Content:
     @ft.cached_property
     def shardings(self) -> Any:
         mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
-        return self.tree([NamedSharding(mesh, pinned(row.spec), memory_kind=row.memory_kind) for row in self.rows])
+        return self.tree([named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows])
 
     @ft.cached_property
     def specs(self) -> Any:
@@ -163,6 +163,12 @@ def leaf_plan(
         bytes_per_device=array_bytes(shard, dtype),
         **fields,
     )
+
+
+@ft.lru_cache(maxsize=4096)
+def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
+    """The sharding that JAX gets for a planned array; making one costs more than planning the array."""
+    return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
 
 
 def _in_order_of_use(rows: Sequence[LeafPlan], index: Sequence[int]) -> tuple[tuple[LeafPlan, ...], tuple[int, ...]]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from ._content import Content, LeafPlan, read_json, shaped_like
+from ._content import Content, LeafPlan, named_sharding, read_json, shaped_like
 from ._errors import PlanMismatchError, RuleError, UnknownPathError
 from ._mesh import MeshSpec
 from ._rules import AxisRules
-from ._spec import pinned
 
 
 class ShardPlan(eqx.Module):
@@ -290,7 +289,7 @@ def _type_names(mesh: MeshSpec) -> str:
 
 
 def _struct(row: LeafPlan, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
-    sharding = NamedSharding(mesh, pinned(row.spec), memory_kind=row.memory_kind)
+    sharding = named_sharding(mesh, row.spec, row.memory_kind)
     return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
 

@@ -23,6 +23,7 @@ from ._tree import Flat, flatten
 
 
 _SHOWN = 40
+_NO_RULES = PathRules(())
 
 
 def plan(
@@ -88,8 +89,8 @@ def plan(
     flat = flatten(tree)
     given = _names(names, tree, flat, axes)
     kinds = tuple(memory_kinds or ())
-    kind_rules = PathRules((regex, ()) for regex, _ in kinds)
-    planner = _Planner(mesh_spec, paths or PathRules(()), axes, mode, min_bytes, kinds, kind_rules)
+    kind_rules = PathRules((regex, ()) for regex, _ in kinds) if kinds else _NO_RULES
+    planner = _Planner(mesh_spec, _NO_RULES if paths is None else paths, axes, mode, min_bytes, kinds, kind_rules)
     index, rows = planner.columns(flat, given)
     if unmatched == "raise":
         _raise_unmatched(flat, index, rows, planner.rules)
@@ -353,9 +354,9 @@ def _raise_errors(errors: list[tuple[str, Any]]) -> None:
 
 def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: Sequence[Any]) -> None:
     open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
-    found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
-    if not found:
+    if not open_rows:
         return
+    found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
     found.sort(key=lambda item: -item[0])
     patterns = [pattern for pattern, _ in rules]
     lines = []

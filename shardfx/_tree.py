@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec, Sharding
 from ._errors import LeafTypeError
 
 
+_ARRAYS = (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _METADATA = "shardfx"
 _ZEROS = str.maketrans("123456789", "000000000")
 
@@ -46,10 +47,12 @@ def flatten(tree: Any) -> Flat:
     """The leaves of `tree`, and for each its path, the path with every digit as 0, and the names it was given."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = _root(treedef)
-    known: dict[type, bool] = {}
-    is_array = [known[kind] if (kind := type(leaf)) in known else _is_array(kind, known) for leaf in leaves]
-    if not all(known.values()):
-        _refuse_specs(leaves, columns.paths)
+    # isinstance against jax.Array costs half a microsecond, so it is asked once per type.
+    kinds = {kind: issubclass(kind, _ARRAYS) for kind in dict.fromkeys(map(type, leaves))}
+    if all(kinds.values()):
+        return Flat(leaves, treedef, *columns, [True] * len(leaves))
+    _refuse_specs(leaves, columns.paths)
+    is_array = [kinds[type(leaf)] for leaf in leaves]
     return Flat(leaves, treedef, *columns, is_array)
 
 
@@ -96,14 +99,6 @@ def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = ()
     """
     metadata = {**kwargs.pop("metadata", {}), _METADATA: (names, tuple(stacked))}
     return eqx.field(metadata=metadata, **kwargs)
-
-
-def _is_array(kind: type, known: dict[type, bool]) -> bool:
-    # isinstance against jax.Array costs half a microsecond, so it is asked once per type and call.
-    known[kind] = issubclass(kind, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or issubclass(
-        kind, Tracer
-    )
-    return known[kind]
 
 
 def _refuse_specs(leaves: list[Any], paths: list[str]) -> None:
