@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools as ft
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
@@ -291,7 +292,7 @@ def _resolve(entries: tuple[Any, ...], rules: AxisRules, mode: str | None, unmat
         given = {slot.name: UNCONSTRAINED for slot in orphans}
     _assign(active, slots, given, user)
     spec = trimmed([_entry(entry, given) for entry in entries])
-    reasons = [_reason(slot, active, user) for slot in slots if slot.name not in given]
+    reasons = [why for slot in slots if given.get(slot.name) is None for why in _reasons(slot, active, user)]
     return Decision(spec, tuple(sorted(reasons, key=lambda why: why.dim or 0)))
 
 
@@ -309,15 +310,17 @@ def _assign(
             user.update((axis, slot) for axis in axes)
 
 
-def _reason(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> Reason:
+def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> list[Reason]:
+    """Why `slot` got nothing: it has no rule, or all were blocked before one said `None` or the rules ended."""
     targets = [target for name, target in active if name in slot.chain]
-    axes = tuple(dict.fromkeys(axis for target in targets for axis in entry_axes(target)))
     if not targets:
-        return reason(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")
+        return [reason(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]
+    wanted = itertools.takewhile(lambda target: target is not None, targets)
+    axes = tuple(dict.fromkeys(axis for target in wanted for axis in entry_axes(target)))
     taken = ", ".join(
         f"`{axis}` is used by `{user[axis].name}` on dim {user[axis].dim}" for axis in axes if axis in user
     )
-    return reason(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")
+    return [reason(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")] if axes else []
 
 
 def _entry(entry: Any, given: Mapping[str, Target]) -> Any:
@@ -355,9 +358,7 @@ def _entries(names: Any) -> tuple[Any, ...]:
     try:
         hash(entries)
     except TypeError:
-        # A list in a tuple, or a dict: no name, and it would fail in the cache with a worse message.
-        for entry in entries:
-            _members(entry)
+        [_members(entry) for entry in entries]  # Raises: a list in a tuple, or a dict, is no entry.
     return entries
 
 
@@ -390,15 +391,13 @@ def _units_of(entries: tuple[Any, ...], rules: AxisRules) -> tuple[int, ...] | N
 @ft.lru_cache(maxsize=256)
 def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
     """The rules in force: those of the mode, then the base rules."""
-    if mode is None:
-        return rules.rules
     modes = dict(rules.modes)
-    if mode not in modes:
+    if mode is not None and mode not in modes:
         raise RuleError(
             f"mode {mode!r} is unknown; these rules have {tuple(modes)}{_near(mode, tuple(modes))}. "
             f"Add it with `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
         )
-    return modes[mode] + rules.rules
+    return rules.rules if mode is None else modes[mode] + rules.rules
 
 
 def _chain(name: str, rules: AxisRules) -> tuple[str, ...]:

@@ -168,11 +168,24 @@ def eformer(
         HEAD_DIM: _given(decode_attention_dim_axis, None),
         KV_HEAD_DIM: _given(decode_attention_kv_dim_axis, None),
     }
-    # A generation rule that says nothing new would only take priority away from the others.
+    decode = _generation_rules(rules, generation)
+    return AxisRules(rules, modes={MODE_TRAIN: (), MODE_PREFILL: (), MODE_DECODE: decode, MODE_INSERT: decode})
+
+
+def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The rules of a mode in which `generation` replaces what `rules` say of the same tokens."""
     changed = {token: target for token, target in generation.items() if target != rules[token]}
-    return AxisRules(
-        rules, modes={MODE_TRAIN: (), MODE_PREFILL: (), MODE_DECODE: changed, MODE_INSERT: changed}
-    )
+    order = list(rules)
+    last = max((order.index(token) for token, target in changed.items() if target is not None), default=0)
+    found: list[tuple[str, Any]] = []
+    for place, token in enumerate(order):
+        if token in changed:
+            # `None` ends the search: the base rule of the token is no fallback in this mode.
+            found += [(token, changed[token]), (token, None)]
+        elif place < last:
+            # The rules of a mode come first, so tokens that have priority over a changed one are said again.
+            found.append((token, rules[token]))
+    return found
 
 
 def _given(value: Any, default: Any) -> Any:
@@ -226,13 +239,9 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
     if isinstance(dim, bool):
         raise RuleError(f"`infer_mode({shape}, {dim})`: the dimension is an int, not a bool; use {int(dim)}.")
     if shape is None:
-        raise RuleError(
-            f"`infer_mode(None, {dim})`: the mode depends on the size of dim {dim}; pass the shape."
-        )
+        raise RuleError(f"`infer_mode(None, {dim})`: the mode depends on the size of dim {dim}; pass the shape.")
     if not -len(shape) <= dim < len(shape):
-        raise SpecError(
-            f"`infer_mode({shape}, {dim})`: the shape has no dim {dim}; use one below {len(shape)}."
-        )
+        raise SpecError(f"`infer_mode({shape}, {dim})`: the shape has no dim {dim}; use one below {len(shape)}.")
     return MODE_DECODE if shape[dim] == 1 else MODE_TRAIN
 
 
