@@ -105,8 +105,13 @@ def corrected(
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept, reasons = [], []
     for dim, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True)):
+        if entry is None:
+            kept.append(None)
+            continue
         if entry is UNCONSTRAINED:
             entry, found = _unconstrained(has_auto, dim)
+        elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
+            found = ()  # by far the most frequent case: one axis, free, that divides
         else:
             entry, found = _entry(entry_axes(entry), dim, size, unit, sizes, used)
         used.update(dict.fromkeys(entry_axes(entry), dim))

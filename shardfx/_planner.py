@@ -154,15 +154,17 @@ class _Planner:
         keys = flat.paths if self.digits_matter or self.called else flat.templates
         alike = _alike(keys, flat, given)
         numbers: dict[Any, int] = {None: -1}
-        index = [numbers.setdefault(kind, len(numbers) - 1) for kind in alike]
-        firsts = dict(zip(reversed(index), range(len(index) - 1, -1, -1), strict=True))
-        rows, errors = [], []
-        for number in range(len(numbers) - 1):
-            at = firsts[number]
-            try:
-                rows.append(self.row(flat.paths[at], flat.leaves[at], given[at]))
-            except (SpecError, RuleError, LeafTypeError) as error:
-                errors.append((flat.paths[at], error))
+        index, rows, errors = [], [], []
+        for kind in alike:
+            number = numbers.get(kind)
+            if number is None:
+                number, at = len(numbers) - 1, len(index)
+                numbers[kind] = number
+                try:
+                    rows.append(self.row(flat.paths[at], flat.leaves[at], given[at]))
+                except (SpecError, RuleError, LeafTypeError) as error:
+                    errors.append((flat.paths[at], error))
+            index.append(number)
         _raise_errors(errors)
         return index, rows
 

@@ -140,24 +140,26 @@ def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[A
     # treedef is what costs here: once per child.
     kinds: dict[Any, int] = {}
     numbers = [kinds.setdefault(child, len(kinds)) for child in children]
-    counts = collections.Counter(numbers)
+    counts, empty = collections.Counter(numbers), [not kind.num_leaves for kind in kinds]
+    keys = _keys(treedef, data, len(children))
     below: dict[int, Columns] = {}
     copies: dict[tuple[str, int], list[str]] = {}
-    for key, child, number in zip(_keys(treedef, data, len(children)), children, numbers, strict=True):
-        if not child.num_leaves:
+    for key, child, number in zip(keys, children, numbers, strict=True):
+        if empty[number]:
             continue
         path, zeros = prefix + slash + key, template + slash + key.translate(_ZEROS)
-        if key not in declared and counts[number] == 1:
+        if counts[number] == 1 and key not in declared:
             _append(child, path, zeros, out, seen, "/")
             continue
-        if number not in below:
-            below[number] = _columns(child, seen)
-        columns = below[number]
+        columns = below.get(number)
+        if columns is None:
+            columns = below[number] = _columns(child, seen)
         out.paths.extend([path + end for end in columns.paths])
         # One string for all paths that differ in digits alone: it is hashed once, however many leaves share it.
-        if (zeros, number) not in copies:
-            copies[zeros, number] = [zeros + end for end in columns.templates]
-        out.templates.extend(copies[zeros, number])
+        same = copies.get((zeros, number))
+        if same is None:
+            same = copies[zeros, number] = [zeros + end for end in columns.templates]
+        out.templates.extend(same)
         out.names.extend(_declared_names(declared[key], columns.names) if key in declared else columns.names)
 
 
