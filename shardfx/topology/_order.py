@@ -84,7 +84,7 @@ def _granules(
                 f"the devices are of {len(found)} slices, and no axes of sizes {sizes} can span them; "
                 f'say which do, as in `MeshSpec(..., dcn={{"data": {len(found)}}})`.'
             )
-        reason = f"the devices are of {len(found)} slices and `dcn` says nothing, so axes span {spread} of them"
+        reason = f"the devices are of {len(found)} slices and `dcn` is not given: axes span {spread} of them"
         return _even(found, devices), spread, (reason,)
     if len(found) == 1 and len(nodes := processes(devices)) > 1:
         found = nodes
@@ -94,7 +94,7 @@ def _granules(
         return (
             blocks,
             dcn,
-            (f"one process emulates {wanted} slices, {per_slice} devices each, in the order given",),
+            (f"one process emulates {wanted} slices of {per_slice} devices, in the order given",),
         )
     if len(found) != wanted:
         raise MeshError(

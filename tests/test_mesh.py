@@ -1,0 +1,228 @@
+"""MeshSpec: a value, its building from devices, and its splitting."""
+
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _devices import chips
+from hypothesis import given
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import MeshError, MeshSpec
+
+
+EXPLICIT = AxisType.Explicit
+
+
+def ids(order):
+    return np.vectorize(lambda device: device.id)(order.devices)
+
+
+def test_a_mesh_is_a_value():
+    mesh = MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": EXPLICIT}, dcn={"data": 2})
+    types = {"tensor": EXPLICIT, "data": AxisType.Auto}
+    same = MeshSpec([("data", 2), ("tensor", 4)], axis_types=types, dcn={"data": 2})
+    assert mesh == same and hash(mesh) == hash(same)
+    assert not jax.tree.leaves(mesh)
+    assert (mesh.axis_names, mesh.axis_sizes) == (("data", "tensor"), (2, 4))
+    assert mesh.axis_types == (AxisType.Auto, EXPLICIT) and mesh.dcn_sizes == (2, 1)
+    assert dict(mesh.shape) == {"data": 2, "tensor": 4} and mesh.size == 8
+    assert str(mesh) == "data=2,tensor=4" and MeshSpec.parse(str(mesh)).shape == mesh.shape
+    for other in (MeshSpec({"tensor": 4, "data": 2}), MeshSpec({"data": 2, "tensor": 4})):
+        assert mesh != other
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MeshSpec([("a", 1), ("a", 2)]), r"`a` occurs twice in \('a', 'a'\); give each axis one name"),
+        (lambda: MeshSpec({"a": 0}), "`a` has size 0; use a positive integer, or -1 for the rest"),
+        (lambda: MeshSpec({"": 2}), "named by a non-empty string, not ''"),
+        (lambda: MeshSpec({"a": -1, "b": -1}), r"\['a', 'b'\] are both -1; at most one size"),
+        (lambda: MeshSpec({"a": 4}, dcn={"a": 3}), "`a` of size 4 cannot span 3 slices; `dcn` must divide the size"),
+        (lambda: MeshSpec({"a": 4}, dcn={"b": 2}), r"`dcn` names mesh axis `b`, but the mesh has \('a',\)"),
+        (lambda: MeshSpec({"a": 4}, axis_types={"b": EXPLICIT}), "`axis_types` names mesh axis `b`"),
+        (lambda: MeshSpec.parse("data=4,tensor"), "'tensor' is not of the form `name=size`"),
+        (lambda: MeshSpec.parse("data=4.0"), "'data=4.0' is not of the form"),
+        (lambda: MeshSpec({"a": 4}).fit(8), r"a=4 has 4 devices, but there are 8; give one axis the size -1"),
+        (lambda: MeshSpec({"a": 4, "b": -1}).fit(6), "give 4, which does not divide 6 devices"),
+        (lambda: MeshSpec({"a": -1}).abstract(), r"axis of unknown size; call `.fit\(device_count\)` first"),
+        (lambda: MeshSpec({"a": 4}).axis_size("b"), "`axis_size` names mesh axis `b`"),
+        (lambda: MeshSpec({"a": 4}).axis_size(("a", "a")), "an axis occurs twice"),
+        (lambda: MeshSpec.of("data=4"), "expected a MeshSpec, a jax Mesh or an AbstractMesh, not str"),  # pyright: ignore
+    ],
+)
+def test_a_mesh_refuses(make, message):
+    with pytest.raises(MeshError, match=message):
+        make()
+
+
+def test_reading_filling_and_asking():
+    assert MeshSpec.parse(" data = -1, tensor=2 ").fit(8) == MeshSpec({"data": 4, "tensor": 2})
+    mesh = MeshSpec({"data": 4, "tensor": 2})
+    assert (mesh.axis_size("data"), mesh.axis_size(("tensor", "data")), mesh.axis_size(())) == (4, 8, 1)
+    assert MeshSpec.of(mesh) is mesh and MeshSpec.of(mesh.abstract()) == mesh
+    assert mesh.abstract() == AbstractMesh((4, 2), ("data", "tensor"))
+
+
+def test_building_keeps_types_and_uses_all_devices():
+    spec = MeshSpec({"data": -1, "tensor": 2}, axis_types=EXPLICIT)
+    mesh = spec.build(jax.devices())
+    assert mesh == Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(EXPLICIT, EXPLICIT))
+    assert MeshSpec.of(mesh) == spec.fit(8)
+    with pytest.raises(MeshError, match="has 4 devices, but there are 8"):
+        MeshSpec({"data": 4}).build(jax.devices())
+    with pytest.raises(MeshError, match="a device was given twice; pass each device once"):
+        MeshSpec({"data": 2}).build([jax.devices()[0]] * 2)
+
+
+def test_other_devices_stay_in_the_order_given():
+    backwards = jax.devices()[::-1]
+    order = MeshSpec({"data": 8}).order(backwards)
+    assert list(order.devices) == backwards
+    assert (order.method, order.reasons, order.mean_hops) == ("mesh_utils", (), None)
+
+
+@given(st.permutations(range(32)))
+def test_the_order_of_tpus_does_not_depend_on_the_list(shuffled):
+    devices = chips((4, 4, 2, 1), (2, 2, 1, 1), "TPU v5p")
+    spec = MeshSpec({"data": 4, "tensor": 8})
+    assert (ids(spec.order([devices[i] for i in shuffled])) == ids(spec.order(devices))).all()
+
+
+@pytest.mark.parametrize("sizes", [(64,), (16, 4), (4, 4, 4), (2, 8, 4), (32, 2), (2, 2, 2, 2, 2, 2)])
+def test_a_built_mesh_is_a_permutation_that_says_what_it_changed(sizes):
+    devices = chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
+    order = MeshSpec((f"a{i}", size) for i, size in enumerate(sizes)).order(devices)
+    assert sorted(ids(order).ravel()) == list(range(64)) and order.devices.shape == sizes
+    theirs = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    changed = [reason for reason in order.reasons if "walk their boxes" in reason]
+    assert bool(changed) == (list(order.devices.flat) != list(theirs.flat))
+    assert ("physical axes split" in order.method) == any("no products of whole" in why for why in order.reasons)
+
+
+def test_slices_are_ordered_one_by_one():
+    devices = chips((4, 4, 1, 1), (2, 2, 1, 1), "TPU v5 lite", slices=2)
+    spec = MeshSpec({"replica": 2, "data": 8, "tensor": 2}, dcn={"replica": 2})
+    order = spec.order(devices)
+    assert order.method == "hybrid: mesh_utils, physical axes split"
+    assert all(len({device.slice_index for device in piece.flat}) == 1 for piece in order.devices)
+    alone = MeshSpec({"data": 8, "tensor": 2}).order(devices[:16])
+    assert (ids(order)[0] == ids(alone)).all() and (ids(order)[1] == ids(alone) + 16).all()
+
+
+def test_an_axis_that_spans_slices_is_slowest_over_them():
+    devices = chips((2, 2, 1, 1), (2, 2, 1, 1), slices=4)
+    order = MeshSpec({"data": 8, "tensor": 2}, dcn={"data": 2, "tensor": 2}).order(devices)
+    piece = np.vectorize(lambda device: device.slice_index)(order.devices)
+    assert piece.tolist() == [[0, 1]] * 4 + [[2, 3]] * 4
+    theirs = mesh_utils.create_hybrid_device_mesh((4, 1), (2, 2), devices)
+    assert (np.sort(ids(order), axis=None) == np.sort(np.vectorize(lambda d: d.id)(theirs), axis=None)).all()
+
+
+def test_slices_without_dcn_are_spread_over_the_slowest_axes_with_a_reason():
+    devices = chips((2, 2, 1, 1), (2, 2, 1, 1), slices=4)
+    order = MeshSpec({"data": 2, "fsdp": 8}).order(devices)
+    assert order.reasons[0] == "the devices are of 4 slices and `dcn` is not given: axes span (2, 2) of them"
+    three = chips((2, 2, 1, 1), (2, 2, 1, 1), slices=3)
+    with pytest.raises(MeshError, match=r"3 slices, and no axes of sizes \(4, 2\).*dcn=\{\"data\": 3\}"):
+        MeshSpec({"a": 4, "b": 2}).order(three[:4] + three[4:6] + three[8:10])
+
+
+def test_slices_that_are_not_there():
+    devices = chips((2, 2, 1, 1), (2, 2, 1, 1), slices=2)
+    with pytest.raises(MeshError, match="over 4 slices, but the devices are of 2; use `dcn` sizes whose product is 2"):
+        MeshSpec({"data": 8}, dcn={"data": 4}).order(devices)
+    with pytest.raises(MeshError, match=r"the 6 devices are \[4, 2\] per slice"):
+        MeshSpec({"data": 6}, dcn={"data": 2}).order(devices[:6])
+
+
+def test_processes_are_slices_where_devices_name_none():
+    nodes = chips((4, 1, 1, 1), (2, 1, 1, 1), "NVIDIA H100")
+    for device in nodes:
+        device.platform = "gpu"
+    order = MeshSpec({"data": 2, "tensor": 2}, dcn={"data": 2}).order(nodes)
+    assert ids(order).tolist() == [[0, 1], [2, 3]] and order.method == "hybrid: mesh_utils"
+
+
+def test_one_cpu_process_emulates_slices():
+    order = MeshSpec({"data": 4, "tensor": 2}, dcn={"tensor": 2}).order(jax.devices())
+    assert ids(order).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert order.reasons == ("one process emulates 2 slices of 4 devices, in the order given",)
+
+
+def test_two_cores_per_chip_take_a_torus_order():
+    order = MeshSpec({"data": 4, "tensor": 4}).order(chips((2, 2, 2, 2), (2, 2, 1, 2)))
+    assert order.method == "torus" and "one device per chip" in order.reasons[0]
+    assert sorted(ids(order).ravel()) == list(range(16))
+    assert order.mean_hops == (1.0, 1.0)
+
+
+def test_no_box_is_ordered_by_id_with_a_reason():
+    devices = [device for device in chips((3, 3, 1, 1)) if device.id != 4]
+    order = MeshSpec({"data": 8}).order(devices[::-1])
+    assert order.method == "as given" and "none sits at (1, 1, 0, 0)" in order.reasons[0]
+    assert ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8] and order.mean_hops is None
+
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+@given(sizes, sizes, st.integers(1, 4))
+def test_splitting_names_the_same_places(parts, others, slices):
+    names = [f"p{i}" for i in range(len(parts))]
+    mesh = MeshSpec({"a": math.prod(others), "t": math.prod(parts) * slices, "z": 2}, dcn={"t": slices})
+    split = mesh.split("t", {"s": slices} | dict(zip(names, parts, strict=True)))
+    assert split.axis_names == ("a", "s", *names, "z")
+    assert split.axis_size(("s", *names)) == mesh.axis_size("t")
+    assert split.dcn_sizes == (1, slices, *[1] * len(parts), 1)
+    assert split.axis_types == (AxisType.Auto,) * len(split.axis_names)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"x": 3, "y": 4}, "x=3,y=4 has 12 devices, but there are 16"),
+        ({"x": 3, "y": -1}, "give 3, which does not divide 16"),
+        ({"data": 4, "y": 4}, "`data` occurs twice"),
+    ],
+)
+def test_split_refuses(parts, message):
+    with pytest.raises(MeshError, match=message):
+        MeshSpec({"data": 2, "t": 16}).split("t", parts)
+
+
+def test_split_gives_slices_to_the_slowest_parts_or_refuses():
+    mesh = MeshSpec({"data": 2, "t": 24}, dcn={"t": 8})
+    assert mesh.split("t", {"x": 2, "y": 12}).dcn_sizes == (1, 2, 4)
+    with pytest.raises(
+        MeshError, match="spans 8 slices, which x=6,y=4 would cut; let the first part be a multiple of 8"
+    ):
+        mesh.split("t", {"x": 6, "y": 4})
+    with pytest.raises(MeshError, match="`split` names mesh axis `zz`"):
+        mesh.split("zz", {"x": 16})
+
+
+def test_arrays_on_the_split_mesh_and_the_old_one_mix_in_one_jit():
+    spec = MeshSpec({"data": 2, "tensor": 4})
+    mesh = spec.build(jax.devices())
+    finer = spec.split("tensor", {"kv": 2, "rep": 2}).build(mesh)
+    a = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("data", "tensor")))
+    b = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(finer, P("data", ("kv", "rep"))))
+    assert a.sharding.is_equivalent_to(b.sharding, 2)
+    c = jax.device_put(jnp.ones((8, 2)), NamedSharding(finer, P(None, "kv")))
+    out = jax.jit(lambda a, b, c: (a + b) @ c)(a, b, c)
+    np.testing.assert_array_equal(out, (2 * np.arange(64.0).reshape(8, 8)) @ np.ones((8, 2)))
+
+
+def test_a_split_of_a_built_mesh_keeps_every_device_in_place():
+    devices = chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
+    spec = MeshSpec({"data": 4, "tensor": 16})
+    mesh = spec.build(devices)
+    finer = spec.split("tensor", {"kv": 8, "rep": 2}).build(mesh)
+    assert finer.devices.shape == (4, 8, 2)
+    assert list(finer.devices.flat) == list(mesh.devices.flat)
