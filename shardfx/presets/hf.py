@@ -1,0 +1,243 @@
+"""Path rules for models under their Hugging Face names, weights in torch's layout: `[out, in]`.
+
+Each function takes the names of the mesh axes, so that the rules fit any mesh; an axis that the mesh lacks is left
+out with a reason. The projections into heads, up and gate are cut by rows, the ones back by columns. `fsdp` cuts
+the other dimension. Fused heads are only cut between heads.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from jax.sharding import PartitionSpec as P
+
+from .._paths import Fsdp, PathRules, fsdp as fsdp_strategy
+from .._spec import atomic
+
+
+# One mesh axis or several, for example `("data", "fsdp")`.
+Axes = str | tuple[str, ...]
+Rules = list[tuple[str, Any]]
+
+# In the patterns below "." stands for any character, so that they match the names of a checkpoint
+# ("model.layers.0.mlp.up_proj.weight") and the paths of a nested tree ("model/layers/0/mlp/up_proj/weight").
+# No pattern tells one digit from another, as far as the names allow it: then a plan matches each kind of layer once.
+
+
+def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for Llama 2 and 3, and for other models whose parameters have the same names.
+
+    **Arguments:**
+
+    - `head_dim`: how many elements one attention head has.
+    - `fsdp`, `tensor`: the mesh axes to use.
+
+    **Returns:**
+
+    [`shardfx.PathRules`][].
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, plan
+        from shardfx.presets import hf
+
+        k_proj = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)  # 8 heads of 128
+        tree = {"model": {"layers": {"0": {"self_attn": {"k_proj": {"weight": k_proj}}}}}}
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.llama(), unmatched="replicate")
+        print(made.leaves[0].spec, made.leaves[0].reasons[0])  # not over `tensor`: 8 heads are not cut into 16
+        ```
+    """
+    return PathRules(_decoder(head_dim, fsdp, tensor))
+
+
+def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for Mistral's dense models; arguments as for `llama`."""
+    return PathRules(_decoder(head_dim, fsdp, tensor))
+
+
+def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for Mixtral 8x7B and 8x22B; arguments as for `llama`."""
+    return PathRules(
+        [
+            *_attention(head_dim, fsdp, tensor),
+            (r"experts.\d+.w2.weight$", P(fsdp, tensor)),
+            (r"experts.\d+.w\d.weight$", P(tensor, fsdp)),
+            (r"block_sparse_moe.gate.weight$", P(None, fsdp)),
+        ]
+    )
+
+
+def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for Qwen2 and Qwen2.5, whose query, key and value have biases; arguments as for `llama`."""
+    return PathRules([*_decoder(head_dim, fsdp, tensor), _head_bias(r"[qkv]_proj.bias$", head_dim, tensor)])
+
+
+def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for the dense Qwen3 models; arguments as for `llama`."""
+    return PathRules(_decoder(head_dim, fsdp, tensor))
+
+
+def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for the Qwen3 models with a mixture of experts; arguments as for `llama`."""
+    return PathRules([*_decoder(head_dim, fsdp, tensor), (r"mlp.gate.weight$", P(None, fsdp))])
+
+
+def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for the text models of Gemma, Gemma 2 and Gemma 3; arguments as for `llama`.
+
+    Gemma 2 27B and Gemma 3 27B have heads of 128.
+    """
+    return PathRules(_decoder(head_dim, fsdp, tensor))
+
+
+def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for StarCoder2; arguments as for `llama`."""
+    return PathRules(
+        [
+            (r"(embed_tokens|lm_head).weight$", P(tensor, fsdp)),
+            (r"[qkv]_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
+            (r"o_proj.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
+            (r"c_fc.weight$", P(tensor, fsdp)),
+            (r"c_proj.weight$", P(fsdp, tensor)),
+            _head_bias(r"[qkv]_proj.bias$", head_dim, tensor),
+            (r"(norm.weight|bias)$", _anywhere(fsdp)),
+        ]
+    )
+
+
+def deepseek_v3(
+    *,
+    qk_nope_head_dim: int = 128,
+    qk_rope_head_dim: int = 64,
+    v_head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
+) -> PathRules:
+    """Rules for DeepSeek-V3 and R1, with the block scales of the fp8 checkpoint and the layer that predicts ahead.
+
+    **Arguments:**
+
+    - `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`: how many elements a head has in each part.
+    - `fsdp`, `tensor`: the mesh axes to use.
+
+    **Returns:**
+
+    [`shardfx.PathRules`][]. The compressed queries, keys and values belong to no head, and are cut by `fsdp` alone.
+    """
+    query, both = qk_nope_head_dim + qk_rope_head_dim, qk_nope_head_dim + v_head_dim
+    # The fp8 checkpoint has beside each weight one scale per block of 128 x 128, under the same name.
+    weight = r".weight(_scale_inv)?$"
+    return PathRules(
+        [
+            (r"(embed_tokens|lm_head|shared_head.head).weight$", P(tensor, fsdp)),
+            (r"q_b_proj" + weight, atomic(P(tensor, fsdp), (query, 1))),
+            (r"kv_b_proj" + weight, atomic(P(tensor, fsdp), (both, 1))),
+            (r"(q_a_proj|kv_a_proj_with_mqa|mlp.gate)" + weight, P(None, fsdp)),
+            (r"o_proj" + weight, atomic(P(fsdp, tensor), (1, v_head_dim))),
+            (r"(gate|up)_proj" + weight, P(tensor, fsdp)),
+            (r"(down|eh)_proj" + weight, P(fsdp, tensor)),
+            (r"(norm.weight|e_score_correction_bias)$", _anywhere(fsdp)),
+        ]
+    )
+
+
+def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for GPT-2, whose Conv1D weights are `[in, out]`; arguments as for `llama`.
+
+    Query, key and value lie side by side in `c_attn`. They are cut between heads, but one device's part mixes
+    heads of the three: split `c_attn` in three to give each device the query, key and value of the same heads.
+    """
+    return PathRules(
+        [
+            (r"wte.weight$|lm_head.weight$", P(tensor, fsdp)),
+            (r"c_attn.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
+            (r"attn.c_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
+            (r"c_fc.weight$", P(fsdp, tensor)),
+            (r"mlp.c_proj.weight$", P(tensor, fsdp)),
+            _head_bias(r"c_attn.bias$", head_dim, tensor),
+            # `attn.bias` and `attn.masked_bias` are causal masks that early checkpoints hold.
+            (r"(wpe|ln_\w+).weight$|bias$", _anywhere(fsdp)),
+        ]
+    )
+
+
+def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for BERT and for sentence encoders of its form, as MiniLM (heads of 32); arguments as for `llama`."""
+    return PathRules(
+        [
+            (r"word_embeddings.weight$|decoder.weight$", P(tensor, fsdp)),
+            (r"self.(query|key|value).weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
+            (r"attention.output.dense.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
+            (r"(intermediate|pooler|transform).dense.weight$", P(tensor, fsdp)),
+            (r"output.dense.weight$", P(fsdp, tensor)),
+            _head_bias(r"self.(query|key|value).bias$", head_dim, tensor),
+            # Early checkpoints call LayerNorm's parameters `gamma` and `beta`, and hold `position_ids`.
+            (
+                r"(position|type)_embeddings.weight$|LayerNorm.\w+$|bias$|position_ids$|seq_relationship.weight$",
+                _anywhere(fsdp),
+            ),
+        ]
+    )
+
+
+def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+    """Rules for T5 and T5 v1.1; arguments as for `llama`."""
+    return PathRules(
+        [
+            (r"(shared|embed_tokens|lm_head).weight$", P(tensor, fsdp)),
+            (r"Attention.[qkv].weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
+            (r"Attention.o.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
+            (r"relative_attention_bias.weight$", P(None, tensor)),
+            (r"DenseReluDense.wi\w*.weight$", P(tensor, fsdp)),
+            (r"DenseReluDense.wo.weight$", P(fsdp, tensor)),
+            (r"layer_norm.weight$", _anywhere(fsdp)),
+        ]
+    )
+
+
+PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType(
+    {
+        "bert": bert,
+        "deepseek_v3": deepseek_v3,
+        "gemma": gemma,
+        "gpt2": gpt2,
+        "llama": llama,
+        "mistral": mistral,
+        "mixtral": mixtral,
+        "qwen2": qwen2,
+        "qwen3": qwen3,
+        "qwen3_moe": qwen3_moe,
+        "starcoder2": starcoder2,
+        "t5": t5,
+    }
+)
+
+
+def _attention(head_dim: int, fsdp: Axes, tensor: Axes) -> Rules:
+    return [
+        (r"(embed_tokens|lm_head).weight$", P(tensor, fsdp)),
+        (r"[qkv]_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
+        (r"o_proj.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
+        # Early checkpoints of Llama hold the frequencies of the rotary embedding.
+        (r"norm.weight$|rotary_emb.inv_freq$", _anywhere(fsdp)),
+    ]
+
+
+def _decoder(head_dim: int, fsdp: Axes, tensor: Axes) -> Rules:
+    return [
+        *_attention(head_dim, fsdp, tensor),
+        (r"(gate|up)_proj.weight$", P(tensor, fsdp)),
+        (r"down_proj.weight$", P(fsdp, tensor)),
+    ]
+
+
+def _head_bias(pattern: str, head_dim: int, tensor: Axes) -> tuple[str, Any]:
+    return pattern, atomic(P(tensor), (head_dim,))
+
+
+def _anywhere(fsdp: Axes) -> Fsdp:
+    """For what no matrix product divides: norms, biases, small tables."""
+    return fsdp_strategy(fsdp)
