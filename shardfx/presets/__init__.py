@@ -1,2 +1,16 @@
 from .eformer import Layout as Layout, eformer as eformer, infer_mode as infer_mode
+from .hf import (
+    bert as bert,
+    deepseek_v3 as deepseek_v3,
+    gemma as gemma,
+    gpt2 as gpt2,
+    llama as llama,
+    mistral as mistral,
+    mixtral as mixtral,
+    qwen2 as qwen2,
+    qwen3 as qwen3,
+    qwen3_moe as qwen3_moe,
+    starcoder2 as starcoder2,
+    t5 as t5,
+)
 from .t5x import t5x as t5x
