@@ -1,5 +1,7 @@
 """Match, then resolve, then correct, per leaf: here and nowhere else."""
 
+import collections
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +19,7 @@ from ._mesh import MeshSpec
 from ._paths import PathRules, Pipeline, Replicate, compiled, first_match, is_callable, is_digit_blind
 from ._plan import ShardPlan
 from ._reason import Code, Reason, reason
+from ._refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
 from ._rules import AxisRules, resolve, units_of
 from ._spec import UNCONSTRAINED, Atomic, array_bytes
 from ._tree import Flat, flatten
@@ -38,6 +41,7 @@ def plan(
     memory_kinds: Iterable[tuple[str, str]] | None = None,
     unmatched: Literal["raise", "replicate"] = "raise",
     strict: bool = False,
+    refine: bool = False,
 ) -> ShardPlan:
     """Plans how every array of a tree is sharded on a mesh. Nothing is allocated, and no device is needed.
 
@@ -58,6 +62,9 @@ def plan(
     - `unmatched`: "raise": an array that neither names nor a path rule covers is an error, and so is a regex that no
         path matches. "replicate": it is replicated, with a reason.
     - `strict`: raise where a rule's sharding would have been cut down to fit.
+    - `refine`: split mesh axes of which a dimension takes only part: 8 kv heads on `tensor=16` become sharded 8 ways
+        over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules then name the parts, devices
+        stay in place, and all other arrays keep their layout.
 
     **Returns:**
 
@@ -96,10 +103,13 @@ def plan(
         _raise_unmatched(flat, index, rows, planner.rules)
         _raise_unused("rule", planner.patterns, planner.used_paths, flat)
         _raise_unused("`memory_kinds` entry", planner.kind_patterns, planner.used_kinds, flat)
-    if strict:
-        _raise_cut(flat, index, rows)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
-    return ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef))
+    made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef))
+    if refine:
+        made = _refined(made, min_bytes)
+    if strict:
+        _raise_cut(flat, made.content.index, made.content.rows)
+    return made
 
 
 def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
@@ -113,6 +123,50 @@ def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPla
         rows.append(_decided(request, row.shape, row.dtype, sizes, has_auto, 0, row.memory_kind))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
+
+
+def _refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
+    """The plan on a mesh whose axes are split where arrays could take part of one."""
+    counts = collections.Counter(made.content.index)
+    asked: dict[Wish, int] = {}
+    wishing = []
+    for number, row in enumerate(made.content.rows):
+        steps = [step.axes for step in row.strategies]
+        small = any(why.code is Code.small for why in row.reasons)
+        found = () if small else wishes(row.requested, row.spec, row.shape, row.units, steps, made.mesh.shape)
+        wishing.append(bool(found))
+        for wish in found:
+            saved = row.bytes_per_device * (wish.part - 1) // wish.part * counts[number]
+            asked[wish] = asked.get(wish, 0) + saved
+    mesh, parts = refined_mesh(made.mesh, asked)
+    if not parts:
+        return made
+    pairs = zip(made.content.rows, wishing, strict=True)
+    rows = [_refined_row(row, made, mesh, parts, min_bytes, wished) for row, wished in pairs]
+    jax_mesh = None if made.jax_mesh is None else mesh.build(made.jax_mesh)
+    axes = None if made.axes is None else _renamed_rules(made.axes, parts)
+    return ShardPlan(made.content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows))
+
+
+def _refined_row(
+    row: LeafPlan, made: ShardPlan, mesh: MeshSpec, parts: dict[str, tuple[str, ...]], min_bytes: int, wished: bool
+) -> LeafPlan:
+    steps = tuple(dataclasses.replace(step, axes=renamed_axes(step.axes, parts)) for step in row.strategies)
+    requested, first = renamed(row.requested, parts), _first_reasons(row, made)
+    request = _Request(row.names, requested, row.rule, row.units, steps, first)
+    has_auto = AxisType.Auto in mesh.axis_types
+    again = _decided(request, row.shape, row.dtype, mesh.shape, has_auto, min_bytes, row.memory_kind)
+    same = renamed(row.spec, parts)
+    # Only an array that asked for a part of an axis may change its layout.
+    return again if wished or again.spec == same else dataclasses.replace(row, spec=same, requested=requested)
+
+
+def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
+    def by_part(rules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return [(name, renamed_entry(target, parts)) for name, target in rules]
+
+    modes = {mode: by_part(rules) for mode, rules in axes.modes}
+    return AxisRules(by_part(axes.rules), modes=modes, units=axes.units, aliases=axes.aliases)
 
 
 class _Request(NamedTuple):

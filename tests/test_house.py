@@ -22,7 +22,7 @@ FLOORS = (
     ("_errors",),
     ("_reason", "topology"),
     ("_mesh", "_spec", "_tree", "_layout"),
-    ("_rules", "_paths", "_correct", "_factors", "_collective"),
+    ("_rules", "_paths", "_correct", "_factors", "_collective", "_refine"),
     ("_codec", "_exchange"),
     ("_content", "_search"),
     ("_plan", "_redistribute"),
