@@ -160,17 +160,26 @@ def specs_of(tree: Any) -> Any:
 
     **Returns:**
 
-    The tree with a PartitionSpec at each array, `PartitionSpec()` for one without a NamedSharding, and `None` at
-    leaves that are no arrays.
+    The tree with a PartitionSpec at each array, `PartitionSpec()` for NumPy arrays, structs without a sharding and
+    arrays of rank 0, and `None` at leaves that are no arrays.
+
+    **Raises:**
+
+    `LeafTypeError` for a JAX array that lies on one device, or is sharded without a mesh: it has no PartitionSpec.
     """
 
-    def spec(leaf: Any) -> PartitionSpec | None:
+    def spec(path: Any, leaf: Any) -> PartitionSpec | None:
         sharding = sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
             return canonical(sharding.spec)
+        if isinstance(leaf, jax.Array) and leaf.ndim:
+            raise LeafTypeError(
+                f"array `{jax.tree_util.keystr(path, simple=True, separator='/')}`, shape {leaf.shape}, lies on "
+                f"{sharding}, which has no PartitionSpec; place it with `shard(tree, plan)`, or use `shardings_of`."
+            )
         return PartitionSpec() if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else None
 
-    return jax.tree.map(spec, tree)
+    return jax.tree_util.tree_map_with_path(spec, tree)
 
 
 def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:

@@ -128,7 +128,7 @@ class PathRules(eqx.Module):
         - `rules`: pairs of a regex and a target. A target is a PartitionSpec; a tuple of logical names; a
             strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of
             them in [`shardfx.atomic`][]; or a callable `(path, leaf) -> PartitionSpec`. Specs and names
-            shorter than the rank leave the rest replicated, so `()` replicates.
+            shorter than the rank leave the rest replicated, so `()` replicates, and so does `None`.
 
         **Raises:**
 
@@ -281,6 +281,8 @@ def _checked(index: int, rule: Any) -> tuple[str, Any]:
 
 
 def _checked_target(index: int, pattern: str, target: Any) -> Any:
+    if target is None:
+        return replicate
     if isinstance(target, list):
         target = tuple(target)
     inner = target.target if isinstance(target, Atomic) else target
