@@ -1,0 +1,288 @@
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from .._errors import CheckpointError
+from . import _stores as stores
+from ._entry import ArrayEntry
+from ._files import Place
+from ._index import Index, read_index
+from ._progress import Progress
+from ._reader import RUN_BYTES, Files, buffers, spans_of
+from ._spans import Box, Span
+from ._wanted import Fetch, Rename, Wanted, box_bytes, boxes_here, fetches, require_devices, wanted
+
+
+_STAGING_BYTES = 2**30
+_WORKERS = 8
+
+
+def load(
+    path: str | os.PathLike[str] | Index,
+    plan: Any,
+    *,
+    rename: Rename = None,
+    dtype: Any = None,
+    memory_limit_bytes: int | None = None,
+    root: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """Reads a checkpoint into arrays sharded by a plan; each process reads the bytes of its own shards.
+
+    On a CPU the bytes go from the file into the memory that the arrays keep. Replicas within a process are read once.
+    The mesh, the plan and the device count with which the checkpoint was saved do not matter.
+
+    **Arguments:**
+
+    - `path`: as in `read_index`, or what that returned.
+    - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings.
+    - `rename`: from a leaf's path to the name of its array in the checkpoint: a mapping (paths that it leaves out are
+        names themselves) or a function. In the place of a name, a `Take` transposes and stacks on the way.
+    - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
+        dtype: cast all floating-point arrays to it.
+    - `memory_limit_bytes`: the most that is in host memory on its way to a device, by default 1 GiB or the largest
+        shard,
+        whichever is larger. On a CPU, where the memory that is read into becomes the array's, nothing is on its way.
+    - `root`: as in `read_index`.
+    - `progress`: whether to show a line on stderr; by default if that is a terminal.
+
+    **Returns:**
+
+    A tree of the plan's structure; leaves that are no arrays are `None`.
+
+    **Raises:**
+
+    `CheckpointError` that lists every leaf that the checkpoint lacks or has with another shape or dtype, before
+    anything is read; for a file that is truncated; for a limit below the largest shard. Nothing is half loaded.
+
+    !!! Example
+
+        ```python
+        import tempfile
+        import jax
+        import jax.numpy as jnp
+        import shardfx
+        from shardfx import MeshSpec, PathRules, checkpoint
+
+        tree = {"wi": jnp.ones((64, 8)), "wo": jnp.ones((8, 64))}
+        mesh = MeshSpec({"fsdp": 8}).build(jax.devices())
+        made = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->fsdp"))
+        directory = tempfile.mkdtemp() + "/step-1"
+        checkpoint.save(directory, shardfx.shard(tree, made), made)
+
+        columns = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->None.fsdp"))
+        again = checkpoint.load(directory, columns)
+        assert again["wi"].sharding.spec == jax.P(None, "fsdp")
+        ```
+    """
+    index = path if isinstance(path, Index) else read_index(path, root=root)
+    leaves, rebuild = wanted(index, plan, rename, dtype)
+    require_devices(leaf.sharding for leaf in leaves)
+    limit = _limit(leaves, memory_limit_bytes)
+    units = [unit for number, leaf in _in_file_order(leaves) for unit in _units(number, leaf, limit)]
+    bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
+    shards = _run(index, units, limit, bar)
+    bar.end()
+    return rebuild([_assembled(leaf, shards.get(number, {})) for number, leaf in enumerate(leaves)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """What is read, and then moved, together: some boxes of one leaf."""
+
+    number: int
+    leaf: Wanted
+    boxes: tuple[Box, ...]
+    devices: tuple[tuple[Any, ...], ...]
+    staging_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box_bytes(box, self.leaf.dtype) for box in self.boxes)
+
+
+def _in_file_order(leaves: list[Wanted]) -> list[tuple[int, Wanted]]:
+    def position(numbered: tuple[int, Wanted]) -> tuple[str, int]:
+        entry = numbered[1].entries[0]
+        return entry.file, entry.offset or 0
+
+    return sorted(enumerate(leaves), key=position)
+
+
+def _holders(leaf: Wanted) -> dict[Box, tuple[Any, ...]]:
+    holders: dict[Box, tuple[Any, ...]] = {}
+    for device, box in boxes_here(leaf.shape, leaf.sharding).items():
+        holders[box] = (*holders.get(box, ()), device)
+    return holders
+
+
+def _is_final(leaf: Wanted) -> bool:
+    """Whether the host memory that a leaf is read into becomes the array's."""
+    return all(device.platform == "cpu" for device in leaf.sharding.addressable_devices)
+
+
+def _limit(leaves: list[Wanted], asked: int | None) -> int:
+    staged = [(box_bytes(box, leaf.dtype), leaf) for leaf in leaves if not _is_final(leaf) for box in _holders(leaf)]
+    largest, leaf = max(staged, key=lambda pair: pair[0], default=(0, None))
+    if asked is None:
+        return max(_STAGING_BYTES, largest)
+    if asked < largest and leaf is not None:
+        raise CheckpointError(
+            f"`memory_limit_bytes={asked}` is less than one shard of leaf `{leaf.path}`, {largest} bytes; allow at "
+            f"least "
+            "that, or cut the leaf over more devices."
+        )
+    return asked
+
+
+def _units(number: int, leaf: Wanted, limit: int) -> list[_Unit]:
+    holders = _holders(leaf)
+    sizes = [0 if _is_final(leaf) else box_bytes(box, leaf.dtype) for box in holders]
+    if sum(sizes) <= limit:
+        return [_Unit(number, leaf, tuple(holders), tuple(holders.values()), sum(sizes))]
+    return [_Unit(number, leaf, (box,), (holders[box],), size) for box, size in zip(holders, sizes, strict=True)]
+
+
+Shards = dict[int, dict[Box, tuple[np.ndarray, list[Any]]]]
+Task = Callable[[], int]
+
+
+def _run(index: Index, units: list[_Unit], limit: int, bar: Progress) -> Shards:
+    """Reads the units in parallel, at most `limit` bytes of them on their way to a device at any time."""
+    shards: Shards = {}
+    workers = max(2, min(_WORKERS, os.cpu_count() or 1))
+    names = [entry.file for unit in units for entry in unit.leaf.entries if entry.offset is not None]
+    with Files(index.place, list(dict.fromkeys(names)), workers) as files:
+        with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
+            flight = _Flight(pool, limit, bar, shards)
+            try:
+                for unit in units:
+                    flight.admit(unit, lambda memory, unit=unit: _tasks(files, index.place, unit, memory))
+                flight.land(0)
+            finally:
+                # After an error, what has not begun must not begin.
+                pool.shutdown(wait=True, cancel_futures=True)
+    return shards
+
+
+class _Flight:
+    """The units being read: admitted in order while they fit, landed as they finish."""
+
+    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, shards: Shards):
+        self._pool, self._limit, self._bar, self._shards = pool, limit, bar, shards
+        self._open: dict[concurrent.futures.Future[int], int] = {}
+        self._units: dict[int, tuple[_Unit, list[np.ndarray], int]] = {}
+        self._staging_bytes, self._count = 0, 0
+
+    def admit(self, unit: _Unit, tasks: Callable[[list[np.ndarray]], Iterator[Task]]) -> None:
+        while self._open and (self._staging_bytes + unit.staging_bytes > self._limit or len(self._open) > 256):
+            self._land_one()
+        memory = buffers(unit.boxes, unit.leaf.dtype)
+        key, self._count = self._count, self._count + 1
+        futures = [self._pool.submit(task) for task in tasks(memory)]
+        self._staging_bytes += unit.staging_bytes
+        self._units[key] = (unit, memory, len(futures))
+        self._open.update(dict.fromkeys(futures, key))
+        if not futures:
+            self._finish(key)
+
+    def land(self, at_most: int) -> None:
+        while len(self._open) > at_most:
+            self._land_one()
+
+    def _land_one(self) -> None:
+        done, _ = concurrent.futures.wait(self._open, return_when=concurrent.futures.FIRST_COMPLETED)
+        for future in done:
+            key = self._open.pop(future)
+            self._bar.advance(future.result())
+            unit, memory, left = self._units[key]
+            self._units[key] = (unit, memory, left - 1)
+            if left == 1:
+                self._finish(key)
+
+    def _finish(self, key: int) -> None:
+        unit, memory, _ = self._units.pop(key)
+        _check_bools(unit.leaf, memory)
+        held = self._shards.setdefault(unit.number, {})
+        for box, filled, devices in zip(unit.boxes, memory, unit.devices, strict=True):
+            # Where the memory is only a stop on the way, it must be gone before more is admitted.
+            placed = [] if not unit.staging_bytes else _moved(filled, devices, unit.leaf)
+            held[box] = (np.empty(0) if placed else filled, placed)
+        self._staging_bytes -= unit.staging_bytes
+
+
+def _moved(filled: np.ndarray, devices: tuple[Any, ...], leaf: Wanted) -> list[Any]:
+    kind = leaf.sharding.memory_kind
+    arrays = [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
+    return jax.block_until_ready(arrays)
+
+
+def _check_bools(leaf: Wanted, memory: list[np.ndarray]) -> None:
+    if leaf.dtype == np.dtype(bool) and any(filled.view(np.uint8).max(initial=0) > 1 for filled in memory):
+        raise CheckpointError(
+            f"leaf `{leaf.path}`: a boolean in the checkpoint is neither 0 nor 1; the file is damaged."
+        )
+
+
+def _tasks(files: Files, where: Place, unit: _Unit, memory: list[np.ndarray]) -> Iterator[Task]:
+    for fetch in fetches(unit.leaf, unit.boxes):
+        targets = _targets(unit.leaf, fetch, memory)
+        if fetch.entry.offset is None:
+            for box, target in zip(fetch.boxes, targets, strict=True):
+                yield _store_task(fetch.entry, where, box, target)
+            continue
+        in_place = all(t.dtype == fetch.entry.dtype and t.flags.c_contiguous for t in targets)
+        for batch in _batches(spans_of(fetch.entry, fetch.boxes, in_place)):
+            yield _file_task(files, fetch, batch, targets)
+
+
+def _file_task(files: Files, fetch: Fetch, batch: list[Span], targets: list[np.ndarray]) -> Task:
+    return lambda: files.read(fetch.entry, batch, fetch.boxes, targets)
+
+
+def _store_task(entry: ArrayEntry, where: Place, box: Box, target: np.ndarray) -> Task:
+    def task() -> int:
+        stores.Store(entry, where, 0).read_into(target, box)
+        return target.nbytes
+
+    return task
+
+
+def _targets(leaf: Wanted, fetch: Fetch, memory: list[np.ndarray]) -> list[np.ndarray]:
+    """The memory of a fetch's boxes, seen with the dimensions in the order that they have in the checkpoint."""
+    targets = []
+    for number, layer in fetch.homes:
+        filled = memory[number] if layer is None else memory[number][(layer, ...)]
+        targets.append(filled if leaf.order is None else filled.transpose(np.argsort(leaf.order)))
+    return targets
+
+
+def _batches(spans: Iterator[Span]) -> Iterator[list[Span]]:
+    batch: list[Span] = []
+    nbytes = 0
+    for span in spans:
+        batch.append(span)
+        nbytes += span.nbytes
+        # Short reads that skip far are counted by their calls, not by their bytes.
+        if nbytes >= RUN_BYTES or len(batch) >= 1024:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _assembled(leaf: Wanted, held: dict[Box, tuple[np.ndarray, list[Any]]]) -> jax.Array:
+    moved = [array for _, arrays in held.values() for array in arrays]
+    if moved:
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, moved)
+
+    def shard(index: Any) -> np.ndarray:
+        return held[tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))][0]
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard, dtype=leaf.dtype)

@@ -1,0 +1,57 @@
+"""Orbax directories: Orbax says what is in them; the arrays are zarr, in directories or in an OCDBT database."""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._errors import CheckpointError
+from . import _stores as stores
+from ._entry import ArrayEntry
+from ._files import Place, inside, require_tree_inside
+
+
+METADATA = "_METADATA"
+_STEP = "_CHECKPOINT_METADATA"
+
+
+def raise_if_step(where: Place, names: list[str]) -> None:
+    """A step of Orbax's CheckpointManager is no tree but holds some, each in a directory of its own."""
+    items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, METADATA))]
+    if items:
+        raise CheckpointError(
+            f"{where.directory!r} is a step of Orbax's CheckpointManager with the items {items}; name one, as in "
+            f"`read_index({os.path.join(where.directory, items[0])!r})`."
+        )
+
+
+def entries(where: Place) -> tuple[ArrayEntry, ...]:
+    """The arrays of an Orbax PyTree checkpoint; paths are its keys joined by "/"."""
+    import orbax.checkpoint as ocp
+
+    inside(where, METADATA)
+    require_tree_inside(where, where.directory)
+    try:
+        with ocp.PyTreeCheckpointer() as reader:
+            found = reader.metadata(where.directory)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise stores.unreadable(where.directory, error) from error
+    tree = found.item_metadata.tree
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    database = os.path.isfile(os.path.join(where.directory, stores.OCDBT_MANIFEST))
+    return tuple(_entry(where, path, leaf, database, found.item_metadata.use_zarr3) for path, leaf in leaves)
+
+
+def _entry(where: Place, path: Any, leaf: Any, database: bool, zarr3: bool) -> ArrayEntry:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    shape = getattr(leaf, "shape", None)
+    stored = str(leaf.dtype) if shape is not None else type(leaf).__name__
+    dtype = stores.dtype_named(stored) if shape is not None else None
+    storage = getattr(leaf, "storage", None)
+    chunks = tuple(storage.chunk_shape) if storage is not None and storage.chunk_shape is not None else None
+    driver = "zarr3" if zarr3 else "zarr"
+    file = where.directory if database else inside(where, leaf.name)
+    key = leaf.name if database else None
+    shape = None if shape is None else tuple(int(size) for size in shape)
+    return ArrayEntry(name, shape, dtype and np.dtype(dtype), file, stored, chunks=chunks, key=key, driver=driver)

@@ -1,0 +1,153 @@
+"""Filling host buffers from files: positioned reads straight into place where the bytes allow it."""
+
+import contextlib
+import mmap
+import os
+import queue
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._errors import CheckpointError
+from ._entry import ArrayEntry
+from ._files import Place, opened
+from ._spans import Box, Part, Span, spans, strides_of
+
+
+# Unwanted bytes between two wanted ones that cost more to read than a second read does.
+GAP_BYTES = 32 * 1024
+# Of a span that must be copied out; and of one that is read into place, which is as long as a task should be.
+COPY_BYTES = 4 * 1024 * 1024
+RUN_BYTES = 16 * 1024 * 1024
+_ALIGNMENT = 64
+_BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
+
+
+def buffers(boxes: Sequence[Box], dtype: Any) -> list[np.ndarray]:
+    """Uninitialised arrays of the boxes' shapes, aligned so that JAX takes them over on a CPU without a copy."""
+    dtype = np.dtype(dtype)
+    shapes = [tuple(stop - start for start, stop in box) for box in boxes]
+    sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape in shapes]
+    starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
+    memory = _memory(int(starts[-1]))
+    return [
+        memory[start : start + size].view(dtype).reshape(shape)
+        for start, size, shape in zip(starts[:-1].tolist(), sizes, shapes, strict=True)
+    ]
+
+
+def _memory(nbytes: int) -> np.ndarray:
+    if nbytes < 2**20:
+        raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        return raw[start : start + nbytes]
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages make first touching the memory several times cheaper; a kernel without them refuses.
+    with contextlib.suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
+
+
+class Files:
+    """The open files of one load, and the memory that its tasks copy through."""
+
+    def __init__(self, where: Place, names: Sequence[str], tasks: int):
+        self._where, self._names, self._tasks = where, names, tasks
+        self._descriptors: dict[str, int] = {}
+        self._scratch: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Files":
+        with contextlib.ExitStack() as stack:
+            for name in self._names:
+                self._descriptors[name] = stack.enter_context(opened(self._where, name))
+            self._stack = stack.pop_all()
+        for _ in range(self._tasks):
+            self._scratch.put(np.empty(COPY_BYTES, np.uint8))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def read(self, entry: ArrayEntry, todo: Sequence[Span], boxes: Sequence[Box], targets: Sequence[np.ndarray]) -> int:
+        """Reads spans of an array into `targets`, which have the shapes of `boxes`; the number of bytes read."""
+        descriptor, strides = self._descriptors[entry.file], strides_of(entry.shape or (), entry.dtype.itemsize)
+        scratch = self._scratch.get()
+        try:
+            for span in todo:
+                start = (entry.offset or 0) + span.offset
+                views = [part_of(targets[part.number], boxes[part.number], part.where) for part in span.parts]
+                if span.run and all(view.dtype == entry.dtype and view.flags.c_contiguous for view in views):
+                    _read(descriptor, [view.reshape(-1).view(np.uint8) for view in views], start, span.nbytes, entry)
+                    continue
+                memory = scratch if span.nbytes <= len(scratch) else np.empty(span.nbytes, np.uint8)
+                _read(descriptor, [memory[: span.nbytes]], start, span.nbytes, entry)
+                for view, part in zip(views, span.parts, strict=True):
+                    _copy(view, memory, entry, part, strides)
+        finally:
+            self._scratch.put(scratch)
+        return sum(span.nbytes for span in todo)
+
+
+def spans_of(entry: ArrayEntry, boxes: Sequence[Box], in_place: bool) -> Iterator[Span]:
+    """The reads that fetch `boxes` of an array in a file."""
+    run_bytes = RUN_BYTES if in_place else COPY_BYTES
+    return spans(
+        entry.shape or (),
+        entry.dtype.itemsize,
+        boxes,
+        gap_bytes=GAP_BYTES,
+        run_bytes=run_bytes,
+        copy_bytes=COPY_BYTES,
+    )
+
+
+def copied_out(views: Sequence[np.ndarray], span: Span, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The bytes of a span, gathered from what its parts hold."""
+    memory, strides = np.empty(span.nbytes, np.uint8), strides_of(shape, dtype.itemsize)
+    for view, part in zip(views, span.parts, strict=True):
+        extent = tuple(stop - start for start, stop in part.where)
+        kind = _BITS.get(dtype.itemsize, dtype)
+        np.ndarray(extent, kind, memory.data, part.offset, strides)[...] = view.view(kind)
+    return memory
+
+
+def part_of(target: np.ndarray, box: Box, where: Box) -> np.ndarray:
+    """The part `where` of an array that holds the box `box` of a larger one."""
+    index = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(where, box, strict=True))
+    return target[(*index, ...)]
+
+
+def _copy(view: np.ndarray, memory: np.ndarray, entry: ArrayEntry, part: Part, strides: tuple[int, ...]) -> None:
+    dtype = np.dtype(entry.dtype)
+    if view.dtype == dtype and dtype.itemsize in _BITS:
+        # numpy copies elements of the dtypes that it does not know itself one by one.
+        dtype = _BITS[dtype.itemsize]
+        view = view.view(dtype)
+    shape = tuple(stop - start for start, stop in part.where)
+    view[...] = np.ndarray(shape, dtype, memory.data, part.offset, strides)
+
+
+def _read(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: ArrayEntry) -> None:
+    done = os.preadv(descriptor, into, offset)
+    while 0 < done < nbytes:
+        more = os.preadv(descriptor, _rest(into, done), offset + done)
+        if not more:
+            break
+        done += more
+    if done < nbytes:
+        raise CheckpointError(
+            f"{entry.file!r} ends at byte {offset + done}, within array {entry.path!r}; it was cut off since its "
+            f"header "
+            "was read. Copy the whole file."
+        )
+
+
+def _rest(into: list[Any], done: int) -> list[Any]:
+    left = []
+    for piece in into:
+        if done < len(piece):
+            left.append(piece[done:])
+        done = max(0, done - len(piece))
+    return left

@@ -1,0 +1,173 @@
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from .._errors import PlanMismatchError
+from .._spec import entry_axes
+from . import _stores as stores
+from ._index import Index
+from ._reader import spans_of
+from ._spans import Box
+from ._wanted import Fetch, Rename, Wanted, as_box, box_bytes, fetches, wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessReads:
+    """What one process reads.
+
+    **Arguments:**
+
+    - `process_index`: of the process.
+    - `needed_bytes`: the bytes of its shards as the checkpoint stores them, replicas within the process once.
+    - `read_bytes`: the bytes that it reads for them (of stores of chunks: the chunks that they touch, uncompressed).
+    - `reads`: how many reads that takes.
+    """
+
+    process_index: int
+    needed_bytes: int
+    read_bytes: int
+    reads: int
+
+    @property
+    def excess_bytes(self) -> int:
+        """What is read and not needed."""
+        return self.read_bytes - self.needed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+    """What loading a checkpoint under a plan reads, process by process. Made by `plan_reads`."""
+
+    processes: tuple[ProcessReads, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of all processes together."""
+        return sum(process.needed_bytes for process in self.processes)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of all processes together."""
+        return sum(process.read_bytes for process in self.processes)
+
+    @property
+    def excess_bytes(self) -> int:
+        """What all processes together read and do not need."""
+        return self.read_bytes - self.needed_bytes
+
+    def __str__(self) -> str:
+        lines = [f"{'process':>8} {'needed':>16} {'read':>16} {'in excess':>16} {'reads':>10}"]
+        for process in self.processes:
+            lines.append(
+                f"{process.process_index:>8} {process.needed_bytes:>16,} {process.read_bytes:>16,} "
+                f"{process.excess_bytes:>16,} {process.reads:>10,}"
+            )
+        return "\n".join(lines)
+
+
+def plan_reads(
+    index: Index, plan: Any, *, rename: Rename = None, dtype: Any = None, processes: int | None = None
+) -> ReadPlan:
+    """What `load` would read, byte by byte, from headers alone; no file is opened and no device is needed.
+
+    **Arguments:**
+
+    - `index`, `plan`, `rename`, `dtype`: as in `load`; the plan need not have devices.
+    - `processes`: for a plan without devices: over how many processes its mesh is spread, each with as many devices,
+        consecutive in the mesh's order. By default 1. A plan on devices knows.
+
+    **Returns:**
+
+    A `ReadPlan`. Excess is what lies between the columns that a process needs and is too short to skip, and in stores
+    of chunks the rest of each chunk.
+
+    **Raises:**
+
+    As `load` does before it reads; `PlanMismatchError` for a number of processes that does not divide the mesh.
+
+    !!! Example
+
+        ```python
+        import tempfile
+        import numpy as np
+        from safetensors.numpy import save_file
+        import shardfx
+        from shardfx import MeshSpec, PathRules, checkpoint
+
+        directory = tempfile.mkdtemp()
+        save_file({"w": np.ones((64, 64), np.float32)}, f"{directory}/model.safetensors")
+        index = checkpoint.read_index(directory)
+        made = shardfx.plan(checkpoint.structs(index), MeshSpec({"fsdp": 8}), paths=PathRules.parse("w->fsdp"))
+        reads = checkpoint.plan_reads(index, made, processes=4)
+        assert [process.read_bytes for process in reads.processes] == [4096] * 4
+        ```
+    """
+    leaves, _ = wanted(index, plan, rename, dtype)
+    known: dict[Any, Mapping[int, tuple[int, int, int]]] = {}
+    totals: dict[int, list[int]] = {}
+    for leaf in leaves:
+        entry = leaf.entries[0]
+        key = (leaf.shape, leaf.sharding, leaf.order, len(leaf.entries), leaf.is_stacked, entry.dtype, entry.chunks)
+        if key not in known:
+            known[key] = _reads_of(leaf, processes)
+        for process, counts in known[key].items():
+            total = totals.setdefault(process, [0, 0, 0])
+            totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
+    return ReadPlan(tuple(ProcessReads(process, *totals[process]) for process in sorted(totals)))
+
+
+def _reads_of(leaf: Wanted, processes: int | None) -> Mapping[int, tuple[int, int, int]]:
+    """Per process the bytes needed, the bytes read, and the reads."""
+    found = {}
+    for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
+        needed = read = count = 0
+        for fetch in fetches(leaf, boxes):
+            needed += sum(box_bytes(box, fetch.entry.dtype) for box in fetch.boxes)
+            for nbytes in _sizes(fetch, leaf):
+                read, count = read + nbytes, count + 1
+        found[process] = (needed, read, count)
+    return found
+
+
+def _sizes(fetch: Fetch, leaf: Wanted) -> list[int]:
+    if fetch.entry.offset is None:
+        return [stores.chunk_bytes(fetch.entry, box) for box in fetch.boxes]
+    in_place = leaf.dtype == fetch.entry.dtype and leaf.order in (None, tuple(range(len(fetch.entry.shape or ()))))
+    return [span.nbytes for span in spans_of(fetch.entry, fetch.boxes, in_place)]
+
+
+def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
+    """Per process the different boxes of an array that its devices hold."""
+    held: dict[int, dict[Box, None]] = {}
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        count, sizes = processes or 1, dict(sharding.mesh.shape)
+        if sharding.mesh.size % count:
+            raise PlanMismatchError(
+                f"{count} processes cannot each have as many of the {sharding.mesh.size} devices of the mesh; give a "
+                "number that divides it."
+            )
+        for position, box in enumerate(_abstract_boxes(shape, sharding, sizes)):
+            held.setdefault(position * count // sharding.mesh.size, {})[box] = None
+    else:
+        for device, index in sharding.devices_indices_map(shape).items():
+            if index is not None:
+                held.setdefault(device.process_index, {})[as_box(index, shape)] = None
+    return {process: tuple(boxes) for process, boxes in held.items()}
+
+
+def _abstract_boxes(shape: tuple[int, ...], sharding: NamedSharding, sizes: Mapping[str, int]) -> list[Box]:
+    """Per position in the mesh, in row-major order, the box of an array there."""
+    sharding.shard_shape(shape)
+    coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
+    columns = []
+    for dim, size in enumerate(shape):
+        axes = entry_axes(sharding.spec.partitions[dim]) if dim < len(sharding.spec.partitions) else ()
+        number, count = np.zeros(sharding.mesh.size, np.int64), 1
+        for axis in axes:
+            number, count = number * sizes[axis] + coordinates[axis], count * sizes[axis]
+        step = size // count
+        columns.append([(start, start + step) for start in (number * step).tolist()])
+    return list(zip(*columns, strict=True)) if columns else [()] * sharding.mesh.size

@@ -1,0 +1,336 @@
+import concurrent.futures
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._content import check_columns
+from .._errors import CheckpointError, LeafTypeError
+from .._plan import ShardPlan
+from .._tree import flatten
+from . import _agree as agree, _safetensors as safetensors
+from ._files import inside, place, read_json
+from ._index import read_index
+from ._progress import Progress
+from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
+from ._spans import Box, spans, whole
+from ._wanted import as_box
+
+
+PLAN = "plan.json"
+PLAN_KEY = "shardfx.plan"
+_FILE_BYTES = 5 * 10**9
+_WORKERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One array to write: its pieces in this process, and where it goes."""
+
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+    dtype: Any
+    value: Any
+    file: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    plan: ShardPlan,
+    *,
+    overwrite: bool = False,
+    file_bytes: int = _FILE_BYTES,
+    progress: bool | None = None,
+) -> None:
+    """Writes the arrays of a tree as safetensors, together with their plan.
+
+    Everything is written under a temporary name beside `path`, flushed to the disk, and renamed at the end: whoever is
+    killed on the way leaves what was there as it was, and of two writers one gets an error. On many processes all must
+    call this, and `path` must be on a file system that they share; each writes its replica-0 shards.
+
+    **Arguments:**
+
+    - `path`: the directory to make, which must not exist; or a file that ends in `.safetensors`.
+    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes.
+    - `plan`: its plan. The arrays are written as they are placed, whether that is by this plan or not.
+    - `overwrite`: replace the file, at once and as a whole, if it exists. A directory cannot be replaced so: save
+        to a new name, then remove the old one.
+    - `file_bytes`: a directory gets a further file where one would get larger than this.
+    - `progress`: whether to show a line on stderr; by default if that is a terminal.
+
+    **Raises:**
+
+    `PlanMismatchError` if the tree is not the planned one; `LeafTypeError` for a dtype that safetensors cannot hold;
+    `CheckpointError` if `path` exists, or another process failed; `OSError` with the path where the disk is full or
+    cannot be written. What was at `path` before is there after any of them.
+
+    !!! Example
+
+        ```python
+        import tempfile
+        import jax
+        import jax.numpy as jnp
+        import shardfx
+        from shardfx import MeshSpec, PathRules, checkpoint
+
+        tree = {"w": jnp.ones((64, 8), jnp.bfloat16)}
+        made = shardfx.plan(tree, MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules.parse("w->fsdp"))
+        directory = tempfile.mkdtemp() + "/step-1"
+        checkpoint.save(directory, shardfx.shard(tree, made), made)
+        assert checkpoint.saved_plan(directory).digest == made.digest
+        ```
+    """
+    path = os.path.abspath(os.fspath(path))
+    leaves = _leaves(tree, plan)
+    is_file = path.endswith(".safetensors")
+    _require_free(path, is_file, overwrite)
+    group = agree.processes_of([value for _, value in leaves])
+    staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{group.token()}")
+    extra = {PLAN_KEY: plan.to_json()} if is_file else {PLAN_KEY: plan.digest}
+    headers, tensors = _layout(leaves, staging, extra, None if is_file else file_bytes)
+    try:
+        with group.together(path):
+            if group.is_first:
+                _require_space(path, headers)
+                _begin(staging, headers, None if is_file else plan.to_json())
+        with group.together(path):
+            _write_all(tensors, Progress("saving", sum(tensor.nbytes for tensor in tensors), progress), group.is_first)
+        with group.together(path):
+            if group.is_first:
+                _commit(staging, path, is_file, overwrite)
+    finally:
+        # After a commit nothing has this name any more.
+        if group.is_first:
+            _remove(staging)
+
+
+def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
+    """The plan that `save` wrote with a checkpoint.
+
+    **Arguments:**
+
+    - `path`: as given to `save`.
+    - `like`: as in [`shardfx.ShardPlan.from_json`][].
+
+    **Returns:**
+
+    The plan, without devices; put it on some with [`shardfx.ShardPlan.on`][].
+
+    **Raises:**
+
+    `CheckpointError` if there is none, `PlanFormatError` if it is damaged.
+    """
+    path = os.fspath(path)
+    if os.path.isdir(path):
+        where = place(path, None)
+        # Read as JSON that nobody vouches for first, then by the plan's own reader.
+        return ShardPlan.from_json(json.dumps(read_json(where, inside(where, PLAN))), like)
+    text = read_index(path).metadata.get(PLAN_KEY)
+    if text is None:
+        raise CheckpointError(f"{path!r} was not written by `checkpoint.save`: its header holds no plan.")
+    return ShardPlan.from_json(text, like)
+
+
+def _leaves(tree: Any, plan: ShardPlan) -> list[tuple[str, Any]]:
+    flat = flatten(tree)
+    check_columns(plan.content, flat.paths, flat.leaves, flat.is_array)
+    planned = {leaf.path for leaf in plan.leaves}
+    found = [
+        (path, leaf)
+        for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True)
+        if shaped and path in planned
+    ]
+    for path, leaf in found:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to save.")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise LeafTypeError(f"leaf `{path}` holds PRNG keys; save `jax.random.key_data(keys)`, and its plan.")
+        if safetensors.stored_name(leaf.dtype) is None:
+            raise LeafTypeError(f"leaf `{path}` is {leaf.dtype}, which safetensors cannot hold; cast it before saving.")
+    paths = [path for path, _ in found]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise CheckpointError(f"two leaves have the path `{twice}`; a checkpoint needs one name for each array.")
+    return found
+
+
+def _require_free(path: str, is_file: bool, overwrite: bool) -> None:
+    if is_file and overwrite and not os.path.isdir(path):
+        return
+    if os.path.lexists(path):
+        hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
+        raise CheckpointError(f"{path!r} exists, and nothing was changed; {hint}, or remove it first.")
+
+
+def _layout(
+    leaves: list[tuple[str, Any]], staging: str, extra: dict[str, str], file_bytes: int | None
+) -> tuple[dict[str, tuple[bytes, int, list[str]]], list[_Tensor]]:
+    """Per file its header, its size and its tensors' names; and where each tensor goes. The same on every process."""
+    groups: list[list[tuple[str, Any]]] = [[]]
+    filled = 0
+    for path, value in leaves:
+        if groups[-1] and file_bytes is not None and filled + value.nbytes > file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append((path, value))
+        filled += value.nbytes
+    headers, tensors = {}, []
+    for number, group in enumerate(groups):
+        file = staging if file_bytes is None else os.path.join(staging, _file_name(number, len(groups)))
+        rows = [(name, str(safetensors.stored_name(v.dtype)), tuple(v.shape), _nbytes(v)) for name, v in group]
+        other = {name: np.dtype(v.dtype).name for name, v in group if v.dtype not in safetensors.NAMES}
+        metadata = extra | ({safetensors.DTYPES_KEY: json.dumps(other)} if other else {})
+        header, offsets = safetensors.write_header(rows, metadata)
+        headers[file] = (header, len(header) + sum(row[3] for row in rows), [name for name, _ in group])
+        tensors += [
+            _Tensor(name, stored, shape, np.dtype(value.dtype), value, file, offset)
+            for (name, stored, shape, _), offset, (_, value) in zip(rows, offsets, group, strict=True)
+        ]
+    return headers, tensors
+
+
+def _nbytes(value: Any) -> int:
+    return int(np.prod(value.shape, dtype=np.int64)) * np.dtype(value.dtype).itemsize
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _require_space(path: str, headers: dict[str, tuple[bytes, int, list[str]]]) -> None:
+    needed = sum(size for _, size, _ in headers.values())
+    parent = os.path.dirname(path)
+    os.makedirs(parent, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        message = f"saving takes {needed} bytes and {free} are free; nothing was written. Free some, or save elsewhere"
+        raise OSError(errno.ENOSPC, message, path)
+
+
+def _begin(staging: str, headers: dict[str, tuple[bytes, int, list[str]]], plan: str | None) -> None:
+    """Makes the files in their full size, with everything that is no array."""
+    if plan is not None:
+        os.mkdir(staging)
+        _write_file(os.path.join(staging, PLAN), plan.encode())
+    for file, (header, size, _) in headers.items():
+        _write_file(file, header, size)
+    if len(headers) > 1:
+        weight_map = {name: os.path.basename(file) for file, (_, _, names) in headers.items() for name in names}
+        total = sum(size - len(header) for header, size, _ in headers.values())
+        content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        _write_file(os.path.join(staging, "model.safetensors.index.json"), content.encode())
+
+
+def _write_file(file: str, data: bytes, size: int | None = None) -> None:
+    with open(file, "xb") as out:
+        out.write(data)
+        if size is not None:
+            out.truncate(size)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _write_all(tensors: list[_Tensor], bar: Progress, is_first: bool) -> None:
+    descriptors: dict[str, int] = {}
+    try:
+        for tensor in tensors:
+            if tensor.file not in descriptors:
+                descriptors[tensor.file] = os.open(tensor.file, os.O_WRONLY | os.O_CLOEXEC)
+        with concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save") as pool:
+            futures = [pool.submit(_write, descriptors[tensor.file], tensor, is_first) for tensor in tensors]
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    bar.advance(future.result())
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    bar.end()
+
+
+def _pieces(tensor: _Tensor, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+    if not isinstance(tensor.value, jax.Array):
+        if is_first:
+            yield whole(tensor.shape), np.ascontiguousarray(tensor.value).reshape(tensor.shape)
+        return
+    for shard in tensor.value.addressable_shards:
+        if shard.replica_id == 0:
+            yield as_box(shard.index, tensor.shape), np.asarray(shard.data)
+
+
+def _write(descriptor: int, tensor: _Tensor, is_first: bool) -> int:
+    pieces = list(_pieces(tensor, is_first))
+    boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
+    written = 0
+    # A gap of one byte belongs to another process already.
+    limits = {"gap_bytes": 1, "run_bytes": RUN_BYTES, "copy_bytes": COPY_BYTES}
+    for span in spans(tensor.shape, tensor.dtype.itemsize, boxes, **limits):
+        views = [part_of(values[part.number], boxes[part.number], part.where) for part in span.parts]
+        if span.run and all(view.flags.c_contiguous for view in views):
+            out = [view.reshape(-1).view(np.uint8) for view in views]
+        else:
+            out = [copied_out(views, span, tensor.shape, tensor.dtype)]
+        _write_at(descriptor, out, tensor.offset + span.offset)
+        written += span.nbytes
+    return written
+
+
+def _write_at(descriptor: int, data: list[np.ndarray], offset: int) -> None:
+    for piece in data:
+        left = memoryview(piece.data)
+        while len(left):
+            done = os.pwrite(descriptor, left, offset)
+            left, offset = left[done:], offset + done
+
+
+def _commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:
+    parent = os.path.dirname(path)
+    try:
+        if not is_file:
+            _sync_directory(staging)
+            os.rename(staging, path)
+        elif overwrite:
+            os.replace(staging, path)
+        else:
+            # Unlike a rename, a link never replaces what another writer has put there meanwhile.
+            os.link(staging, path)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise CheckpointError(
+                f"{path!r} appeared while this was saving, from another writer, and stays as it is; save to another "
+                f"name."
+            ) from error
+        raise
+    _sync_directory(parent)
+
+
+def _sync_directory(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(staging: str) -> None:
+    if os.path.isdir(staging):
+        shutil.rmtree(staging, ignore_errors=True)
+    elif os.path.exists(staging):
+        os.unlink(staging)

@@ -1,0 +1,162 @@
+"""Arrays in chunks: zarr directories and OCDBT databases. Their metadata is JSON; their values are tensorstore's."""
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import CheckpointError
+from ._entry import ArrayEntry
+from ._files import Place, inside, parsed_json, read_json, require_tree_inside
+
+
+OCDBT_MANIFEST = "manifest.ocdbt"
+METADATA = {".zarray": "zarr", "zarr.json": "zarr3"}
+_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int4", "uint4"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e8m0fnu"),
+    *("float8_e3m4", "float8_e4m3"),
+)
+
+
+def dtype_named(text: str) -> Any:
+    """The dtype that a zarr or eformer metadata file names, if JAX has it."""
+    if not re.fullmatch(r"[<>|]?[a-z0-9_]{1,20}", text):
+        return None
+    if text in _DTYPES:
+        return jnp.dtype(text)
+    if text[0] not in "<>|":
+        return None
+    try:
+        name = np.dtype(text).name
+    except TypeError:
+        return None
+    return np.dtype(name) if name in _DTYPES else None
+
+
+def is_sizes(values: Any) -> bool:
+    """Whether `values` is a list of non-negative integers that a 64-bit size can hold."""
+    return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)
+
+
+def with_group(entry: ArrayEntry, group: str | None) -> ArrayEntry:
+    """`entry`, listed under the prefix `group`."""
+    return dataclasses.replace(entry, group=group)
+
+
+def zarr_entries(where: Place) -> tuple[ArrayEntry, ...]:
+    """Every zarr array, version 2 or 3, in or below the directory; by path."""
+    found = []
+    for directory, directories, files in os.walk(where.directory):
+        directories.sort()
+        for name in METADATA:
+            if name in files:
+                path = os.path.relpath(directory, where.directory).replace(os.sep, "/")
+                entry = array_entry(where, path, directory, name)
+                if entry.shape is not None:
+                    found.append(entry)
+    return tuple(found)
+
+
+def array_entry(where: Place, path: str, directory: str, name: str) -> ArrayEntry:
+    """The array whose metadata file `name` lies in `directory`; a zarr group has no shape."""
+    relative = os.path.relpath(os.path.join(directory, name), where.directory)
+    real = inside(where, relative)
+    return _described(path, directory, read_json(where, real), METADATA[name], repr(real))
+
+
+def _described(path: str, file: str, content: Any, driver: str, where: str) -> ArrayEntry:
+    if driver == "zarr3" and isinstance(content, dict) and content.get("node_type") == "group":
+        return ArrayEntry(path, None, None, file, "group", driver=driver)
+    shape, stored, chunks = _fields(content, driver)
+    if not is_sizes(shape) or not is_sizes(chunks) or len(chunks) != len(shape) or not all(chunks):
+        raise CheckpointError(f"{where} describes no zarr array: its shape and chunks must be lists of as many sizes.")
+    if not isinstance(stored, str):
+        stored = str(stored)[:80]
+    return ArrayEntry(path, tuple(shape), dtype_named(stored), file, stored, chunks=tuple(chunks), driver=driver)
+
+
+def _fields(content: Any, driver: str) -> tuple[Any, Any, Any]:
+    if not isinstance(content, dict):
+        return None, None, None
+    if driver == "zarr":
+        return content.get("shape"), content.get("dtype"), content.get("chunks")
+    grid = content.get("chunk_grid")
+    configuration = grid.get("configuration") if isinstance(grid, dict) else None
+    chunks = configuration.get("chunk_shape") if isinstance(configuration, dict) else None
+    return content.get("shape"), content.get("data_type"), chunks
+
+
+def ocdbt_entries(where: Place) -> tuple[ArrayEntry, ...]:
+    """Every zarr array in the OCDBT database of the directory; by key."""
+    import tensorstore as ts
+
+    require_tree_inside(where, where.directory)
+    try:
+        store = ts.KvStore.open(ocdbt(where.directory)).result()
+        keys = sorted(key.decode() for key in store.list().result())
+        found = []
+        for key in keys:
+            path, _, name = key.rpartition("/")
+            if name in METADATA:
+                content = parsed_json(store.read(key).result().value, f"{key!r} in {where.directory!r}")
+                entry = _described(path, where.directory, content, METADATA[name], f"{key!r} in {where.directory!r}")
+                found.append(dataclasses.replace(entry, key=path))
+    except (ValueError, OSError) as error:
+        raise unreadable(where.directory, error) from error
+    return tuple(entry for entry in found if entry.shape is not None)
+
+
+def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
+    """tensorstore's spec of a key in the database of a directory."""
+    base = {"driver": "file", "path": f"{directory}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{key}/" if key else ""}
+
+
+def unreadable(what: str, error: Exception) -> CheckpointError:
+    """The error for what a library could not read; its own text may be many lines long."""
+    return CheckpointError(f"checkpoint {what!r} cannot be read: {str(error).splitlines()[0][:300]}")
+
+
+class Store:
+    """An open array of chunks."""
+
+    def __init__(self, entry: ArrayEntry, where: Place, cache_bytes: int):
+        import tensorstore as ts
+
+        self._ts, self._entry = ts, entry
+        require_tree_inside(where, entry.file)
+        kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
+        context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+        try:
+            spec = {"driver": entry.driver, "kvstore": kvstore}
+            self._array = ts.open(spec, open=True, read=True, context=context).result()
+        except (ValueError, OSError) as error:
+            raise unreadable(f"{entry.file}, array {entry.path}", error) from error
+        if tuple(self._array.shape) != entry.shape:
+            raise CheckpointError(f"array {entry.path!r} has changed its shape since its metadata was read.")
+
+    def read_into(self, out: np.ndarray, box: tuple[tuple[int, int], ...]) -> None:
+        """Fills `out`, which has the shape of the box, casting to its dtype."""
+        index = tuple(slice(start, stop) for start, stop in box)
+        source = self._array[index] if index else self._array
+        if source.dtype.numpy_dtype != out.dtype:
+            source = self._ts.cast(source, self._ts.dtype(out.dtype))
+        try:
+            target = self._ts.array(out, copy=False)
+            target.write(source[self._ts.d[:].translate_to[0]] if index else source).result()
+        except (ValueError, OSError) as error:
+            raise unreadable(f"{self._entry.file}, array {self._entry.path}", error) from error
+
+
+def chunk_bytes(entry: ArrayEntry, box: tuple[tuple[int, int], ...]) -> int:
+    """Bytes, uncompressed, of the chunks that a box touches, cut at the end of the array."""
+    count = 1
+    for (start, stop), chunk, size in zip(box, entry.chunks or (), entry.shape or (), strict=True):
+        count *= min(-(-stop // chunk) * chunk, size) - start // chunk * chunk if stop > start else 0
+    return count * np.dtype(entry.dtype).itemsize if math.prod(stop - start for start, stop in box) else 0

@@ -1,0 +1,231 @@
+"""What a plan asks of a checkpoint: per leaf the arrays it is made of, and the boxes that this process holds."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from .._errors import CheckpointError, PlanMismatchError, UnknownPathError
+from .._plan import ShardPlan
+from .._tree import flatten
+from ._entry import ArrayEntry
+from ._index import Index, struct
+from ._spans import Box
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+    """Where a leaf's values are in a checkpoint, if not in one array of the leaf's own shape.
+
+    **Arguments:**
+
+    - `names`: the array's name; or a tuple of names, whose arrays are stacked along a new first dimension, as a model
+        that scans over its layers has them.
+    - `transpose`: the order in which the dimensions of (each of) the arrays become the leaf's, as in `numpy.transpose`:
+        `(1, 0)` for the weights that torch keeps as `[out, in]`.
+
+    !!! Example
+
+        ```python
+        from shardfx import checkpoint
+
+        checkpoint.Take(tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(32)), transpose=(1, 0))
+        ```
+    """
+
+    names: str | tuple[str, ...]
+    transpose: tuple[int, ...] | None = None
+
+
+Rename = Mapping[str, str | Take] | Callable[[str], str | Take] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One leaf: what it will be, and what it is made of."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    entries: tuple[ArrayEntry, ...]
+    order: tuple[int, ...] | None
+    is_stacked: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetch:
+    """Boxes of one array, in the array's own order of dimensions, and where each belongs.
+
+    **Arguments:**
+
+    - `entry`: the array.
+    - `boxes`: different parts of it.
+    - `homes`: per box the number of the leaf's box that it is part of, and its index in the stack.
+    """
+
+    entry: ArrayEntry
+    boxes: tuple[Box, ...]
+    homes: tuple[tuple[int, int | None], ...]
+
+
+def leaves_of(plan: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The planned arrays as (path, struct with a sharding), and a function from their values to the tree."""
+    tree = plan.structs if isinstance(plan, ShardPlan) else plan
+    flat = flatten(tree)
+    problems = [
+        path
+        for path, leaf, is_array in zip(flat.paths, flat.leaves, flat.is_array, strict=True)
+        if not is_array or not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None
+    ]
+    if problems:
+        raise PlanMismatchError(
+            f"`load` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf `{problems[0]}` is "
+            "none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
+        )
+    return list(zip(flat.paths, flat.leaves, strict=True)), lambda values: jax.tree.unflatten(flat.treedef, values)
+
+
+def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wanted], Any]:
+    """What each leaf of the plan is made of; every leaf that cannot be read is named in one error."""
+    leaves, rebuild = leaves_of(plan)
+    found, problems = [], []
+    for path, leaf in leaves:
+        try:
+            found.append(_wanted(index, path, leaf, _take(rename, path), dtype))
+        except (CheckpointError, UnknownPathError) as error:
+            problems.append(f"leaf `{path}`: {error}")
+    if problems:
+        shown = "\n  ".join(problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(
+            f"{len(problems)} of {len(leaves)} leaves cannot be read from {index.directory!r}; nothing was read:\n"
+            f"  {shown}{more}"
+        )
+    return found, rebuild
+
+
+def _take(rename: Rename, path: str) -> Take:
+    if rename is None:
+        return Take(path)
+    found = rename.get(path, path) if isinstance(rename, Mapping) else rename(path)
+    if isinstance(found, str):
+        return Take(found)
+    if not isinstance(found, Take):
+        raise CheckpointError(
+            f"`rename` gives {found!r}; it must give a name in the checkpoint, or a `checkpoint.Take`."
+        )
+    return found
+
+
+def _wanted(index: Index, path: str, leaf: Any, take: Take, dtype: Any) -> Wanted:
+    is_stacked = not isinstance(take.names, str)
+    names = (take.names,) if isinstance(take.names, str) else take.names
+    entries = tuple(index[name] for name in names)
+    if not entries:
+        raise CheckpointError("`Take(())` names no array; give at least one name.")
+    given = [struct(entry, index) for entry in entries]
+    shapes = {one.shape for one in given}
+    if len(shapes) > 1:
+        raise CheckpointError(f"the arrays to stack have different shapes, {sorted(shapes)}.")
+    shape, order = given[0].shape, take.transpose
+    if order is not None:
+        if sorted(order) != list(range(len(shape))):
+            raise CheckpointError(f"`transpose={order}` is no order of the {len(shape)} dimensions of {names[0]!r}.")
+        shape = tuple(shape[dim] for dim in order)
+    shape = (len(entries), *shape) if is_stacked else shape
+    if shape != tuple(leaf.shape):
+        raise CheckpointError(
+            f"{_named(names)} gives shape {shape}, but the plan has {tuple(leaf.shape)}"
+            + (
+                f"; torch keeps weights as [out, in]: `Take({names[0]!r}, transpose=(1, 0))`."
+                if shape[::-1] == tuple(leaf.shape) and len(shape) == 2
+                else "; plan from the checkpoint's own shapes with `checkpoint.structs(index)`."
+            )
+        )
+    to = _dtype(leaf.dtype, [one.dtype for one in given], dtype, _named(names))
+    return Wanted(path, shape, to, leaf.sharding, entries, order, is_stacked)
+
+
+def _named(names: Sequence[str]) -> str:
+    return repr(names[0]) if len(names) == 1 else f"the stack of {names[0]!r} to {names[-1]!r}"
+
+
+def _dtype(planned: Any, stored: list[Any], asked: Any, what: str) -> Any:
+    """The dtype that a leaf gets: nothing is cast that was not asked for."""
+    both = all(jnp.issubdtype(one, jnp.floating) for one in (*stored, planned))
+    if asked == "plan":
+        to = planned
+    elif asked is not None and both:
+        to = jnp.dtype(asked)
+    else:
+        to = planned
+        different = [one for one in stored if one != planned]
+        if different:
+            raise CheckpointError(
+                f'{what} is {different[0]}, but the plan has {planned}; pass `dtype="plan"` to cast to the plan\'s '
+                "dtypes, or `dtype=...` for all floating-point arrays."
+            )
+    if jax.dtypes.canonicalize_dtype(to) != to:
+        raise CheckpointError(
+            f'{what} would be {to}, which JAX holds only under `jax.config.update("jax_enable_x64", True)`; set it, or '
+            'plan a 32-bit dtype and pass `dtype="plan"`.'
+        )
+    if any(_is_complex(one) and not _is_complex(to) for one in stored):
+        raise CheckpointError(f"{what} is complex and would be cast to {to}; its imaginary part would be lost.")
+    return np.dtype(to)
+
+
+def _is_complex(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def require_devices(shardings: Iterable[Sharding]) -> None:
+    """Raises for a sharding that lies on an AbstractMesh."""
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+            raise PlanMismatchError(
+                "the plan has no devices, so there is nowhere to load to; put it on some: "
+                "`plan.on(plan.mesh.build(jax.devices()))`."
+            )
+
+
+def boxes_here(shape: tuple[int, ...], sharding: Sharding) -> dict[Any, Box]:
+    """Per device of this process, the box of an array that it holds."""
+    found = sharding.addressable_devices_indices_map(shape)
+    return {device: as_box(index, shape) for device, index in found.items() if index is not None}
+
+
+def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """JAX's tuple of slices as a box."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def fetches(leaf: Wanted, boxes: Sequence[Box]) -> list[Fetch]:
+    """Which boxes of which arrays fill `boxes` of a leaf."""
+    rank = len(leaf.shape) - leaf.is_stacked
+    order = leaf.order or tuple(range(rank))
+    # Dimension `order[i]` of the array is dimension `i` of the leaf.
+    back = tuple(order.index(dim) for dim in range(rank))
+    made = []
+    for layer, entry in enumerate(leaf.entries):
+        parts, homes = [], []
+        for number, box in enumerate(boxes):
+            if leaf.is_stacked and not box[0][0] <= layer < box[0][1]:
+                continue
+            inner = box[1:] if leaf.is_stacked else box
+            parts.append(tuple(inner[dim] for dim in back))
+            homes.append((number, layer - box[0][0] if leaf.is_stacked else None))
+        if parts:
+            made.append(Fetch(entry, tuple(parts), tuple(homes)))
+    return made
+
+
+def box_bytes(box: Box, dtype: Any) -> int:
+    """Bytes of a box in memory."""
+    return math.prod(stop - start for start, stop in box) * np.dtype(dtype).itemsize
