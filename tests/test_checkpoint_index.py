@@ -1,0 +1,294 @@
+"""Reading what a checkpoint holds: every safetensors layout, and files that want to do harm."""
+
+import json
+import os
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import shardfx
+from shardfx import MeshSpec, PathRules, UnknownPathError, checkpoint
+from shardfx._errors import CheckpointError
+from shardfx.checkpoint._files import inside, opened, place
+from shardfx.checkpoint._safetensors import DTYPES, parse_header
+
+
+def raw_file(path, header, buffer=b"", length=None):
+    """A file with any header: a dict, or bytes."""
+    data = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(data) if length is None else length) + data + buffer)
+    return path
+
+
+def tensor(shape, offsets, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def set_of_files(directory, weight_map=None):
+    save_file({"a": np.ones((2, 2), np.float32)}, directory / "model-1.safetensors")
+    save_file({"b": np.ones(3, np.float32)}, directory / "model-2.safetensors")
+    weight_map = weight_map or {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def test_a_single_file_is_read_as_itself_and_by_its_directory(tmp_path):
+    arrays = {"w": np.ones((4, 2), jnp.bfloat16), "model.b": np.zeros(3, np.int8), "s": np.array(1.5)}
+    save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
+        index = checkpoint.read_index(path)
+        assert {e.path: (e.shape, e.dtype) for e in index.entries} == {
+            name: (array.shape, array.dtype) for name, array in arrays.items()
+        }
+        assert index.bytes_total == 16 + 3 + 8
+        assert index.metadata == {"format": "pt"}
+        assert index.format == "safetensors"
+
+
+def test_a_file_of_another_name_is_found_in_its_directory(tmp_path):
+    save_file({"w": np.ones(3)}, tmp_path / "weights.safetensors")
+    assert checkpoint.read_index(tmp_path)["w"].shape == (3,)
+
+
+def test_a_sharded_set_is_read_by_its_index_by_its_directory_and_without_an_index(tmp_path):
+    set_of_files(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        index = checkpoint.read_index(path)
+        assert [e.path for e in index.entries] == ["a", "b"]
+        assert os.path.basename(index["b"].file) == "model-2.safetensors"
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert [e.path for e in checkpoint.read_index(tmp_path).entries] == ["a", "b"]
+
+
+def test_every_dtype_of_the_format_has_its_size(tmp_path):
+    for name, (bits, dtype) in DTYPES.items():
+        nbytes = 8 * bits // 8
+        path = raw_file(tmp_path / "x.safetensors", {"x": tensor([8], [0, nbytes], name)}, bytes(nbytes))
+        entry = checkpoint.read_index(path)["x"]
+        assert entry.stored == name
+        assert entry.dtype == dtype
+        if dtype is not None:
+            assert np.dtype(dtype).itemsize * 8 == bits
+            assert entry.nbytes == nbytes
+
+
+def test_structs_are_what_a_plan_takes(tmp_path):
+    set_of_files(tmp_path)
+    tree = checkpoint.structs(checkpoint.read_index(tmp_path))
+    assert tree == {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    made = shardfx.plan(tree, MeshSpec({"x": 2}), paths=PathRules.parse(".*->x"))
+    assert made["a"].spec == jax.P("x")
+    assert made["b"].spec == jax.P()
+
+
+def test_structs_refuse_a_dtype_that_jax_lacks(tmp_path):
+    raw_file(tmp_path / "x.safetensors", {"w": tensor([2], [0, 1], "F4")}, b"\0")
+    index = checkpoint.read_index(tmp_path)
+    with pytest.raises(CheckpointError, match=r"array 'w' of checkpoint .* has no known dtype that JAX has .*F4"):
+        checkpoint.structs(index)
+
+
+def test_an_unknown_path_names_the_near_ones(tmp_path):
+    save_file({"layers.0.weight": np.ones(1)}, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    with pytest.raises(UnknownPathError, match=r"no array 'layer.0.weight'; did you mean 'layers.0.weight'\?"):
+        index["layer.0.weight"]
+    with pytest.raises(UnknownPathError, match=r"no array 'zzz'; it has 'layers.0.weight'"):
+        index["zzz"]
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint at .*absent"):
+        checkpoint.read_index(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="holds no checkpoint: no .safetensors file"):
+        checkpoint.read_index(tmp_path)
+
+
+HEADERS = {
+    "not JSON": (b"{nonsense", 0, "is no valid JSON"),
+    "not UTF-8": (b'{"\xff": 1}', 0, "is no valid JSON"),
+    "not an object": (b"[1]", 0, "is no JSON object"),
+    "nested without end": (b"[" * 100_000, 0, "nested too deeply"),
+    "a number of a million digits": (b'{"a": ' + b"1" * 1_000_000 + b"}", 0, "is no valid JSON"),
+    "NaN": (b'{"__metadata__": {"a": NaN}}', 0, "NaN is not JSON"),
+    "duplicate names": (
+        b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+        b' "a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        4,
+        "'a' occurs twice",
+    ),
+    "metadata is no strings": ({"__metadata__": {"a": 1}}, 0, "must map strings to strings"),
+    "a tensor that is no object": ({"a": 3}, 0, "must have exactly `dtype`, `shape` and `data_offsets`"),
+    "a missing field": ({"a": {"dtype": "F32"}}, 0, "must have exactly"),
+    "an unknown dtype": ({"a": tensor([1], [0, 4], "F31")}, 4, "dtype 'F31', which is none of BOOL"),
+    "a dtype that is no string": ({"a": tensor([1], [0, 4], ["F32"])}, 4, "which is none of"),
+    "a negative size": ({"a": tensor([-1], [0, 4])}, 4, "non-negative integers"),
+    "a fraction": ({"a": tensor([1.0], [0, 4])}, 4, "non-negative integers"),
+    "a boolean size": ({"a": tensor([True], [0, 4])}, 4, "non-negative integers"),
+    "one offset": ({"a": tensor([1], [0])}, 4, "the offsets two"),
+    "offsets backwards": ({"a": tensor([1], [4, 0])}, 4, "damaged or forged"),
+    "an absurd shape": ({"a": tensor([2**62, 2**62], [0, 4])}, 4, "damaged or forged"),
+    "a size beyond 64 bits": ({"a": tensor([2**70], [0, 4])}, 4, "below 2\\*\\*63"),
+    "a rank of thousands": ({"a": tensor([1] * 5000, [0, 4])}, 4, "at most 64 dimensions"),
+    "too few bytes for the shape": ({"a": tensor([2], [0, 4])}, 4, "needs 8 bytes"),
+    "an overlap": ({"a": tensor([2], [0, 8]), "b": tensor([1], [4, 8])}, 8, "'b' .* overlaps the one before it"),
+    "a hole": ({"a": tensor([1], [0, 4]), "b": tensor([1], [8, 12])}, 12, "'b' .* leaves a hole"),
+    "a hole at the start": ({"a": tensor([1], [4, 8])}, 8, "leaves a hole"),
+    "beyond the end": ({"a": tensor([2], [0, 8])}, 4, "take 8 bytes, but 4 follow"),
+    "bytes that belong to nobody": ({"a": tensor([1], [0, 4])}, 8, "take 4 bytes, but 8 follow"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_forged_header_is_refused(tmp_path, case):
+    header, buffer_bytes, message = HEADERS[case]
+    path = raw_file(tmp_path / "x.safetensors", header, bytes(buffer_bytes))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoint.read_index(path)
+    assert len(str(caught.value)) < 1000
+    assert "x.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [3, 2**20, 2**40, 2**64 - 1])
+def test_a_header_length_that_cannot_be(tmp_path, length):
+    path = raw_file(tmp_path / "x.safetensors", b"{}", length=length)
+    match = "claims a header of|is no valid JSON"
+    with pytest.raises(CheckpointError, match=match):
+        checkpoint.read_index(path)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 7, 8, 20, -1, -4])
+def test_a_truncated_file(tmp_path, kept):
+    save_file({"w": np.ones((4, 4), np.float32)}, tmp_path / "x.safetensors")
+    data = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(data[:kept])
+    with pytest.raises(CheckpointError, match="truncated|ends within its header|no valid JSON"):
+        checkpoint.read_index(tmp_path)
+
+
+def test_zero_sized_tensors_share_an_offset():
+    header = {"a": tensor([0, 3], [0, 0]), "b": tensor([1], [0, 4]), "c": tensor([0], [4, 4])}
+    found = parse_header(json.dumps(header).encode(), 4, "x")
+    assert {t.name: t.nbytes for t in found.tensors} == {"a": 0, "b": 4, "c": 0}
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a/../../x", "..", "\0", ""])
+def test_an_index_that_names_files_elsewhere(tmp_path, name):
+    set_of_files(tmp_path, {"a": name})
+    with pytest.raises(CheckpointError, match="not a relative path below the directory; nothing outside it is opened"):
+        checkpoint.read_index(tmp_path)
+
+
+def test_symbolic_links_that_leave_the_directory_are_not_followed(tmp_path):
+    outside, directory = tmp_path / "outside", tmp_path / "model"
+    outside.mkdir()
+    directory.mkdir()
+    save_file({"a": np.ones(1)}, outside / "blob")
+    (directory / "model.safetensors").symlink_to("../outside/blob")
+    with pytest.raises(CheckpointError, match=r"symbolic link that leaves the directory.*root='.*/outside'"):
+        checkpoint.read_index(directory)
+    # Whoever names the file, or the place that links may lead to, has decided.
+    for index in (
+        checkpoint.read_index(directory, root=outside),
+        checkpoint.read_index(directory / "model.safetensors"),
+    ):
+        assert index["a"].shape == (1,)
+    (directory / "linked").symlink_to("../outside")
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "linked/blob"}}))
+    with pytest.raises(CheckpointError, match="symbolic link that leaves"):
+        checkpoint.read_index(directory)
+
+
+def test_links_inside_the_directory_are_followed(tmp_path):
+    save_file({"a": np.ones(1)}, tmp_path / "real")
+    (tmp_path / "model.safetensors").symlink_to("real")
+    assert checkpoint.read_index(tmp_path)["a"].shape == (1,)
+
+
+def test_a_link_put_there_after_the_check_is_not_followed(tmp_path):
+    directory, outside = tmp_path / "model", tmp_path / "outside"
+    for made in (directory, outside, directory / "sub"):
+        made.mkdir()
+    (outside / "w").write_text("secret")
+    (directory / "sub" / "w").write_text("weights")
+    where = place(str(directory), None)
+    checked = inside(where, "sub/w")
+    (directory / "sub").rename(directory / "moved")
+    (directory / "sub").symlink_to(outside)
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        with opened(where, checked):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory"])
+def test_a_file_that_is_no_file_does_not_hang(tmp_path, kind):
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "a.safetensors")
+    else:
+        (tmp_path / "a.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        checkpoint.read_index(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    set_of_files(tmp_path)
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-2.safetensors' is missing"):
+        checkpoint.read_index(tmp_path)
+
+
+def test_an_index_that_is_wrong_about_its_files(tmp_path):
+    set_of_files(tmp_path, {"a": "model-2.safetensors"})
+    with pytest.raises(CheckpointError, match="says that tensor 'a' is in 'model-2.safetensors'"):
+        checkpoint.read_index(tmp_path)
+    for content in ("[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match="has no `weight_map`"):
+            checkpoint.read_index(tmp_path)
+
+
+def test_two_sets_and_two_owners_are_ambiguous(tmp_path):
+    set_of_files(tmp_path)
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="several safetensors sets"):
+        checkpoint.read_index(tmp_path)
+    for name in tmp_path.glob("*.json"):
+        name.unlink()
+    save_file({"b": np.ones(3)}, tmp_path / "model-3.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor 'b' is in '.*model-2.safetensors' and in '.*model-3"):
+        checkpoint.read_index(tmp_path)
+
+
+def test_an_index_of_a_size_that_no_index_has(tmp_path):
+    set_of_files(tmp_path)
+    with open(tmp_path / "model.safetensors.index.json", "r+b") as file:
+        file.truncate(2**33)
+    with pytest.raises(CheckpointError, match="more than the 100000000 allowed for an index"):
+        checkpoint.read_index(tmp_path)
+
+
+@pytest.mark.parametrize("names", [["a", "a/b"], ["a/b", "a"], ["a/b/c", "a"], ["x", "a/b/c", "a/b"]])
+def test_a_path_is_a_leaf_or_a_branch(tmp_path, names):
+    save_file({name: np.ones(1) for name in names}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="a tree cannot hold both"):
+        checkpoint.structs(checkpoint.read_index(tmp_path))
+
+
+def test_paths_become_branches(tmp_path):
+    save_file({name: np.ones(1) for name in ("a/b", "a/c/d", "e.f")}, tmp_path / "x.safetensors")
+    tree = checkpoint.structs(checkpoint.read_index(tmp_path))
+    assert jax.tree.map(lambda s: s.shape, tree) == {"a": {"b": (1,), "c": {"d": (1,)}}, "e.f": (1,)}
+
+
+def test_reading_headers_reads_no_weights(tmp_path, monkeypatch):
+    save_file({"w": np.ones(2**20, np.float32)}, tmp_path / "x.safetensors")
+    read = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: (read.append(count), pread(fd, count, at))[1])
+    checkpoint.structs(checkpoint.read_index(tmp_path))
+    assert sum(read) < 1000
