@@ -29,7 +29,8 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
     **Arguments:**
 
     - `x`: an array.
-    - `names_or_spec`: a PartitionSpec, or a tuple of logical names that the plan's `axes` resolve.
+    - `names_or_spec`: a PartitionSpec, or a tuple of logical names that the plan's `axes` resolve. `None` leaves the
+        array as it is.
     - `plan`: whose mesh, `axes` and `mode` count; the array need not be one of its leaves.
     - `strict`: raise where the shape or the mesh does not allow what is asked.
 
@@ -64,6 +65,8 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
         raise LeafTypeError(
             f"`constrain` takes one array, not {type(x).__name__}; map it over a tree with `jax.tree.map`."
         )
+    if names_or_spec is None:
+        return x
     spec, units = _requested(names_or_spec, plan, x.ndim)
     mesh = _mesh_of(x, plan)
     free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
