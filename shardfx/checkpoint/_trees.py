@@ -12,6 +12,7 @@ from .._mesh import MeshSpec
 from .._paths import PathRules
 from .._planner import plan
 from .._rules import AxisRules
+from .._spec import canonical
 from .._tree import tree_paths
 from ._entry import ArrayEntry
 from ._index import Index, below, nested, structs
@@ -65,7 +66,7 @@ def shardings(index: Index, mesh: AnyMesh, *, default: Any = None, prefix: str |
     """
     if isinstance(default, PathRules) or _is_rules_pair(default):
         paths, axes = default if isinstance(default, tuple) else (default, None)
-        return plan(structs(index, prefix=prefix), _required(mesh, default), paths=paths, axes=axes).shardings
+        return plan(structs(index, prefix=prefix), _required(mesh, "PathRules"), paths=paths, axes=axes).shardings
     return nested([(path, _sharding_of(entry, mesh, default)) for path, entry in below(index, prefix)])
 
 
@@ -73,14 +74,14 @@ def _is_rules_pair(default: Any) -> bool:
     return isinstance(default, tuple) and [type(part) for part in default] == [PathRules, AxisRules]
 
 
-def _required(mesh: AnyMesh, what: Any) -> MeshSpec | Mesh | AbstractMesh:
+def _required(mesh: AnyMesh, what: str) -> MeshSpec | Mesh | AbstractMesh:
     if mesh is None:
-        raise MeshError(f"{type(what).__name__} says how to cut arrays over a mesh, but there is none; pass `mesh=`.")
+        raise MeshError(f"{what} cut arrays over a mesh, but there is none; pass `mesh=`.")
     return mesh
 
 
 def _on(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
-    mesh = _required(mesh, spec)
+    mesh = _required(mesh, "PartitionSpecs")
     return NamedSharding(mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, spec)
 
 
@@ -100,7 +101,7 @@ def _sharding_of(entry: ArrayEntry, mesh: AnyMesh, default: Any) -> Sharding | N
             f"PathRules, "
             "a pair of PathRules and AxisRules, `None`, or a function of the entry that gives one of the first two."
         )
-    mesh, spec = _required(mesh, asked), asked
+    mesh, spec = _required(mesh, "PartitionSpecs"), asked
     if entry.shape is None:
         raise CheckpointError(
             f"the checkpoint does not say the shape of {entry.path!r}, so {asked} cannot be corrected to it; give a "
@@ -112,6 +113,8 @@ def _sharding_of(entry: ArrayEntry, mesh: AnyMesh, default: Any) -> Sharding | N
 
 def _check_fits(sharding: Sharding, shape: tuple[int, ...], path: str) -> None:
     try:
+        if isinstance(sharding, NamedSharding) and len(canonical(sharding.spec).partitions) > len(shape):
+            raise ValueError(f"{sharding.spec} has more entries than the array has dimensions")
         sharding.shard_shape(shape)
     except ValueError as error:
         raise SpecError(

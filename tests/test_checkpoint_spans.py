@@ -1,0 +1,99 @@
+"""The reads of boxes of an array, against a brute-force read of every byte."""
+
+import itertools
+
+import hypothesis as hyp
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from shardfx.checkpoint._spans import elements, spans, strides_of
+
+
+@st.composite
+def grids(draw):
+    """A shape, and some of the boxes of a grid over it."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    boxes = list(itertools.product(*[list(itertools.pairwise(cut)) for cut in cuts]))
+    return shape, draw(st.lists(st.sampled_from(boxes), min_size=1, max_size=len(boxes), unique=True))
+
+
+@st.composite
+def any_boxes(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    edges = [st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda e: tuple(sorted(e))) for size in shape]
+    return shape, draw(st.lists(st.tuples(*edges), min_size=1, max_size=4, unique=True))
+
+
+def check(shape, boxes, itemsize, gap_bytes, run_bytes, copy_bytes):
+    """Reads the spans as the reader does; the number of bytes read."""
+    array = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+    raw = np.repeat(array.ravel(), itemsize)
+    out = [np.full([stop - start for start, stop in box], -1) for box in boxes]
+    total = 0
+    limits = {"gap_bytes": gap_bytes, "run_bytes": run_bytes, "copy_bytes": copy_bytes}
+    for span in spans(shape, itemsize, boxes, **limits):
+        data = np.ascontiguousarray(raw[span.offset : span.offset + span.nbytes])
+        assert len(data) == span.nbytes > 0
+        assert span.nbytes <= max(run_bytes, copy_bytes, itemsize)
+        total, position = total + span.nbytes, 0
+        for part in span.parts:
+            extent = [stop - start for start, stop in part.where]
+            strides = [8 * stride for stride in strides_of(shape, itemsize)]
+            values = np.ndarray(extent, np.int64, data.data, 8 * part.offset, strides)
+            pairs = zip(part.where, boxes[part.number], strict=True)
+            home = out[part.number][(*(slice(a - c, b - c) for (a, b), (c, _) in pairs), ...)]
+            assert (home == -1).all(), "a byte of a box is read twice"
+            if span.run:
+                nbytes = elements(part.where) * itemsize
+                assert (data[position : position + nbytes : itemsize] == values.ravel()).all()
+                position += nbytes
+            home[...] = values
+        assert not span.run or position == span.nbytes
+    for box, found in zip(boxes, out, strict=True):
+        assert np.array_equal(found, array[tuple(slice(*edge) for edge in box)])
+    needed = {int(x) for box in boxes for x in array[tuple(slice(*edge) for edge in box)].ravel()}
+    return total, len(needed) * itemsize
+
+
+LIMITS = st.sampled_from([8, 64, 10_000])
+
+
+@hyp.settings(max_examples=300, deadline=None)
+@hyp.given(grids(), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 4, 16, 1000]), LIMITS, LIMITS)
+def test_every_box_gets_its_bytes(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
+    read, needed = check(*grid, itemsize, gap_bytes, run_bytes, copy_bytes)
+    assert read >= needed
+    if gap_bytes == 1:
+        assert read == needed
+
+
+@hyp.settings(max_examples=200, deadline=None)
+@hyp.given(any_boxes(), st.sampled_from([1, 4]), st.sampled_from([1, 16]), LIMITS)
+def test_boxes_may_lie_anywhere(grid, itemsize, gap_bytes, limit):
+    check(*grid, itemsize, gap_bytes, limit, limit)
+
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "read_bytes", "reads"),
+    [
+        # rows: one run
+        ((1024, 1024), [((0, 256), (0, 1024))], 256 * KIB, 1),
+        # a quarter of short rows: the gaps of 3 KiB are read along
+        ((1024, 1024), [((0, 1024), (0, 256))], 1023 * 4 * KIB // 4 + 256, None),
+        # a quarter of long rows: the gaps of 48 KiB are skipped
+        ((64, 65536), [((0, 64), (0, 16384))], 64 * 16 * KIB, 64),
+        # four quarters of short rows: everything once
+        ((1024, 1024), [((0, 1024), (256 * i, 256 * i + 256)) for i in range(4)], 1024 * KIB, None),
+        # two far columns of long rows: each on its own, nothing between them
+        ((16, 262144), [((0, 16), (0, 1024)), ((0, 16), (200_000, 201_024))], 2 * 16 * KIB, 32),
+    ],
+)
+def test_what_is_read_in_excess(shape, boxes, read_bytes, reads):
+    found = list(spans(shape, 1, boxes, gap_bytes=32 * KIB, run_bytes=16 * 2**20, copy_bytes=2**20))
+    assert sum(span.nbytes for span in found) == read_bytes
+    assert reads is None or len(found) == reads
