@@ -17,6 +17,9 @@ from ._layout import Layout, piece_index
 # Per device, its share of the whole array.
 _STEP = 1e-9  # among paths of equal traffic the one with fewer steps
 _SLACK = 1e-12
+_FEW_LAYOUTS = 1200
+_MOST_LAYOUTS = 3000
+_HASTE = 4.0
 _MOST_REORDERED = 4  # more factors than that move in the order that they have
 
 Dims = tuple[tuple[int, ...], ...]
@@ -50,6 +53,7 @@ def missing(ours: World, theirs: World) -> Fraction:
         index, count = _pieces(ours, mine)
         goal, goals = _pieces(theirs, wanted)
         shared, parts = _overlap(index, count, goal, goals)
+        shared = shared.astype(np.int64)
         common, unit = shared if common is None else common * shared, unit * parts
     if common is None:
         return Fraction(0)
@@ -58,16 +62,18 @@ def missing(ours: World, theirs: World) -> Fraction:
 
 def _pieces(world: World, axes: tuple[int, ...]) -> tuple[np.ndarray, int]:
     sizes = world.layout.sizes
-    return piece_index(sizes, world.coordinates, axes), math.prod(sizes[axis] for axis in axes)
+    index = piece_index(sizes, world.coordinates, axes)
+    return index.astype(np.int32), math.prod(sizes[axis] for axis in axes)
 
 
 def _overlap(index: np.ndarray, count: int, goal: np.ndarray, goals: int) -> tuple[np.ndarray, int]:
     """How much of a dimension two pieces share, in parts of which the dimension has as many as returned."""
     parts = math.lcm(count, goals)
-    mine, wanted = parts // count, parts // goals
-    start = np.maximum(index * mine, goal * wanted)
-    stop = np.minimum(index * mine + mine, goal * wanted + wanted)
-    return np.maximum(stop - start, 0), parts
+    mine, wanted = np.int32(parts // count), np.int32(parts // goals)
+    first, second = index * mine, goal * wanted
+    shared = np.minimum(first + mine, second + wanted)
+    shared -= np.maximum(first, second)
+    return np.maximum(shared, 0, out=shared), parts
 
 
 class _Side:
@@ -80,9 +86,14 @@ class _Side:
         self.floor = min(self.weights, default=1.0)
         self.cost: dict[Dims, float] = {}
         self.parent: dict[Dims, Dims] = {}
+        self.settled: set[Dims] = set()
+        self.haste, self.seen = 1.0, 0
         self.heap: list[tuple[float, float, int, Dims]] = []
         self.by_counts: dict[tuple[int, ...], list[Dims]] = {}
-        self._index: dict[tuple[int, ...], np.ndarray] = {}
+        # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
+        self.coordinates = world.coordinates.astype(np.int32)
+        self.ends = [_pieces(goal, axes) for axes in goal.layout.dims]
+        self._index: dict[tuple[int, ...], np.ndarray] = {(): np.zeros(world.coordinates.shape[1], np.int32)}
         self._share: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
         self._tiles: dict[Dims, np.ndarray] = {}
 
@@ -93,8 +104,10 @@ class _Side:
         return tuple([self.count(axes) for axes in dims])
 
     def index(self, axes: tuple[int, ...]) -> np.ndarray:
+        """Which piece of a dimension cut by `axes` each device holds; from that of the axes but the last."""
         if axes not in self._index:
-            self._index[axes] = piece_index(self.sizes, self.world.coordinates, axes)
+            outer = self.index(axes[:-1]) * np.int32(self.sizes[axes[-1]]) if len(axes) > 1 else 0
+            self._index[axes] = outer + self.coordinates[axes[-1]]
         return self._index[axes]
 
     def tiles(self, dims: Dims) -> np.ndarray:
@@ -109,24 +122,21 @@ class _Side:
 
     def estimate(self, dims: Dims) -> float:
         """A lower bound on the traffic that remains (forward) or came before (backward)."""
-        common = None
-        for dim, axes in enumerate(dims):
-            share = self._shared(dim, axes)
-            if share is not None:
-                common = share if common is None else common * share
-        if common is None:
+        shares = [share for share in map(self._shared, range(len(dims)), dims) if share is not None]
+        if not shares:
             return 0.0
+        *first, last = shares
+        common = last.sum() if not first else np.dot(ft.reduce(np.multiply, first), last)
         end = self.goal.layout.pieces if self.forward else math.prod(self.counts(dims))
-        return max(0.0, 1.0 / end - float(common.mean())) * self.floor
+        return max(0.0, 1.0 / end - float(common) / len(last)) * self.floor
 
     def _shared(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
         key = (dim, axes)
         if key not in self._share:
-            wanted = self.goal.layout.dims[dim]
-            if axes or wanted:
-                goal, goals = _pieces(self.goal, wanted)
+            goal, goals = self.ends[dim]
+            if axes or goals > 1:
                 shared, parts = _overlap(self.index(axes), self.count(axes), goal, goals)
-                self._share[key] = shared / parts
+                self._share[key] = shared * (1.0 / parts)
             else:
                 self._share[key] = None
         return self._share[key]
@@ -134,13 +144,22 @@ class _Side:
     def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float) -> None:
         if cost + _SLACK >= self.cost.get(dims, math.inf):
             return
+        self.seen += 1
         estimate = self.estimate(dims)
         if cost + estimate >= limit - _SLACK:
             return
         self.cost[dims] = cost
         if parent is not None:
             self.parent[dims] = parent
-        heapq.heappush(self.heap, (cost + estimate, estimate, len(self.cost), dims))
+        heapq.heappush(self.heap, (cost + self.haste * estimate, estimate, self.seen, dims))
+
+    def hurry(self, haste: float) -> None:
+        """Weighs the remaining traffic more than the traffic so far, which finds some path sooner."""
+        self.haste = haste
+        self.heap = [
+            (self.cost[dims] + haste * estimate, estimate, tick, dims) for _, estimate, tick, dims in self.heap
+        ]
+        heapq.heapify(self.heap)
 
     def neighbours(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
         yield from self._cuts(dims)
@@ -184,7 +203,7 @@ def _exchanges(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...]]]:
         if not moving or not gainers:
             continue
         kept = tuple(axes[: len(axes) - length] for axes, length in zip(dims, lengths, strict=True))
-        for added in _shares(moving, len(gainers), len(moving) <= _MOST_REORDERED):
+        for added in _shares(moving, len(gainers)):
             after = list(kept)
             for dim, factors in zip(gainers, added, strict=True):
                 after[dim] += factors
@@ -192,15 +211,24 @@ def _exchanges(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...]]]:
 
 
 @ft.lru_cache(maxsize=1024)
-def _shares(moving: tuple[int, ...], gainers: int, reorder: bool) -> tuple[Dims, ...]:
-    """The ways to share factors out among dimensions, each dimension's in any order if `reorder`."""
+def _shares(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
+    """The ways to share factors out among dimensions: all of them for few factors, else runs in their order."""
     found: list[Dims] = [((),) * gainers]
+    if len(moving) > _MOST_REORDERED:
+        runs = [(moving[:cut], moving[cut:]) for cut in range(len(moving))]
+        pairs = it.product(runs, it.permutations(range(gainers), 2)) if gainers > 1 else ()
+        whole = [tuple(moving if dim == other else () for other in range(gainers)) for dim in range(gainers)]
+        split = [
+            tuple(head if dim == first else tail if dim == second else () for dim in range(gainers))
+            for (head, tail), (first, second) in pairs
+        ]
+        return tuple(dict.fromkeys(whole + split))
     for factor in moving:
         found = [
             (*share[:dim], (*share[dim][:place], factor, *share[dim][place:]), *share[dim + 1 :])
             for share in found
             for dim in range(gainers)
-            for place in range(0 if reorder else len(share[dim]), len(share[dim]) + 1)
+            for place in range(len(share[dim]) + 1)
         ]
     return tuple(found)
 
@@ -208,8 +236,8 @@ def _shares(moving: tuple[int, ...], gainers: int, reorder: bool) -> tuple[Dims,
 @dataclasses.dataclass
 class _Join:
     cost: float
-    ours: Dims
-    theirs: Dims
+    ours: Dims | None
+    theirs: Dims | None
 
 
 def search(problem: Problem, *, most: int | None = None) -> Path:
@@ -218,44 +246,58 @@ def search(problem: Problem, *, most: int | None = None) -> Path:
     **Arguments:**
 
     - `problem`: the move.
-    - `most`: how many layouts to expand at most; by default what a fraction of a second allows.
+    - `most`: how many layouts to look at before the best path so far is good enough; by default what a
+        fraction of a second allows.
 
     **Returns:**
 
     The path.
     """
+    most = most if most is not None else _FEW_LAYOUTS if problem.ours.layout.size <= 16 else _MOST_LAYOUTS
+    # No dimension need ever be cut more finely than the two ends do together; a path that respects it is found
+    # soon, and what it costs tells the search for a better one where not to look.
+    ends = (problem.ours.layout.counts, problem.theirs.layout.counts)
+    narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, *ends)))
+    path, cost, looked = _explore(narrow, most, math.inf)
+    if narrow.room != problem.room and (looked < most or path is None):
+        better, _, _ = _explore(problem, most - looked, cost)
+        path = better or path
+    if path is None:
+        raise AssertionError("slices, exchanges and gathers lead everywhere; please report this move")
+    return path
+
+
+def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
+    """The best path cheaper than `limit`, its cost, and how many layouts were looked at."""
     ahead = _Side(problem, problem.ours, problem.theirs, True)
     back = _Side(problem, problem.theirs, problem.ours, False)
     crossing = _Crossing(problem.ours, problem.theirs)
-    best = _Join(math.inf, (), ())
-    ahead.push(problem.ours.layout.dims, 0.0, None, math.inf)
-    back.push(problem.theirs.layout.dims, 0.0, None, math.inf)
-    left = most if most is not None else _expansions(problem.ours.layout.size)
-    while left > 0 and (ahead.heap or back.heap):
+    best = _Join(limit, None, None)
+    ahead.push(problem.ours.layout.dims, 0.0, None, limit)
+    back.push(problem.theirs.layout.dims, 0.0, None, limit)
+    while ahead.heap or back.heap:
         side = min((ahead, back), key=lambda side: side.heap[0][:2] if side.heap else (math.inf, 0.0))
-        if side.heap[0][0] >= best.cost - _SLACK:
-            break
-        dims = _settle(side, ahead, back, crossing, best)
-        if dims is None:
+        _, estimate, _, dims = heapq.heappop(side.heap)
+        if side.cost[dims] + estimate >= best.cost - _SLACK or dims in side.settled:
             continue
-        left -= 1
-        cost = side.cost[dims]
+        _settle(dims, side, ahead, back, crossing, best)
         for after, extra in side.neighbours(dims):
-            side.push(after, cost + extra, dims, best.cost)
-    return _path(problem, ahead, back, crossing, best)
+            side.push(after, side.cost[dims] + extra, dims, best.cost)
+            if best.cost < math.inf and ahead.seen + back.seen > most:
+                break
+        looked = ahead.seen + back.seen
+        if best.cost == math.inf and looked > most // 2 and side.haste == 1.0:
+            ahead.hurry(_HASTE)
+            back.hurry(_HASTE)
+        if looked > most and best.cost < math.inf:
+            break
+    return _path(problem, ahead, back, best), best.cost, ahead.seen + back.seen
 
 
-def _expansions(devices: int) -> int:
-    return 400 if devices <= 64 else 200
-
-
-def _settle(side: _Side, ahead: _Side, back: _Side, crossing: "_Crossing", best: _Join) -> Dims | None:
-    """Takes the most promising layout of one side and joins it to all of the other side that it can reach."""
-    priority, estimate, _, dims = heapq.heappop(side.heap)
-    cost = side.cost[dims]
-    if priority - estimate > cost + _SLACK:
-        return None
-    counts = side.counts(dims)
+def _settle(dims: Dims, side: _Side, ahead: _Side, back: _Side, crossing: "_Crossing", best: _Join) -> None:
+    """Joins a layout of one side to all those of the other side that a permutation can make of it."""
+    side.settled.add(dims)
+    counts, cost = side.counts(dims), side.cost[dims]
     side.by_counts.setdefault(counts, []).append(dims)
     other = back if side is ahead else ahead
     for match in other.by_counts.get(counts, ()):
@@ -266,7 +308,6 @@ def _settle(side: _Side, ahead: _Side, back: _Side, crossing: "_Crossing", best:
         total += crossing.cost(ahead.tiles(u), back.tiles(v), 1 / math.prod(counts))
         if total < best.cost - _SLACK:
             best.cost, best.ours, best.theirs = total, u, v
-    return dims
 
 
 class _Crossing:
@@ -289,7 +330,9 @@ class _Crossing:
         return total * share + _STEP
 
 
-def _path(problem: Problem, ahead: _Side, back: _Side, crossing: _Crossing, best: _Join) -> Path:
+def _path(problem: Problem, ahead: _Side, back: _Side, best: _Join) -> Path | None:
+    if best.ours is None or best.theirs is None:
+        return None
     first = [best.ours]
     while first[-1] in ahead.parent:
         first.append(ahead.parent[first[-1]])
