@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -267,6 +268,8 @@ class _Planner:
     def named(
         self, names: Any, rank: int, rule: str, units: tuple[int, ...] | None, strategies: tuple[Any, ...]
     ) -> _Request:
+        if self.axes is None and all(name is None for name in names):
+            return _Request(None, PartitionSpec(), rule, _padded(units, rank), strategies, ())
         if self.axes is None:
             raise RuleError(
                 f"the names {names} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`."
@@ -373,24 +376,36 @@ def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequenc
     """The logical names of each leaf, from the names tree or from the modules' fields."""
     if names is None:
         return flat.names if axes is not None else [None] * len(flat.leaves)
-    column: list[Any] = []
-
-    def add(node: Any, below: Any) -> None:
-        column.extend([_hashable(node)] * len(jax.tree.leaves(below)))
-
-    try:
-        jax.tree.map(add, names, tree, is_leaf=_is_names)
-    except ValueError as error:
-        raise RuleError(
-            f"`names` is no prefix of the tree: {error}. At each array it must have a tuple of logical names, or "
-            "`None` for a whole subtree without names."
-        ) from error
+    column = _broadcast(names, tree)
     for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
         if shaped and not _is_names(node):
             raise RuleError(
                 f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
             )
     return [node if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+
+
+def _broadcast(names: Any, node: Any) -> list[Any]:
+    """The names of each leaf below `node`, from a prefix of its tree."""
+    parts = jtu.default_registry.flatten_one_level(node)
+    # Names are tuples too: where the tree itself has a tuple or list, one of names for each of its parts wins.
+    container = parts is not None and type(names) is type(node) and len(parts[0]) == _length(names)
+    if _is_names(names) and not (container and all(entry is None or _is_names(entry) for entry in names or ())):
+        return [_hashable(names)] * len(jax.tree.leaves(node))
+    if parts is None:
+        return [names]
+    given = jtu.default_registry.flatten_one_level(names)
+    if not container or given is None or (isinstance(node, dict) and set(names) != set(node)):
+        raise RuleError(
+            f"`names` is no prefix of the tree: it has {names!r:.80} where the tree has {node!r:.80}. At each array it "
+            "must have a tuple of logical names, or `None` for a whole subtree without names."
+        )
+    return [entry for pair in zip(given[0], parts[0], strict=True) for entry in _broadcast(*pair)]
+
+
+def _length(names: Any) -> int:
+    given = jtu.default_registry.flatten_one_level(names)
+    return -1 if given is None else len(given[0])
 
 
 def _hashable(node: Any) -> Any:
@@ -434,13 +449,13 @@ def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan],
 
 
 def _raise_unused(what: str, patterns: Sequence[re.Pattern[str]], used: dict[int, None], flat: Flat) -> None:
-    for number, pattern in enumerate(patterns):
+    # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
+    for number, pattern in enumerate(patterns if flat.leaves else ()):
         if number not in used and not any(map(pattern.search, flat.paths)):
             near = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)
-            hint = f"; the nearest path is `{near[0]}`" if near else "; the tree has no leaves"
             raise RuleError(
-                f"{what} {number}, the regex {pattern.pattern!r}, matches no path of the tree{hint}. Correct the "
-                'regex, take the rule out, or pass `unmatched="replicate"`.'
+                f"{what} {number}, the regex {pattern.pattern!r}, matches no path of the tree; the nearest path is "
+                f'`{near[0]}`. Correct the regex, take the rule out, or pass `unmatched="replicate"`.'
             )
 
 

@@ -1,0 +1,221 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+from shardfx import (
+    AxisRules,
+    LeafTypeError,
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    constrain,
+    gather,
+    plan,
+    shard,
+    shardings_of,
+    specs_of,
+)
+
+
+U = P.UNCONSTRAINED
+AXES = AxisRules([("batch", "data"), ("mlp", "tensor"), ("heads", "tensor")], units={"heads": 4})
+
+
+def mesh_of(*kinds):
+    devices = np.array(jax.devices()).reshape(2, 4)
+    return Mesh(devices, ("data", "tensor"), axis_types=kinds)
+
+
+def plan_on(mesh):
+    return plan({"w": jnp.ones((8, 8))}, mesh, paths=PathRules.parse("w->data.tensor"), axes=AXES)
+
+
+AUTO = mesh_of(AxisType.Auto, AxisType.Auto)
+EXPLICIT = mesh_of(AxisType.Explicit, AxisType.Explicit)
+MIXED = mesh_of(AxisType.Explicit, AxisType.Auto)
+MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
+X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+
+@MESHES
+@pytest.mark.parametrize("ambient", [False, True])
+@pytest.mark.parametrize("spec", [P("data", "tensor"), P(), P(None, "data"), P(("data", "tensor"))])
+def test_constrain_gives_the_same_layout_for_every_axis_type(mesh, ambient, spec):
+    made = plan_on(mesh)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+
+    def inside():
+        return jax.jit(lambda x: constrain(x + 0, spec, made))(x)
+
+    if ambient:
+        with jax.set_mesh(mesh):
+            out, outside = inside(), constrain(x, spec, made)
+    else:
+        out, outside = inside(), constrain(x, spec, made)
+    for result in (out, outside):
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        assert np.array_equal(result, X)
+
+
+@MESHES
+def test_constrain_by_names_is_corrected_to_the_shape(mesh):
+    made = plan_on(mesh)
+    x = jax.device_put(X[:, :6], NamedSharding(mesh, P()))
+    out = jax.jit(lambda x: constrain(x, ("batch", "mlp"), made))(x)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)  # 4 does not divide 6
+    with pytest.raises(SpecError, match="size 6 is not divisible by `tensor`"):
+        jax.jit(lambda x: constrain(x, ("batch", "mlp"), made, strict=True))(x)
+
+
+def test_constrain_keeps_heads_whole():
+    made = plan_on(AUTO)
+    assert constrain(jnp.ones((8, 16)), ("batch", "heads"), made).sharding.spec == P("data", "tensor")
+    assert constrain(jnp.ones((8, 8)), ("batch", "heads"), made).sharding.spec == P("data")
+
+
+def test_constrain_leaves_unconstrained_dimensions_to_the_compiler():
+    made = plan_on(AUTO)
+    x = jax.device_put(X, NamedSharding(AUTO, P(None, "tensor")))
+    out = jax.jit(lambda x: constrain(x * 2, P("data", U), made))(x)
+    assert out.sharding.spec == P("data", "tensor")
+    assert np.array_equal(constrain(x, P("data", U), made), X)
+
+
+def test_constrain_works_on_numpy_and_on_arrays_of_one_device():
+    made = plan_on(AUTO)
+    for x in (X, jnp.asarray(X)):
+        assert constrain(x, P("data"), made).sharding.spec == P("data")
+
+
+def test_constrain_keeps_the_memory_kind():
+    made = plan_on(AUTO)
+    x = jax.device_put(X, NamedSharding(AUTO, P(), memory_kind="pinned_host"))
+    assert constrain(x, P("data"), made).sharding == NamedSharding(AUTO, P("data"), memory_kind="pinned_host")
+
+
+@pytest.mark.parametrize("manual", [("data",), ("tensor",), ("data", "tensor")])
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_constrain_leaves_out_manual_axes(mesh, manual):
+    made = plan_on(mesh)
+    specs = P(*[axis if axis in manual else None for axis in ("data", "tensor")])
+    x = jax.device_put(X, NamedSharding(mesh, specs))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=specs, axis_names=set(manual))
+    def double(x):
+        return constrain(x * 2, ("batch", "mlp"), made)
+
+    assert np.array_equal(double(x), X * 2)
+
+
+def test_constrain_has_a_gradient():
+    made = plan_on(AUTO)
+    assert np.array_equal(jax.grad(lambda x: (constrain(x, P("data"), made) ** 2).sum())(jnp.asarray(X)), 2 * X)
+
+
+def test_errors_of_constrain():
+    made = plan_on(AUTO)
+    with pytest.raises(LeafTypeError, match="takes one array, not dict; map it over a tree"):
+        constrain({"a": X}, P(), made)
+    with pytest.raises(RuleError, match="the plan has no `axes`"):
+        constrain(X, ("batch", None), plan({"w": X}, AUTO, unmatched="replicate"))
+    with pytest.raises(SpecError, match="has 3 entries"):
+        constrain(X, P("data", None, "tensor"), made)
+    without = plan({"w": X}, MeshSpec.of(AUTO), unmatched="replicate")
+    with pytest.raises(PlanMismatchError, match="outside `jit`, an array can only be constrained on devices"):
+        constrain(jnp.asarray(X), P("data"), without)
+    other = Mesh(np.array(jax.devices()), ("z",))
+    with pytest.raises(PlanMismatchError, match="the array lies on a mesh z=8, but the plan is for data=2,tensor=4"):
+        jax.jit(lambda x: constrain(x, P("data"), made))(jax.device_put(X, NamedSharding(other, P())))
+
+
+def test_a_plan_without_devices_constrains_inside_jit():
+    without = plan({"w": X}, MeshSpec.of(AUTO), unmatched="replicate")
+    x = jax.device_put(X, NamedSharding(AUTO, P()))
+    assert jax.jit(lambda x: constrain(x, P("data"), without))(x).sharding.spec == P("data")
+
+
+TREE = {"w": X, "b": jnp.ones(8), "k": jax.random.key(3), "s": np.float32(2), "f": jnp.tanh, "n": None, "i": 3}
+
+
+@MESHES
+def test_shard_then_gather_is_the_identity(mesh):
+    made = plan(TREE, mesh, paths=PathRules.parse("w->data.tensor, b->tensor"))
+    placed = shard(TREE, made)
+    assert {k: v for k, v in specs_of(placed).items() if v is not None} == {
+        k: v for k, v in made.specs.items() if v is not None
+    }
+    assert placed["f"] is jnp.tanh and placed["n"] is None and placed["i"] == 3
+    for leaf in ("w", "b", "k", "s"):
+        assert placed[leaf].sharding == made.shardings[leaf]
+    back = gather(placed)
+    assert isinstance(back["w"], np.ndarray) and np.array_equal(back["w"], X) and back["s"] == 2
+    assert jnp.array_equal(jax.random.key_data(back["k"]), jax.random.key_data(TREE["k"]))
+    assert isinstance(back["k"].sharding, SingleDeviceSharding)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "bfloat16", "float8_e4m3fn", "complex64"])
+def test_every_dtype_moves_bitwise(dtype):
+    x = np.asarray(jnp.arange(64).reshape(8, 8) % 7).astype(jnp.dtype(dtype))
+    made = plan({"x": x}, AUTO, paths=PathRules.parse("x->tensor.data"))
+    assert gather(shard({"x": x}, made))["x"].tobytes() == x.tobytes()
+
+
+def test_shard_moves_to_other_memory():
+    made = plan({"w": X}, AUTO, paths=PathRules.parse("w->data"), memory_kinds=[("w", "pinned_host")])
+    assert shard({"w": X}, made)["w"].sharding.memory_kind == "pinned_host"
+
+
+def test_bytes_per_device_are_what_jax_allocates():
+    made = plan(TREE, AUTO, paths=PathRules.parse("w->data.tensor, b->tensor"))
+    placed = shard(TREE, made)
+    held = sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed) if isinstance(leaf, jax.Array)
+    )
+    assert held == made.bytes_per_device
+
+
+def test_errors_of_shard():
+    made = plan({"w": X}, AUTO, paths=PathRules.parse("w->data"))
+    with pytest.raises(PlanMismatchError, match=r"leaf `w` is float32\[8, 4\], but the plan is for float32\[8, 8\]"):
+        shard({"w": X[:, :4]}, made)
+    with pytest.raises(PlanMismatchError, match="the plan has no `v`; the tree has no `w`"):
+        shard({"v": X}, made)
+    with pytest.raises(PlanMismatchError, match="leaf `w` is int 3, but the plan has an array"):
+        shard({"w": 3}, made)
+    with pytest.raises(PlanMismatchError, match="has no devices"):
+        shard({"w": X}, plan({"w": X}, MeshSpec.of(AUTO), paths=PathRules.parse("w->data")))
+
+
+def test_reading_back():
+    x = jax.device_put(X, NamedSharding(AUTO, P(None, ("data",))))
+    struct = jax.ShapeDtypeStruct(
+        (8,),
+        jnp.float32,
+        sharding=NamedSharding(
+            AUTO,
+            P(
+                "tensor",
+            ),
+        ),
+    )
+    tree = {"x": x, "struct": struct, "one": jnp.ones(()), "np": X, "f": jnp.tanh}
+    assert specs_of(tree) == {"x": P(None, "data"), "struct": P("tensor"), "one": P(), "np": P(), "f": None}
+    read = shardings_of(tree)
+    assert read["x"] == x.sharding and read["struct"] == struct.sharding and read["np"] is None and read["f"] is None
+    assert shardings_of({"p": P("data")}, AUTO)["p"] == NamedSharding(AUTO, P("data"))
+    with pytest.raises(LeafTypeError, match=r"array `x`, shape \(2,\), lies on SingleDeviceSharding"):
+        specs_of({"x": jnp.ones(2)})
+    with pytest.raises(PlanMismatchError, match=r"holds the bare spec P\('data'"):
+        shardings_of({"p": P("data")})
+
+
+def test_reading_back_inside_jit_sees_explicit_types():
+    seen = []
+    x = jax.device_put(X, NamedSharding(EXPLICIT, P("data")))
+    jax.jit(lambda x: seen.append(specs_of({"x": x})))(x)
+    assert seen == [{"x": P("data")}]

@@ -1,0 +1,215 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from shardfx import (
+    AxisRules,
+    LeafTypeError,
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    constrain,
+    filter_jit,
+    follow,
+    plan,
+    shard,
+    specs_of,
+)
+
+
+SPEC = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+RULES = PathRules([("weight", P(None, "fsdp")), ("bias", ())])
+AXES = AxisRules([("batch", "data")])
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+
+class Net(eqx.Module):
+    mlp: eqx.nn.MLP
+    drop: eqx.nn.Dropout
+    name: str
+    extra: None = None
+
+    def __init__(self, key):
+        self.mlp = eqx.nn.MLP(16, 16, 32, 2, key=key)
+        self.drop, self.name, self.extra = eqx.nn.Dropout(0.0), "net", None
+
+    def __call__(self, x):
+        return self.drop(self.mlp(x), inference=True)
+
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def loss_of(model, batch):
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def step(model, opt_state, batch):
+    loss, grads = eqx.filter_value_and_grad(loss_of)(model, batch)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+    return eqx.apply_updates(model, updates), opt_state, loss
+
+
+def plans(kind):
+    mesh = MeshSpec(dict(SPEC.shape), axis_types=kind).build(jax.devices())
+    params = plan(eqx.filter_eval_shape(Net, jax.random.key(0)), mesh, paths=RULES)
+    batch = plan({"x": X, "y": X}, mesh, names={"x": ("batch", None), "y": ("batch", None)}, axes=AXES)
+    return params, follow(OPTIMIZER.init, params), batch
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("ambient", [False, True])
+def test_training_under_a_plan_equals_training_without(kind, ambient):
+    params, opt, batch_plan = plans(kind)
+    batch = {"x": X, "y": X[::-1].copy()}
+
+    def run():
+        model = filter_jit(Net, out_shardings=params)(jax.random.key(0))
+        assert specs_of(model).mlp.layers[0].weight == P(None, "fsdp") and model.name == "net"
+        state = filter_jit(OPTIMIZER.init, in_shardings=(params,), out_shardings=opt)(eqx.filter(model, eqx.is_array))
+        train = filter_jit(
+            step, in_shardings=(params, opt, batch_plan), out_shardings=(params, opt, None), donate="all"
+        )
+        losses = []
+        for _ in range(4):
+            model, state, loss = train(model, state, shard(batch, batch_plan))
+            losses.append(float(loss))
+        assert specs_of(state)[0].mu.mlp.layers[0].weight == P(None, "fsdp")
+        return losses
+
+    if ambient:
+        with jax.set_mesh(params.jax_mesh):
+            losses = run()
+    else:
+        losses = run()
+    model = Net(jax.random.key(0))
+    state, expected = OPTIMIZER.init(eqx.filter(model, eqx.is_array)), []
+    for _ in range(4):
+        model, state, loss = eqx.filter_jit(step)(model, state, jax.tree.map(jnp.asarray, batch))
+        expected.append(float(loss))
+    assert np.allclose(losses, expected, rtol=1e-5, atol=0)
+    assert expected[-1] < expected[0]
+
+
+def test_a_model_is_initialised_sharded_without_a_full_copy():
+    params, _, _ = plans(AxisType.Auto)
+    make = filter_jit(Net, out_shardings=params)
+    compiled = make.lower(jax.random.key(0)).compile()
+    model = make(jax.random.key(0))
+    weight = model.mlp.layers[1].weight
+    assert weight.addressable_shards[0].data.shape == (32, 16)
+    assert compiled.memory_analysis().output_size_in_bytes <= params.bytes_per_device + 256  # a pointer per output
+    reference = Net(jax.random.key(0))
+    assert np.array_equal(weight, reference.mlp.layers[1].weight)
+
+
+def test_plain_jit_takes_the_plan_after_partition():
+    params, _, _ = plans(AxisType.Auto)
+    data = NamedSharding(SPEC.build(jax.devices()), P("data"))
+    arrays, static = eqx.partition(Net(jax.random.key(0)), eqx.is_array)
+    run = jax.jit(
+        lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x),
+        in_shardings=(params.shardings, data),
+    )
+    assert np.allclose(run(arrays, X), jax.vmap(Net(jax.random.key(0)))(X), rtol=1e-5, atol=1e-6)
+
+
+def test_keyword_arguments_are_bound_to_their_positions():
+    mesh = SPEC.build(jax.devices())
+    data = NamedSharding(mesh, P("data"))
+    double = filter_jit(lambda x, scale=2.0, *, shift=0.0: x * scale + shift, in_shardings=(data,))
+    for out in (double(x=X), double(scale=2.0, x=X), double(X, shift=0.0)):
+        assert out.sharding.spec[0] == "data" and np.array_equal(out, X * 2)
+    named = filter_jit(lambda x, y: x + y, in_shardings={"y": data})
+    assert named(y=X, x=np.zeros_like(X)).sharding.is_equivalent_to(data, 2)
+
+
+def test_one_entry_serves_all_arguments():
+    mesh = SPEC.build(jax.devices())
+    data = NamedSharding(mesh, P("data"))
+    assert filter_jit(lambda x, y: x + y, in_shardings=data)(X, X).sharding.is_equivalent_to(data, 2)
+    assert filter_jit(lambda *xs: sum(xs), in_shardings=data)(X, X, X).sharding.is_equivalent_to(data, 2)
+
+
+def test_it_is_a_decorator_of_functions_and_methods():
+    traces = []
+
+    class Scale(eqx.Module):
+        by: jax.Array
+
+        @filter_jit(donate="none")
+        def apply(self, x):
+            """Scales."""
+            traces.append(x)
+            return self.by * x
+
+    assert np.array_equal(Scale(jnp.array(3.0)).apply(X), 3 * X)
+    assert np.array_equal(Scale(jnp.array(2.0)).apply(X), 2 * X)
+    assert len(traces) == 1
+    assert Scale.apply.__doc__ == "Scales."
+
+
+def test_static_arguments_retrace_and_arrays_do_not():
+    traces = []
+
+    @filter_jit
+    def run(x, flag, fn):
+        traces.append(flag)
+        return fn(x) if flag else x
+
+    run(X, True, jnp.tanh)
+    run(X + 1, True, jnp.tanh)
+    assert traces == [True]
+    assert np.array_equal(run(X, False, jnp.tanh), X) and traces == [True, False]
+
+
+def test_non_arrays_come_back():
+    x, fn, text, none = filter_jit(lambda x: (x, jnp.tanh, "text", None))(X)
+    assert fn is jnp.tanh and text == "text" and none is None and np.array_equal(x, X)
+
+
+def test_donation():
+    x = jnp.ones((8, 16))
+    filter_jit(lambda x, y: (x + 1, y), donate="all-except-first")(x, jnp.ones(3))
+    assert not x.is_deleted()
+    kept, gone = jnp.ones((8, 16)), jnp.ones((8, 16))
+    filter_jit(lambda a, b: (a * 1, b + 1), donate="b")(kept, gone)
+    assert gone.is_deleted() and not kept.is_deleted()
+    filter_jit(lambda a, b: (a + 1, b * 1), donate=0)(kept, jnp.ones(2))
+    assert kept.is_deleted()
+    with pytest.raises(ValueError, match="`donate` names 'z', which is no parameter \\(a, b\\)"):
+        filter_jit(lambda a, b: a, donate="z")(X, X)
+
+
+def test_compiled_ahead_of_time():
+    params, opt, batch = plans(AxisType.Auto)
+    train = filter_jit(step, in_shardings=(params, opt, batch), out_shardings=(params, opt, None))
+    model = filter_jit(Net, out_shardings=params)(jax.random.key(0))
+    state = filter_jit(OPTIMIZER.init, out_shardings=opt)(eqx.filter(model, eqx.is_array))
+    data = {"x": X, "y": X}
+    compiled = train.lower(model, state, data).compile()
+    placed = jax.device_put(data, batch.shardings)
+    ahead, later = compiled(model, state, placed), train(model, state, placed)
+    assert float(ahead[2]) == float(later[2])
+    assert jax.tree.all(jax.tree.map(np.array_equal, *[eqx.filter(out[0], eqx.is_array) for out in (ahead, later)]))
+
+
+def test_constrain_inside_a_step():
+    params, _, batch = plans(AxisType.Auto)
+    run = filter_jit(lambda b: constrain(b["x"] @ b["x"].T, ("batch", None), batch), in_shardings=(batch,))
+    assert run({"x": X, "y": X}).sharding.spec == P("data")
+
+
+def test_errors():
+    params, _, _ = plans(AxisType.Auto)
+    without = plan({"w": X}, SPEC, paths=PathRules.parse("w->data"))
+    with pytest.raises(PlanMismatchError, match="has no devices, so arrays cannot be placed by it"):
+        filter_jit(lambda t: t, in_shardings=(without,))({"w": X})
+    with pytest.raises(PlanMismatchError, match="argument 0 of .* is not the tree that its plan is for"):
+        filter_jit(lambda t: t, in_shardings=(params,))({"w": X})
+    with pytest.raises(LeafTypeError, match="holds set {'a'}, which is no array and cannot be hashed"):
+        filter_jit(lambda t: t)({"a"})

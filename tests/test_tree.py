@@ -1,0 +1,123 @@
+import collections
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import shardfx
+from shardfx import AxisRules, LeafTypeError, MeshSpec, plan
+from shardfx._tree import flatten
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+@jtu.register_dataclass
+@dataclasses.dataclass
+class Record:
+    x: object
+    y: object
+
+
+def expected_path(keys):
+    """The path by JAX's own key paths, which `flatten` avoids making."""
+    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in keys)
+
+
+leaves = st.integers(0, 9)
+trees = st.recursive(
+    st.one_of(leaves, st.none()),
+    lambda inner: st.one_of(
+        st.dictionaries(st.text("ab/0 ", max_size=3), inner, max_size=3),
+        st.dictionaries(st.integers(0, 12), inner, max_size=3),
+        st.lists(inner, max_size=4),
+        st.builds(lambda x: [x] * 12, inner),
+        st.tuples(inner, inner),
+        st.builds(Pair, inner, inner),
+        st.builds(Record, inner, inner),
+        st.builds(lambda x, y: collections.OrderedDict(z=x, a=y), inner, inner),
+        st.builds(lambda x: collections.defaultdict(int, k=x), inner),
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees)
+def test_paths_are_those_of_jax(tree):
+    flat = flatten(tree)
+    keyed, treedef = jtu.tree_flatten_with_path(tree)
+    assert flat.treedef == treedef
+    assert flat.leaves == [leaf for _, leaf in keyed]
+    assert flat.paths == [expected_path(keys) for keys, _ in keyed]
+
+
+@given(trees)
+def test_templates_are_the_paths_with_digits_as_zeros(tree):
+    flat = flatten(tree)
+    zeros = str.maketrans("123456789", "000000000")
+    assert flat.templates == [path.translate(zeros) for path in flat.paths]
+
+
+def test_paths_of_modules_name_attributes_and_indices():
+    mlp = eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))
+    paths = flatten(mlp).paths
+    assert "layers/0/weight" in paths and "layers/2/bias" in paths and "activation" in paths
+
+
+def test_a_single_array_has_the_empty_path():
+    assert flatten(jnp.ones(3)).paths == [""]
+
+
+def test_only_arrays_are_arrays():
+    tree = [jnp.ones(1), np.ones(1), np.float32(1), jax.ShapeDtypeStruct((1,), jnp.int8), 1.0, 1, "s", print]
+    assert flatten(tree).is_array == [True] * 4 + [False] * 4
+    assert flatten({"k": jax.random.key(0)}).is_array == [True]
+
+
+def test_a_traced_array_is_an_array():
+    seen = []
+    jax.jit(lambda x: seen.append(flatten({"x": x}).is_array))(jnp.ones(2))
+    assert seen == [[True]]
+
+
+def test_specs_in_the_place_of_arrays_are_refused():
+    with pytest.raises(LeafTypeError, match=r"leaf `b` is P\('data'.*a plan is made from arrays"):
+        flatten({"a": jnp.ones(2), "b": jax.P("data")})
+
+
+class Inner(eqx.Module):
+    scale: jax.Array
+    weight: jax.Array = shardfx.field(names=("mlp", "embed"))
+
+
+class Outer(eqx.Module):
+    blocks: list[Inner] = shardfx.field(stacked=("layers",))
+    head: dict[str, jax.Array] = shardfx.field(names=("embed", "vocab"), default_factory=dict)
+    plain: jax.Array | None = None
+
+
+def test_declared_names_go_down_to_the_arrays_below():
+    inner = Inner(weight=jnp.ones((3, 4, 5)), scale=jnp.ones((3, 4)))
+    outer = Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2))
+    flat = flatten(outer)
+    assert dict(zip(flat.paths, flat.names, strict=True)) == {
+        "blocks/0/weight": ("layers", "mlp", "embed"),
+        "blocks/0/scale": None,
+        "blocks/1/weight": ("layers", "mlp", "embed"),
+        "blocks/1/scale": None,
+        "head/a": ("embed", "vocab"),
+        "plain": None,
+    }
+
+
+def test_declared_names_plan_a_module():
+    inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
+    axes = AxisRules([("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")])
+    made = plan(Outer([inner]), MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate")
+    assert made["blocks/0/weight"].spec == jax.P(None, "tensor", "fsdp")
+    assert made["blocks/0/weight"].rule == "names"
