@@ -18,10 +18,10 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: None = None) -> PyTree:
 
 
 @overload
-def global_batch(local: PyTree, plan: ShardPlan, *, pad: float) -> tuple[PyTree, Bool[Array, " rows"]]: ...
+def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float) -> tuple[PyTree, Bool[Array, " rows"]]: ...
 
 
-def global_batch(local: PyTree, plan: ShardPlan, *, pad: float | None = None) -> Any:
+def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> Any:
     """The global arrays of a batch, of which this process loaded its part.
 
     Every process calls it, with the rows that [`shardfx.hosts.data_layout`][] or
@@ -130,7 +130,7 @@ def _same_rows(leaves: list[Any], loaded: list[int]) -> int:
     return loaded[0]
 
 
-def _padded(array: np.ndarray, part: tuple[int, ...], value: float) -> np.ndarray:
+def _padded(array: np.ndarray, part: tuple[int, ...], value: int | float) -> np.ndarray:
     missing = max(part[0] - len(array), 0)
     return np.concatenate([array, np.full((missing, *array.shape[1:]), value, array.dtype)])
 

@@ -1,0 +1,231 @@
+"""One process of a job that `_processes.run` starts, which also gives it its arguments."""
+
+import functools as ft
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import (
+    MeshError,
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    constrain,
+    filter_jit,
+    follow,
+    fsdp,
+    gather,
+    hosts,
+    plan,
+    shard,
+)
+
+
+SPEC = MeshSpec({"data": 4, "tensor": 2})
+RULES = PathRules(
+    [("in/w", P("data", "tensor")), ("out/w", P("tensor", "data")), ("/b", fsdp("tensor")), ("steps", P())]
+)
+BATCH_RULES = PathRules([(".*", P("data"))])
+SHAPES = ((64, 48), (8, 4, 6), (16,))
+SPECS = (P("data", "tensor"), P(None, "data"), P(("data", "tensor")), P(), P("tensor"))
+STEP_SIZE = 0.1
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return {
+        "in": {"w": rng.normal(size=(16, 32)).astype(np.float32), "b": np.zeros(32, np.float32)},
+        "out": {"w": rng.normal(size=(32, 8)).astype(np.float32), "b": np.zeros(8, np.float32)},
+    }
+
+
+def batches():
+    rng = np.random.default_rng(1)
+    return [
+        {"x": rng.normal(size=(24, 16)).astype(np.float32), "y": rng.normal(size=(24, 8)).astype(np.float32)}
+        for _ in range(2)
+    ]
+
+
+def loss(params, batch, mask, batch_plan):
+    hidden = jax.nn.relu(batch["x"] @ params["in"]["w"] + params["in"]["b"])
+    hidden = constrain(hidden, P("data", "tensor"), batch_plan)
+    error = hidden @ params["out"]["w"] + params["out"]["b"] - batch["y"]
+    return jnp.sum(jnp.mean(error**2, axis=1) * mask) / jnp.sum(mask)
+
+
+def local_rows(batch, batch_plan, mesh, rows=None):
+    """What this process would load: its chunk of each array, by its place in the host grid."""
+    grid, out = hosts.grid_of(mesh), {}
+    for name, array in batch.items():
+        chunk = hosts.local_chunk(array.shape, batch_plan[name].spec, grid, jax.process_index())
+        out[name] = array[chunk.slices][:rows]
+    return out
+
+
+def train(mesh):
+    """Two steps of Adam, the second on a ragged batch, from host arrays and back to them."""
+    optimizer = optax.adam(STEP_SIZE)
+    params_plan = plan(params(), mesh, paths=RULES, unmatched="replicate")
+    state_plan = follow(optimizer.init, params_plan)
+    batch_plan = plan(batches()[0], mesh, paths=BATCH_RULES)
+    model = shard(params(), params_plan)
+    state = filter_jit(optimizer.init, out_shardings=state_plan)(model)
+
+    def step(model, state, batch, mask):
+        value, grads = jax.value_and_grad(loss)(model, batch, mask, batch_plan)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(model, updates), state, value
+
+    run = filter_jit(step, out_shardings=(params_plan, state_plan, None))
+    losses = []
+    for number, batch in enumerate(batches()):
+        # The last process of several runs short of rows in the second batch.
+        short = number == 1 and jax.process_index() == jax.process_count() - 1
+        local = local_rows(batch, batch_plan, mesh)
+        rows = len(local["x"])
+        local = {name: array[: rows - 2] if short else array for name, array in local.items()}
+        arrays, mask = hosts.global_batch(local, batch_plan, pad=0)
+        model, state, value = run(model, state, arrays, mask)
+        losses.append(float(value))
+    return gather(model), gather(state[0].mu), losses, params_plan.digest, state_plan.digest, batch_plan.digest
+
+
+def listening():
+    """The local addresses on which this process accepts connections."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    out = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                out.append(fields[1].split(":")[0])
+    return out
+
+
+def agreement(mesh):
+    """What `assert_same_plan` says about equal plans, then about three that differ on the last process."""
+    mine = plan(params(), mesh, paths=RULES, unmatched="replicate")
+    hosts.assert_same_plan(mine)
+    last = jax.process_index() == jax.process_count() - 1
+    other_rules = PathRules([("out/w", P("tensor")), *RULES.rules])
+    odd = {
+        "spec": plan(params(), mesh, paths=other_rules, unmatched="replicate"),
+        "shape": plan({**params(), "more": np.ones(3)}, mesh, paths=RULES, unmatched="replicate"),
+        "devices": mine.on(Mesh(mesh.devices[::-1], mesh.axis_names)),
+    }
+    messages = {}
+    for what, other in odd.items():
+        try:
+            hosts.assert_same_plan(other if last else mine)
+        except PlanMismatchError as error:
+            messages[what] = str(error)
+    return messages
+
+
+def everything():
+    mesh = SPEC.build(jax.devices())
+    grid = hosts.grid_of(mesh)
+    process = jax.process_index()
+    result: dict[str, Any] = {"grid": (dict(grid.axis_sizes), dict(grid.num_chunks), grid.chunk_ids), "chunks": {}}
+    for shape in SHAPES:
+        for spec in SPECS:
+            if len(spec) > len(shape):
+                continue
+            sharding = NamedSharding(mesh, spec)
+            key = (shape, str(spec))
+            chunk = hosts.local_chunk(shape, spec, grid, process)
+            result["chunks"][key] = (chunk, hosts.owned(shape, sharding, process))
+    # The devices of different processes alternate, so no process has a box.
+    mixed = Mesh(mesh.devices.reshape(-1)[np.arange(8).reshape(2, 4).T.reshape(-1)].reshape(8), ("all",))
+    try:
+        hosts.grid_of(mixed)
+        result["mixed"] = "no error"
+    except MeshError as error:
+        result["mixed"] = str(error)
+    result["owned"] = hosts.owned((16, 3), NamedSharding(mixed, P("all")), process)
+    layout = hosts.data_layout(24, "data", grid, process)
+    result["layout"] = layout
+    batch_plan = plan(batches()[0], mesh, paths=BATCH_RULES)
+    arrays = hosts.global_batch(local_rows(batches()[0], batch_plan, mesh), batch_plan)
+    result["batch"] = gather(arrays)
+    try:
+        hosts.global_batch(local_rows(batches()[0], batch_plan, mesh, rows=1), batch_plan)
+    except PlanMismatchError as error:
+        result["short"] = str(error)
+    placed = shard(params(), plan(params(), mesh, paths=RULES, unmatched="replicate"))
+    result["gathered"] = gather(placed)
+    doubled = jax.jit(lambda x: constrain(2 * x, P("data"), batch_plan))(arrays["x"])
+    result["constrained"] = (gather(doubled), str(doubled.sharding.spec))
+    result["trained"] = train(mesh)
+    result["agreement"] = agreement(mesh)
+    result["listening"] = listening()
+    return result
+
+
+def dies():
+    """Leaves without a word once all are connected."""
+    multihost_utils.sync_global_devices("connected")
+    os._exit(7)
+
+
+def survives():
+    """Runs collectives for as long as it can."""
+    multihost_utils.sync_global_devices("connected")
+    started = time.monotonic()
+    mesh = SPEC.fit(8).build(jax.devices())
+    x = shard(
+        {"x": np.ones((8, 8), np.float32)}, plan({"x": np.ones((8, 8))}, mesh, paths=PathRules([("x", P("data"))]))
+    )
+    try:
+        for _ in range(10_000):
+            gather(x)
+    finally:
+        print(f"failed after {time.monotonic() - started:.1f} s", flush=True)
+
+
+TASKS = {task.__name__: task for task in (everything, dies, survives)}
+
+
+def main(task, index, count, devices, port, folder):
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Gloo listens on whatever the host's name resolves to unless it is told a name, and JAX has no option for it.
+    from jax._src import xla_bridge
+
+    bridge = xla_bridge._jax  # pyright: ignore[reportPrivateImportUsage]
+    bridge.make_gloo_tcp_collectives = ft.partial(bridge.make_gloo_tcp_collectives, hostname="127.0.0.1")
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(
+        coordinator_address=address,
+        coordinator_bind_address=address,
+        num_processes=int(count),
+        process_id=int(index),
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=20,
+    )
+    result = TASKS[task]()
+    Path(folder, f"{index}.pickle").write_bytes(pickle.dumps(result))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,135 @@
+"""What one process does, done by two and by four of them over JAX's own runtime."""
+
+import _processes
+import jax
+import multiprocess_worker as worker
+import numpy as np
+import pytest
+
+from shardfx import hosts, plan
+
+
+# JAX notices a process that is gone by its missing heartbeats, for which the worker allows ten seconds.
+NOTICED_SECONDS = 45.0
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def job(request, tmp_path_factory):
+    outcomes = _processes.run("everything", request.param, 8 // request.param, tmp_path_factory.mktemp("job"))
+    for outcome in outcomes:
+        assert outcome.returncode == 0, outcome.log[-4000:]
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return worker.train(worker.SPEC.build(jax.devices()))
+
+
+def assert_trees_equal(tree, other, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), tree, other)
+
+
+def test_every_process_makes_the_plans_that_one_process_makes(job, alone):
+    for result in job:
+        assert result["trained"][3:] == alone[3:]
+
+
+def test_training_gives_what_one_process_gives(job, alone):
+    model, momentum, losses, *_ = alone
+    for result in job:
+        assert_trees_equal(result["trained"][0], model, rtol=1e-4, atol=1e-5)
+        assert_trees_equal(result["trained"][1], momentum, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result["trained"][2], losses, rtol=1e-5)
+        assert_trees_equal(result["trained"][:2], job[0]["trained"][:2])
+
+
+def test_each_process_finds_its_place(job):
+    count = len(job)
+    for index, result in enumerate(job):
+        assert result["grid"] == (
+            {"data": 4, "tensor": 2},
+            {"data": count, "tensor": 1},
+            tuple((i, 0) for i in range(count)),
+        )
+        assert result["layout"] == hosts.DataLayout(24, index, count, True)
+
+
+def count_owners(shape, chunks):
+    counts = np.zeros(shape, int)
+    for chunk in chunks:
+        counts[chunk.slices] += 1
+    return counts
+
+
+def test_first_replicas_tile_every_array_once(job):
+    for key in job[0]["chunks"]:
+        shape = key[0]
+        pairs = [result["chunks"][key] for result in job]
+        local = [chunk for chunk, _ in pairs if chunk.replica_id == 0]
+        assert (count_owners(shape, local) == 1).all()
+        owned = [chunk for _, chunks in pairs for chunk in chunks if chunk.replica_id == 0]
+        assert (count_owners(shape, owned) == 1).all()
+        for chunk, chunks in pairs:
+            # The box that the grid tells is the union of what the devices hold.
+            np.testing.assert_array_equal(count_owners(shape, [chunk]) > 0, count_owners(shape, chunks) > 0)
+            assert {one.replica_id for one in chunks} == {chunk.replica_id}
+
+
+def test_processes_without_a_box_are_told_and_served(job):
+    devices = 8 // len(job)
+    for result in job:
+        assert f"the {devices} devices of process 0 lie within" in result["mixed"] and "hosts.owned" in result["mixed"]
+        assert len(result["owned"]) == devices
+    owned = [chunk for result in job for chunk in result["owned"]]
+    assert (count_owners((16, 3), owned) == 1).all()
+
+
+def test_batches_and_parameters_come_back_whole(job):
+    for result in job:
+        assert_trees_equal(result["batch"], worker.batches()[0])
+        assert_trees_equal(result["gathered"], worker.params())
+        doubled, spec = result["constrained"]
+        np.testing.assert_array_equal(doubled, 2 * worker.batches()[0]["x"])
+        assert "data" in spec
+
+
+def test_a_short_batch_is_an_error_that_names_the_leaf(job):
+    rows = 24 // len(job)
+    for index, result in enumerate(job):
+        message = f"leaf `x` has shape (1, 16) here, but process {index} owns ({rows}, 16) of (24, 16)"
+        assert result["short"].startswith(message) and "pass `pad=0`" in result["short"]
+
+
+def test_processes_with_other_plans_are_told_where_they_differ(job):
+    last = len(job) - 1
+    for index, result in enumerate(job):
+        other = last if index == 0 else 0
+        messages = result["agreement"] if index in (0, last) else job[0]["agreement"]
+        pair = f"the plans of process {index} and process {other} differ: "
+        if index in (0, last):
+            assert messages["spec"].startswith(pair + "leaf `")
+            assert messages["shape"].startswith(pair + "leaf `more` is only in ")
+            assert messages["devices"].startswith(pair + "the devices of the mesh are ")
+        # No process goes on to a collective that others will never join.
+        assert set(result["agreement"]) == {"spec", "shape", "devices"}
+
+
+def test_all_sockets_are_on_the_loopback_address(job):
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # as IPv4, and as IPv4 in IPv6
+    assert job[0]["listening"], "the coordinator listens"
+    for result in job:
+        assert set(result["listening"]) <= loopback
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_dies_makes_the_other_fail(dead, tmp_path):
+    outcomes = _processes.run("survives", 2, 4, tmp_path, deadline_seconds=90, tasks_for={dead: "dies"})
+    gone, left = outcomes[dead], outcomes[1 - dead]
+    assert gone.returncode == 7, gone.log[-2000:]
+    assert left.returncode not in (None, 0), "the survivor must end by itself, and not well"
+    assert left.seconds - gone.seconds < NOTICED_SECONDS
+
+
+def test_one_process_agrees_with_itself():
+    hosts.assert_same_plan(plan(worker.params(), worker.SPEC, paths=worker.RULES, unmatched="replicate"))
