@@ -11,7 +11,7 @@ from ._errors import LeafTypeError, PlanMismatchError
 from ._plan import ShardPlan
 
 
-Donate = Literal["all", "all-except-first", "none"] | int | str | Sequence[int | str]
+Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
 
 
 def filter_jit(
@@ -30,7 +30,9 @@ def filter_jit(
         one entry for all. An entry is a [`shardfx.ShardPlan`][], a `Sharding`, a tree or a prefix of one of these, or
         `None` where JAX is to take an argument as it comes.
     - `out_shardings`: the same for what `fn` returns.
-    - `donate`: whose buffers may be reused: "all", "all-except-first", "none", or the positions or names of parameters.
+    - `donate`: whose buffers may be reused: "all", "all-except-first", "none", or the positions or names of
+        parameters. JAX warns where a donated buffer fits no output; "warn" and "warn-except-first", which Equinox
+        tells apart by that, are the same here.
 
     **Returns:**
 
@@ -234,8 +236,8 @@ def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> tuple[Any,
 def _donated(donate: Any, signature: inspect.Signature, count: int) -> tuple[int, ...]:
     if donate == "none":
         return ()
-    if donate in ("all", "all-except-first"):
-        return tuple(range(3 if donate == "all-except-first" else 2, count + 2))
+    if donate in ("all", "all-except-first", "warn", "warn-except-first"):
+        return tuple(range(3 if donate.endswith("-except-first") else 2, count + 2))
     names = list(signature.parameters)
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
     unknown = [name for name in chosen if isinstance(name, str) and name not in names]
