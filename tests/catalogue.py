@@ -5,6 +5,7 @@ for it, so that every law can be tested on every model.
 """
 
 import dataclasses
+import functools as ft
 import math
 import re
 from collections.abc import Callable
@@ -237,14 +238,15 @@ def parameters(tree: Any) -> int:
     return sum(math.prod(struct.shape) for struct in jax.tree.leaves(tree))
 
 
-def fused_of(model: Model) -> list[tuple[str, tuple[int, ...], int, int]]:
+@ft.cache
+def fused_of(model: Model) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
     """Path, shape, dimension and elements per head of each leaf with fused heads, one for each distinct shape."""
     found = {}
     for path, struct in paths_of(model.make()):
         for pattern, dim, unit in model.fused:
             if re.search(pattern, path):
                 found.setdefault((re.sub(r"\d+", "0", path), struct.shape, dim, unit), path)
-    return [(path, shape, dim, unit) for (_, shape, dim, unit), path in found.items()]
+    return tuple((path, shape, dim, unit) for (_, shape, dim, unit), path in found.items())
 
 
 _GEMMA2 = (
