@@ -129,9 +129,10 @@ def core_rules(rules: _Rules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules
         assert resolve(("x", "embed"), rules).spec == P("x", "y")
         ```
     """
-    last = AxisRules.last_wins(_as_rules(rules).rules)
-    direct = [(axis, axis) for axis in MeshSpec.of(mesh).axis_names if axis not in last.names]
-    return last.prepend(direct)
+    given = _as_rules(rules)
+    modes = {mode: dict(first) for mode, first in given.modes}
+    last = AxisRules(dict(given.rules), modes=modes, units=given.units, aliases=given.aliases)
+    return last.prepend([(axis, axis) for axis in MeshSpec.of(mesh).axis_names if axis not in last.names])
 
 
 def composite_rules(rule1: _Rules, rule2: _Rules) -> AxisRules:

@@ -1,0 +1,253 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax.core import meta, spmd
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from shardfx import AxisRules, MeshSpec, PathRules, RuleError, SpecError, canonical, constrain, plan, resolve, shard
+from shardfx.interop import flax as interop
+
+
+MESH = MeshSpec({"fsdp": 4, "tensor": 2})
+RULES = AxisRules([("embed", "fsdp"), ("mlp", "tensor")])
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+AXES = st.sampled_from(["x", "y", "z", "w"])
+PAIRS = st.lists(st.tuples(NAMES, st.one_of(AXES, st.none())), max_size=6)
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        x = nn.Dense(8, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")))(x)
+        return nn.Dense(4, kernel_init=nn.with_logical_partitioning(init, ("mlp", "embed")))(x)
+
+
+def boxed_mlp():
+    return jax.eval_shape(Mlp().init, jax.random.key(0), jnp.ones((2, 4)))
+
+
+def nnx_mlp():
+    def make():
+        metadata = {"out_sharding": ("embed", "mlp"), "eager_sharding": False}
+        return nnx.Linear(4, 8, rngs=nnx.Rngs(0), kernel_metadata=metadata)
+
+    return nnx.eval_shape(make)
+
+
+# --- linen
+
+
+def test_names_of_linen_variables():
+    assert interop.names_of(boxed_mlp(), default=())["params"] == {
+        "Dense_0": {"bias": (), "kernel": ("embed", "mlp")},
+        "Dense_1": {"bias": (), "kernel": ("mlp", "embed")},
+    }
+    assert interop.names_of(boxed_mlp())["params"]["Dense_0"]["bias"] is None
+
+
+def test_unboxed_is_what_flax_unboxes():
+    assert interop.unboxed(boxed_mlp()) == meta.unbox(boxed_mlp())
+    arrays = Mlp().init(jax.random.key(0), jnp.ones((2, 4)))
+    same = jax.tree.map(lambda x, y: x is y, interop.unboxed(arrays), meta.unbox(arrays))
+    assert jax.tree.all(same)
+
+
+@pytest.mark.parametrize("reading", [interop.unboxed, lambda tree: tree], ids=["unboxed", "boxed"])
+def test_linen_variables_are_initialised_sharded_under_a_plan(reading):
+    mesh = MESH.build(jax.devices())
+    boxed = boxed_mlp()
+    made = plan(reading(boxed), mesh, names=interop.names_of(boxed, default=()), axes=RULES)
+    init = jax.jit(lambda key: reading(Mlp().init(key, jnp.ones((2, 4)))), out_shardings=made.shardings)
+    kernel = interop.unboxed(init(jax.random.key(0)))["params"]["Dense_0"]["kernel"]
+    assert kernel.sharding == NamedSharding(mesh, P("fsdp", "tensor"))
+    plain = meta.unbox(Mlp().init(jax.random.key(0), jnp.ones((2, 4))))["params"]["Dense_0"]["kernel"]
+    assert jnp.array_equal(kernel, plain)
+
+
+def test_arrays_without_names_can_be_left_to_path_rules():
+    boxed = boxed_mlp()
+    paths = PathRules([("bias", P("tensor"))])
+    made = plan(interop.unboxed(boxed), MESH, names=interop.names_of(boxed), axes=RULES, paths=paths)
+    assert made["params/Dense_0/bias"].spec == P("tensor")
+    assert made["params/Dense_1/kernel"].spec == P("tensor", "fsdp")
+
+
+def test_partitioned_boxes_name_mesh_axes():
+    boxed = {"w": nn.Partitioned(jnp.ones((8, 8)), ("fsdp", None)), "b": nn.Partitioned(jnp.ones(8), (None,))}
+    made = plan(boxed, MESH, names=interop.names_of(boxed), axes=interop.core_rules((), MESH))
+    assert [leaf.spec for leaf in made.leaves] == [P(), P("fsdp")]
+
+
+def test_boxes_of_other_kinds_are_unboxed():
+    class Box(meta.AxisMetadata):
+        def __init__(self, value):
+            self.value = value
+
+        def unbox(self):
+            return self.value
+
+        def replace_boxed(self, val):
+            return Box(val)
+
+        def add_axis(self, index, params):
+            return self
+
+        def remove_axis(self, index, params):
+            return self
+
+    assert interop.unboxed({"a": Box(3)}) == {"a": 3}
+    assert interop.names_of({"a": Box(3)}, default=()) == {"a": ()}
+
+
+# --- nnx
+
+
+def test_nnx_states_are_planned_and_sharded():
+    mesh = MESH.build(jax.devices())
+    state = nnx.state(nnx_mlp())
+    made = plan(state, mesh, names=interop.names_of(state, default=()), axes=RULES)
+    assert made["kernel/value"].spec == P("fsdp", "tensor") and made["bias/value"].spec == P()
+    arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
+    placed = shard(arrays, made)
+    assert placed["kernel"].get_value().sharding == NamedSharding(mesh, P("fsdp", "tensor"))
+    doubled = jax.jit(lambda state: jax.tree.map(lambda x: 2 * x, state), out_shardings=made.shardings)(placed)
+    assert isinstance(doubled["kernel"], nnx.Param) and float(doubled["kernel"].get_value()[0, 0]) == 2
+
+
+def test_unboxed_nnx_states_have_plain_paths():
+    state = nnx.state(nnx_mlp())
+    made = plan(interop.unboxed(state), MESH, names=interop.names_of(state, default=()), axes=RULES)
+    assert made["kernel"].spec == P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [("embed", "mlp"), ["embed", "mlp"], P("embed", "mlp"), NamedSharding(MESH.abstract(), P("fsdp", "tensor"))],
+)
+def test_every_kind_of_out_sharding_is_read(sharding):
+    variable = nnx.Param(jnp.ones((4, 8)), out_sharding=sharding, eager_sharding=False)
+    names = interop.names_of({"w": variable})["w"]
+    assert names == (("fsdp", "tensor") if isinstance(sharding, NamedSharding) else ("embed", "mlp"))
+
+
+def test_an_out_sharding_that_has_no_names():
+    variable = nnx.Param(jnp.ones(4), out_sharding="embed", eager_sharding=False)
+    with pytest.raises(SpecError, match="the sharding 'embed' of a flax variable has no names; give it a tuple"):
+        interop.names_of({"w": variable})
+
+
+def test_reading_a_box_changes_nothing():
+    # B89: flax's `to_nnx_metadata` takes the names out of the box that it reads.
+    box = nn.LogicallyPartitioned(jnp.ones(4), ("embed",))
+    for _ in range(2):
+        assert interop.names_of({"w": box}) == {"w": ("embed",)}
+        assert interop.rules_of({"w": box}) == AxisRules()
+    # B89: flax's boxes are equal whatever their names are; plans are not.
+    other = nn.LogicallyPartitioned(box.value, ("mlp",))
+    plans = [plan(x, MESH, names=interop.names_of(x), axes=RULES) for x in (box, other)]
+    assert plans[0] != plans[1]
+
+
+# --- rules
+
+
+def test_rules_of_boxes_and_variables_are_merged():
+    tree = {
+        "a": nn.LogicallyPartitioned(jnp.ones(4), ("embed",), rules=(("embed", "fsdp"),)),
+        "b": nnx.Param(jnp.ones(4), out_sharding=("mlp",), sharding_rules=(("mlp", "tensor"),), eager_sharding=False),
+        "c": nn.Partitioned(jnp.ones(4), ("fsdp",)),
+        "d": jnp.ones(4),
+    }
+    assert interop.rules_of(tree) == RULES
+    names = interop.names_of(tree, default=())
+    made = plan(interop.unboxed(tree), MESH, names=names, axes=interop.core_rules(interop.rules_of(tree), MESH))
+    assert [leaf.spec for leaf in made.leaves] == [P("fsdp"), P("tensor"), P("fsdp"), P()]
+
+
+def test_contradicting_rules_of_two_variables():
+    box = lambda axis: nn.LogicallyPartitioned(jnp.ones(4), ("embed",), rules=(("embed", axis),))
+    with pytest.raises(RuleError, match="`merge`: rules map 'embed' to"):
+        interop.rules_of({"a": box("fsdp"), "b": box("tensor")})
+
+
+@given(PAIRS, st.lists(st.one_of(NAMES, AXES), unique=True, max_size=4))
+@settings(deadline=None, max_examples=200)
+def test_last_wins_and_keep_are_flax_core_where_flax_core_is_valid(pairs, names):
+    rules = [(name, axis) for name, axis in pairs]
+    wanted = spmd.from_sharding_rules(tuple(names), rules)
+    used = [axis for axis in wanted if axis is not None]
+    # B80: flax gives one axis to two dimensions, here the first of the rules has it.
+    if len(set(used)) < len(used):
+        return
+    mesh = MeshSpec(dict.fromkeys(("x", "y", "z", "w", "a", "b", "c", "d"), 1))
+    for decision in (
+        resolve(names, AxisRules.last_wins(rules), unmatched="keep"),
+        resolve(names, interop.core_rules(rules, mesh)),
+    ):
+        assert decision.spec == canonical(P(*wanted)) and not decision.reasons
+
+
+@given(PAIRS, PAIRS)
+@settings(deadline=None, max_examples=200)
+def test_composite_rules_is_flaxs_where_no_name_occurs_twice(one, two):
+    one, two = list(dict(one).items()), list(dict(two).items())
+    try:
+        wanted = spmd.composite_rules(one, two)
+    except ValueError:
+        with pytest.raises(RuleError, match="`merge`: rules map"):
+            interop.composite_rules(one, two)
+        return
+    assert interop.composite_rules(one, two).rules == tuple(wanted)
+
+
+def test_composite_rules_takes_none_mappings_and_axis_rules():
+    assert interop.composite_rules(None, None) == AxisRules()
+    assert interop.composite_rules({"embed": "fsdp"}, AxisRules({"mlp": "tensor"})) == RULES
+
+
+def test_core_rules_let_a_rule_rename_an_axis():
+    rules = interop.core_rules({"fsdp": "tensor"}, MESH)
+    assert resolve(("fsdp",), rules).spec == P("tensor")
+
+
+def test_core_rules_keep_modes_units_and_aliases():
+    rules = AxisRules({"a": "x"}, modes={"decode": {"a": None}}, units={"a": 2}, aliases={"b": "a"})
+    assert interop.core_rules(rules, MeshSpec({"y": 1, "a": 1})) == rules.prepend({"y": "y"})
+
+
+# --- axes that come and go
+
+
+@given(st.lists(NAMES, unique=True, max_size=4).map(tuple), st.integers(0, 6), st.one_of(st.none(), st.just("layers")))
+def test_remove_axis_undoes_add_axis(names, index, name):
+    added = interop.add_axis(names, index, name)
+    assert added[index] == name and len(added) == max(len(names), index) + 1
+    assert interop.remove_axis(added, index, name) == names
+
+
+@given(st.lists(st.one_of(NAMES, st.none()), max_size=4).map(tuple), st.integers(-5, -1))
+def test_negative_indices_count_from_the_end_of_the_result(names, index):
+    # B88: flax inserts -1 before the last one.
+    if len(names) + 1 + index < 0:
+        with pytest.raises(SpecError, match="lies before the first dimension"):
+            interop.add_axis(names, index, "layers")
+        return
+    assert interop.add_axis(names, index, "layers")[index] == "layers"
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "zz"), (2, "in"), (-3, "in"), (1, None)])
+def test_remove_axis_checks_what_it_removes(index, name):
+    with pytest.raises(SpecError, match=r"`remove_axis\(\('in', 'out'\), .*has no such name"):
+        interop.remove_axis(("in", "out"), index, name)
+
+
+def test_constraints_take_the_names_of_flax_models():
+    mesh = MESH.build(jax.devices())
+    boxed = boxed_mlp()
+    made = plan(interop.unboxed(boxed), mesh, names=interop.names_of(boxed, default=()), axes=RULES)
+    out = jax.jit(lambda x: constrain(x, (None, "mlp"), made))(jnp.ones((2, 8)))
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "tensor")), 2)
