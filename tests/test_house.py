@@ -21,17 +21,17 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("_errors",),
     ("_reason", "topology"),
-    ("_mesh", "_spec", "_tree", "_layout"),
+    ("_mesh", "_spec", "_tree", "_layout", "_tiles"),
     ("_rules", "_paths", "_correct", "_factors", "_collective", "_refine"),
-    ("_codec", "_exchange"),
+    ("_codec", "_exchange", "_assemble", "_rounds", "_pieces"),
     ("_content", "_search"),
     ("_plan", "_redistribute"),
     ("_planner", "_follow"),
-    ("_apply", "_jit", "_transfer", "_tiles", "hosts"),
+    ("_apply", "_jit", "_transfer", "hosts"),
     ("_reshard", "checkpoint", "_report"),
     ("presets", "interop"),
     ("__init__",),
-    ("_demo",),
+    ("_demo", "_cli"),
     ("__main__",),
 )
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
