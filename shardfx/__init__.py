@@ -1,3 +1,4 @@
+from . import checkpoint as checkpoint, hosts as hosts, presets as presets, topology as topology
 from ._apply import (
     constrain as constrain,
     gather as gather,
