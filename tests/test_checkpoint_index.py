@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def raw_file(path, header, buffer=b"", length=None):
     return path
 
 
-def tensor(shape, offsets, dtype="F32"):
+def tensor(shape, offsets, dtype: Any = "F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 

@@ -26,8 +26,9 @@ def any_boxes(draw):
     return shape, draw(st.lists(st.tuples(*edges), min_size=1, max_size=4, unique=True))
 
 
-def check(shape, boxes, itemsize, gap_bytes, run_bytes, copy_bytes):
-    """Reads the spans as the reader does; the number of bytes read."""
+def check(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
+    """Reads the spans as the reader does; the number of bytes read, and of bytes needed."""
+    shape, boxes = grid
     array = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
     raw = np.repeat(array.ravel(), itemsize)
     out = [np.full([stop - start for start, stop in box], -1) for box in boxes]
@@ -63,7 +64,7 @@ LIMITS = st.sampled_from([8, 64, 10_000])
 @hyp.settings(max_examples=300, deadline=None)
 @hyp.given(grids(), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 4, 16, 1000]), LIMITS, LIMITS)
 def test_every_box_gets_its_bytes(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
-    read, needed = check(*grid, itemsize, gap_bytes, run_bytes, copy_bytes)
+    read, needed = check(grid, itemsize, gap_bytes, run_bytes, copy_bytes)
     assert read >= needed
     if gap_bytes == 1:
         assert read == needed
@@ -72,7 +73,7 @@ def test_every_box_gets_its_bytes(grid, itemsize, gap_bytes, run_bytes, copy_byt
 @hyp.settings(max_examples=200, deadline=None)
 @hyp.given(any_boxes(), st.sampled_from([1, 4]), st.sampled_from([1, 16]), LIMITS)
 def test_boxes_may_lie_anywhere(grid, itemsize, gap_bytes, limit):
-    check(*grid, itemsize, gap_bytes, limit, limit)
+    check(grid, itemsize, gap_bytes, limit, limit)
 
 
 KIB = 1024

@@ -1,5 +1,7 @@
 """Shardings for a checkpoint, applying them, and comparing structures."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -94,8 +96,8 @@ def test_apply_takes_shardings_specs_functions_and_none(mesh):
 
 def test_apply_takes_prefixes(mesh):
     class Layer(eqx.Module):
-        w: jax.Array
-        b: jax.Array
+        w: Any
+        b: Any
 
     tree = [Layer(jnp.ones((8, 8)), jnp.ones(8)), Layer(jnp.ones((8, 4)), jnp.ones(4))]
     placed = checkpoint.apply(tree, [P("tp"), Layer(P("dp"), None)], mesh=mesh)
@@ -169,8 +171,8 @@ def test_structure_diff_sees_static_fields_and_classes():
 def test_replicate_places_every_array_and_compiles_nothing(mesh):
     sharded = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("dp", "tp")))
     tree = {"a": sharded, "b": np.arange(3), "c": jnp.ones(2), "d": 4, "e": "text", "f": None}
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, duration, /, **_: compiled.append(event))
     copies = checkpoint.replicate(tree, mesh)
     jax.monitoring.clear_event_listeners()
     assert not [name for name in compiled if "compile" in name]

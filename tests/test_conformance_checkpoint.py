@@ -72,13 +72,15 @@ BETTER_INDEX = {
 def test_shardings_of_an_index(record, tmp_path):
     inputs, expected = record["inputs"], record["expected"]
     mesh, seen = mesh_of(inputs.get("mesh")), {}
-    default = inputs.get("default_sharding")
+    default: Any = inputs.get("default_sharding")
     if isinstance(default, str) and default.startswith("lambda"):
         # Here a default gives shardings; a fresh one for each entry tells which entry ended up where.
-        def default(entry):
+        def remember(entry):
             made = NamedSharding(mesh_of([["x", 1]]), P(), memory_kind="device")
             seen[id(made)] = (entry.path, made)
             return made
+
+        default = remember
     elif isinstance(default, str) and default.startswith("SingleDevice"):
         default = SingleDeviceSharding(jax.devices()[0])
     else:

@@ -126,7 +126,9 @@ def _copy(view: np.ndarray, memory: np.ndarray, entry: ArrayEntry, part: Part, s
         dtype = _BITS[dtype.itemsize]
         view = view.view(dtype)
     shape = tuple(stop - start for start, stop in part.where)
-    view[...] = np.ndarray(shape, dtype, memory.data, part.offset, strides)
+    # As in JAX, what is too large for a smaller dtype becomes infinite or wraps round without a word.
+    with np.errstate(over="ignore", invalid="ignore"):
+        view[...] = np.ndarray(shape, dtype, memory.data, part.offset, strides)
 
 
 def _read(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: ArrayEntry) -> None:

@@ -1,0 +1,390 @@
+"""Loading under a plan: the right bytes, only those, each once, in memory that JAX keeps."""
+
+import os
+import threading
+
+import equinox as eqx
+import hypothesis as hyp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from safetensors.numpy import save_file
+
+import shardfx
+from shardfx import MeshSpec, PathRules, PlanMismatchError, checkpoint
+from shardfx._errors import CheckpointError
+from shardfx.checkpoint import Take, _load, _reader
+
+
+MESH = MeshSpec({"a": 2, "b": 2, "c": 2})
+
+
+def random(shape, dtype, seed=0):
+    raw = np.random.default_rng(seed).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
+    if np.dtype(dtype) == bool:
+        raw %= 2
+    return raw.reshape(-1).view(dtype).reshape(shape)
+
+
+def struct(array, spec, mesh=None, dtype=None):
+    sharding = NamedSharding(mesh or MESH.build(jax.devices()), spec)
+    return jax.ShapeDtypeStruct(array.shape, dtype or array.dtype, sharding=sharding)
+
+
+def same_bytes(a, b):
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Every byte count that the loader reads, and from which thread."""
+    seen = []
+    preadv = os.preadv
+
+    def counted(descriptor, into, offset):
+        done = preadv(descriptor, into, offset)
+        seen.append(done)
+        return done
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return seen
+
+
+DTYPES = [
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"),
+    *("float8_e4m3fn", "float8_e5m2"),
+]
+SPECS = [
+    P(),
+    P("a"),
+    P(("c", "a")),
+    P(None, "b"),
+    P("b", "a"),
+    P(("a", "b", "c")),
+    P(None, ("b", "a", "c")),
+    P("c", None, "b"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_arrives_bit_by_bit(tmp_path, dtype):
+    arrays = {f"w{i}": random((8, 16, 4), jnp.dtype(dtype), i) for i in range(len(SPECS))}
+    arrays |= {"scalar": random((), jnp.dtype(dtype)), "empty": random((0, 8), jnp.dtype(dtype))}
+    save_file(arrays, tmp_path / "x.safetensors")
+    specs = {**{f"w{i}": spec for i, spec in enumerate(SPECS)}, "scalar": P(), "empty": P(None, "a")}
+    plan = {name: struct(arrays[name], specs[name]) for name in arrays}
+    loaded = checkpoint.load(tmp_path, plan)
+    for name, array in loaded.items():
+        assert array.sharding == plan[name].sharding
+        assert same_bytes(array, arrays[name])
+        for shard in array.addressable_shards:
+            assert same_bytes(shard.data, arrays[name][shard.index])
+
+
+@hyp.settings(max_examples=60, deadline=None)
+@hyp.given(st.data())
+def test_any_shape_any_spec_any_transpose(tmp_path_factory, data):
+    rank = data.draw(st.integers(0, 4))
+    shape = tuple(data.draw(st.sampled_from([1, 2, 4, 8, 24])) for _ in range(rank))
+    array = random(shape, data.draw(st.sampled_from([np.int8, np.float32, jnp.bfloat16])))
+    order = tuple(data.draw(st.permutations(range(rank))))
+    path = tmp_path_factory.mktemp("t")
+    save_file({"x": array}, path / "x.safetensors")
+    free, entries = ["a", "b", "c"], []
+    wanted = array.transpose(order)
+    for size in wanted.shape:
+        axes = tuple(data.draw(st.lists(st.sampled_from(free), unique=True))) if free else ()
+        axes = axes if size % 2 ** len(axes) == 0 else ()
+        free = [axis for axis in free if axis not in axes]
+        entries.append(axes)
+    loaded = checkpoint.load(path, {"y": struct(wanted, P(*entries))}, rename={"y": Take("x", order)})
+    assert same_bytes(loaded["y"], wanted)
+
+
+def test_a_plan_of_a_module_comes_back_as_the_module(tmp_path):
+    class Model(eqx.Module):
+        w: jax.Array
+        b: jax.Array
+        act: object
+
+    model = Model(jnp.arange(64.0).reshape(8, 8), jnp.arange(8.0), jax.nn.gelu)
+    save_file({"w": np.asarray(model.w), "b": np.asarray(model.b)}, tmp_path / "x.safetensors")
+    made = shardfx.plan(model, MESH.build(jax.devices()), paths=PathRules.parse("w->a.b, b->c"))
+    loaded = checkpoint.load(tmp_path, made)
+    assert isinstance(loaded, Model)
+    assert loaded.act is None
+    assert loaded.w.sharding.spec == P("a", "b")
+    assert np.array_equal(loaded.w, model.w)
+
+
+def test_layers_are_stacked_and_transposed_on_the_way(tmp_path, reads):
+    layers = [random((8, 12), np.float32, i) for i in range(4)]
+    save_file({f"h.{i}.w": layer for i, layer in enumerate(layers)}, tmp_path / "x.safetensors")
+    wanted = np.stack([layer.T for layer in layers])
+    take = Take(tuple(f"h.{i}.w" for i in range(4)), transpose=(1, 0))
+    for spec in (P(), P("a"), P(("a", "b")), P("a", "b", "c"), P(None, "a"), P(None, None, ("a", "c"))):
+        reads.clear()
+        loaded = checkpoint.load(tmp_path, {"w": struct(wanted, spec)}, rename=lambda path: take)
+        assert same_bytes(loaded["w"], np.ascontiguousarray(wanted))
+        assert sum(reads) == wanted.nbytes
+
+
+def test_nothing_is_cast_that_was_not_asked_for(tmp_path):
+    arrays = {"w": random((8, 8), np.float32), "n": np.arange(8, dtype=np.int32)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    plan = {"w": struct(arrays["w"], P("a"), dtype=jnp.bfloat16), "n": struct(arrays["n"], P("b"))}
+    with pytest.raises(
+        CheckpointError, match="leaf `w`: 'w' is float32, but the plan has bfloat16; pass `dtype=\"plan\"`"
+    ):
+        checkpoint.load(tmp_path, plan)
+    expected = jnp.asarray(arrays["w"]).astype(jnp.bfloat16)
+    for dtype in ("plan", jnp.bfloat16, "bfloat16"):
+        loaded = checkpoint.load(tmp_path, plan, dtype=dtype)
+        assert same_bytes(loaded["w"], expected)
+        assert same_bytes(loaded["n"], arrays["n"])
+    assert checkpoint.load(tmp_path, plan, dtype=jnp.float16)["w"].dtype == jnp.float16
+
+
+@pytest.mark.parametrize(("stored", "to"), [("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int8")])
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, ("a", "b", "c"))])
+def test_casts_are_those_of_jax(tmp_path, stored, to, spec):
+    array = np.asarray(jax.random.uniform(jax.random.key(0), (16, 32), minval=-100, maxval=100).astype(stored))
+    save_file({"w": array}, tmp_path / "x.safetensors")
+    loaded = checkpoint.load(tmp_path, {"w": struct(array, spec, dtype=jnp.dtype(to))}, dtype="plan")
+    assert same_bytes(loaded["w"], jnp.asarray(array).astype(to))
+
+
+def test_what_jax_cannot_hold_is_refused(tmp_path):
+    arrays = {"n": np.arange(3), "c": np.ones(2, np.complex64)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="would be int64, which JAX holds only under .*jax_enable_x64"):
+        checkpoint.load(tmp_path, {"n": struct(arrays["n"], P())})
+    loaded = checkpoint.load(tmp_path, {"n": struct(arrays["n"], P(), dtype=np.int32)}, dtype="plan")
+    assert loaded["n"].dtype == np.int32
+    with pytest.raises(CheckpointError, match="is complex and would be cast to float32"):
+        checkpoint.load(tmp_path, {"c": struct(arrays["c"], P(), dtype=np.float32)}, dtype="plan")
+
+
+def test_every_leaf_that_cannot_be_read_is_named_before_anything_is(tmp_path, reads):
+    arrays = {"a": np.ones((8, 4), np.float32), "b": np.ones(8, np.float32)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    plan = {
+        "a": struct(np.ones((4, 8), np.float32), P()),
+        "b": struct(arrays["b"], P()),
+        "c": struct(arrays["b"], P()),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, plan)
+    text = str(caught.value)
+    assert text.startswith("2 of 3 leaves cannot be read from")
+    assert (
+        "leaf `a`: 'a' gives shape (8, 4), but the plan has (4, 8); torch keeps weights as [out, in]: `Take('a',"
+        in text
+    )
+    assert "leaf `c`: checkpoint" in text
+    assert "has no array 'c'" in text
+    assert reads == []
+
+
+@pytest.mark.parametrize(
+    ("take", "message"),
+    [
+        (Take("a", (0, 2)), r"`transpose=\(0, 2\)` is no order of the 2 dimensions of 'a'"),
+        (Take(()), "names no array"),
+        (Take(("a", "b")), r"different shapes, \[\(8,\), \(8, 4\)\]"),
+        (Take(("a", "a")), r"the stack of 'a' to 'a' gives shape \(2, 8, 4\).*checkpoint.structs"),
+    ],
+)
+def test_takes_that_do_not_fit(tmp_path, take, message):
+    save_file({"a": np.ones((8, 4), np.float32), "b": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(tmp_path, {"w": struct(np.ones((8, 4), np.float32), P())}, rename={"w": take})
+
+
+def test_rename_must_give_names(tmp_path):
+    save_file({"a": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="`rename` gives 3; it must give a name in the checkpoint"):
+        checkpoint.load(tmp_path, {"w": struct(np.ones(8, np.float32), P())}, rename=lambda path: 3)  # pyright: ignore
+
+
+def test_a_plan_must_have_devices(tmp_path):
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    made = shardfx.plan({"w": jnp.ones(8)}, MESH, paths=PathRules.parse("w->a"))
+    with pytest.raises(PlanMismatchError, match="no devices, so there is nowhere to load to; .*plan.mesh.build"):
+        checkpoint.load(tmp_path, made)
+    with pytest.raises(PlanMismatchError, match="leaf `w` is none"):
+        checkpoint.load(tmp_path, {"w": np.ones(8, np.float32)})
+
+
+def test_replicas_are_read_once_and_share_their_memory(tmp_path, reads):
+    array = random((256, 256), np.float32)
+    save_file({"w": array}, tmp_path / "x.safetensors")
+    for spec, copies in ((P(), 8), (P("a"), 4), (P(None, "b"), 4)):
+        reads.clear()
+        loaded = checkpoint.load(tmp_path, {"w": struct(array, spec)})["w"]
+        assert sum(reads) == array.nbytes
+        pointers = [shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards]
+        assert len(set(pointers)) == 8 // copies
+        assert all(pointer % 64 == 0 for pointer in pointers)
+
+
+def test_donating_one_replica_leaves_the_others(tmp_path):
+    array = random((64,), np.int32)
+    save_file({"w": array}, tmp_path / "x.safetensors")
+    plan = {"w": struct(array, P())}
+    loaded = checkpoint.load(tmp_path, plan)["w"]
+    kept = [jnp.array(shard.data, copy=False) for shard in loaded.addressable_shards]
+    jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(loaded))
+    assert all(np.array_equal(copy, array) for copy in kept if not copy.is_deleted())
+
+
+def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
+    arrays = {"rows": random((64, 64), np.float32), "columns": random((64, 65536), np.uint8)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    plan = {"rows": struct(arrays["rows"], P("x"), mesh), "columns": struct(arrays["columns"], P(None, "x"), mesh)}
+    index = checkpoint.read_index(tmp_path)
+    total = sum(array.nbytes for array in arrays.values())
+    abstract = shardfx.plan(arrays, MeshSpec({"x": 8}), paths=PathRules.parse("rows->x, columns->None.x"))
+    for process in checkpoint.plan_reads(index, abstract, processes=4).processes:
+        assert process.needed_bytes == total // 4
+        assert process.excess_bytes == 0
+    checkpoint.load(index, plan)
+    assert sum(reads) == checkpoint.plan_reads(index, plan).read_bytes == total
+
+
+def test_reads_are_counted_as_they_are_done(tmp_path, reads):
+    """What `plan_reads` says is what `load` does, here for two of eight devices, with gaps between columns."""
+    arrays = {"short": random((512, 512), np.float32), "long": random((32, 2**18), np.uint8)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    index = checkpoint.read_index(tmp_path)
+    # A device's shards alone, as a process that owns one device has them.
+    for name, array in arrays.items():
+        width = array.shape[1] // 8
+        entry = index[name]
+        box = ((0, array.shape[0]), (3 * width, 4 * width))
+        expected = sum(span.nbytes for span in _reader.spans_of(entry, [box], True))
+        [out] = _reader.buffers([box], array.dtype)
+        reads.clear()
+        with _reader.Files(index.place, [entry.file], 1) as files:
+            files.read(entry, list(_reader.spans_of(entry, [box], True)), [box], [out])
+        assert same_bytes(out, np.ascontiguousarray(array[:, 3 * width : 4 * width]))
+        assert sum(reads) == expected
+        made = checkpoint.plan_reads(index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8)
+        assert made.processes[3].read_bytes == expected
+        assert made.processes[3].needed_bytes == array.nbytes // 8
+        # The gaps of short rows are read along, those of long rows are skipped.
+        assert (made.processes[3].excess_bytes == 0) == (name == "long")
+        assert "in excess" in str(made)
+
+
+def _abstract(mesh):
+    return MeshSpec.of(mesh).abstract()
+
+
+def test_processes_must_divide_the_mesh(tmp_path):
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    made = shardfx.plan({"w": jnp.ones(8)}, MESH, paths=PathRules.parse("w->a"))
+    with pytest.raises(PlanMismatchError, match="3 processes cannot each have as many of the 8 devices"):
+        checkpoint.plan_reads(checkpoint.read_index(tmp_path), made, processes=3)
+
+
+def test_a_file_cut_off_after_its_header_was_read(tmp_path):
+    arrays = {f"w{i}": random((1024, 64), np.float32, i) for i in range(4)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    with open(tmp_path / "x.safetensors", "r+b") as file:
+        file.truncate(500_000)
+    threads = threading.active_count()
+    for spec in (P("a"), P(None, "a")):
+        with pytest.raises(CheckpointError, match=r"ends at byte 500000, within array 'w1'"):
+            checkpoint.load(index, {name: struct(array, spec) for name, array in arrays.items()})
+    assert threading.active_count() == threads
+    (tmp_path / "x.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        checkpoint.load(index, {name: struct(array, P()) for name, array in arrays.items()})
+
+
+def test_reads_that_return_less_are_continued(tmp_path, monkeypatch):
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:100]], at))
+    array = random((64, 64), np.float32)
+    save_file({"w": array}, tmp_path / "x.safetensors")
+    for spec in (P("a"), P(None, "a")):
+        assert same_bytes(checkpoint.load(tmp_path, {"w": struct(array, spec)})["w"], array)
+
+
+def test_a_boolean_that_is_neither(tmp_path):
+    save_file({"w": np.array([0, 1, 2, 1], np.uint8)}, tmp_path / "x.safetensors")
+    data = (tmp_path / "x.safetensors").read_bytes().replace(b'"U8"', b'"BOOL"').replace(b"}}  ", b"}}")
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="leaf `w`: a boolean in the checkpoint is neither 0 nor 1"):
+        checkpoint.load(tmp_path, {"w": struct(np.ones(4, bool), P())})
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """As on an accelerator: the memory that is read into is only a stop on the way. Records how much was held."""
+    held = []
+    monkeypatch.setattr(_load, "_is_final", lambda leaf: False)
+    finish = _load._Flight._finish
+
+    def finished(flight, key):
+        held.append(flight._staging_bytes)
+        finish(flight, key)
+
+    monkeypatch.setattr(_load._Flight, "_finish", finished)
+    return held
+
+
+def test_no_more_than_the_limit_is_on_its_way(tmp_path, staged):
+    arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(12)} | {"big": random((8, 8192), np.float32)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
+    for limit in (32 * 1024, 40_000, 10**9):
+        staged.clear()
+        loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
+        assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
+        assert max(staged) <= limit
+        assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
+
+
+def test_a_limit_below_one_shard(tmp_path, staged):
+    array = random((64, 64), np.float32)
+    save_file({"w": array}, tmp_path / "x.safetensors")
+    with pytest.raises(
+        CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048 bytes"
+    ):
+        checkpoint.load(tmp_path, {"w": struct(array, P(("a", "b", "c")))}, memory_limit_bytes=100)
+
+
+def test_memory_kinds_and_other_shardings(tmp_path):
+    array = random((8, 8), np.float32)
+    save_file({"a": array, "b": array}, tmp_path / "x.safetensors")
+    pinned = NamedSharding(MESH.build(jax.devices()), P("a"), memory_kind="pinned_host")
+    single = SingleDeviceSharding(jax.devices()[5])
+    plan = {
+        "a": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=pinned),
+        "b": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=single),
+    }
+    loaded = checkpoint.load(tmp_path, plan)
+    assert loaded["a"].sharding == pinned
+    assert loaded["b"].devices() == {jax.devices()[5]}
+    assert same_bytes(loaded["a"], array)
+    assert same_bytes(loaded["b"], array)
+
+
+def test_progress_is_a_line_on_a_terminal(tmp_path, capsys):
+    array = random((8, 8), np.float32)
+    save_file({"a": array}, tmp_path / "x.safetensors")
+    plan = {"a": struct(array, P())}
+    checkpoint.load(tmp_path, plan)
+    assert capsys.readouterr().err == ""
+    checkpoint.load(tmp_path, plan, progress=True)
+    assert "loading [########################] 0.00 of 0.00 GB" in capsys.readouterr().err
