@@ -1,0 +1,314 @@
+"""What each process owns: against brute force over the device list, and every message."""
+
+import dataclasses
+import math
+import time
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _devices import chips, objects
+from hypothesis import given, settings
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import (
+    AxisRules,
+    MeshError,
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    SpecError,
+    filter_jit,
+    follow,
+    gather,
+    hosts,
+    plan,
+    shard,
+    specs_of,
+    topology,
+)
+
+
+GRID = hosts.regular_grid(MeshSpec({"replica": 2, "data": 4, "model": 2}), {"replica": 2, "data": 2})
+
+
+def regular_mesh(sizes, chunks):
+    """A mesh of descriptions, whose processes are numbered along it."""
+    devices = chips((math.prod(sizes.values()), 1, 1, 1))
+    array = objects(devices).reshape(tuple(sizes.values()))
+    counts = [chunks.get(name, 1) for name in sizes]
+    for place, device in np.ndenumerate(array):
+        cell = [at * count // size for at, count, size in zip(place, counts, sizes.values(), strict=True)]
+        device.process_index = int(np.ravel_multi_index(cell, counts))
+    return Mesh(array, tuple(sizes))
+
+
+def test_a_grid_is_a_value():
+    grid = hosts.HostGrid({"data": 4, "model": 2}, {"data": 2}, [(0, 0), (1, 0)])
+    same = hosts.HostGrid({"data": 4, "model": 2}, {"model": 1, "data": 2}, ((0, 0), (1, 0)))
+    assert grid == same and hash(grid) == hash(same) and not jax.tree.leaves(grid)
+    assert dict(grid.axis_sizes) == {"data": 4, "model": 2} and dict(grid.num_chunks) == {"data": 2, "model": 1}
+    assert grid.chunk_ids == ((0, 0), (1, 0)) and grid.process_count == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"a": 4}, {"b": 2}, [(0,)]), r"`num_chunks` names `b`, but the mesh has \('a',\)"),
+        (({"a": 4}, {"a": 3}, [(0,)]), "3 processes cannot share the 4 devices of mesh axis `a` evenly"),
+        (({"a": 4}, {"a": 2}, [(0, 0), (1, 0)]), r"needs one index for each axis of \('a',\)"),
+        (({"a": 4}, {"a": 2}, [(0,), (2,)]), r"process 1 has chunk \(2,\), but there are only \(2,\)"),
+        (({"a": 4}, {"a": 2}, [(0,), (0,)]), "2 processes have 1 different chunks, but {'a': 2} makes 2"),
+        (({"a": 4}, {"a": 2}, [(0,)]), "1 processes have 1 different chunks"),
+    ],
+)
+def test_a_grid_refuses(arguments, message):
+    with pytest.raises(MeshError, match=message):
+        hosts.HostGrid(*arguments)
+
+
+AXES = {"a": (1, 2, 4), "b": (1, 2, 6), "c": (1, 3)}
+sizes = st.fixed_dictionaries({name: st.sampled_from(n) for name, n in AXES.items()})
+entries = st.sampled_from([(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("c",), ("c", "a")])
+
+
+@settings(deadline=None, max_examples=150)
+@given(sizes, st.data())
+def test_local_chunks_are_what_the_devices_hold(axis_sizes, data):
+    chunks = {
+        name: data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+        for name, size in axis_sizes.items()
+    }
+    mesh = regular_mesh(axis_sizes, chunks)
+    grid = hosts.grid_of(mesh)
+    assert grid == hosts.regular_grid(MeshSpec(axis_sizes), chunks)
+    first, second = data.draw(entries), data.draw(entries)
+    spec = P(first or None, tuple(axis for axis in second if axis not in first) or None)
+    shape = (24, 72, 5)
+    sharding = NamedSharding(mesh, spec)
+    counts = np.zeros(shape, int)
+    for process in range(grid.process_count):
+        owned = hosts.owned(shape, sharding, process)
+        held = np.zeros(shape, bool)
+        for chunk in owned:
+            held[chunk.slices] = True
+            if chunk.replica_id == 0:
+                counts[chunk.slices] += 1
+        try:
+            chunk = hosts.local_chunk(shape, spec, grid, process)
+        except MeshError as error:
+            # Several ranges of rows are no chunk.
+            assert "several ranges of rows" in str(error)
+            continue
+        box = np.zeros(shape, bool)
+        box[chunk.slices] = True
+        np.testing.assert_array_equal(box, held)
+        assert {one.replica_id for one in owned} == {chunk.replica_id}
+    # Whoever owns a part first owns it alone: every element once.
+    assert (counts == 1).all()
+
+
+@given(st.permutations(["replica", "data", "model"]), st.integers(0, 3))
+def test_shard_and_replica_ids_number_the_processes(order, count):
+    axes = tuple(order[:count])
+    shards = math.prod(GRID.num_chunks[axis] for axis in axes)
+    pairs = {(hosts.shard_id(axes, GRID, p), hosts.replica_id(axes, GRID, p)) for p in range(GRID.process_count)}
+    assert pairs == {(s, r) for s in range(shards) for r in range(GRID.process_count // shards)}
+
+
+def test_the_order_of_axes_counts():
+    assert [hosts.shard_id(("replica", "data"), GRID, p) for p in range(4)] == [0, 1, 2, 3]
+    assert [hosts.shard_id(("data", "replica"), GRID, p) for p in range(4)] == [0, 2, 1, 3]
+    assert [hosts.replica_id("data", GRID, p) for p in range(4)] == [0, 0, 1, 1]
+
+
+def test_results_are_plain_python_values():
+    layout = hosts.data_layout(16, "data", GRID, 1)
+    assert {type(value) for value in dataclasses.asdict(layout).values()} == {int, bool}
+    chunk = hosts.local_chunk((8,), P("data"), GRID, 1)
+    assert type(chunk.slices[0].start) is int and type(chunk.replica_id) is int
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: hosts.shard_id({"data"}, GRID, 0), r"\['data'\] came in a set, which has no order; pass a tuple"),
+        (lambda: hosts.shard_id("zz", GRID, 0), r"no axis 'zz', but \('replica', 'data', 'model'\); use one of those"),
+        (lambda: hosts.shard_id(("data", "data"), GRID, 0), "occurs twice"),
+        (lambda: hosts.replica_id("data", GRID, 4), "there is no process 4; use one of 0 to 3"),
+        (
+            lambda: hosts.data_layout(6, "data", GRID, 0),
+            r"6 rows cannot be sharded over the 4 devices along \('data',\)",
+        ),
+        (lambda: hosts.data_layout(0, "data", GRID, 0), "use a positive multiple of 4, or `None` for 4"),
+        (
+            lambda: hosts.local_chunk((6,), P("data"), GRID, 0),
+            "dim 0 of size 6 is not divisible by the 4 devices.*pad it to 8",
+        ),
+        (
+            lambda: hosts.local_chunk((8,), P("data", "model"), GRID, 0),
+            r"has 2 entries, but the array has shape \(8,\)",
+        ),
+        (
+            lambda: hosts.local_chunk((8,), P(P.UNCONSTRAINED), GRID, 0),
+            "nobody knows who owns it; name its axes, or None",
+        ),
+        (lambda: hosts.local_chunk((8,), P(("data", "replica")), GRID, 0), "several devices along `data`.*hosts.owned"),
+        (lambda: hosts.local_chunk((8, 8), P("data", "data"), GRID, 0), "occurs twice"),
+    ],
+)
+def test_questions_that_are_refused(ask, message):
+    with pytest.raises((MeshError, SpecError), match=message):
+        ask()
+
+
+def test_specs_may_end_in_none_beyond_the_rank():
+    assert hosts.local_chunk((8,), P("data", None), GRID, 1).slices == (slice(4, 8),)
+    assert hosts.local_chunk((), P(), GRID, 3) == hosts.LocalChunk((), 3)
+
+
+def test_layouts_of_an_unsharded_batch():
+    assert hosts.data_layout(8, None, GRID, 0) == hosts.DataLayout(8, 0, 1, True)
+    assert hosts.data_layout(8, (), GRID, 3) == hosts.DataLayout(8, 0, 1, False)
+    assert hosts.data_layout(None, ("replica", "data"), GRID, 3) == hosts.DataLayout(8, 3, 4, True)
+
+
+def scattered(sizes, owner):
+    devices = chips((math.prod(sizes), 1, 1, 1))
+    for device, process in zip(devices, owner, strict=True):
+        device.process_index = process
+    return Mesh(objects(devices).reshape(sizes), tuple(f"a{i}" for i in range(len(sizes))))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "owner", "message"),
+    [
+        ((4,), [0, 1, 0, 1], r"the 2 devices of process 0 lie within \(0,\) to \(2,\); use `hosts.owned"),
+        ((4,), [0, 0, 2, 2], "process 1 has no device in it"),
+        ((4,), [0, 1, 1, 1], "the 3 devices of process 1 lie within"),
+        ((4,), [1, 0, 0, 1], "the 2 devices of process 1 lie within"),
+        ((2, 2), [0, 1, 1, 0], "lie within"),
+    ],
+)
+def test_processes_without_equal_boxes(sizes, owner, message):
+    mesh = scattered(sizes, owner)
+    with pytest.raises(MeshError, match=message):
+        hosts.grid_of(mesh)
+    shape, counts = (4,) * len(sizes), np.zeros((4,) * len(sizes), int)
+    for process in set(owner):
+        for chunk in hosts.owned(shape, NamedSharding(mesh, P(*mesh.axis_names)), process):
+            counts[chunk.slices] += chunk.replica_id == 0
+    assert (counts == 1).all()
+
+
+def test_hosts_of_65536_devices_need_no_device():
+    started = time.perf_counter()
+    mesh = MeshSpec({"replica": 8, "data": 1024, "model": 8}, dcn={"replica": 8})
+    order = topology.submesh_order((32, 32, 64, 1), (2, 2, 2, 1), (2, 2, 2, 1))
+    grid = hosts.regular_grid(mesh, {"replica": 8, "data": 1024})
+    layout = hosts.data_layout(65536, ("replica", "data"), grid, 8191)
+    chunk = hosts.local_chunk((65536, 4096), P(("replica", "data"), "model"), grid, 8191)
+    tree = {f"layer{i}": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for i in range(200)}
+    made = plan(tree, mesh, paths=PathRules([("layer", P(("replica", "data"), "model"))]))
+    seconds = time.perf_counter() - started
+    print(f"65,536 devices on 8,192 hosts: {seconds:.3f} s")
+    assert made.bytes_per_device == 200 * 8192 * 8192 * 2 // 65536
+    assert grid.process_count == 8192 and order.shape == (8192, 8, 4)
+    assert (layout.shard_id, layout.num_shards) == (8191, 8192)
+    assert chunk == hosts.LocalChunk((slice(65528, 65536), slice(0, 4096)), 0)
+
+
+def batch_plan(mesh=None, rows=8, rules=None):
+    tree = {"x": jax.ShapeDtypeStruct((rows, 3), jnp.float32), "y": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+    mesh = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices()) if mesh is None else mesh
+    return plan(tree, mesh, paths=rules or PathRules([(".*", P("data"))]))
+
+
+def batch(rows=8):
+    return {"x": np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3), "y": np.arange(rows, dtype=np.int32)}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_global_batch_is_placed_as_planned(kind):
+    mesh = MeshSpec({"data": 4, "tensor": 2}, axis_types=kind).build(jax.devices())
+    made = batch_plan(mesh)
+    out = hosts.global_batch(batch(), made)
+    jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
+    assert jax.tree.map(lambda array: array.sharding, out) == made.shardings
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 8])
+def test_a_ragged_batch_is_padded_with_a_mask(rows):
+    out, mask = hosts.global_batch(batch(rows), batch_plan(), pad=-1)
+    assert mask.tolist() == [True] * rows + [False] * (8 - rows)
+    assert specs_of(mask) == P("data")
+    np.testing.assert_array_equal(gather(out)["y"], [*range(rows), *[-1] * (8 - rows)])
+    np.testing.assert_array_equal(gather(out)["x"][rows:], -np.ones((8 - rows, 3)))
+
+
+@pytest.mark.parametrize(
+    ("local", "keywords", "message"),
+    [
+        (batch(5), {}, r"leaf `x` has shape \(5, 3\) here, but process 0 owns \(8, 3\) of \(8, 3\).*pass `pad=0`"),
+        (batch(9), {"pad": 0}, r"leaf `x` has shape \(9, 3\) here"),
+        ({**batch(), "x": np.ones((8, 4), np.float32)}, {"pad": 0}, r"leaf `x` has shape \(8, 4\) here"),
+        ({**batch(), "y": np.ones(8, np.float32)}, {}, "leaf `y` is float32, but the plan is for int32"),
+        ({"x": batch()["x"]}, {}, r"the batch has the leaves \['x'\], the plan \['x', 'y'\]"),
+        (
+            {"x": batch(5)["x"], "y": batch(4)["y"]},
+            {"pad": 0},
+            "leaf `y` has 4 rows here.*one mask needs the same rows",
+        ),
+    ],
+)
+def test_global_batch_refuses(local, keywords, message):
+    with pytest.raises(PlanMismatchError, match=message):
+        hosts.global_batch(local, batch_plan(), **keywords)
+
+
+def test_global_batch_needs_devices():
+    with pytest.raises(PlanMismatchError, match=r"no devices to put a batch on; use `plan.on\(plan.mesh.build"):
+        hosts.global_batch(batch(), batch_plan(MeshSpec({"data": 4, "tensor": 2})))
+
+
+def test_the_mask_is_replicated_where_rows_are():
+    made = batch_plan(rules=PathRules([("x", P(None, "tensor")), ("y", P())]))
+    out, mask = hosts.global_batch(batch(7), made, pad=0)
+    assert mask.sharding.is_fully_replicated and int(mask.sum()) == 7
+    assert out["x"].sharding.is_fully_replicated  # three columns do not divide
+
+
+def test_the_partitioners_life_cycle():
+    """Rules, mesh, names, plan, layout, jit, ahead-of-time compilation, params onto devices with donation."""
+    import optax
+
+    axes = AxisRules([("batch", "data"), ("mlp", "model"), ("embed", None)])
+    mesh = MeshSpec({"data": -1, "model": 2}).build(jax.devices())
+    shapes = {"wi": jax.ShapeDtypeStruct((16, 32), jnp.float32), "wo": jax.ShapeDtypeStruct((32, 16), jnp.float32)}
+    names = {"wi": ("embed", "mlp"), "wo": ("mlp", "embed")}
+    params_plan = plan(shapes, mesh, names=names, axes=axes)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    state_plan = follow(optimizer.init, params_plan)
+    data_plan = plan({"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}, mesh, names={"x": ("batch", None)}, axes=axes)
+    layout = hosts.data_layout(8, "data", hosts.grid_of(mesh), jax.process_index())
+    assert (layout.shard_id, layout.num_shards) == (0, 1)
+
+    def step(params, state, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jax.nn.relu(x @ p["wi"]) @ p["wo"]) ** 2))(params)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    shardings = (params_plan.shardings, state_plan.shardings, data_plan.shardings["x"])
+    compiled = (
+        jax.jit(step, in_shardings=shardings, out_shardings=(*shardings[:2], None), donate_argnums=(0, 1))
+        .lower(params_plan.structs, state_plan.structs, data_plan.structs["x"])
+        .compile()
+    )
+    params = shard(jax.tree.map(lambda s: np.full(s.shape, 0.01, s.dtype), shapes), params_plan)
+    state = filter_jit(optimizer.init, out_shardings=state_plan)(params)
+    x = hosts.global_batch({"x": np.ones((8, 16), np.float32)}, data_plan)["x"]
+    updated, state, loss = compiled(params, state, x)
+    assert params["wi"].is_deleted() and float(loss) > 0
+    assert updated["wi"].sharding == params_plan.shardings["wi"]
