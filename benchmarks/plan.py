@@ -55,6 +55,11 @@ def cases(options: Options) -> list[Entry]:
             (Limit("largest over smallest", at_most=1.25),),
         ),
         Finding(
+            "import shardfx after import equinox",
+            ft.partial(_import_seconds, options.repeats),
+            (Limit("seconds", at_most=0.1),),
+        ),
+        Finding(
             "memory held by the DeepSeek-V3 plan",
             lambda: fresh_process("benchmarks.plan:held"),
             (Limit("MB with shardings", at_most=30), Limit("MB with digest", at_most=30)),
@@ -201,6 +206,12 @@ def _median(run: Callable[[], Any], repeats: int) -> float:
         gc.unfreeze()
         del result
     return statistics.median(times)
+
+
+def _import_seconds(repeats: int) -> dict[str, Value]:
+    arguments = {"first": "equinox", "then": "shardfx"}
+    times = [fresh_process("benchmarks._imports:seconds_to_import", arguments) for _ in range(repeats)]
+    return {"seconds": statistics.median(times)}
 
 
 def held() -> dict[str, float]:
