@@ -212,7 +212,7 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        A [`shardfx.DeviceOrder`][]: the array of devices, the method, the reasons for any fallback, and the
+        A [`shardfx.topology.DeviceOrder`][]: the array of devices, the method, the reasons for any fallback, and the
         mean number of links between neighbours on each axis.
 
         **Raises:**
