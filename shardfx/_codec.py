@@ -134,11 +134,19 @@ def key_dtype(implementation: str) -> Any:
 
 def encode_structure(treedef: Any) -> Any:
     """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
+    return _encode_structure(treedef, {})
+
+
+def _encode_structure(treedef: Any, seen: dict[Any, Any]) -> Any:
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
-    kind, aux = data
-    children = [encode_structure(child) for child in treedef.children()]
+    if treedef not in seen:  # layers and experts repeat: one value stands for all that are alike
+        seen[treedef] = _encode_node(*data, [_encode_structure(child, seen) for child in treedef.children()])
+    return seen[treedef]
+
+
+def _encode_node(kind: type, aux: Any, children: list[Any]) -> Any:
     if kind is dict:
         return {"dict": [[_encode_key(key), child] for key, child in zip(aux, children, strict=True)]}
     if kind is list or kind is tuple:
