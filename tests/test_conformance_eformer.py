@@ -4,10 +4,13 @@ A "conform" vector gives what was measured. A "deviate" one gives what is stated
 docs/migrating_eformer.md says the same for readers.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
 import json
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -582,3 +585,62 @@ def test_single_device_arrays_have_no_spec():
     with pytest.raises(LeafTypeError, match="array `a/0`, shape .3,., lies on SingleDeviceSharding"):
         specs_of({"a": [jnp.ones(3)]})
     assert isinstance(shardings_of(jnp.ones(3)), SingleDeviceSharding)
+
+
+# --- defects that no vector shows
+
+
+def test_memory_kinds_are_kept():
+    # B12: eformer brings an array from pinned host memory back to the device.
+    mesh = built(MESH)
+    made = plan({"x": jnp.ones((8, 8))}, mesh, paths=PathRules([("x", P("dp"))]), memory_kinds=[("x", "pinned_host")])
+    x = shard({"x": jnp.ones((8, 8))}, made)["x"]
+    moved = constrain(x, P("tp"), made)
+    assert x.sharding.memory_kind == moved.sharding.memory_kind == "pinned_host"
+    assert moved.sharding.spec == P("tp")
+
+
+def test_unreduced_axes_are_kept():
+    # B13: eformer fails on specs that cannot be iterated.
+    assert correct(P("dp", unreduced=frozenset({"tp"})), (8, 8), MESH).spec == P("dp", unreduced=frozenset({"tp"}))
+
+
+def test_names_are_in_the_same_order_under_every_hash_seed():
+    # B17: eformer's order is that of a set.
+    code = (
+        "from shardfx import axis_names_of; from jax.sharding import PartitionSpec as P; "
+        "print(axis_names_of([P('fsdp', 'tp'), P(('sp', 'dp'), 'tp')]))"
+    )
+    for seed in ("0", "1"):
+        out = subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        assert out.stdout == "('fsdp', 'tp', 'sp', 'dp')\n", out.stderr
+
+
+def test_small_arrays_are_sharded_unless_a_size_is_given():
+    # B19: eformer documents one default and has another.
+    rules = PathRules([("x", P("dp"))])
+    assert plan({"x": jnp.ones(8)}, MESH, paths=rules)["x"].spec == P("dp")
+    assert plan({"x": jnp.ones(8)}, MESH, paths=rules, min_bytes=33)["x"].spec == P()
+
+
+def test_overlapping_axes_never_make_an_invalid_spec():
+    # B27: eformer's automatic spec can be P(("dp", "tp"), "dp").
+    for spec in (P(("dp", "tp"), "dp"), P("dp", "dp")):
+        NamedSharding(MESH.abstract(), correct(spec, (8, 8), MESH).spec)
+
+
+def test_replicated_arrays_stay_replicated_on_another_mesh():
+    # B28: eformer's conversion to another strategy shards what was P(), and loses factors.
+    tree = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    rules = PathRules([("a", P()), ("b", P(("dp", "fsdp", "tp")))])
+    for mesh in (MESH, MeshSpec({"dp": 2, "fsdp": 2, "tp": 2}), MeshSpec({"fsdp": 8})):
+        made = plan(tree, mesh, paths=rules)
+        assert made["a"].spec == P() and made["b"].bytes_per_device * 8 == made["b"].bytes
+
+
+def test_resolved_the_same_in_every_thread():
+    # B31, B84: eformer and flax look for rules in the thread or the process.
+    rules = eformer(tensor_parallel_axis="model")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        eformer()
+        assert pool.submit(resolve, ("__HEAD__",), rules).result().spec == P("model")

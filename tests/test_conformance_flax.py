@@ -425,3 +425,16 @@ def test_the_error_of_a_plan_without_devices():
     made = plan(jnp.ones((8, 8)), XY, paths=PathRules([("", P())]))
     with pytest.raises(PlanMismatchError, match="the plan has none"):
         constrain(jnp.ones((8, 8)), P("x"), made)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_mesh_that_python_code_runs_under_makes_no_difference():
+    # B85, B90: flax sees jax.set_mesh and not a legacy `with mesh:`, and does nothing where it sees none.
+    mesh = XY.build(jax.devices())
+    made = plan(jnp.ones((8, 8)), mesh, paths=PathRules([("", P())]), axes=AxisRules({"a": "x"}))
+    step = lambda x: constrain(x, ("a",), made)
+    # jax.set_mesh takes effect where it is called, so it is called last.
+    for ambient in (contextlib.nullcontext, lambda: mesh, lambda: jax.set_mesh(mesh)):
+        with ambient():
+            for place in (step, jax.jit(step)):
+                assert place(jnp.ones((8, 8))).sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
