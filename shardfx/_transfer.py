@@ -1,0 +1,232 @@
+"""Moving one array between any two device sets: the tile map, and which of three ways carries it out."""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from . import _assemble, _pieces, _rounds
+from ._errors import MeshError
+from ._spec import array_bytes, bits
+from ._tiles import Box, TileMap, tile_map, volume
+
+
+Way = Literal["host", "rounds", "pieces"]
+
+IN_FLIGHT_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transfer:
+    """How arrays of one shape, dtype and placement get to another placement.
+
+    **Arguments:**
+
+    - `way`: "host" (NumPy copies between host buffers), "rounds" (one program over all devices of both sides) or
+        "pieces" (copies between single devices).
+    - `tiles`: which device takes what from which; numbers are places in `devices`.
+    - `devices`: the devices of both sides, those of the source first.
+    - `shape`, `dtype`, `sharding`: of the array that is wanted.
+    - `source_shape`: of one shard of the source.
+    """
+
+    way: Way
+    tiles: TileMap
+    devices: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+    source_shape: tuple[int, ...]
+
+    @property
+    def extra_bytes(self) -> int:
+        """The most bytes on one device beside its shards of the source and the target."""
+        if self.way == "host":
+            return 0
+        piece = max((tile.bytes for tile in self.tiles.tiles), default=0)
+        if self.way == "pieces":
+            return piece
+        # A piece is cut, and received; a device of one side only holds a block of the other side's shape too.
+        blocks = (self.source_shape, self.sharding.shard_shape(self.shape))
+        return 2 * piece + max(array_bytes(block, self.dtype) for block in blocks)
+
+    @ft.cached_property
+    def place(self) -> dict[Any, int]:
+        """The number of each device."""
+        return {device: index for index, device in enumerate(self.devices)}
+
+    @ft.cached_property
+    def assembly(self) -> _assemble.Assembly:
+        """The copies that this process makes on the way "host"."""
+        here = self.sharding.addressable_devices_indices_map(self.shape)
+        mine = [(self.place[device], _assemble.as_box(index or (), self.shape)) for device, index in here.items()]
+        return _assemble.assembly(self.tiles, mine)
+
+    @ft.cached_property
+    def program(self) -> _rounds.Program:
+        """The compiled exchange of the way "rounds"."""
+        return _rounds.program(self.tiles, self.devices, self.source_shape, self.sharding.shard_shape(self.shape))
+
+
+@ft.lru_cache(maxsize=1024)
+def transfer_of(
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Sharding,
+    dst: Sharding,
+    lost: tuple[Any, ...] = (),
+    way: Way | None = None,
+) -> Transfer:
+    """Plans the move of arrays of one kind.
+
+    **Arguments:**
+
+    - `shape`, `dtype`: of the whole array; for typed PRNG keys those of their `key_data`.
+    - `src`, `dst`: any shardings on devices.
+    - `lost`: devices whose shards are not to be read.
+    - `way`: chosen by what the devices can do if not given.
+
+    **Returns:**
+
+    The [`shardfx.Transfer`][], from a bounded cache where the same was planned before.
+
+    **Raises:**
+
+    `MeshError` if no way leads there.
+    """
+    gone = frozenset(lost)
+    sources = [(device, box) for device, box in _boxes(src, shape) if device not in gone]
+    targets = _boxes(dst, shape)
+    devices = tuple(dict.fromkeys([device for device, _ in (*sources, *targets)]))
+    place = {device: index for index, device in enumerate(devices)}
+    tiles = tile_map(
+        bits(dtype),
+        [(place[device], box) for device, box in sources],
+        [(place[device], box) for device, box in targets],
+        {index: device.process_index for index, device in enumerate(devices)},
+    )
+    made = way or _way(tiles, devices)
+    return Transfer(made, tiles, devices, shape, dtype, dst, src.shard_shape(shape))
+
+
+def transfer(
+    x: jax.Array, dst: Sharding, *, lost: tuple[Any, ...] = (), donate: bool = False, way: Way | None = None
+) -> jax.Array:
+    """`x` in the sharding `dst`, on whatever devices that is.
+
+    **Arguments:**
+
+    - `x`: a live array. Of a typed PRNG key array the data are moved.
+    - `dst`: any sharding on devices.
+    - `lost`: devices whose shards are not to be read.
+    - `donate`: gives the buffers of `x` up, each as soon as it was read.
+    - `way`: chosen by what the devices can do if not given.
+
+    **Returns:**
+
+    The array. On a process that owns none of the devices of `dst`, one without addressable shards.
+
+    **Raises:**
+
+    `MeshError` if no way leads there, or if elements are on lost devices only; before anything is moved.
+    """
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = transfer(jax.random.key_data(x), dst, lost=lost, donate=donate, way=way)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    made = transfer_of(x.shape, x.dtype, x.sharding, dst, lost, way)
+    if made.tiles.missing:
+        raise MeshError(f"an array of shape {x.shape}: {lost_text(made)}; load it from a checkpoint.")
+    if x.weak_type and not lost:
+        return jax.device_put(x, dst)
+    if not made.tiles.tiles:
+        return _empty(x, made, donate)
+    if made.way == "host":
+        return _by_host(x, made, donate)
+    return _through_device_memory(x, made, donate)
+
+
+def lost_text(made: Transfer) -> str:
+    """Which elements no device holds that is left."""
+    first = ", ".join(f"{start}:{stop}" for start, stop in made.tiles.missing[0])
+    count = sum(map(volume, made.tiles.missing))
+    return f"{count} of {math.prod(made.shape)} elements are on lost devices only, the first of them [{first}]"
+
+
+def _empty(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
+    nothing = np.zeros(made.sharding.shard_shape(made.shape), made.dtype)
+    result = jax.make_array_from_callback(made.shape, made.sharding, lambda _: nothing, dtype=made.dtype)
+    if donate:
+        x.delete()
+    return result
+
+
+def _by_host(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
+    shards, free = _shards(x, made, donate)
+    return _assemble.assemble(made.shape, made.sharding, made.assembly, shards, free)
+
+
+def _by_pieces(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
+    shards, free = _shards(x, made, donate)
+    return _pieces.put_together(
+        made.shape,
+        made.dtype,
+        made.sharding,
+        made.tiles,
+        made.devices,
+        shards,
+        in_flight_bytes=IN_FLIGHT_BYTES,
+        free=free,
+    )
+
+
+def _by_rounds(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
+    shards = {shard.device: shard.data for shard in x.addressable_shards if shard.device in made.place}
+    result = _rounds.exchange(made.program, made.shape, made.dtype, made.sharding, shards)
+    if donate:
+        jax.block_until_ready(result)
+        x.delete()
+    return result
+
+
+def _through_device_memory(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
+    """The ways that compute on devices; host memory at either end is left and entered in the same layout."""
+    kind = x.sharding.memory_kind
+    if kind != _default_kind(x.sharding):
+        x, donate = jax.device_put(x, x.sharding.with_memory_kind(_default_kind(x.sharding))), True
+    kind, default = made.sharding.memory_kind, _default_kind(made.sharding)
+    placed = made if kind == default else dataclasses.replace(made, sharding=made.sharding.with_memory_kind(default))
+    result = (_by_rounds if made.way == "rounds" else _by_pieces)(x, placed, donate)
+    return result if kind == default else jax.device_put(result, made.sharding)
+
+
+def _default_kind(sharding: Sharding) -> str:
+    return min(sharding.device_set, key=lambda device: device.id).default_memory().kind
+
+
+def _shards(x: jax.Array, made: Transfer, donate: bool) -> tuple[dict[int, jax.Array], Callable[[int], None] | None]:
+    shards = {made.place[shard.device]: shard.data for shard in x.addressable_shards if shard.device in made.place}
+    return shards, (lambda sender: shards[sender].delete()) if donate else None
+
+
+def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
+    return [(device, _assemble.as_box(index, shape)) for device, index in sharding.devices_indices_map(shape).items()]
+
+
+def _way(tiles: TileMap, devices: Sequence[Any]) -> Way:
+    platforms = tuple(dict.fromkeys(device.platform for device in devices))
+    crossing = any(devices[tile.sender].process_index != devices[tile.receiver].process_index for tile in tiles.tiles)
+    if platforms == ("cpu",) and not crossing:
+        return "host"
+    if len(platforms) == 1:
+        return "rounds"
+    if crossing:
+        raise MeshError(
+            f"no program spans {' and '.join(platforms)} devices of different processes; move to devices of one "
+            "platform within each process first."
+        )
+    return "pieces"
