@@ -1,0 +1,173 @@
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from shardfx import MeshSpec, shard
+from shardfx._demo import data, screen, train
+from shardfx._demo.data import batch, stdlib_text
+from shardfx._demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer, loss
+from shardfx._demo.screen import show
+from shardfx._demo.train import (
+    TOLERANCE,
+    Run,
+    default_mesh,
+    held_bytes,
+    make_plans,
+    start_sharded,
+    start_unsharded,
+)
+
+
+RUN = Run(steps=4, batch_size=8, length=32)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return stdlib_text(max_bytes=200_000)
+
+
+@pytest.fixture(scope="module")
+def unsharded(text):
+    return train.train(start_unsharded(RUN), text, RUN)
+
+
+@pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_training_equals_unsharded(axis_types, text, unsharded):
+    mesh = default_mesh(8, axis_types)
+    plans = make_plans(mesh.build(jax.devices()), RUN)
+    started = start_sharded(plans, RUN)
+    losses = train.train(started, text, RUN, place=lambda tokens: shard(tokens, plans.batch))
+    assert losses == pytest.approx(unsharded, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.3
+    # Donated: the arrays that went in are gone.
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(started[1]))
+
+
+def test_state_is_made_in_shards():
+    plans = make_plans(default_mesh(8).build(jax.devices()), RUN)
+    step, model, state = start_sharded(plans, RUN)
+    assert set(held_bytes(model).values()) == {plans.model.bytes_per_device}
+    assert set(held_bytes(state).values()) == {plans.optimizer.bytes_per_device}
+    assert [leaf.sharding for leaf in jax.tree.leaves(model)] == jax.tree.leaves(plans.model.shardings)
+    tokens = jnp.zeros((RUN.batch_size, RUN.length + 1), jnp.int32)
+    lowered = step.lower(model, state, tokens)
+    arguments = lowered.compile().memory_analysis().argument_size_in_bytes
+    planned = [p.bytes_per_device for p in (plans.model, plans.optimizer, plans.batch)]
+    assert arguments == pytest.approx(sum(planned), abs=64)
+
+
+def test_making_the_model_needs_no_whole_copy():
+    plans = make_plans(default_mesh(8).build(jax.devices()), RUN)
+    init = train.filter_jit(train._init_model, out_shardings=plans.model)
+    memory = init.lower(jax.random.key(0)).compile().memory_analysis()
+    assert memory.output_size_in_bytes == pytest.approx(plans.model.bytes_per_device, abs=256)
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < plans.model.bytes_total
+
+
+def test_every_layout_gives_the_same_loss(text):
+    model = Transformer(key=jax.random.key(1))
+    tokens = jnp.asarray(batch(text, 0, size=8, length=33, seed=0))
+    expected = float(eqx.filter_jit(loss)(model, tokens))
+    for layout in (
+        "data=8,fsdp=1,tensor=1",
+        "data=1,fsdp=8,tensor=1",
+        "data=1,fsdp=4,tensor=2",
+        "data=2,fsdp=1,tensor=4",
+    ):
+        plans = make_plans(MeshSpec.parse(layout).build(jax.devices()), RUN)
+        placed = shard(model, plans.model), shard(tokens, plans.batch)
+        found = eqx.filter_jit(loss)(*placed, plans.model)
+        assert float(found) == pytest.approx(expected, abs=1e-5), layout
+
+
+def test_the_plan_keeps_heads_whole():
+    plans = make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
+    key = plans.model["layers/attention/key"]
+    assert key.shape == (LAYERS, 128, KV_HEADS * HEAD_DIM) and key.spec == jax.P(None, "fsdp")
+    assert [reason.code.name for reason in key.reasons] == ["unit"]
+    assert plans.model["layers/attention/query"].spec == jax.P(None, "fsdp", "tensor")
+
+
+def test_every_array_of_the_model_is_named():
+    plans = make_plans(MeshSpec.parse("data=2,fsdp=2,tensor=2"), RUN)
+    for leaf in plans.model.leaves:
+        assert leaf.names is not None and len(leaf.names) == len(leaf.shape)
+        assert set(leaf.names) <= set(AXIS_RULES.names)
+        assert not leaf.reasons
+    # Apart from counters, the optimizer state holds two moments, sharded as the parameters are.
+    moments = [leaf for leaf in plans.optimizer.leaves if leaf.shape]
+    assert len(moments) == 2 * len(plans.model.leaves)
+    for leaf in moments:
+        assert leaf.spec == plans.model[re.split("/(?:mu|nu)/", leaf.path)[1]].spec
+
+
+def test_no_position_sees_a_later_byte():
+    model = Transformer(key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (1, 12), 0, 256)
+    changed = tokens.at[0, 7].add(1)
+    apply = eqx.filter_jit(Transformer.__call__)
+    before, after = apply(model, tokens), apply(model, changed % 256)
+    np.testing.assert_array_equal(before[0, :7], after[0, :7])
+    assert not np.allclose(before[0, 7:], after[0, 7:])
+
+
+def test_positions_matter():
+    model = Transformer(key=jax.random.key(0))
+    rows = eqx.filter_jit(Transformer.__call__)(model, jnp.array([[1, 2, 3, 9], [2, 1, 3, 9]]))
+    assert not np.allclose(rows[0, -1], rows[1, -1], atol=1e-3)
+
+
+def test_an_untrained_model_knows_little(text):
+    tokens = jnp.asarray(batch(text, 0, size=4, length=33, seed=0))
+    value = eqx.filter_jit(loss)(Transformer(key=jax.random.key(0)), tokens)
+    assert np.log(256) - 0.5 < value < np.log(256) + 1.5
+
+
+def test_batches_depend_on_seed_and_step_alone(text):
+    one = batch(text, 3, size=4, length=16, seed=0)
+    np.testing.assert_array_equal(one, batch(text, 3, size=4, length=16, seed=0))
+    assert one.shape == (4, 16) and one.dtype == np.int32
+    assert not np.array_equal(one, batch(text, 4, size=4, length=16, seed=0))
+    assert not np.array_equal(one, batch(text, 3, size=4, length=16, seed=1))
+    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in one)
+
+
+def test_the_text_is_python(text):
+    assert text.size == 200_000
+    assert b"import " in text.tobytes() and b"def " in text.tobytes()
+
+
+def test_a_python_without_sources(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="installed without the sources of its standard library"):
+        stdlib_text()
+
+
+@pytest.mark.parametrize(
+    "count, shape", [(1, (1, 1, 1)), (2, (1, 1, 2)), (3, (3, 1, 1)), (4, (1, 2, 2)), (6, (3, 1, 2)), (64, (16, 2, 2))]
+)
+def test_default_mesh(count, shape):
+    mesh = default_mesh(count)
+    assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.axis_sizes == shape
+
+
+def test_show_on_one_device(capsys):
+    run = Run(steps=2, batch_size=8, length=32)
+    assert show(default_mesh(1), jax.devices()[:1], run, width=100) == 0
+    out = capsys.readouterr().out
+    assert "layers/attention/query" in out and "as planned" in out and "NOT as planned" not in out
+    assert "tokens/s" in out and "The curves are the same up to rounding." in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_show_notices_curves_that_differ(capsys, monkeypatch):
+    other = Run(steps=2, batch_size=8, length=32, seed=1)
+    monkeypatch.setattr(screen, "start_unsharded", lambda run: start_unsharded(other))
+    assert show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32)) == 1
+    assert "THE CURVES DIFFER" in capsys.readouterr().out
+    assert TOLERANCE < 1e-3
