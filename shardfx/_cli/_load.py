@@ -1,0 +1,146 @@
+"""Models and rules by the names that a command line gives them."""
+
+import importlib
+import importlib.util
+import inspect
+import os
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from shardfx import AxisRules, PathRules, checkpoint, presets
+
+from ._usage import UsageError, calling
+
+
+Rules = tuple[PathRules | None, AxisRules | None]
+
+
+def load_model(name: str) -> Any:
+    """The tree of structs of a model, or of the arrays in a checkpoint.
+
+    **Arguments:**
+
+    - `name`: `MODULE:CALLABLE` or a path. What the callable makes is traced with `equinox.filter_eval_shape`.
+
+    **Returns:**
+
+    A tree whose arrays are all ShapeDtypeStructs.
+
+    **Raises:**
+
+    `UsageError` if there is no such thing, or it fails.
+    """
+    if os.path.exists(name) or ":" not in name:
+        return calling(f"reading {name!r}", lambda: checkpoint.structs(checkpoint.read_index(name)))
+    made = _attribute(name)
+    if callable(made) and not isinstance(made, eqx.Module):
+        made = calling(f"`{name}`", lambda: _evaluated(name, made))
+    elif not jax.tree.leaves(made):
+        raise UsageError(f"`{name}` is {made!r:.60}; name a callable that makes the model, or a tree of arrays.")
+    return jax.tree.map(lambda leaf: eqx.filter_eval_shape(lambda: leaf) if eqx.is_array(leaf) else leaf, made)
+
+
+def load_rules(name: str | None, preset: str | None) -> Rules:
+    """Path rules and axis rules, either of which may be `None`.
+
+    **Arguments:**
+
+    - `name`: `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a function without arguments that makes
+        them; or path rules as a text, recognised by its "->".
+    - `preset`: in the place of `name`, one of `preset_names()`.
+
+    **Returns:**
+
+    What `shardfx.plan` takes as `paths` and `axes`.
+
+    **Raises:**
+
+    `UsageError` if there is no such thing, it fails, or it is something else.
+    """
+    if preset is not None:
+        return _preset(preset)
+    if name is None:
+        return None, None
+    if "->" in name:
+        return calling("reading --rules", lambda: PathRules.parse(name)), None
+    if ":" not in name:
+        raise UsageError(
+            f"--rules {name!r} is neither MODULE:NAME nor a text like 'attention->fsdp.tensor, .*->fsdp(fsdp)'"
+        )
+    found = _attribute(name)
+    if callable(found):
+        found = calling(f"`{name}()`", found)
+    return _sorted(found, f"`{name}`")
+
+
+def preset_names() -> tuple[str, ...]:
+    """The rule sets in `shardfx.presets` that need no arguments."""
+    return tuple(name for name in sorted(vars(presets)) if _is_preset(vars(presets)[name]))
+
+
+def _is_preset(value: Any) -> bool:
+    if inspect.isfunction(value):
+        value = inspect.signature(value).return_annotation
+        return value in (PathRules, AxisRules, tuple[PathRules, AxisRules])
+    return isinstance(value, PathRules | AxisRules)
+
+
+def _preset(text: str) -> Rules:
+    """`llama`, or with arguments for it, `llama:head_dim=64,fsdp=data`."""
+    name, _, given = text.partition(":")
+    if name not in preset_names():
+        raise UsageError(f"there is no preset {name!r}; there are {', '.join(preset_names())}")
+    found = vars(presets)[name]
+    pairs = [part.partition("=") for part in given.split(",") if part]
+    if any(not value for _, _, value in pairs) or (pairs and not inspect.isfunction(found)):
+        raise UsageError(f"--preset {text!r} is not of the form NAME or NAME:key=value,..., as in llama:head_dim=64")
+    arguments = {key: int(value) if value.isdecimal() else value for key, _, value in pairs}
+    if not inspect.isfunction(found):
+        return _sorted(found, f"preset {name!r}")
+    return _sorted(calling(f"preset {text!r}", lambda: found(**arguments)), f"preset {name!r}")
+
+
+def _sorted(found: Any, what: str) -> Rules:
+    pieces = found if isinstance(found, tuple | list) else (found,)
+    paths = [piece for piece in pieces if isinstance(piece, PathRules)]
+    axes = [piece for piece in pieces if isinstance(piece, AxisRules)]
+    if len(paths) > 1 or len(axes) > 1 or not pieces or len(paths) + len(axes) < len(pieces):
+        raise UsageError(f"{what} is {found!r:.80}; it must be PathRules, AxisRules, or one of each in a tuple")
+    return next(iter(paths), None), next(iter(axes), None)
+
+
+def _attribute(name: str) -> Any:
+    """What `package.module:name.in.it` names."""
+    module_name, _, attribute = name.partition(":")
+    if not attribute or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise UsageError(f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`")
+    if calling(f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)) is None:
+        raise UsageError(f"there is no module `{module_name}` in this directory or in the installed packages")
+    module = calling(f"importing `{module_name}`", lambda: importlib.import_module(module_name))
+    found: Any = module
+    for part in attribute.split("."):
+        if part not in dir(found):
+            near = [other for other in dir(found) if not other.startswith("_") and other.lower() == part.lower()]
+            known = near or [other for other in vars(module) if not other.startswith("_")][:8]
+            raise UsageError(
+                f"module `{module_name}` has no `{attribute}`; it has {', '.join(known) or 'nothing public'}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _evaluated(name: str, function: Any) -> Any:
+    # Classes without an `__init__` of their own and functions from C may have no signature.
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    if [other for other in needed if other != "key"]:
+        raise UsageError(
+            f"`{name}` needs the arguments {', '.join(needed)}; name a callable that needs none, or `key` alone, "
+            f"as in `def make(key): return {name.rpartition(':')[2]}(..., key=key)`"
+        )
+    if any(p.name == "key" and p.kind is p.POSITIONAL_ONLY for p in parameters):
+        return eqx.filter_eval_shape(function, key)
+    return eqx.filter_eval_shape(function, **({"key": key} if "key" in {p.name for p in parameters} else {}))

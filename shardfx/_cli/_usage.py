@@ -1,0 +1,106 @@
+"""What a command says when it cannot go on: one line, whatever went wrong."""
+
+import pathlib
+import sysconfig
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardfx import (
+    LeafTypeError,
+    MeshError,
+    PlanFormatError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnknownPathError,
+    UnmatchedError,
+)
+
+from .._errors import CheckpointError
+
+
+_Result = TypeVar("_Result")
+
+# These say all that there is to say.
+OURS = (
+    CheckpointError,
+    LeafTypeError,
+    MeshError,
+    PlanFormatError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnknownPathError,
+    UnmatchedError,
+)
+# What a user's module raises in practice; `SystemExit` is what calling `exit()` at its top does.
+_FOREIGN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NameError,
+    OSError,
+    RuntimeError,
+    StopIteration,
+    SyntaxError,
+    SystemExit,
+    TypeError,
+    ValueError,
+    Warning,
+)
+_SHOWN_LINES = 3
+_INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent.parent))
+
+
+class UsageError(ValueError):
+    """Something on the command line, or in what it names, that cannot be used; its text is one line."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line: of a list of findings the first few, without drawings of positions."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line.strip(" ^~")]
+    text = ""
+    for line in lines[:_SHOWN_LINES]:
+        text += line if not text else f" {line}" if text[-1] in ".,:" else f"; {line}"
+    return text + (f" (and {len(lines) - _SHOWN_LINES} lines more)" if len(lines) > _SHOWN_LINES else "")
+
+
+def calling(what: str, function: Callable[[], _Result]) -> _Result:
+    """Runs code that may be the user's.
+
+    **Arguments:**
+
+    - `what`: what is being done, as "importing `my_model`".
+    - `function`: does it.
+
+    **Returns:**
+
+    What the function returns.
+
+    **Raises:**
+
+    `UsageError` with what happened and where, instead of whatever the code raised.
+    """
+    try:
+        return function()
+    except UsageError:
+        raise
+    except OURS as error:
+        raise UsageError(one_line(error)) from error
+    except _FOREIGN as error:
+        raise UsageError(f"{what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """The last line that ran outside of installed packages: the user's own."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" in {error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *_INSTALLED))]
+    return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
