@@ -1,0 +1,61 @@
+"""Real TPU topologies without a TPU: meshes to order devices on and to compile for, from the libtpu wheel."""
+
+import math
+from typing import Any
+
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from .._errors import MeshError
+from .._mesh import MeshSpec
+
+
+def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
+    """The devices of a TPU topology, as libtpu describes them: coordinates, processes, kind.
+
+    **Arguments:**
+
+    - `target`: a topology, as `"v5p:8x8x8"` or `"tpu:v5e:16x16"`: the kind, and the extents in chips.
+    - `num_slices`: how many such slices, joined by the slow network.
+
+    **Returns:**
+
+    The devices. They can be put into a mesh and compiled for; no array can be put on them.
+
+    **Raises:**
+
+    `MeshError` for a topology that libtpu does not know, or where the wheel is not installed
+    (`pip install "shardfx[aot]"`; `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` keep it quiet).
+    """
+    name = target.removeprefix("tpu:")
+    more = {} if num_slices == 1 else {"num_slices": num_slices}
+    try:
+        found = topologies.get_topology_desc(name, platform="tpu", **more)
+    except RuntimeError as error:
+        raise MeshError(
+            f"there is no description of the TPU topology {name!r}: {error}. Write it as `v5p:8x8x8`, and install "
+            'libtpu with `pip install "shardfx[aot]"`.'
+        ) from error
+    return tuple(found.devices)
+
+
+def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
+    """The mesh of a TPU topology's devices, in the order that [`shardfx.MeshSpec.build`][] chooses.
+
+    Plan on it, then compile ahead of time: `jax.jit(step, ...).lower(*plan.structs).compile()` runs the TPU's own
+    compiler, so its memory analysis is the TPU's.
+
+    **Arguments:**
+
+    - `target`: as in `devices_of`.
+    - `mesh`: the mesh; one size may be -1. As many slices are taken as its `dcn` says.
+
+    **Returns:**
+
+    A Mesh of every device of the topology.
+
+    **Raises:**
+
+    `MeshError` as `devices_of` and [`shardfx.MeshSpec.build`][] do.
+    """
+    return mesh.build(devices_of(target, num_slices=math.prod(mesh.dcn_sizes)))
