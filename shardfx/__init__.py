@@ -33,6 +33,7 @@ from ._plan import (
 )
 from ._planner import plan as plan
 from ._reason import Code as Code, Decision as Decision, Reason as Reason
+from ._report import ReportRow as ReportRow, report as report, report_rows as report_rows
 from ._rules import AxisRules as AxisRules, resolve as resolve
 from ._spec import atomic as atomic, axis_names_of as axis_names_of, canonical as canonical
 from ._tree import field as field

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, fsdp, plan, replicate
-from shardfx._report import bytes_text, report, report_rows
+from shardfx import AxisRules, MeshSpec, PathRules, fsdp, plan, replicate, report, report_rows
+from shardfx._report import bytes_text
 
 
 def struct(*shape, dtype=jnp.float32):

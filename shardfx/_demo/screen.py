@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfx import MeshSpec, shard
+from shardfx import MeshSpec, report, shard
 
-from .._report import report
 from .data import stdlib_text
 from .train import TOLERANCE, Plans, Run, held_bytes, make_plans, start_sharded, start_unsharded, train
 
