@@ -172,7 +172,11 @@ def test_replicate_places_every_array_and_compiles_nothing(mesh):
     sharded = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("dp", "tp")))
     tree = {"a": sharded, "b": np.arange(3), "c": jnp.ones(2), "d": 4, "e": "text", "f": None}
     compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, duration, /, **_: compiled.append(event))
+
+    def record_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(record_event)
     copies = checkpoint.replicate(tree, mesh)
     jax.monitoring.clear_event_listeners()
     assert not [name for name in compiled if "compile" in name]

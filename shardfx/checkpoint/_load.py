@@ -10,7 +10,6 @@ from jax.sharding import SingleDeviceSharding
 
 from .._errors import CheckpointError
 from . import _stores as stores
-from ._entry import ArrayEntry
 from ._files import Place
 from ._index import Index, read_index
 from ._progress import Progress
@@ -234,8 +233,7 @@ def _tasks(files: Files, where: Place, unit: _Unit, memory: list[np.ndarray]) ->
     for fetch in fetches(unit.leaf, unit.boxes):
         targets = _targets(unit.leaf, fetch, memory)
         if fetch.entry.offset is None:
-            for box, target in zip(fetch.boxes, targets, strict=True):
-                yield _store_task(fetch.entry, where, box, target)
+            yield _store_task(fetch, where, targets)
             continue
         in_place = all(t.dtype == fetch.entry.dtype and t.flags.c_contiguous for t in targets)
         for batch in _batches(spans_of(fetch.entry, fetch.boxes, in_place)):
@@ -246,12 +244,8 @@ def _file_task(files: Files, fetch: Fetch, batch: list[Span], targets: list[np.n
     return lambda: files.read(fetch.entry, batch, fetch.boxes, targets)
 
 
-def _store_task(entry: ArrayEntry, where: Place, box: Box, target: np.ndarray) -> Task:
-    def task() -> int:
-        stores.Store(entry, where, 0).read_into(target, box)
-        return target.nbytes
-
-    return task
+def _store_task(fetch: Fetch, where: Place, targets: list[np.ndarray]) -> Task:
+    return lambda: stores.read_into(fetch.entry, where, fetch.boxes, targets)
 
 
 def _targets(leaf: Wanted, fetch: Fetch, memory: list[np.ndarray]) -> list[np.ndarray]:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from ._files import Place, inside, parsed_json, read_json, require_tree_inside
 
 
 OCDBT_MANIFEST = "manifest.ocdbt"
+_CACHE_BYTES = 128 * 2**20
 METADATA = {".zarray": "zarr", "zarr.json": "zarr3"}
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int4", "uint4"),
@@ -123,35 +125,41 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {what!r} cannot be read: {str(error).splitlines()[0][:300]}")
 
 
-class Store:
-    """An open array of chunks."""
+def read_into(
+    entry: ArrayEntry, where: Place, boxes: Sequence[tuple[tuple[int, int], ...]], targets: Sequence[np.ndarray]
+) -> int:
+    """Fills `targets`, which have the shapes of `boxes`, casting to their dtypes; the number of bytes filled."""
+    import tensorstore as ts
 
-    def __init__(self, entry: ArrayEntry, where: Place, cache_bytes: int):
-        import tensorstore as ts
-
-        self._ts, self._entry = ts, entry
-        require_tree_inside(where, entry.file)
-        kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
-        context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
-        try:
-            spec = {"driver": entry.driver, "kvstore": kvstore}
-            self._array = ts.open(spec, open=True, read=True, context=context).result()
-        except (ValueError, OSError) as error:
-            raise unreadable(f"{entry.file}, array {entry.path}", error) from error
-        if tuple(self._array.shape) != entry.shape:
+    require_tree_inside(where, entry.file)
+    kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
+    # Chunks that two boxes share are decoded once, if they can be kept.
+    cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
+    context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+    try:
+        array = ts.open({"driver": entry.driver, "kvstore": kvstore}, open=True, read=True, context=context).result()
+        if tuple(array.shape) != entry.shape:
             raise CheckpointError(f"array {entry.path!r} has changed its shape since its metadata was read.")
+        writes = [_begin_read(ts, array, box, target) for box, target in zip(boxes, targets, strict=True)]
+        for write in writes:
+            write.result()
+    except (ValueError, OSError) as error:
+        raise unreadable(f"{entry.file}, array {entry.path}", error) from error
+    return sum(target.nbytes for target in targets)
 
-    def read_into(self, out: np.ndarray, box: tuple[tuple[int, int], ...]) -> None:
-        """Fills `out`, which has the shape of the box, casting to its dtype."""
-        index = tuple(slice(start, stop) for start, stop in box)
-        source = self._array[index] if index else self._array
-        if source.dtype.numpy_dtype != out.dtype:
-            source = self._ts.cast(source, self._ts.dtype(out.dtype))
-        try:
-            target = self._ts.array(out, copy=False)
-            target.write(source[self._ts.d[:].translate_to[0]] if index else source).result()
-        except (ValueError, OSError) as error:
-            raise unreadable(f"{self._entry.file}, array {self._entry.path}", error) from error
+
+def _begin_read(ts: Any, array: Any, box: tuple[tuple[int, int], ...], target: np.ndarray) -> Any:
+    source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
+    if source.dtype.numpy_dtype != target.dtype:
+        source = ts.cast(source, ts.dtype(target.dtype))
+    return ts.array(target, copy=False).write(source)
+
+
+def _is_aligned(entry: ArrayEntry, box: tuple[tuple[int, int], ...]) -> bool:
+    return all(
+        start % chunk == 0 and (stop % chunk == 0 or stop == size)
+        for (start, stop), chunk, size in zip(box, entry.chunks or (), entry.shape or (), strict=True)
+    )
 
 
 def chunk_bytes(entry: ArrayEntry, box: tuple[tuple[int, int], ...]) -> int:

@@ -1,0 +1,266 @@
+"""Stores of chunks: zarr, OCDBT, Orbax and eformer directories, written by the libraries that own the formats."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import PathRules, checkpoint, plan
+from shardfx._errors import CheckpointError
+from shardfx.checkpoint import Take
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+
+
+def write(directory, path, array, *, chunks, driver="zarr", ocdbt=False):
+    base = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"} if ocdbt else base
+    layout = ts.ChunkLayout(chunk_shape=chunks)
+    spec = {"driver": driver, "kvstore": kvstore}
+    store = ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout).result()
+    store.write(array).result()
+
+
+def arrays_of():
+    random = np.random.default_rng(0)
+    return {
+        "layer/w": random.normal(size=(16, 24)).astype(np.float32),
+        "layer/h": random.normal(size=(8, 8)).astype(jnp.bfloat16),
+        "n": np.arange(8, dtype=np.int32),
+    }
+
+
+def check(path, mesh, rules="w->a.b, h->None.b, n->a"):
+    """Everything is read as it was written, and what the reads need and take in excess is known."""
+    index = checkpoint.read_index(path)
+    tree = checkpoint.structs(index)
+    made = plan(tree, mesh, paths=PathRules.parse(rules))
+    loaded = checkpoint.load(path, made)
+    expected = arrays_of()
+    for leaf in made.leaves:
+        array = loaded["layer"][leaf.path[-1]] if "/" in leaf.path else loaded[leaf.path]
+        assert array.sharding.spec == leaf.spec
+        assert array.dtype == expected[leaf.path].dtype
+        assert np.array_equal(np.asarray(array, np.float32), np.asarray(expected[leaf.path], np.float32))
+    return index, made
+
+
+@pytest.mark.parametrize(("driver", "ocdbt"), [("zarr", False), ("zarr3", False), ("zarr", True), ("zarr3", True)])
+def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
+    for path, array in arrays_of().items():
+        write(tmp_path, path, array, chunks=[4] * array.ndim, driver=driver, ocdbt=ocdbt)
+    index, made = check(tmp_path, mesh)
+    assert index.format == ("ocdbt" if ocdbt else "zarr")
+    assert index["layer/w"].chunks == (4, 4)
+    assert index["layer/w"].driver == driver
+    reads = checkpoint.plan_reads(index, made)
+    assert reads.needed_bytes == index.bytes_total
+    # (16, 24) in pieces of (8, 6) touches chunks of 4 twice along the columns; the others fit.
+    [one] = reads.processes
+    assert one.excess_bytes == 16 * (8 - 6) * 4 * 4 + 8 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize("use_zarr3", [True, False])
+def test_orbax(tmp_path, mesh, use_ocdbt, use_zarr3):
+    expected = arrays_of()
+    tree = {"layer": [{"w": jax.device_put(expected["layer/w"], NamedSharding(mesh, P("b", "a")))}], "n": jnp.arange(8)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)) as writer:
+        writer.save(tmp_path / "c", args=ocp.args.PyTreeSave(tree))
+    index = checkpoint.read_index(tmp_path / "c")
+    assert index.format == "orbax"
+    assert {entry.path: (entry.shape, entry.dtype) for entry in index.entries} == {
+        "layer/0/w": ((16, 24), np.float32),
+        "n": ((8,), np.int32),
+    }
+    assert index["layer/0/w"].chunks == (4, 12)
+    made = plan(tree, mesh, paths=PathRules.parse("w->a.b, n->replicate"))
+    loaded = checkpoint.load(tmp_path / "c", made)
+    assert loaded["layer"][0]["w"].sharding.spec == P("a", "b")
+    assert np.array_equal(loaded["layer"][0]["w"], expected["layer/w"])
+    assert np.array_equal(loaded["n"], np.arange(8))
+
+
+def test_a_step_of_orbax_names_its_items(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.Composite(params=ocp.args.StandardSave({"w": jnp.ones(8)})))
+    with pytest.raises(CheckpointError, match=r"is a step .* with the items \['params'\]; name one, as in `read_index"):
+        checkpoint.read_index(tmp_path / "3")
+    assert checkpoint.read_index(tmp_path / "3" / "params")["w"].shape == (8,)
+
+
+def eformer_index(directory, **content):
+    (directory / "tensorstore_index.json").write_text(json.dumps({"format": "tensorstore", **content}))
+
+
+def test_eformer_directories_are_read_through_their_index(tmp_path, mesh):
+    for path, array in arrays_of().items():
+        write(tmp_path, path, array, chunks=list(array.shape))
+    write(tmp_path, "not/listed", np.ones(3), chunks=[3])
+    rows = [{"path": p, "shape": list(a.shape), "dtype": str(a.dtype)} for p, a in arrays_of().items()]
+    eformer_index(tmp_path, version="1.0", arrays=rows)
+    index, _ = check(tmp_path, mesh)
+    assert index.format == "eformer"
+    assert [entry.path for entry in index.entries] == list(arrays_of())
+    # As eformer writes it today: its own version, and lists by prefix.
+    eformer_index(tmp_path, version="0.0.101", prefixes={"layer": rows[:2]}, arrays=rows[2:])
+    index = checkpoint.read_index(tmp_path)
+    assert checkpoint.structs(index, prefix="layer").keys() == {"w", "h"}
+    assert checkpoint.structs(index).keys() == {"layer", "n"}
+
+
+def test_an_eformer_checkpoint_that_eformer_wrote(tmp_path, mesh):
+    serialization = pytest.importorskip("eformer.serialization.serialization")
+    expected = arrays_of()
+    tree = {"layer": {"w": jnp.asarray(expected["layer/w"]), "h": jnp.asarray(expected["layer/h"])}}
+    serialization.tree_serialize_leaves(str(tmp_path), tree, prefix="model")
+    index = checkpoint.read_index(tmp_path)
+    assert index.format == "eformer"
+    structs = checkpoint.structs(index, prefix="model")
+    made = plan(structs, mesh, paths=PathRules.parse("w->a.b, h->b"))
+    loaded = checkpoint.load(index, made, rename=lambda path: f"model/{path}")
+    assert np.array_equal(loaded["layer"]["w"], expected["layer/w"])
+    assert loaded["layer"]["w"].sharding.spec == P("a", "b")
+
+
+def test_takes_and_casts_reach_into_stores(tmp_path, mesh):
+    layers = [np.random.default_rng(i).normal(size=(8, 12)).astype(np.float32) for i in range(4)]
+    for number, layer in enumerate(layers):
+        write(tmp_path, f"h/{number}", layer, chunks=[3, 5])
+    wanted = np.stack([layer.T for layer in layers])
+    sharding = NamedSharding(mesh, P("b", None, "a"))
+    structs = {"w": jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16, sharding=sharding)}
+    take = Take(tuple(f"h/{i}" for i in range(4)), (1, 0))
+    loaded = checkpoint.load(tmp_path, structs, rename={"w": take}, dtype="plan")
+    assert np.array_equal(np.asarray(loaded["w"]), wanted.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/etc", "a/../../b"])
+def test_an_eformer_index_that_names_directories_elsewhere(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    write(tmp_path, "outside", np.ones(3), chunks=[3])
+    eformer_index(tmp_path / "model", arrays=[{"path": name, "shape": [3], "dtype": "float64"}])
+    with pytest.raises(CheckpointError, match="not a relative path below the directory"):
+        checkpoint.read_index(tmp_path / "model")
+
+
+def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
+    (tmp_path / "outside").write_bytes(bytes(12))
+    model = tmp_path / "model"
+    write(model, "w", np.ones(3, np.float32), chunks=[3])
+    index = checkpoint.read_index(model)
+    structs = {"w": jax.ShapeDtypeStruct((3,), np.float32, sharding=NamedSharding(mesh, P()))}
+    (model / "w" / "0").unlink()
+    (model / "w" / "0").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="symbolic link that leaves"):
+        checkpoint.load(index, structs)
+    (model / "w").rename(tmp_path / "moved")
+    (model / "w").symlink_to(tmp_path / "moved")
+    eformer_index(model, arrays=[{"path": "w"}])
+    with pytest.raises(CheckpointError, match="symbolic link that leaves"):
+        checkpoint.read_index(model)
+    database = tmp_path / "database"
+    write(database, "w", np.ones(3, np.float32), chunks=[3], ocdbt=True)
+    data = next((database / "d").iterdir())
+    data.rename(tmp_path / "moved-data")
+    data.symlink_to(tmp_path / "moved-data")
+    with pytest.raises(CheckpointError, match="symbolic link that leaves"):
+        checkpoint.read_index(database)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"format": "zip"}, "Unsupported index format: zip"),
+        ({"arrays": {}}, "`arrays` must be a list"),
+        ({"prefixes": []}, "`prefixes` must map each prefix"),
+        ({"prefixes": {"a": 3}}, "prefix 'a' must be a list"),
+        ({"arrays": [3]}, "lists 3, which has no `path`"),
+        ({"arrays": [{"path": "w", "shape": [-1]}]}, "it must be a list of sizes"),
+        ({"arrays": [{"path": "w", "shape": [2**70]}]}, "it must be a list of sizes"),
+        ({"arrays": [{"path": "real", "shape": [4]}]}, r"the shape \[4\], but its own .zarray says \(3,\)"),
+    ],
+)
+def test_eformer_indices_that_make_no_sense(tmp_path, content, message):
+    write(tmp_path, "real", np.ones(3), chunks=[3])
+    eformer_index(tmp_path, **content)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read_index(tmp_path)
+
+
+def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
+    eformer_index(tmp_path, arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}])
+    index = checkpoint.read_index(tmp_path)
+    assert checkpoint.shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
+    with pytest.raises(CheckpointError, match="does not say the shape of 'w'"):
+        checkpoint.shardings(index, mesh, default=P("a"))
+    with pytest.raises(CheckpointError, match="array 'w' .* has no known shape"):
+        checkpoint.structs(index)
+    assert index["v"].dtype is None
+    assert index["v"].nbytes is None
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        json.dumps({"shape": [3], "chunks": [0], "dtype": "<f4"}).encode(),
+        json.dumps({"shape": [3], "chunks": [3, 3], "dtype": "<f4"}).encode(),
+        json.dumps({"shape": ["3"], "chunks": [3], "dtype": "<f4"}).encode(),
+    ],
+)
+def test_zarr_metadata_that_makes_no_sense(tmp_path, metadata):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / ".zarray").write_bytes(metadata)
+    with pytest.raises(CheckpointError, match="describes no zarr array|is no valid JSON"):
+        checkpoint.read_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["O", "|O", "<M8[ns]", [["a", "<i4"]], "<U8", "V16", "<f16", "import os", "|b1", "<i2"]
+)
+def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / ".zarray").write_text(json.dumps({"shape": [3], "chunks": [3], "dtype": dtype}))
+    found = checkpoint.read_index(tmp_path)["w"].dtype
+    assert found == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(str(dtype))
+
+
+@pytest.mark.parametrize("damage", ["chunk", "metadata", "manifest", "dtype"])
+def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
+    write(tmp_path, "w", np.arange(64, dtype=np.float32), chunks=[64], ocdbt=damage == "manifest")
+    index = checkpoint.read_index(tmp_path)
+    structs = {"w": jax.ShapeDtypeStruct((64,), np.float32, sharding=NamedSharding(mesh, P("a")))}
+    if damage == "chunk":
+        (tmp_path / "w" / "0").write_bytes(b"nonsense")
+    elif damage == "metadata":
+        content = json.loads((tmp_path / "w" / ".zarray").read_text())
+        (tmp_path / "w" / ".zarray").write_text(json.dumps(content | {"shape": [32]}))
+    elif damage == "manifest":
+        (tmp_path / "manifest.ocdbt").write_bytes(b"nonsense")
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            checkpoint.read_index(tmp_path)
+    else:
+        content = json.loads((tmp_path / "w" / ".zarray").read_text())
+        (tmp_path / "w" / ".zarray").write_text(json.dumps(content | {"dtype": "<f8"}))
+    with pytest.raises(CheckpointError, match="cannot be read|changed its shape|array w"):
+        checkpoint.load(index, structs)
+
+
+def test_the_import_needs_no_store_library():
+    libraries = "{'tensorstore', 'orbax', 'safetensors'}"
+    code = f"import sys; import shardfx.checkpoint; print(sorted({libraries} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
