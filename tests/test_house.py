@@ -22,6 +22,7 @@ FLOORS = (
     ("_errors",),
     ("_reason", "topology"),
     ("_mesh", "_spec", "_tree", "_layout", "_tiles"),
+    ("_axis_rules",),
     ("_rules", "_paths", "_correct", "_factors", "_collective", "_refine"),
     ("_codec", "_exchange", "_assemble", "_rounds", "_pieces"),
     ("_content", "_search"),

@@ -9,12 +9,12 @@ from flax.core import meta
 from flax.linen.spmd import LogicallyPartitioned
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .._axis_rules import AxisRules
 from .._errors import SpecError
 from .._mesh import MeshSpec
-from .._rules import AxisRules
 
 
-_Rules = AxisRules | Mapping[str, Any] | Iterable[Any] | None
+RulesLike = AxisRules | Mapping[str, Any] | Iterable[Any] | None
 
 
 def names_of(tree: Any, *, default: tuple[Any, ...] | None = None) -> Any:
@@ -105,7 +105,7 @@ def rules_of(tree: Any) -> AxisRules:
     return merged
 
 
-def core_rules(rules: _Rules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
+def core_rules(rules: RulesLike, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
     """Rules as `flax.core.spmd` (so nnx) reads them: the last one of a name wins, an unknown name is a mesh axis.
 
     **Arguments:**
@@ -135,7 +135,7 @@ def core_rules(rules: _Rules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules
     return last.prepend([(axis, axis) for axis in MeshSpec.of(mesh).axis_names if axis not in last.names])
 
 
-def composite_rules(rule1: _Rules, rule2: _Rules) -> AxisRules:
+def composite_rules(rule1: RulesLike, rule2: RulesLike) -> AxisRules:
     """The union of two rule sets, as `flax.core.spmd.composite_rules`, with all fallbacks kept.
 
     **Arguments:**
@@ -223,7 +223,7 @@ def _sharding(node: Any) -> Any:
     return node.names if isinstance(node, meta.Partitioned) else None
 
 
-def _own_rules(node: Any) -> _Rules:
+def _own_rules(node: Any) -> RulesLike:
     if isinstance(node, nnx.Variable):
         return node.get_metadata().get("sharding_rules")
     return node.rules if isinstance(node, LogicallyPartitioned) else None
@@ -237,5 +237,5 @@ def _names(sharding: Any) -> tuple[Any, ...]:
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
 
 
-def _as_rules(rules: _Rules) -> AxisRules:
+def _as_rules(rules: RulesLike) -> AxisRules:
     return rules if isinstance(rules, AxisRules) else AxisRules(rules or ())
