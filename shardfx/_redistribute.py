@@ -8,7 +8,6 @@ import functools as ft
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -16,11 +15,8 @@ from ._errors import SpecError
 from ._factors import refine
 from ._layout import Layout
 from ._mesh import MeshSpec
-from ._search import Path, Problem, missing, search
+from ._search import Path, Problem, StepKind, missing, search
 from ._spec import entry_axes
-
-
-StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
 
 
 @dataclasses.dataclass(frozen=True)

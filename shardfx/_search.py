@@ -7,6 +7,7 @@ import itertools as it
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +24,8 @@ _HASTE = 4.0
 _MOST_REORDERED = 4  # more factors than that move in the order that they have
 
 Dims = tuple[tuple[int, ...], ...]
-PathStep = tuple[str, Layout, Layout, Fraction]
+StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
+PathStep = tuple[StepKind, Layout, Layout, Fraction]
 
 
 @dataclasses.dataclass(frozen=True)

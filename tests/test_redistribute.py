@@ -3,15 +3,11 @@ import itertools as it
 import math
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings, strategies as st
-from jax.sharding import AbstractMesh, PartitionSpec as P
 
-from shardfx import MeshSpec
-from shardfx._errors import MeshError, SpecError
 from shardfx._exchange import exchange, gathered, join, permutation, split, starts
 from shardfx._layout import Layout
-from shardfx._redistribute import layout, redistribute
+from shardfx._redistribute import redistribute
 
 
 MESHES = ((16,), (4, 4), (2, 8), (8, 2), (2, 2, 4), (4, 2, 2), (2, 4, 2))

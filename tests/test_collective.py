@@ -1,0 +1,305 @@
+import contextlib
+import functools as ft
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx._collective import choose, live_program, lowered, move, move_group, steps_program
+from shardfx._errors import LeafTypeError, MeshError, SpecError
+from shardfx._hlo import wire_bytes
+
+
+DTYPES = ("bool", "int4", "uint4", "int8", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+DTYPES += ("float4_e2m1fn", "bfloat16", "float16", "complex64")
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+def mesh(kind: AxisType = AxisType.Auto, order=None, **sizes: int) -> Mesh:
+    devices = np.array(jax.devices())
+    devices = devices if order is None else devices[np.asarray(order)]
+    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def assert_lies(x: jax.Array, values: np.ndarray, sharding: NamedSharding):
+    """Bitwise, shard by shard: what each device holds, and the label that the array carries."""
+    assert x.sharding == sharding
+    assert x.dtype == values.dtype
+    for shard in x.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(values[shard.index]).tobytes()
+
+
+def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
+    """A move that needs several steps: XLA alone would replicate the array."""
+    source, target = mesh(kind, a=2, b=4), mesh(kind, c=4, d=2)
+    return NamedSharding(source, P("b", "a")), NamedSharding(target, P(None, ("d", "c")))
+
+
+VALUES = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
+
+
+@st.composite
+def ends(draw):
+    """Two meshes over the eight devices, each with a spec of one rank, and the least shape that both divide."""
+    rank = draw(st.integers(0, 4))
+    found = []
+    for _ in range(2):
+        sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (4, 1, 2)]))
+        dims = [[] for _ in range(rank)]
+        for axis in draw(st.permutations(list(range(len(sizes))))):
+            dim = draw(st.integers(0, rank))
+            if dim < rank:
+                dims[dim].append("abc"[axis])
+        order = draw(st.permutations(list(range(8)))) if draw(st.booleans()) else None
+        found.append((sizes, tuple(map(tuple, dims)), order))
+    return rank, found, draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank))
+
+
+@given(ends(), st.sampled_from(KINDS), st.sampled_from(KINDS))
+@settings(max_examples=40, deadline=None)
+def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_kind):
+    rank, found, spare = ends
+    shardings, counts = [], []
+    for (sizes, dims, order), kind in zip(found, (source_kind, target_kind), strict=True):
+        m = mesh(kind, order, **dict(zip("abc", sizes, strict=False)))
+        shardings.append(NamedSharding(m, P(*[axes if len(axes) > 1 else axes[0] if axes else None for axes in dims])))
+        counts.append([int(np.prod([m.shape[axis] for axis in axes])) for axes in dims])
+    shape = tuple(int(np.lcm(a, b)) * more for a, b, more in zip(*counts, spare, strict=True))
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    src, dst = shardings
+    x = put(values, src)
+    assert_lies(move(x, dst), values, dst)
+    assert_lies(x, values, src)
+
+
+@pytest.mark.parametrize("target", ["same", "other", "permuted"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_keeps_its_bits(dtype, target):
+    src, dst = pair()
+    if target == "same":
+        dst = NamedSharding(src.mesh, P(None, ("b", "a")))
+    if target == "permuted":
+        dst = NamedSharding(mesh(order=[3, 1, 4, 0, 5, 2, 6, 7], c=4, d=2), P("d", "c"))
+    raw = np.random.default_rng(0).integers(0, 2, (16, 32))
+    values = raw.astype(np.dtype(dtype) if dtype in ("bool", "complex64") else getattr(jnp, dtype))
+    assert_lies(move(put(values, src), dst), values, dst)
+
+
+def test_random_keys_move():
+    src, dst = pair()
+    keys = jax.random.split(jax.random.key(3), (16, 32))
+    moved = move(jax.device_put(keys, src), dst)
+    assert moved.sharding == dst
+    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2])
+def test_two_bit_integers_are_refused(dtype):
+    src, dst = pair()
+    x = jax.ShapeDtypeStruct((16, 32), dtype, sharding=src)
+    with pytest.raises(LeafTypeError, match=r"int2 cannot be moved.*corrupts memory.*astype\(jnp.int4\)"):
+        move(x, dst)
+
+
+def contexts(src: NamedSharding, dst: NamedSharding):
+    return (contextlib.nullcontext(), jax.set_mesh(src.mesh))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_set", [False, True])
+def test_traced_values_and_their_gradients_move(kind, is_set):
+    src, dst = pair(kind)
+    x = put(VALUES, src)
+    weights = np.random.default_rng(0).standard_normal(VALUES.shape).astype(np.float32)
+    there = put(weights, dst)
+
+    def moved(x):
+        return move(x, dst, src=src)
+
+    def loss(x, there):
+        return jnp.sum(moved(x) * there)
+
+    with jax.set_mesh(src.mesh) if is_set else contextlib.nullcontext():
+        y = jax.jit(moved, out_shardings=dst)(x)
+    assert_lies(y, VALUES, dst)
+    with jax.set_mesh(dst.mesh) if is_set else contextlib.nullcontext():
+        gradient = jax.jit(jax.grad(loss), out_shardings=src)(x, there)
+    assert_lies(gradient, weights, src)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_moved_back_by_the_planned_steps(kind):
+    src, dst = pair(kind)
+
+    def pull(x, y):
+        return jax.vjp(lambda x: move(x, dst, src=src), x)[1](y)[0]
+
+    structs = (jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=end) for end in (src, dst))
+    text = jax.jit(pull, out_shardings=src).lower(*structs).compile().as_text()
+    plan = choose(
+        VALUES.shape,
+        jnp.dtype("float32"),
+        NamedSharding(mesh(c=4, d=2), dst.spec),
+        NamedSharding(mesh(a=2, b=4), src.spec),
+    )
+    assert wire_bytes(text, 8) <= plan.plan.wire_bytes
+    assert plan.plan.steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
+    m = mesh(kind, a=2, b=4)
+    src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("a", "b"))
+    x = put(VALUES, src)
+    there, back = ft.partial(move, dst=dst, src=src), ft.partial(move, dst=src, src=dst)
+
+    def scanned(x):
+        def body(x, _):
+            return jax.checkpoint(lambda x: back(jnp.sin(there(x))))(x), None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    def plain(x):
+        return jnp.sin(jnp.sin(jnp.sin(x)))
+
+    def total(fn):
+        return lambda x: jnp.sum(fn(x))
+
+    right = jax.jit(jax.grad(total(plain)))(VALUES)
+    np.testing.assert_allclose(jax.jit(jax.grad(total(scanned)))(x), right, rtol=1e-6)
+    tangent = jax.jit(lambda x: jax.jvp(there, (x,), (2 * x,))[1], out_shardings=dst)(x)
+    assert_lies(tangent, 2 * VALUES, dst)
+    stacked = jax.jit(lambda x: jax.vmap(there)(jnp.stack([x, 2 * x])))(x)
+    np.testing.assert_array_equal(stacked, np.stack([VALUES, 2 * VALUES]))
+
+
+def test_the_types_say_where_an_explicit_array_lies_afterwards():
+    src, dst = pair(AxisType.Explicit)
+    out = jax.eval_shape(lambda x: move(x, dst), jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=src))
+    assert out.sharding.spec == P(None, ("d", "c"))
+    assert out.sharding.mesh == dst.mesh.abstract_mesh
+
+
+def test_a_group_shares_one_program_and_keeps_its_order():
+    src, dst = pair()
+    xs = [put(VALUES * factor, src) for factor in (1, 2, 3)]
+    before = live_program.cache_info().misses
+    for factor, y in zip((1, 2, 3), move_group(xs, dst), strict=True):
+        assert_lies(y, VALUES * factor, dst)
+    assert live_program.cache_info().misses <= before + 1
+    assert move_group([], dst) == []
+
+
+@pytest.mark.parametrize("spec", [P(None, ("d", "c")), P("d", ("c",))])
+def test_donated_arrays_are_gone(spec):
+    src, dst = pair()
+    dst = NamedSharding(dst.mesh, spec)
+    x = put(VALUES, src)
+    y = move(x, dst, donate=True)
+    assert x.is_deleted()
+    assert_lies(y, VALUES, dst)
+
+
+def test_nothing_moves_where_every_device_has_its_piece():
+    a, b = mesh(a=2, b=4), mesh(c=2, d=2, e=2)
+    src, dst = NamedSharding(a, P("a")), NamedSharding(b, P(("c",), None))
+    x = put(VALUES, src)
+    assert choose(x.shape, x.dtype, src, dst).how == "none"
+    y = move(x, dst)
+    assert_lies(y, VALUES, dst)
+    pointers = [[shard.data.unsafe_buffer_pointer() for shard in z.addressable_shards] for z in (x, y)]
+    assert pointers[0] == pointers[1]
+    assert move(x, src) is x
+
+
+def test_memory_kinds_are_reached():
+    src, dst = pair()
+    host = dst.with_memory_kind("pinned_host")
+    x = put(VALUES, src)
+    assert_lies(move(x, host), VALUES, host)
+    assert_lies(move(move(x, host), src), VALUES, src)
+
+
+def test_xla_is_used_where_it_does_no_worse_and_the_steps_where_it_replicates():
+    m = mesh(a=2, b=4)
+    plain = choose((256, 256), jnp.dtype("float32"), NamedSharding(m, P("a")), NamedSharding(m, P(None, "a")))
+    assert plain.how == "xla"
+    assert plain.xla_wire_bytes == plain.plan.wire_bytes
+    src, dst = pair()
+    hard = choose((256, 256), jnp.dtype("float32"), src, dst)
+    assert hard.how == "steps"
+    assert hard.xla_wire_bytes > hard.plan.wire_bytes
+    compiled = lowered(
+        steps_program((256, 256), jnp.dtype("float32"), src, dst), (256, 256), jnp.dtype("float32"), src, dst
+    ).compile()
+    assert wire_bytes(compiled.as_text(), 8) == hard.plan.wire_bytes
+
+
+def test_errors_say_what_to_do():
+    src, dst = pair()
+    with pytest.raises(SpecError, match="pass `src=` with its sharding"):
+        jax.jit(lambda x: move(x, dst))(put(VALUES, src))
+    with pytest.raises(SpecError, match="lies in host memory as ndarray.*jax.device_put"):
+        move(VALUES, dst)
+    permuted = NamedSharding(mesh(order=[1, 0, 2, 3, 4, 5, 6, 7], c=4, d=2), P("c"))
+    with pytest.raises(MeshError, match="different orders.*reshard outside"):
+        jax.jit(lambda x: move(x, permuted, src=src))(put(VALUES, src))
+    typed = pair(AxisType.Explicit)[1]
+    with pytest.raises(SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"):
+        jax.jit(lambda x: move(x, typed, src=src))(put(VALUES, src))
+    with pytest.raises(SpecError, match=r"dim 1 .*\(16, 30\) does not divide into 8 pieces.*pad it to 32"):
+        move(put(VALUES[:, :30], NamedSharding(src.mesh, P("a"))), dst)
+    few = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",)), P("a"))
+    with pytest.raises(MeshError, match=r"one has 8 .* the other 4 .*jax.device_put"):
+        move(put(VALUES, src), few)
+    with pytest.raises(SpecError, match="inside `shard_map`.*outside"):
+        jax.jit(jax.shard_map(lambda x: move(x, dst), mesh=src.mesh, in_specs=src.spec, out_specs=src.spec))(
+            put(VALUES, src)
+        )
+
+
+def test_a_sample_of_all_moves_on_16_devices_in_a_process_of_its_own():
+    script = textwrap.dedent(
+        """
+        import itertools as it, random
+        import jax, numpy as np
+        jax.config.update("jax_num_cpu_devices", 16)
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        from shardfx._collective import lowered, move, steps_program
+
+        devices = np.array(jax.devices())
+        shardings = []
+        for sizes in ((16,), (4, 4), (2, 8), (8, 2), (2, 2, 4), (4, 2, 2), (2, 4, 2)):
+            mesh = Mesh(devices.reshape(sizes), tuple("abc"[: len(sizes)]))
+            for where in it.product(range(3), repeat=len(sizes)):
+                groups = [[n for n, dim in zip(mesh.axis_names, where) if dim == wanted] for wanted in (0, 1)]
+                for order in it.product(*map(it.permutations, groups)):
+                    shardings.append(NamedSharding(mesh, P(*[axes or None for axes in order])))
+        assert len(shardings) == 183
+        values = np.arange(16 * 48, dtype=np.int32).reshape(16, 48)
+        rng = random.Random(4)
+        for number in range(40):
+            src, dst = rng.choice(shardings), rng.choice(shardings)
+            x = jax.make_array_from_callback(values.shape, src, lambda index: values[index])
+            steps = steps_program(values.shape, values.dtype, src, dst)
+            forced = jax.jit(steps, out_shardings=dst)(x)
+            for y in (forced, move(x, dst)) if number % 4 == 0 else (forced,):
+                assert y.sharding == dst
+                for shard in y.addressable_shards:
+                    np.testing.assert_array_equal(shard.data, values[shard.index], err_msg=f"{src} {dst}")
+        print("moved")
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "moved\n", done.stderr
