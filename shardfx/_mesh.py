@@ -65,26 +65,19 @@ class MeshSpec(eqx.Module):
     def __check_init__(self):
         repeated = [name for name in self.axis_names if self.axis_names.count(name) > 1]
         if repeated:
-            raise MeshError(
-                f"mesh axis `{repeated[0]}` occurs twice in {self.axis_names}; give each axis one name."
-            )
+            raise MeshError(f"mesh axis `{repeated[0]}` occurs twice in {self.axis_names}; give each axis one name.")
         for name, size, slices in zip(self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True):
             if not isinstance(name, str) or not name:
                 raise MeshError(f"a mesh axis must be named by a non-empty string, not {name!r}.")
             if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
-                raise MeshError(
-                    f"mesh axis `{name}` has size {size!r}; use a positive integer, or -1 for the rest."
-                )
+                raise MeshError(f"mesh axis `{name}` has size {size!r}; use a positive integer, or -1 for the rest.")
             if not isinstance(slices, int | np.integer) or slices < 1 or (size != -1 and size % slices):
                 raise MeshError(
-                    f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; "
-                    "`dcn` must divide the size."
+                    f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; `dcn` must divide the size."
                 )
         unknown = [name for name, size in zip(self.axis_names, self.axis_sizes, strict=True) if size == -1]
         if len(unknown) > 1:
-            raise MeshError(
-                f"mesh axes {unknown} are both -1; at most one size can be filled from the device count."
-            )
+            raise MeshError(f"mesh axes {unknown} are both -1; at most one size can be filled from the device count.")
 
     @classmethod
     def parse(cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto) -> "MeshSpec":
@@ -172,9 +165,7 @@ class MeshSpec(eqx.Module):
                 f"mesh {self}: the known sizes give {known}, which does not divide {device_count} devices; "
                 f"use sizes whose product divides {device_count}."
             )
-        return self._with_sizes(
-            tuple(device_count // known if size == -1 else size for size in self.axis_sizes)
-        )
+        return self._with_sizes(tuple(device_count // known if size == -1 else size for size in self.axis_sizes))
 
     def axis_size(self, names: str | Sequence[str]) -> int:
         """The size of one axis, or the product of several.
@@ -199,7 +190,7 @@ class MeshSpec(eqx.Module):
         """The `jax.sharding.AbstractMesh` of the same axes: enough to trace and lower with, no devices."""
         return AbstractMesh(self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types)
 
-    def order(self, devices: Sequence[Any]) -> DeviceOrder:
+    def order(self, devices: Sequence[Any] | np.ndarray) -> DeviceOrder:
         """The order that [`shardfx.MeshSpec.build`][] puts devices in, with how and why.
 
         TPUs are ordered by JAX's `mesh_utils`, slice by slice if `dcn` or the devices say so; then each axis
@@ -229,10 +220,10 @@ class MeshSpec(eqx.Module):
             assert order.devices.shape == (4, 2) and order.method == "mesh_utils" and not order.reasons
             ```
         """
-        fitted = self.fit(len(devices))
+        fitted = self.fit(np.size(devices) if isinstance(devices, np.ndarray) else len(devices))
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
-    def build(self, devices: Sequence[Any] | Mesh) -> Mesh:
+    def build(self, devices: Sequence[Any] | np.ndarray | Mesh) -> Mesh:
         """The `jax.sharding.Mesh` of these axes over `devices`, in the order that suits their network.
 
         **Arguments:**
@@ -340,6 +331,4 @@ def _is_integer(text: str) -> bool:
 def _require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:
     for name in names:
         if name not in axis_names:
-            raise MeshError(
-                f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use one of those."
-            )
+            raise MeshError(f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use one of those.")

@@ -12,7 +12,7 @@ from hypothesis import given
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import MeshError, MeshSpec
+from shardfx import MeshError, MeshSpec, topology
 
 
 EXPLICIT = AxisType.Explicit
@@ -226,3 +226,18 @@ def test_a_split_of_a_built_mesh_keeps_every_device_in_place():
     finer = spec.split("tensor", {"kv": 8, "rep": 2}).build(mesh)
     assert finer.devices.shape == (4, 8, 2)
     assert list(finer.devices.flat) == list(mesh.devices.flat)
+
+
+def test_an_array_of_devices_is_their_list():
+    mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
+    assert MeshSpec({"data": 8}).order(mesh.devices).devices.tolist() == jax.devices()
+    assert topology.bounds(mesh.devices) == (1, 8)
+    assert topology.positions(mesh.devices).shape == (1, 8)
+
+
+def test_a_slice_that_jax_cannot_split_takes_the_torus_order():
+    # `mesh_utils` loses the 2 in 14 when it factors it, and finds no place for an axis of 4.
+    order = MeshSpec({"data": 7, "tensor": 4}).order(chips((2, 14, 1, 1), kind="TPU v5p"))
+    assert order.method == "torus" and "no split of their physical axes fits" in order.reasons[-1]
+    assert order.mean_hops == (2.0, 1.0)
+    assert sorted(ids(order).ravel()) == list(range(28))

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from .._errors import MeshError
-from ._place import bounds, positions, processes, slices
+from ._place import Devices, bounds, listed, positions, processes, slices
 from ._torus import mean_hops, ring_path, torus_order, wraps
 
 
@@ -34,7 +34,7 @@ class DeviceOrder:
     mean_hops: tuple[float, ...] | None
 
 
-def device_order(devices: Sequence[Any], sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None) -> DeviceOrder:
+def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None) -> DeviceOrder:
     """Orders devices for a mesh: what [`shardfx.MeshSpec.order`][] does, on plain sizes.
 
     **Arguments:**
@@ -53,7 +53,7 @@ def device_order(devices: Sequence[Any], sizes: Sequence[int], dcn_sizes: Sequen
     """
     sizes = tuple(sizes)
     dcn = (1,) * len(sizes) if dcn_sizes is None else tuple(dcn_sizes)
-    devices = list(devices)
+    devices = listed(devices)
     if math.prod(sizes) != len(devices):
         raise MeshError(f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but {len(devices)} were given.")
     if len({id(device) for device in devices}) < len(devices):

@@ -1,12 +1,16 @@
 """Where devices sit, read from their descriptions."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int
 
 from .._errors import MeshError
+
+
+# An array, as `mesh.devices` is one, counts as the list of its elements.
+Devices: TypeAlias = Sequence[Any] | np.ndarray
 
 
 def coords(device: Any, local_device_count: int) -> tuple[int, ...]:
@@ -39,7 +43,7 @@ def coords(device: Any, local_device_count: int) -> tuple[int, ...]:
     return (int(device.process_index), int(device.id) % local_device_count)
 
 
-def bounds(devices: Sequence[Any]) -> tuple[int, ...]:
+def bounds(devices: Devices) -> tuple[int, ...]:
     """How far devices extend in each direction, from all of them: neither order nor origin matter.
 
     **Arguments:**
@@ -66,12 +70,12 @@ def bounds(devices: Sequence[Any]) -> tuple[int, ...]:
         assert topology.bounds(chips) == (2, 4, 1, 1)
         ```
     """
-    places, _ = _places(devices)
+    places = _places(listed(devices))
     extents = places.max(axis=0) - places.min(axis=0) + 1
     return tuple(int(extent) for extent in extents)
 
 
-def positions(devices: Sequence[Any]) -> Int[np.ndarray, "..."]:
+def positions(devices: Devices) -> Int[np.ndarray, "..."]:
     """The box that devices fill: entry `[x, y, z, core]` is the index in `devices` of who sits there.
 
     **Arguments:**
@@ -95,7 +99,8 @@ def positions(devices: Sequence[Any]) -> Int[np.ndarray, "..."]:
         assert topology.positions(jax.devices()).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
         ```
     """
-    places, _ = _places(devices)
+    devices = listed(devices)
+    places = _places(devices)
     origin = places.min(axis=0)
     extents = tuple(int(extent) for extent in places.max(axis=0) - origin + 1)
     flat = np.ravel_multi_index(tuple((places - origin).T), extents)
@@ -117,7 +122,7 @@ def positions(devices: Sequence[Any]) -> Int[np.ndarray, "..."]:
     return out.reshape(extents)
 
 
-def slices(devices: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
     """Which devices share a fast network: indices into `devices`, slice by slice, in order of slice index.
 
     **Arguments:**
@@ -128,12 +133,17 @@ def slices(devices: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
     One tuple of indices per slice.
     """
-    return _grouped([int(getattr(device, "slice_index", None) or 0) for device in devices])
+    return _grouped([int(getattr(device, "slice_index", None) or 0) for device in listed(devices)])
 
 
-def processes(devices: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
     """As [`shardfx.topology.slices`][], with processes for slices: how GPU nodes are told apart."""
-    return _grouped([int(device.process_index) for device in devices])
+    return _grouped([int(device.process_index) for device in listed(devices)])
+
+
+def listed(devices: Devices) -> list[Any]:
+    """The devices as a list."""
+    return list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
 
 
 def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -143,8 +153,8 @@ def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in groups.values())
 
 
-def _places(devices: Sequence[Any]) -> tuple[Int[np.ndarray, "devices dims"], bool]:
-    if not len(devices):
+def _places(devices: list[Any]) -> Int[np.ndarray, "devices dims"]:
+    if not devices:
         raise MeshError("there are no devices; pass `jax.devices()`, or those of one slice.")
     torus = [_torus_coords(device) for device in devices]
     lengths = sorted({0 if place is None else len(place) for place in torus})
@@ -154,7 +164,7 @@ def _places(devices: Sequence[Any]) -> tuple[Int[np.ndarray, "devices dims"], bo
             "kind at a time."
         )
     if lengths != [0]:
-        return np.array(torus, np.int64), True
+        return np.array(torus, np.int64)
     groups = processes(devices)
     counts = [len(group) for group in groups]
     if len(set(counts)) > 1:
@@ -165,7 +175,7 @@ def _places(devices: Sequence[Any]) -> tuple[Int[np.ndarray, "devices dims"], bo
     for row, group in enumerate(groups):
         for column, index in enumerate(sorted(group, key=lambda index: devices[index].id)):
             places[index] = row, column
-    return places, False
+    return places
 
 
 def _torus_coords(device: Any) -> tuple[int, ...] | None:
