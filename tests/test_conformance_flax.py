@@ -6,6 +6,7 @@ docs/migrating_flax.md says the same for readers.
 
 import contextlib
 import json
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,19 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "flax-0140": (raises(SpecError, "has no such name"), "B88: no assert, also under python -O"),
     "flax-0141": (["in", "out"], "B88: padding is undone"),
 }
+
+
+def test_every_public_symbol_is_on_the_page_for_those_who_come_from_flax():
+    page = (Path(__file__).parent.parent / "docs" / "migrating_flax.md").read_text()
+    symbols = """
+        get_pspec map_sharding get_mesh apply_rules shard_value set_logical_axis_rules get_logical_axis_rules
+        logical_axis_rules composite_rules from_sharding_rules logical_to_mesh_axes logical_to_mesh
+        logical_to_mesh_sharding RulesFallback AXIS_IS_UNSHARDED RAISE_ERROR NO_CONSTRAINT with_logical_constraint
+        LogicallyPartitioned with_logical_partitioning Partitioned with_partitioning add_axis remove_axis
+        get_partition_spec get_sharding get_named_sharding get_global_mesh global_mesh_defined unbox out_sharding
+        sharding_rules PARTITION_NAME
+    """.split()
+    assert [name for name in symbols if not re.search(rf"\b{name}\b", page)] == []
 
 
 def vectors(*functions):
