@@ -16,7 +16,7 @@ from ._errors import LeafTypeError, PlanMismatchError, RuleError
 from ._mesh import MeshSpec
 from ._plan import ShardPlan
 from ._rules import resolve, units_of
-from ._spec import UNCONSTRAINED, canonical, entry_axes, trimmed
+from ._spec import UNCONSTRAINED, canonical, entries_of, entry_axes, trimmed
 from ._tree import flatten
 
 
@@ -72,7 +72,7 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
     free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
     if not free:
         return x
-    spec = trimmed([_without(entry, mesh, free) for entry in spec.partitions], spec)
+    spec = trimmed([_without(entry, mesh, free) for entry in entries_of(spec)], spec)
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
     spec = correct(spec, x.shape, sizes, units=units, strict=strict).spec
     if not isinstance(x, Tracer):
@@ -268,7 +268,7 @@ def _without(entry: Any, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
     """The part of a spec that concerns `axes`, which are of one kind."""
     parts = []
-    for entry in spec.partitions:
+    for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
             parts.append(entry if kind == AxisType.Auto else None)
         else:
@@ -284,7 +284,7 @@ def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh)
         )
     memory_kind = x.sharding.memory_kind if isinstance(x, jax.Array) else None
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
-    if any(entry is UNCONSTRAINED for entry in spec.partitions):
+    if any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return jax.lax.with_sharding_constraint(x, sharding)
     return _placed([x], [sharding])[0]
 

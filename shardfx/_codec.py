@@ -13,7 +13,7 @@ from ._mesh import MeshSpec
 from ._paths import Fsdp
 from ._reason import Code, Reason
 from ._rules import AxisRules
-from ._spec import UNCONSTRAINED, Atomic
+from ._spec import UNCONSTRAINED, Atomic, entries_of
 
 
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -52,7 +52,7 @@ def decode_entry(data: Any) -> Any:
 
 
 def encode_spec(spec: PartitionSpec) -> Any:
-    entries = [encode_entry(entry) for entry in spec.partitions]
+    entries = [encode_entry(entry) for entry in entries_of(spec)]
     if not (spec.unreduced or spec.reduced):
         return entries
     return {"entries": entries, "unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}

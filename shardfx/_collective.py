@@ -17,7 +17,7 @@ from ._hlo import wire_bytes
 from ._layout import Layout
 from ._program import abstract, flat_program, is_explicit, placed, program
 from ._redistribute import Redistribution, layout, redistribute
-from ._spec import array_bytes, bits, canonical
+from ._spec import array_bytes, bits, canonical, entries_of
 
 
 How = Literal["none", "xla", "steps"]
@@ -290,7 +290,7 @@ def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
 def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     if not is_explicit(dst):
         return x
-    entries = (*dst.spec.partitions, *[None] * (x.ndim - len(dst.spec.partitions)))
+    entries = (*entries_of(dst.spec), *[None] * (x.ndim - len(entries_of(dst.spec))))
     return x.update(sharding=NamedSharding(abstract(dst.mesh), PartitionSpec(*entries)))
 
 
@@ -303,7 +303,7 @@ def _batch(args: Any, dims: Any, *, src: NamedSharding, dst: NamedSharding) -> t
     ends = (
         NamedSharding(end.mesh, PartitionSpec(*entries[:dim], None, *entries[dim:]))
         for end in (src, dst)
-        for entries in ((*end.spec.partitions, *[None] * (x.ndim - 1 - len(end.spec.partitions))),)
+        for entries in ((*entries_of(end.spec), *[None] * (x.ndim - 1 - len(entries_of(end.spec)))),)
     )
     source, target = ends
     return _move.bind(x, src=source, dst=target), dim

@@ -1,6 +1,6 @@
 import functools as ft
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -8,15 +8,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from ._errors import SpecError
 from ._mesh import MeshSpec
 from ._reason import Code, Decision, Reason, reason
-from ._spec import UNCONSTRAINED, array_bytes, canonical_entry, entry_axes, trimmed
+from ._spec import UNCONSTRAINED, array_bytes, canonical_entry, entries_of, entry_axes, trimmed
 
 
 def correct(
-    spec: PartitionSpec,
-    shape: tuple[int, ...],
+    spec: Any,
+    shape: Sequence[int],
     mesh: MeshSpec | Mesh | AbstractMesh,
     *,
-    units: tuple[int, ...] | None = None,
+    units: Sequence[int] | None = None,
     min_bytes: int = 0,
     dtype: Any = None,
     strict: bool = False,
@@ -29,7 +29,7 @@ def correct(
 
     **Arguments:**
 
-    - `spec`: what is asked for. Fewer entries than dimensions leave the rest replicated; more are an error
+    - `spec`: the PartitionSpec that is asked for. Fewer entries than dimensions leave the rest replicated; more are an error
         unless the extra ones are `None`.
     - `shape`: the shape of the array.
     - `mesh`: any mesh; only its axis names, sizes and types are read.
@@ -122,7 +122,7 @@ def corrected(
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    entries = spec.partitions
+    entries = entries_of(spec)
     if any(entry is not None for entry in entries[len(shape) :]):
         raise SpecError(
             f"{spec} has {len(entries)} entries, but shape {shape} has {len(shape)} dimensions; "

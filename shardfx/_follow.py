@@ -10,7 +10,7 @@ from ._correct import correct
 from ._paths import PathRules, compiled, first_match
 from ._plan import ShardPlan
 from ._reason import Code, reason
-from ._spec import canonical, pinned
+from ._spec import canonical, entries_of, pinned
 from ._tree import flatten
 
 
@@ -103,7 +103,7 @@ def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> Leaf
         return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(reason(Code.scalar, None),))
     source = _source(path, shape, plan)
     names, units = (source.names, source.units) if source is not None else (None, None)
-    if isinstance(leaf.sharding, NamedSharding) and canonical(leaf.sharding.spec).partitions:
+    if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
         rule, spec = "the sharding that `init` gives it", canonical(leaf.sharding.spec)
     elif source is not None:
         rule, spec = f"path and shape of `{source.path}`", pinned(source.spec)

@@ -122,7 +122,7 @@ class PathRules(eqx.Module):
 
     rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
-    def __init__(self, rules: Iterable[tuple[str, Any]]):
+    def __init__(self, rules: Iterable[Any]):
         """**Arguments:**
 
         - `rules`: pairs of a regex and a target. A target is a PartitionSpec; a tuple of logical names; a

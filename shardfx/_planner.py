@@ -22,7 +22,7 @@ from ._plan import ShardPlan
 from ._reason import Code, Reason, reason
 from ._refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
 from ._rules import AxisRules, resolve, units_of
-from ._spec import UNCONSTRAINED, Atomic, array_bytes
+from ._spec import UNCONSTRAINED, Atomic, array_bytes, entries_of
 from ._tree import Flat, flatten
 
 
@@ -410,7 +410,7 @@ def _length(names: Any) -> int:
 
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
-        return node.partitions
+        return entries_of(node)
     return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
 
 

@@ -16,7 +16,7 @@ from ._factors import refine
 from ._layout import Layout
 from ._mesh import MeshSpec
 from ._search import Path, Problem, StepKind, missing, search
-from ._spec import entry_axes
+from ._spec import entries_of, entry_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _layout(
     mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int, weights: tuple[tuple[str, float], ...]
 ) -> Layout:
     names = tuple(mesh.axis_names)
-    entries = tuple(entry_axes(entry) for entry in spec.partitions)
+    entries = tuple(entry_axes(entry) for entry in entries_of(spec))
     if any(entries[rank:]):
         raise SpecError(f"{spec} has more entries than the array's {rank} dimensions; drop those at the end.")
     for axis in (axis for axes in entries for axis in axes):

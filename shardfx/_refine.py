@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from ._mesh import MeshSpec
-from ._spec import canonical_entry, entry_axes, trimmed
+from ._spec import canonical_entry, entries_of, entry_axes, trimmed
 
 
 class Wish(NamedTuple):
@@ -37,15 +37,15 @@ def wishes(
 
     One wish per axis that could be used in part, at the first dimension that could use it.
     """
-    used = {axis for entry in spec.partitions for axis in entry_axes(entry)}
-    kept = [*spec.partitions, *[None] * len(shape)]
+    used = {axis for entry in entries_of(spec) for axis in entry_axes(entry)}
+    kept = [*entries_of(spec), *[None] * len(shape)]
     units = units or (1,) * len(shape)
     counts = [
         (1 if size % unit else size // unit) // math.prod(sizes[axis] for axis in entry_axes(entry))
         for size, unit, entry in zip(shape, units, kept, strict=False)
     ]
     found: dict[str, int] = {}
-    for count, entry in zip(counts, requested.partitions, strict=False):
+    for count, entry in zip(counts, entries_of(requested), strict=False):
         for axis in entry_axes(entry) if isinstance(entry, str | tuple) else ():
             part = math.gcd(count, sizes.get(axis, 1))
             if axis not in used and axis not in found and part > 1:
@@ -87,7 +87,7 @@ def refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, d
 
 def renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
     """The spec of the same layout on the refined mesh: each split axis is all of its parts, in order."""
-    entries = [renamed_entry(entry, parts) for entry in spec.partitions]
+    entries = [renamed_entry(entry, parts) for entry in entries_of(spec)]
     like = PartitionSpec(unreduced=_renamed_set(spec.unreduced, parts), reduced=_renamed_set(spec.reduced, parts))
     return trimmed(entries, like)
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 from ._plan import LeafPlan, ShardPlan
 from ._reason import Code
+from ._spec import entries_of
 
 
 # A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`.
@@ -132,7 +133,7 @@ def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
         row.path,
         str(row.count),
         _shape_text(leaf),
-        _spec_text(leaf.spec.partitions),
+        _spec_text(entries_of(leaf.spec)),
         bytes_text(row.bytes_per_device),
         why.strip(),
     )
@@ -195,7 +196,7 @@ def _kinds_text(axis_types: Sequence[AxisType]) -> str:
 
 
 def _replicated(rows: Iterable[ReportRow]) -> str:
-    whole = [row for row in rows if not row.leaf.spec.partitions and row.leaf.shape]
+    whole = [row for row in rows if not entries_of(row.leaf.spec) and row.leaf.shape]
     whole.sort(key=lambda row: -row.bytes)
     total = sum(row.bytes for row in whole)
     if not total:

@@ -17,6 +17,14 @@ from ._errors import SpecError
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 
+def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The entries of a spec, one per dimension that it mentions."""
+    # JAX 0.9 has no `spec.partitions`, and later versions refuse to iterate over a spec with unreduced axes.
+    if spec.unreduced or spec.reduced:
+        spec = spec.update(unreduced=frozenset(), reduced=frozenset())
+    return tuple(spec)
+
+
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes that one entry of a PartitionSpec names, in order; none for `None` and UNCONSTRAINED."""
     if entry is None or entry is UNCONSTRAINED:
@@ -59,7 +67,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
         assert canonical(P(("data",), None, None)) == P("data")
         ```
     """
-    return trimmed(spec.partitions, spec)
+    return trimmed(entries_of(spec), spec)
 
 
 def trimmed(entries: Any, like: PartitionSpec | None = None) -> PartitionSpec:
@@ -74,14 +82,14 @@ def trimmed(entries: Any, like: PartitionSpec | None = None) -> PartitionSpec:
 
 def pinned(spec: PartitionSpec) -> PartitionSpec:
     """`spec` with UNCONSTRAINED replaced by `None`: what JAX accepts at `device_put` and at jit boundaries."""
-    if not any(entry is UNCONSTRAINED for entry in spec.partitions):
+    if not any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return spec
-    return trimmed([None if entry is UNCONSTRAINED else entry for entry in spec.partitions], spec)
+    return trimmed([None if entry is UNCONSTRAINED else entry for entry in entries_of(spec)], spec)
 
 
 def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Into how many pieces `spec` cuts each of `rank` dimensions on a mesh of axis `sizes`."""
-    counts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in spec.partitions]
+    counts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries_of(spec)]
     return tuple(counts[:rank] + [1] * (rank - len(counts)))
 
 
@@ -137,7 +145,7 @@ def _axes_in(specs: Any) -> Iterator[str]:
         spec = leaf.spec if isinstance(leaf, jax.sharding.NamedSharding) else leaf
         if not isinstance(spec, PartitionSpec):
             raise SpecError(f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor a NamedSharding.")
-        for entry in spec.partitions:
+        for entry in entries_of(spec):
             yield from entry_axes(entry)
 
 

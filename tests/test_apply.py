@@ -210,7 +210,7 @@ def test_reading_back():
     assert shardings_of({"p": P("data")}, AUTO)["p"] == NamedSharding(AUTO, P("data"))
     with pytest.raises(LeafTypeError, match=r"array `x`, shape \(2,\), lies on SingleDeviceSharding"):
         specs_of({"x": jnp.ones(2)})
-    with pytest.raises(PlanMismatchError, match=r"holds the bare spec P\('data'"):
+    with pytest.raises(PlanMismatchError, match=r"holds the bare spec \w+\('data'"):
         shardings_of({"p": P("data")})
 
 

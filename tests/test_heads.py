@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, atomic, correct, fsdp, plan
-from shardfx._spec import entry_axes
+from shardfx._spec import entries_of, entry_axes
 from shardfx.presets import hf
 
 
@@ -79,7 +79,7 @@ def test_the_other_dimension_is_sharded_whatever_becomes_of_the_heads(name):
     made = plan(fused_tree(model), mesh, paths=preset(model), unmatched="replicate")
     for path, shape, dim, _ in catalogue.fused_of(model):
         if len(shape) == 2:
-            entries = [*made[path].spec.partitions, None, None]
+            entries = [*entries_of(made[path].spec), None, None]
             assert entries[1 - dim] == "fsdp"
 
 
@@ -166,7 +166,7 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
     rules = PathRules([("w", atomic(P(), (unit, 1)) | fsdp(axes))])
     leaf = plan({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, mesh, paths=rules)["w"]
     assert all(cut % unit == 0 for cut in cuts(leaf.spec, shape, mesh, 0))
-    pieces = math.prod(mesh.axis_size(entry_axes(entry)) for entry in leaf.spec.partitions)
+    pieces = math.prod(mesh.axis_size(entry_axes(entry)) for entry in entries_of(leaf.spec))
     assert pieces == max(most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes)))
 
 

@@ -34,7 +34,7 @@ from shardfx import (
     replicate,
     shard,
 )
-from shardfx._spec import entry_axes, pinned
+from shardfx._spec import entries_of, entry_axes, pinned
 from shardfx.presets import hf
 
 
@@ -81,7 +81,7 @@ def by_trial(spec: P, shape: tuple[int, ...], sizes: dict[str, int], units: tupl
     """What the design says `correct` keeps, by trying every subset of axes on every dimension."""
     used: set[str] = set()
     kept: list[Any] = []
-    for entry, size, unit in zip([*spec.partitions, *[None] * len(shape)], shape, units, strict=False):
+    for entry, size, unit in zip([*entries_of(spec), *[None] * len(shape)], shape, units, strict=False):
         if entry is U:
             kept.append(U)
             continue
@@ -123,8 +123,8 @@ def test_correct_is_idempotent_and_says_nothing_twice(request_):
 def test_correct_gives_a_reason_exactly_where_it_changed_something(request_):
     spec, shape, axes, units = request_
     decision = correct(spec, shape, MeshSpec(axes), units=units)
-    asked = [*spec.partitions, *[None] * len(shape)][: len(shape)]
-    kept = [*decision.spec.partitions, *[None] * len(shape)][: len(shape)]
+    asked = [*entries_of(spec), *[None] * len(shape)][: len(shape)]
+    kept = [*entries_of(decision.spec), *[None] * len(shape)][: len(shape)]
     for dim, (before, after) in enumerate(zip(asked, kept, strict=True)):
         lost = [axis for why in decision.reasons if why.dim == dim for axis in why.axes]
         assert sorted(lost + list(entry_axes(after))) == sorted(entry_axes(before))
@@ -167,14 +167,14 @@ def test_explicit_meshes_correct_alike_but_for_unconstrained(request_):
     auto = correct(spec, shape, MeshSpec(axes), units=units)
     explicit = correct(spec, shape, MeshSpec(axes, axis_types=AxisType.Explicit), units=units)
     assert explicit.spec == pinned(auto.spec)
-    assert len(explicit.reasons) == len(auto.reasons) + auto.spec.partitions.count(U)
+    assert len(explicit.reasons) == len(auto.reasons) + entries_of(auto.spec).count(U)
 
 
 @given(requests(), st.integers(0, 4096))
 @settings(deadline=None, max_examples=200)
 def test_small_arrays_are_replicated_and_others_are_not_changed(request_, min_bytes):
     spec, shape, axes, units = request_
-    assume(U not in spec.partitions)
+    assume(U not in entries_of(spec))
     mesh = MeshSpec(axes)
     decision = correct(spec, shape, mesh, units=units, min_bytes=min_bytes, dtype=jnp.bfloat16)
     small = 2 * math.prod(shape) < min_bytes

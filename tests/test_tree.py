@@ -86,7 +86,7 @@ def test_a_traced_array_is_an_array():
 
 
 def test_specs_in_the_place_of_arrays_are_refused():
-    with pytest.raises(LeafTypeError, match=r"leaf `b` is P\('data'.*a plan is made from arrays"):
+    with pytest.raises(LeafTypeError, match=r"leaf `b` is \w+\('data'.*a plan is made from arrays"):
         flatten({"a": jnp.ones(2), "b": jax.P("data")})
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._errors import PlanMismatchError
-from .._spec import entry_axes
+from .._spec import entries_of, entry_axes
 from . import _stores as stores
 from ._index import Index
 from ._reader import spans_of
@@ -164,7 +164,7 @@ def _abstract_boxes(shape: tuple[int, ...], sharding: NamedSharding, sizes: Mapp
     coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
     columns = []
     for dim, size in enumerate(shape):
-        axes = entry_axes(sharding.spec.partitions[dim]) if dim < len(sharding.spec.partitions) else ()
+        axes = entry_axes(entries_of(sharding.spec)[dim]) if dim < len(entries_of(sharding.spec)) else ()
         number, count = np.zeros(sharding.mesh.size, np.int64), 1
         for axis in axes:
             number, count = number * sizes[axis] + coordinates[axis], count * sizes[axis]

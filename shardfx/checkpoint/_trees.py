@@ -12,7 +12,7 @@ from .._mesh import MeshSpec
 from .._paths import PathRules
 from .._planner import plan
 from .._rules import AxisRules
-from .._spec import canonical
+from .._spec import canonical, entries_of
 from .._tree import tree_paths
 from ._entry import ArrayEntry
 from ._index import Index, below, nested, structs
@@ -107,13 +107,13 @@ def _sharding_of(entry: ArrayEntry, mesh: AnyMesh, default: Any) -> Sharding | N
             f"the checkpoint does not say the shape of {entry.path!r}, so {asked} cannot be corrected to it; give a "
             "function as `default`, or a Sharding."
         )
-    short = PartitionSpec(*spec.partitions[: len(entry.shape)])
+    short = PartitionSpec(*entries_of(spec)[: len(entry.shape)])
     return _on(mesh, correct(short, entry.shape, mesh).spec)
 
 
 def _check_fits(sharding: Sharding, shape: tuple[int, ...], path: str) -> None:
     try:
-        if isinstance(sharding, NamedSharding) and len(canonical(sharding.spec).partitions) > len(shape):
+        if isinstance(sharding, NamedSharding) and len(entries_of(canonical(sharding.spec))) > len(shape):
             raise ValueError(f"{sharding.spec} has more entries than the array has dimensions")
         sharding.shard_shape(shape)
     except ValueError as error:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, PyTree
 from .._content import canonical_dtype
 from .._errors import PlanMismatchError
 from .._plan import ShardPlan
+from .._spec import entries_of
 from .._tree import flatten
 
 
@@ -81,7 +82,7 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
     rows = _same_rows(leaves, loaded)
     padded = [_padded(array, part, pad) for array, part in zip(arrays, parts, strict=True)]
     batch = treedef.unflatten(map(_global, padded, shardings, [leaf.shape for leaf in leaves]))
-    size, entry = leaves[0].shape[0], (*leaves[0].spec.partitions, None)[0]
+    size, entry = leaves[0].shape[0], (*entries_of(leaves[0].spec), None)[0]
     mask = _padded(np.ones(rows, bool), parts[0][:1], False)
     return batch, _global(mask, NamedSharding(plan.jax_mesh, PartitionSpec(entry)), (size,))
 
@@ -120,7 +121,7 @@ def _checked(
 def _same_rows(leaves: list[Any], loaded: list[int]) -> int:
     first = leaves[0]
     for leaf, rows in zip(leaves, loaded, strict=True):
-        entries = [(*one.spec.partitions, None)[0] for one in (leaf, first)]
+        entries = [(*entries_of(one.spec), None)[0] for one in (leaf, first)]
         if not leaf.shape or leaf.shape[0] != first.shape[0] or rows != loaded[0] or entries[0] != entries[1]:
             raise PlanMismatchError(
                 f"leaf `{leaf.path}` has {rows} rows here of shape {leaf.shape} sharded as {leaf.spec}, but "

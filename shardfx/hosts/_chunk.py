@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec, Sharding
 
 from .._errors import MeshError, SpecError
-from .._spec import UNCONSTRAINED, entry_axes
+from .._spec import UNCONSTRAINED, entries_of, entry_axes
 from ._grid import HostGrid
 
 
@@ -219,7 +219,7 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
 
 def _entries(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid) -> list[tuple[int, tuple[str, ...]]]:
     """Each dimension's size and mesh axes."""
-    partitions = tuple(spec.partitions)
+    partitions = tuple(entries_of(spec))
     if any(entry is UNCONSTRAINED for entry in partitions):
         raise SpecError(
             f"{spec} leaves a dimension unconstrained, so nobody knows who owns it; name its axes, or None."
