@@ -10,6 +10,7 @@ import contextlib
 import json
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 from shardfx import checkpoint
@@ -60,7 +61,8 @@ def consume_header(data: bytes) -> bool:
         assert 8 * tensor.nbytes == count * DTYPES[tensor.stored][0]
         reached += tensor.nbytes
     assert reached == 8 + len(data) + buffer_bytes
-    header.dtypes()
+    with contextlib.suppress(CheckpointError):
+        header.dtypes()
     return True
 
 
@@ -98,16 +100,24 @@ def seeds() -> list[bytes]:
     ]
 
 
+def instrumented() -> list[types.FunctionType]:
+    """The readers' own functions; all of JAX would take minutes to instrument and tell nothing."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("shardfx.checkpoint")]
+    members = [value for module in modules for value in vars(module).values()]
+    return [value for value in members if isinstance(value, types.FunctionType)]
+
+
 def main() -> None:
-    import atheris
+    import atheris  # pyright: ignore[reportMissingImports]
 
     corpus = Path(tempfile.mkdtemp(prefix="fuzz-headers-"))
     for number, seed in enumerate(seeds()):
         (corpus / str(number)).write_bytes(seed)
     with tempfile.TemporaryDirectory() as directory:
         real = Path(directory).resolve()
-        atheris.instrument_all()
-        atheris.Setup([*sys.argv, str(corpus)], lambda data: consume(data, real) and None)
+        for function in instrumented():
+            atheris.instrument_func(function)  # pyright: ignore[reportAttributeAccessIssue]
+        atheris.Setup([*sys.argv, str(corpus)], lambda data: (consume(data, real), None)[1])
         atheris.Fuzz()
 
 

@@ -75,7 +75,7 @@ class Header(NamedTuple):
     def dtypes(self) -> dict[str, Any]:
         """The dtypes, by tensor, that `DTYPES_KEY` names; what it says about tensors of other sizes is ignored."""
         text = self.metadata.get(DTYPES_KEY, "{}")
-        named = parsed_json(text.encode(), f"`{DTYPES_KEY}` in a header")
+        named = parsed_json(text.encode("utf-8", "surrogatepass"), f"`{DTYPES_KEY}` in a header")
         bytes_only = {tensor.name for tensor in self.tensors if tensor.stored == "U8"}
         pairs = named.items() if isinstance(named, dict) else ()
         return {
