@@ -166,6 +166,11 @@ def test_derived_fields_follow_a_renamed_mesh_axis():
     assert spec(BATCH, data_parallel_axis="data") == P(("fsdp", "data"))
 
 
+def test_one_mesh_axis_may_be_for_data_and_for_parameters():
+    rules = eformer(data_parallel_axis="data", fully_sharded_data_parallel_axis="data")
+    assert resolve((BATCH, EMBED), rules).spec == resolve((FSDP, TP), rules).spec == P("data", "tp")
+
+
 def test_unknown_modes_are_errors():
     # B40: eformer takes any unknown mode for training.
     for mode in ("bogus", "__train__"):

@@ -135,7 +135,8 @@ def eformer(
         assert resolve(names, rules, mode="decode").spec == P(("fsdp", "dp"), None, "model")
         ```
     """
-    batch = (fully_sharded_data_parallel_axis, data_parallel_axis)
+    # One mesh axis may play both parts.
+    batch = tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis)))
     sequence, tensor = sequence_parallel_axis, tensor_parallel_axis
     rules = {
         BATCH: _given(batch_axis, batch),
