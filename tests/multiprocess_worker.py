@@ -161,6 +161,10 @@ def everything():
     except MeshError as error:
         result["mixed"] = str(error)
     result["owned"] = hosts.owned((16, 3), NamedSharding(mixed, P("all")), process)
+    whole = np.arange(48.0, dtype=np.float32).reshape(16, 3)
+    scattered_plan = plan({"x": whole}, mixed, paths=PathRules([("x", P("all"))]))
+    scattered = np.concatenate([whole[chunk.slices] for chunk in result["owned"]])
+    result["scattered"] = (gather(hosts.global_batch({"x": scattered}, scattered_plan))["x"], whole)
     layout = hosts.data_layout(24, "data", grid, process)
     result["layout"] = layout
     batch_plan = plan(batches()[0], mesh, paths=BATCH_RULES)

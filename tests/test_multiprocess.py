@@ -81,6 +81,7 @@ def test_processes_without_a_box_are_told_and_served(job):
     for result in job:
         assert f"the {devices} devices of process 0 lie within" in result["mixed"] and "hosts.owned" in result["mixed"]
         assert len(result["owned"]) == devices
+        np.testing.assert_array_equal(*result["scattered"])
     owned = [chunk for result in job for chunk in result["owned"]]
     assert (count_owners((16, 3), owned) == 1).all()
 

@@ -6,11 +6,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, SpecError, constrain, fsdp, plan, shard
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, SpecError, constrain, follow, fsdp, plan, shard
 
 
 AXES = AxisRules(
@@ -138,3 +139,16 @@ def test_names_resolve_on_the_refined_mesh_inside_jit():
     refined = plan(tree, mesh, names={"kv": ("batch", "kv_heads")}, axes=axes, refine=True)
     out = jax.jit(lambda x: constrain(x, ("batch", "kv_heads"), refined))(jnp.ones((4, 2)))
     assert out.sharding.spec == P("data", "tensor_0")
+
+
+def test_optimizer_state_follows_a_refined_plan():
+    refined = plan(TREE, MeshSpec({"fsdp": 4, "tensor": 16}), names=NAMES, axes=AXES, refine=True)
+    state = follow(optax.adam(1e-3).init, refined)
+    assert state.mesh == refined.mesh and state["0/mu/kv"].spec == refined["kv"].spec
+    assert ShardPlan.join(params=refined, state=state).axes == refined.axes
+
+
+def test_explicit_axes_stay_explicit():
+    mesh = MeshSpec({"t": 4}, axis_types=AxisType.Explicit)
+    refined = plan({"w": jnp.ones(6)}, mesh, paths=PathRules([("w", P("t"))]), refine=True)
+    assert refined.mesh.axis_types == (AxisType.Explicit, AxisType.Explicit)
