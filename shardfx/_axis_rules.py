@@ -56,8 +56,8 @@ class AxisRules(eqx.Module):
         - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a
             tuple of them, `None` (replicate, and stop looking) or `PartitionSpec.UNCONSTRAINED`. A name may
             occur several times: its later rules are fallbacks.
-        - `modes`: mapping from a mode, as "train", to rules that come before `rules` in that mode.
-            that it does not mention behaves as in `rules`; one that it maps to `None` is replicated.
+        - `modes`: mapping from a mode, as "train" or "decode", to rules that come before `rules` in that mode. A
+            name that a mode does not mention behaves as in `rules`; one that it maps to `None` is replicated.
         - `units`: mapping from a logical name to how many elements must stay together, `head_dim` for fused
             heads.
         - `aliases`: mapping from a name to the name whose rules it shares, in every mode.
@@ -207,6 +207,7 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
 
 
 def near(name: str, known: tuple[str, ...]) -> str:
+    """A question after the names in `known` that look like `name`, or nothing."""
     close = difflib.get_close_matches(name, known, n=3)
     return f" (did you mean {' or '.join(repr(match) for match in close)}?)" if close else ""
 
@@ -238,6 +239,7 @@ def _target(name: str, target: Any, what: str) -> Target:
 
 
 def repeated(names: Sequence[str]) -> list[str]:
+    """Those of `names` that came before, in order."""
     return [name for i, name in enumerate(names) if name in names[:i]]
 
 
