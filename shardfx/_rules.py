@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ._axis_rules import AxisRules, Rule, Target, alias_chain, near, repeated
 from ._errors import RuleError, SpecError, UnmatchedError
 from ._reason import Code, Decision, Reason, reason
-from ._spec import UNCONSTRAINED, Atomic, entry_axes, trimmed
+from ._spec import UNCONSTRAINED, Atomic, entries_of, entry_axes, trimmed
 
 
 Policy: TypeAlias = Literal["replicate", "keep", "unconstrained", "raise"]
@@ -165,7 +165,7 @@ def _slots(entries: tuple[Any, ...], rules: AxisRules) -> tuple[_Slot, ...]:
 def _entries(names: Any) -> tuple[Any, ...]:
     """`names` as hashable values, each entry of a known kind."""
     if isinstance(names, PartitionSpec):
-        names = names.partitions
+        names = entries_of(names)
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise SpecError(
             f"the names of an array are a tuple with one entry per dimension, not {names!r}; "

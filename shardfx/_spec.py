@@ -15,14 +15,13 @@ from ._errors import SpecError
 
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+# JAX 0.9 has no `spec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
+_HAS_PARTITIONS = "partitions" in dir(PartitionSpec)
 
 
 def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
     """The entries of a spec, one per dimension that it mentions."""
-    # JAX 0.9 has no `spec.partitions`, and later versions refuse to iterate over a spec with unreduced axes.
-    if spec.unreduced or spec.reduced:
-        spec = spec.update(unreduced=frozenset(), reduced=frozenset())
-    return tuple(spec)
+    return spec.partitions if _HAS_PARTITIONS else tuple(spec)
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._axis_rules import AxisRules
 from .._errors import SpecError
 from .._mesh import MeshSpec
+from .._spec import entries_of
 
 
 RulesLike = AxisRules | Mapping[str, Any] | Iterable[Any] | None
@@ -231,7 +232,7 @@ def _own_rules(node: Any) -> RulesLike:
 
 def _names(sharding: Any) -> tuple[Any, ...]:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    entries = spec.partitions if isinstance(spec, PartitionSpec) else spec
+    entries = entries_of(spec) if isinstance(spec, PartitionSpec) else spec
     if not isinstance(entries, tuple | list):
         raise SpecError(f"the sharding {sharding!r} of a flax variable has no names; give it a tuple of names.")
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
