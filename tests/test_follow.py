@@ -1,0 +1,343 @@
+"""`follow` against JAX itself, for every optimizer that the installed optax has."""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import MeshSpec, PathRules, ShardPlan, canonical, filter_jit, follow, fsdp, plan, shard
+
+
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+MESH = MeshSpec(SIZES)
+RULES = PathRules(
+    [
+        ("embed", P("tensor", ("data", "fsdp"))),
+        ("up/weight", P("fsdp", "tensor")),
+        ("down/weight", P("tensor", ("fsdp", "data"))),
+        ("experts", P(None, "data", "tensor")),
+        ("bias", P("tensor")),
+        ("norm", P()),
+    ]
+)
+
+
+def params() -> dict[str, Any]:
+    """Large enough for Adafactor to factor some; of several dtypes; with a scalar and an odd size."""
+    return {
+        "embed": jnp.ones((256, 128)),
+        "layers": [
+            {
+                "up": {"weight": jnp.ones((128, 256)), "bias": jnp.ones(256)},
+                "down": {"weight": jnp.ones((256, 128), jnp.bfloat16), "bias": jnp.ones(7)},
+                "norm": jnp.ones(128),
+            }
+            for _ in range(2)
+        ],
+        "experts": jnp.ones((3, 8, 4)),
+        "temperature": jnp.ones(()),
+    }
+
+
+def built(axis_type: AxisType) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(SIZES), axis_types=(axis_type,) * 3)
+
+
+ARGUMENTS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "clipping": 0.1,
+    "decay": 0.9,
+    "eta": 0.1,
+    "gamma": 0.5,
+    "l2_norm_clip": 1.0,
+    "max_backtracking_steps": 3,
+    "max_consecutive_errors": 2,
+    "max_delta": 1.0,
+    "max_linesearch_steps": 3,
+    "max_norm": 1.0,
+    "noise_multiplier": 0.1,
+    "seed": 0,
+    "slow_step_size": 0.5,
+    "step_size": 0.1,
+    "step_size_fn": lambda count: 0.1 / (1 + count),
+    "sync_period": 2,
+    "threshold": 1.0,
+    "f": lambda updates, params: updates,
+    "mask": lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
+    "freeze_mask": lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
+    "should_transform_fn": lambda step, **_: step % 2 == 0,
+    "inner": optax.adam(1e-3),
+    "tx": optax.adam(1e-3),
+    "optimizer": optax.adam(1e-3),
+    "adv_optimizer": optax.sgd(0.1),
+    "base_optimizer": optax.adam(1e-3),
+    "fast_optimizer": optax.adam(1e-3),
+    "measure": lambda updates, **_: updates,
+    "measure_name": "grads",
+}
+LABELS: dict[Hashable, Any] = {"matrix": optax.adam(1e-3), "vector": optax.sgd(0.1, momentum=0.9)}
+
+
+def labels(tree: Any) -> Any:
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree)
+
+
+def muon_numbers(tree: Any) -> Any:
+    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None, tree)
+
+
+# Combinators whose arguments must fit together, and variants with more state than the default has.
+COMPOSED: dict[str, Callable[[], Any]] = {
+    "adafactor, not factored": lambda: optax.adafactor(1e-3, factored=False),
+    "adafactor with momentum": lambda: optax.adafactor(1e-3, momentum=0.9),
+    "adafactor, all factored": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2),
+    "adamw, masked decay": lambda: optax.adamw(1e-3, mask=ARGUMENTS["mask"]),
+    "adam, bfloat16 moments": lambda: optax.adam(1e-3, mu_dtype=jnp.bfloat16),
+    "sgd with momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "sgd with momentum in bfloat16": lambda: optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.bfloat16),
+    "rmsprop with momentum": lambda: optax.rmsprop(1e-3, momentum=0.9, centered=True),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-4), optax.ema(0.99)),
+    "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(1e-3))),
+    "multi_transform": lambda: optax.multi_transform(LABELS, labels),
+    "partition": lambda: optax.partition(LABELS, labels),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-3), 4),
+    "MultiSteps of chain of masked": lambda: optax.MultiSteps(
+        optax.chain(optax.masked(optax.adafactor(1e-3), ARGUMENTS["mask"]), optax.trace(0.9)), 2
+    ),
+    "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adamw)(learning_rate=1e-3),
+    "lookahead": lambda: optax.lookahead(optax.adam(1e-3), 5, 0.5),
+    "muon with chosen dimensions": lambda: optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_numbers),
+    "galore of low rank": lambda: optax.contrib.galore(1e-3, rank=4),
+    "add_noise": lambda: optax.add_noise(0.1, 0.5, key=jax.random.key(0)),
+    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=jax.random.key(0)),
+    "contrib.differentially_private_aggregate": lambda: optax.contrib.differentially_private_aggregate(
+        1.0, 0.1, key=jax.random.key(0)
+    ),
+    "reduce_on_plateau after adam": lambda: optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()),
+}
+
+
+def discovered() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every function of optax and optax.contrib that makes a gradient transformation."""
+    for module in (optax, optax.contrib):
+        for name, function in sorted(vars(module).items()):
+            name = name if module is optax else f"contrib.{name}"
+            if "." not in name and name.startswith("_") or not inspect.isfunction(function) or name in COMPOSED:
+                continue
+            signature = inspect.signature(function)
+            if "Transformation" in str(signature.return_annotation):
+                yield name, lambda function=function, signature=signature: called(function, signature)
+
+
+def called(function: Callable[..., Any], signature: inspect.Signature) -> Any:
+    needed = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    if unknown := sorted(set(needed) - set(ARGUMENTS)):
+        pytest.skip(f"a newer optax: {function.__name__} needs {unknown}, which this test has no values for")
+    return function(**{name: ARGUMENTS[name] for name in needed})
+
+
+OPTIMIZERS = dict(discovered()) | COMPOSED
+# JAX cannot type a reshape of a sharded array to one dimension, so nothing but shapes can be followed.
+UNTYPED = ("flatten",)
+
+
+def test_all_that_optax_has_are_found():
+    assert len(OPTIMIZERS) >= 100
+    wanted = {"adamw", "adafactor", "lion", "masked", "lbfgs", "sm3", "contrib.muon", "contrib.schedule_free"}
+    assert wanted <= set(OPTIMIZERS)
+
+
+@pytest.fixture(scope="module")
+def params_plan() -> ShardPlan:
+    return plan(params(), MESH, paths=RULES)
+
+
+def placed(mesh: Mesh, params_plan: ShardPlan) -> Any:
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params(), params_plan.specs)
+
+
+def assert_same_arrays(made: ShardPlan, tree: Any) -> None:
+    """That a plan is for a tree of this structure, these shapes and dtypes."""
+    assert jax.tree.structure(made.structs) == jax.tree.structure(tree)
+    assert [(leaf.shape, leaf.dtype) for leaf in made.leaves] == [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+DEPRECATED = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+
+
+@DEPRECATED
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in UNTYPED])
+def test_follow_gives_what_jax_gives(name, params_plan):
+    optimizer = OPTIMIZERS[name]()
+    made = follow(optimizer.init, params_plan)
+    assert_same_arrays(made, jax.eval_shape(optimizer.init, params()))
+    mesh = built(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(placed(mesh, params_plan))
+    planned = {leaf.path: leaf for leaf in params_plan.leaves}
+    for leaf, array in zip(made.leaves, jax.tree.leaves(state), strict=True):
+        given = canonical(array.sharding.spec)
+        if given != P() or leaf.rule is None:
+            assert leaf.spec == given, leaf
+        else:
+            # JAX replicates what does not depend on the parameters; the plan does better where a path says so.
+            source = next(path for path in planned if leaf.path.endswith(path))
+            assert (leaf.shape, leaf.spec) == (planned[source].shape, planned[source].spec)
+
+
+@DEPRECATED
+@pytest.mark.parametrize("name", UNTYPED)
+def test_what_jax_cannot_type_is_replicated_with_a_reason(name, params_plan):
+    optimizer = OPTIMIZERS[name]()
+    made = follow(optimizer.init, params_plan)
+    assert_same_arrays(made, jax.eval_shape(optimizer.init, params()))
+    assert all(leaf.reasons for leaf in made.leaves if leaf.spec == P())
+
+
+# What `scale_by_adam` keeps, `adam` keeps too.
+@DEPRECATED
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "scale_by_" not in name])
+def test_the_state_starts_and_comes_back_where_the_plan_says(name, params_plan):
+    optimizer = OPTIMIZERS[name]()
+    mesh = built(AxisType.Auto)
+    here, made = params_plan.on(mesh), follow(optimizer.init, params_plan).on(mesh)
+    state = filter_jit(optimizer.init, in_shardings=(here,), out_shardings=made)(shard(params(), here))
+    for leaf, array in zip(made.leaves, jax.tree.leaves(state), strict=True):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, leaf.spec), array.ndim)
+    alone = optimizer.init(params())
+    for one, two in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):
+        if jnp.issubdtype(two.dtype, jax.dtypes.prng_key):
+            one, two = jax.random.key_data(one), jax.random.key_data(two)
+        assert np.allclose(np.asarray(one, np.float64), np.asarray(two, np.float64), atol=1e-6)
+    assert ShardPlan.from_json(made.to_json(), like=state).on(mesh) == made
+
+
+TRAINED = (
+    "adamw",
+    "adafactor with momentum",
+    "lion",
+    "sgd with momentum",
+    "chain",
+    "masked",
+    "multi_transform",
+    "MultiSteps",
+    "contrib.muon",
+)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name):
+    optimizer = OPTIMIZERS[name]()
+    layer = params()["layers"][0]
+    weights = {"embed": params()["embed"], "up": layer["up"]}
+    grads = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape), weights)
+    mesh = built(AxisType.Auto)
+    here = plan(
+        weights, mesh, paths=PathRules([("embed", P("tensor", "fsdp")), *RULES.rules[1:2], ("bias", P("data"))])
+    )
+    state_here = follow(optimizer.init, here)
+
+    def step(weights, state, grads):
+        updates, state = optimizer.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    sharded = filter_jit(step, in_shardings=(here, state_here, here), out_shardings=(here, state_here))
+    there = (shard(weights, here), shard(optimizer.init(weights), state_here))
+    alone = (weights, optimizer.init(weights))
+    for _ in range(2):
+        there, alone = sharded(*there, grads), jax.jit(step)(*alone, grads)
+    for one, two in zip(jax.tree.leaves(there), jax.tree.leaves(alone), strict=True):
+        # Muon iterates in bfloat16 over matrices whose products are summed in another order.
+        assert np.allclose(one, two, rtol=1e-5, atol=2e-5 if name == "contrib.muon" else 1e-6)
+
+
+def test_the_state_of_a_module_with_functions_in_it():
+    model = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
+    made = plan(model, MESH, paths=PathRules([("weight", P("tensor", "fsdp")), ("bias", P("tensor"))]))
+    opt_plan = follow(optax.adamw(1e-3).init, made)
+    state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
+    assert_same_arrays(opt_plan, jax.eval_shape(lambda: state))
+    for moment in ("mu", "nu"):
+        assert opt_plan[f"0/{moment}/layers/1/weight"].spec == P("tensor", "fsdp")
+        assert opt_plan[f"0/{moment}/layers/1/bias"].spec == P("tensor")
+    sizes = [sum(leaf.bytes_per_device for leaf in made.leaves), opt_plan.bytes_per_device]
+    assert sizes[1] == 2 * sizes[0] + 4
+
+
+def test_an_ema_of_the_whole_model_keeps_its_plan():
+    model = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
+    made = plan(model, MESH, paths=PathRules([("weight", P("tensor", "fsdp")), ("bias", P("tensor"))]))
+    copied = follow(lambda tree: jax.tree.map(lambda x: 0.9 * x, tree), made)
+    assert [(leaf.path, leaf.spec) for leaf in copied.leaves] == [(leaf.path, leaf.spec) for leaf in made.leaves]
+    again = follow(lambda tree: tree, copied)
+    assert [leaf.spec for leaf in again.leaves] == [leaf.spec for leaf in made.leaves]
+
+
+def test_other_arguments_and_other_plans(params_plan):
+    batch = plan({"x": jnp.ones((8, 128))}, MESH, paths=PathRules.parse("x->data"))
+
+    def make(weights, inputs, scale, extra):
+        hidden = inputs["x"] @ weights["layers"][0]["up"]["weight"]
+        return {"hidden": hidden * scale, "copy": weights["embed"], "extra": extra, "count": jnp.zeros((4, 4))}
+
+    made = follow(make, params_plan, batch, 2.0, "text")
+    assert made["hidden"].spec == P("data", "tensor")
+    assert made["copy"].spec == params_plan["embed"].spec
+    assert made["count"].spec == P() and "follows no planned one" in made["count"].reasons[0].message
+    assert made.specs["extra"] is None
+
+
+def test_memory_kinds_of_the_state(params_plan):
+    made = follow(optax.adam(1e-3).init, params_plan, memory_kinds=[("/(mu|nu)/", "pinned_host")])
+    kinds = {leaf.path: leaf.memory_kind for leaf in made.leaves}
+    assert kinds["0/mu/embed"] == kinds["0/nu/embed"] == "pinned_host" and kinds["0/count"] is None
+
+
+def test_a_plan_for_explicit_and_for_mixed_axes_is_followed_alike(params_plan):
+    wanted = follow(optax.adafactor(1e-3).init, params_plan)
+    for types in (AxisType.Explicit, {"data": AxisType.Explicit}):
+        made = plan(params(), MeshSpec(SIZES, axis_types=types), paths=RULES)
+        found = follow(optax.adafactor(1e-3).init, made)
+        assert found.specs == wanted.specs and found.mesh == made.mesh
+
+
+def test_dimensions_left_to_the_compiler_are_followed_as_whole():
+    made = plan({"w": jnp.ones((8, 8))}, MESH, paths=PathRules([("w", P(P.UNCONSTRAINED, "data"))]))
+    assert follow(optax.adam(1e-3).init, made)["0/mu/w"].spec == P(None, "data")
+
+
+def test_rules_say_what_each_leaf_follows(params_plan):
+    made = follow(lambda tree: {"zeros": {"embed": jnp.zeros((256, 128))}, "same": tree["embed"]}, params_plan)
+    assert made["same"].rule == "the sharding that `init` gives it"
+    assert made["zeros/embed"].rule == "path and shape of `embed`"
+    assert made["zeros/embed"].spec == params_plan["embed"].spec
+
+
+def test_the_error_of_a_broken_init_comes_through(params_plan):
+    def broken(tree):
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing"):
+        follow(broken, params_plan)
+
+
+def test_a_plan_with_fsdp_gives_the_state_of_zero_one():
+    model = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    replicated = plan(model, MESH, paths=PathRules([(".*", P())]))
+    zero = plan(model, MESH, paths=PathRules([(".*", fsdp(("data", "fsdp", "tensor")))]))
+    made = follow(optax.adam(1e-3).init, zero)
+    assert made.bytes_per_device == 2 * replicated.bytes_total // 8 + 4
