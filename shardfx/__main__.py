@@ -13,11 +13,13 @@ from ._cli import (
     UsageError,
     calling,
     load_model,
+    load_optimizer,
     load_rules,
     order_text,
     parse_slice,
     preset_names,
 )
+from ._follow import follow
 from ._mesh import MeshSpec
 from ._plan import ShardPlan
 from ._planner import plan
@@ -135,6 +137,7 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help=f"rules that come with shardfx, as in llama:head_dim=64: {', '.join(preset_names())}",
     )
+    add("--optimizer", metavar="MODULE:NAME", help="plan its state too; one of optax, or a function that makes it")
     add("--mode", metavar="MODE", help="in which AxisRules are read, as in decode")
     add("--target", metavar="tpu:KIND:AxBxC", help="a TPU slice, as in tpu:v5p:8x8x8, that fills a size of -1")
     add("--devices", type=_positive, metavar="N", help="how many devices fill a size of -1")
@@ -186,6 +189,10 @@ def _plan(flags: argparse.Namespace) -> int:
             refine=flags.refine,
         ),
     )
+    if flags.optimizer is not None:
+        init = load_optimizer(flags.optimizer)
+        state = calling(f"`{flags.optimizer}`", lambda: follow(init, made))
+        made = ShardPlan.join(model=made, optimizer=state)
     if flags.json == "-":
         print(made.to_json())
         return 0

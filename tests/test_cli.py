@@ -21,6 +21,7 @@ MODEL = """
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 from shardfx import AxisRules, PathRules, field, fsdp
 
@@ -67,6 +68,14 @@ def failing_rules():
 
 def number():
     return 3
+
+OPTIMIZER = optax.adam(1e-3)
+
+def optimizer():
+    return OPTIMIZER
+
+def needs_more(rate):
+    return OPTIMIZER
 """
 
 
@@ -163,6 +172,22 @@ def test_json_to_stdout_and_to_a_file(module, capsys):
     assert "bf16[64,32]" in capsys.readouterr().out
     assert ShardPlan.from_json(Path("plan.json").read_text()) == made
     assert json.loads(Path("plan.json").read_text())["format"] == "shardfx.plan"
+
+
+def test_an_optimizer_is_planned_with_its_model(module, capsys):
+    arguments = ("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules", "w->fsdp", "--optimizer")
+    for name in ("OPTIMIZER", "optimizer"):
+        assert run(*arguments, f"{module}:{name}") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[1:5]] == [
+            "model/w",
+            "optimizer/0/count",
+            "optimizer/0/mu/w",
+            "optimizer/0/nu/w",
+        ]
+        assert "4 arrays, 12.0 KiB, on mesh fsdp=4 (4 devices): 3.0 KiB per device" in "\n".join(lines)
+    assert "it must be an optimizer, with `init`" in failure(capsys, *arguments, f"{module}:number")
+    assert "needs_more" in failure(capsys, *arguments, f"{module}:needs_more")
 
 
 def save_llama(directory, layers=3, width=64, head_dim=16, hidden=128):

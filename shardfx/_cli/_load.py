@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -73,6 +74,31 @@ def load_rules(name: str | None, preset: str | None) -> Rules:
     if callable(found):
         found = calling(f"`{name}()`", found)
     return _sorted(found, f"`{name}`")
+
+
+def load_optimizer(name: str) -> Callable[..., Any]:
+    """The `init` of an optimizer.
+
+    **Arguments:**
+
+    - `name`: `MODULE:NAME` of an optimizer as optax makes them, or of a function without arguments that makes one.
+
+    **Returns:**
+
+    Its `init`, for `shardfx.follow`.
+
+    **Raises:**
+
+    `UsageError` if there is no such thing, it fails, or it is no optimizer.
+    """
+    found = _attribute(name)
+    if "init" not in dir(found) and callable(found):
+        found: Any = calling(f"`{name}()`", found)
+    if "init" not in dir(found):
+        raise UsageError(
+            f"`{name}` is {found!r:.60}; it must be an optimizer, with `init` and `update`, as optax makes them"
+        )
+    return found.init
 
 
 def preset_names() -> tuple[str, ...]:
