@@ -37,7 +37,14 @@ def run(task, count, devices, folder, *, deadline_seconds=120.0, tasks_for=None)
     `tasks_for` gives single processes another task. No process outlives the call, whatever happens.
     """
     port, folder = free_port(), Path(folder)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONHASHSEED": "random"}
+    search = os.pathsep.join([str(WORKER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONHASHSEED": "random",
+        "PYTHONPATH": search,
+    }
     started, children, logs = time.monotonic(), [], []
     ended: dict[int, float] = {}
     try:
