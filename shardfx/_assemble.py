@@ -6,6 +6,7 @@ look at, so each byte is copied once, from the old shard to the new one.
 
 import dataclasses
 import functools as ft
+import itertools as it
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ Order = Literal["target", "source", "staged"]
 
 _ALIGNMENT = 64  # what XLA's CPU client asks of a buffer that it takes over without a copy
 _PARALLEL_BYTES = 8 << 20
+_BLOCK_BYTES = 1 << 20
 # The kernel backs large buffers with huge pages, so a smaller piece touches a whole one.
 _PAGE_BYTES = 2 << 20
 
@@ -48,6 +50,18 @@ class Assembly:
             return "source"
         by_target, staged = self.peak_bytes("target"), self.peak_bytes("staged")
         return "target" if by_target <= 1.25 * staged else "staged"
+
+    @ft.cached_property
+    def copies(self) -> tuple[tuple[tuple[int, Any, Any], ...], ...]:
+        """Per target and tile the sender, and what NumPy indexes the target and the sender's shard with."""
+        return tuple(
+            tuple((tile.sender, slices(tile.target), slices(tile.source)) for tile in tiles) for tiles in self.tiles
+        )
+
+    @ft.cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each target."""
+        return tuple(_sizes(box) for box in self.targets)
 
     @property
     def pairs(self) -> Iterable[tuple[Box, tuple[Tile, ...]]]:
@@ -118,6 +132,8 @@ def assemble(
         built = _in_one_go(plan, shards)
     else:
         built = _freeing(plan, shards, free)
+    if len(built) == 1:
+        return jax.make_array_from_callback(shape, sharding, lambda _: built[0])
     buffers = dict(zip(plan.targets, built, strict=True))
     return jax.make_array_from_callback(shape, sharding, lambda index: buffers[as_box(index or (), shape)])
 
@@ -137,13 +153,19 @@ def slices(box: Box) -> tuple[Any, ...]:
 def _in_one_go(plan: Assembly, shards: Mapping[int, Any]) -> list[np.ndarray]:
     views = {sender: np.asarray(shards[sender]) for sender in plan.readers}
     dtype = _dtype(shards)
-    built = [_buffer(_sizes(box), dtype) for box in plan.targets]
-    copies = [
-        (buffer[slices(tile.target)], views[tile.sender][slices(tile.source)])
-        for buffer, tiles in zip(built, plan.tiles, strict=True)
-        for tile in tiles
-    ]
-    _copy_all(copies)
+    built = _buffers(plan.sizes, dtype)
+    if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES:
+        for buffer, copies in zip(built, plan.copies, strict=True):
+            for sender, target, source in copies:
+                buffer[target] = views[sender][source]
+        return built
+    _copy_all(
+        [
+            (buffer[target], views[sender][source])
+            for buffer, copies in zip(built, plan.copies, strict=True)
+            for sender, target, source in copies
+        ]
+    )
     return built
 
 
@@ -230,12 +252,23 @@ def _copy_all(copies: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         list(pool.map(lambda pair: np.copyto(*pair), copies))
 
 
+def _buffers(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
+    """Memory for several shards; those of a small array lie in one block."""
+    counts = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    if sum(counts) > _BLOCK_BYTES:
+        return [_buffer(shape, dtype) for shape in shapes]
+    room = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
+    block = _buffer((sum(room),), np.dtype(np.uint8))
+    starts = it.accumulate(room, initial=0)
+    return [np.ndarray(shape, dtype, block, start) for shape, start in zip(shapes, starts, strict=False)]
+
+
 def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Memory for a shard, at an address that XLA takes without copying it."""
     count = math.prod(shape) * dtype.itemsize
     memory = np.empty(count + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + count].view(dtype).reshape(shape)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return np.ndarray(shape, dtype, memory, start)
 
 
 def _dtype(shards: Mapping[int, Any]) -> np.dtype:

@@ -32,3 +32,11 @@ class LeafTypeError(TypeError):
 
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, hostile, incomplete, or does not hold what the plan asks for."""
+
+
+class MoveError(RuntimeError):
+    """A move of a tree that stopped in the middle. `moved` holds the arrays that arrived, by path."""
+
+    def __init__(self, message: str, moved: dict | None = None):
+        super().__init__(message)
+        self.moved = dict(moved or {})

@@ -31,8 +31,8 @@ class Transfer:
         "pieces" (copies between single devices).
     - `tiles`: which device takes what from which; numbers are places in `devices`.
     - `devices`: the devices of both sides, those of the source first.
-    - `shape`, `dtype`, `sharding`: of the array that is wanted.
-    - `source_shape`: of one shard of the source.
+    - `shape`, `dtype`: of the array.
+    - `source`, `sharding`: before and afterwards.
     """
 
     way: Way
@@ -40,8 +40,13 @@ class Transfer:
     devices: tuple[Any, ...]
     shape: tuple[int, ...]
     dtype: Any
+    source: Sharding
     sharding: Sharding
-    source_shape: tuple[int, ...]
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """The shape of one shard before."""
+        return self.source.shard_shape(self.shape)
 
     @property
     def extra_bytes(self) -> int:
@@ -66,6 +71,12 @@ class Transfer:
         here = self.sharding.addressable_devices_indices_map(self.shape)
         mine = [(self.place[device], _assemble.as_box(index or (), self.shape)) for device, index in here.items()]
         return _assemble.assembly(self.tiles, mine)
+
+    @ft.cached_property
+    def positions(self) -> dict[int, int]:
+        """For each sender of the way "host", which of the source's addressable shards it holds."""
+        order = {device: index for index, device in enumerate(self.source.addressable_devices_indices_map(self.shape))}
+        return {sender: order[self.devices[sender]] for sender in self.assembly.readers}
 
     @ft.cached_property
     def program(self) -> _rounds.Program:
@@ -111,7 +122,7 @@ def transfer_of(
         {index: device.process_index for index, device in enumerate(devices)},
     )
     made = way or _way(tiles, devices)
-    return Transfer(made, tiles, devices, shape, dtype, dst, src.shard_shape(shape))
+    return Transfer(made, tiles, devices, shape, dtype, src, dst)
 
 
 def transfer(
@@ -147,7 +158,16 @@ def transfer(
         return _empty(x, made, donate)
     if made.way == "host":
         return _by_host(x, made, donate)
-    return _through_device_memory(x, made, donate)
+    carry_out = _by_rounds if made.way == "rounds" else _by_pieces
+    inside, there = _in_device_memory(made.source), _in_device_memory(dst)
+    if inside is made.source and there is dst:
+        return carry_out(x, made, donate)
+    # These two compute on devices, so that host memory at either end is left and entered in the same layout.
+    given, x = x, x if inside is made.source else jax.device_put(x, inside)
+    result = carry_out(x, transfer_of(x.shape, x.dtype, inside, there, lost, made.way), donate or x is not given)
+    if donate and x is not given:
+        given.delete()
+    return result if there is dst else jax.device_put(result, dst)
 
 
 def lost_text(made: Transfer) -> str:
@@ -166,6 +186,10 @@ def _empty(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
 
 
 def _by_host(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
+    if not donate:
+        # `addressable_shards` makes an object per shard, and a tree of small arrays has many.
+        shards = {sender: x.addressable_data(index) for sender, index in made.positions.items()}
+        return _assemble.assemble(made.shape, made.sharding, made.assembly, shards)
     shards, free = _shards(x, made, donate)
     return _assemble.assemble(made.shape, made.sharding, made.assembly, shards, free)
 
@@ -193,19 +217,10 @@ def _by_rounds(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
     return result
 
 
-def _through_device_memory(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
-    """The ways that compute on devices; host memory at either end is left and entered in the same layout."""
-    kind = x.sharding.memory_kind
-    if kind != _default_kind(x.sharding):
-        x, donate = jax.device_put(x, x.sharding.with_memory_kind(_default_kind(x.sharding))), True
-    kind, default = made.sharding.memory_kind, _default_kind(made.sharding)
-    placed = made if kind == default else dataclasses.replace(made, sharding=made.sharding.with_memory_kind(default))
-    result = (_by_rounds if made.way == "rounds" else _by_pieces)(x, placed, donate)
-    return result if kind == default else jax.device_put(result, made.sharding)
-
-
-def _default_kind(sharding: Sharding) -> str:
-    return min(sharding.device_set, key=lambda device: device.id).default_memory().kind
+def _in_device_memory(sharding: Sharding) -> Sharding:
+    platform = min(sharding.device_set, key=lambda device: device.id).platform
+    default = jax.local_devices(backend=platform)[0].default_memory().kind
+    return sharding if sharding.memory_kind == default else sharding.with_memory_kind(default)
 
 
 def _shards(x: jax.Array, made: Transfer, donate: bool) -> tuple[dict[int, jax.Array], Callable[[int], None] | None]:

@@ -1,0 +1,238 @@
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, Sharding
+
+from ._collective import move as move_traced
+from ._errors import LeafTypeError, MeshError, MoveError, SpecError
+from ._moving import Move, apply, move_of, require_movable
+from ._targets import is_array, targets
+from ._transfer import IN_FLIGHT_BYTES
+from ._tree import tree_paths
+
+
+# Each program that is under way holds threads of the CPU's runtime, which gives up when too many wait for each other.
+_IN_FLIGHT_COUNT = 32
+
+
+def reshard(
+    tree: Any,
+    dst: Any,
+    *,
+    src: Any = None,
+    memory_limit_bytes: int | None = None,
+    donate: bool = False,
+    lost: Sequence[Any] = (),
+) -> Any:
+    """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
+
+    Live arrays go in groups: all leaves of one shape, dtype and pair of shardings share a program, leaves that are
+    where they should be are not touched, and only so much is under way at a time. Over the same devices an array takes
+    the steps of [`shardfx.plan_reshard`][]; to other devices each shard is put together from the shards that overlap
+    it. No device ever holds a whole array that it was not asked to hold.
+
+    Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program.
+
+    On many processes all those that own devices of either side have to call this, with trees of one structure; arrays
+    on other processes' devices have no addressable shards here, before or afterwards.
+
+    **Arguments:**
+
+    - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices.
+    - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings; `None` leaves what is
+        below it alone.
+    - `src`: where traced arrays lie, in the forms of `dst`; needed inside `jit` under Auto axes alone.
+    - `memory_limit_bytes`: how much may be used beside the source's and the target's shards, per device (the CPU's
+        devices share one memory). One group moves at a time, and an array that needs more moves in slices.
+    - `donate`: gives up the arrays of `tree`, each as soon as it was read; what stays in place is not deleted.
+    - `lost`: devices whose shards are not to be read; replicas elsewhere take their place.
+
+    **Returns:**
+
+    The tree in the shardings of `dst`.
+
+    **Raises:**
+
+    Before anything is moved: `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
+    sharding does not divide its array; `LeafTypeError` for dtypes that JAX moves wrongly; `MeshError` if there is no
+    way, or elements are on `lost` devices alone. In the middle: `MoveError`, which says and holds what was moved.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        from shardfx import reshard
+
+        trainers, servers = Mesh(jax.devices()[:6], ("fsdp",)), Mesh(jax.devices()[6:], ("tensor",))
+        tree = {"w": jax.device_put(jnp.ones((24, 8)), NamedSharding(trainers, P("fsdp")))}
+        moved = reshard(tree, NamedSharding(servers, P(None, "tensor")))
+        assert moved["w"].addressable_shards[0].data.shape == (24, 4)
+        ```
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    wanted = targets(dst, tree, leaves, treedef, "dst")
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        sources = [None] * len(leaves) if src is None else targets(src, tree, leaves, treedef, "src")
+        return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, treedef))
+    job = _job(leaves, wanted, treedef, tuple(lost))
+    return jax.tree.unflatten(treedef, _done(job, leaves, memory_limit_bytes, donate))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What there is to do: the leaves of each move, by number, and NumPy leaves that have yet to be placed."""
+
+    moves: dict[Move, list[int]]
+    placements: list[tuple[int, Sharding]]
+    treedef: Any
+
+
+def _job(leaves: Sequence[Any], wanted: Sequence[Sharding | None], treedef: Any, lost: tuple[Any, ...]) -> _Job:
+    known: dict[Any, Move | None] = {}
+    job = _Job({}, [], treedef)
+    for at, (leaf, target) in enumerate(zip(leaves, wanted, strict=True)):
+        if target is None or (not isinstance(leaf, jax.Array) and not is_array(leaf)):
+            continue
+        if not isinstance(leaf, jax.Array):
+            with _naming(treedef, at):
+                require_movable(leaf.shape, leaf.dtype, target)
+            job.placements.append((at, target))
+            continue
+        key = (leaf.sharding, target, leaf.shape, leaf.dtype)
+        if key in known:
+            move = known[key]
+        else:
+            move = known[key] = _move(job, at, leaf, target, lost)
+        if move is not None:
+            job.moves.setdefault(move, []).append(at)
+    return job
+
+
+def _move(job: _Job, at: int, leaf: jax.Array, target: Sharding, lost: tuple[Any, ...]) -> Move | None:
+    if leaf.sharding == target and not lost:
+        return None
+    with _naming(job.treedef, at):
+        move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost)
+    return None if move.how == "in place" else move
+
+
+@contextlib.contextmanager
+def _naming(treedef: Any, at: int) -> Iterator[None]:
+    """Puts the leaf's path before what is wrong with it."""
+    try:
+        yield
+    except (SpecError, MeshError, LeafTypeError) as error:
+        raise type(error)(f"leaf `{tree_paths(treedef)[at]}`: {error}") from error
+
+
+def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -> list[Any]:
+    """Carries a job out; the leaves afterwards."""
+    results = list(leaves)
+    order = list(job.moves.items())
+    if donate:  # what shrinks goes first, so that what grows finds the room
+        order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
+    last_use = {id(leaves[at]): (move, at) for move, places in order for at in places}
+    window = _Window(limit_bytes)
+    arrived: dict[int, None] = {}
+    at = -1
+    try:
+        for at, target in job.placements:
+            results[at] = jax.device_put(leaves[at], target)
+            arrived[at] = None
+        for move, places in order:
+            made: dict[int, jax.Array] = {}
+            for at in places:
+                leaf = leaves[at]
+                if id(leaf) not in made:
+                    window.make_room(move.extra_bytes)
+                    # An array that is in the tree more than once is given up by the last of its moves.
+                    last = last_use[id(leaf)][0] is move
+                    made[id(leaf)] = apply(move, leaf, donate=donate and last, limit_bytes=limit_bytes)
+                    window.add(made[id(leaf)], move)
+                results[at] = made[id(leaf)]
+                arrived[at] = None
+            if limit_bytes is not None:
+                window.drain()
+        if donate:
+            window.drain()
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise _stopped(job, at, results, list(arrived), error, donate) from error
+    return results
+
+
+class _Window:
+    """Waits for the oldest moves when too much is under way."""
+
+    def __init__(self, limit_bytes: int | None):
+        self.limit_bytes = IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
+        self.pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
+        self.bytes = 0
+
+    def add(self, array: jax.Array, move: Move) -> None:
+        if move.how in ("host", "relabel"):  # finished when it is returned
+            return
+        # A copy between memories needs nothing on the side, but too many at once would queue without bound.
+        count = move.target_bytes if move.how == "memory kind" else move.extra_bytes
+        self.pending.append((array, count))
+        self.bytes += count
+
+    def make_room(self, count: int) -> None:
+        while self.pending and (self.bytes + count > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
+            self._wait()
+
+    def drain(self) -> None:
+        while self.pending:
+            self._wait()
+
+    def _wait(self) -> None:
+        array, count = self.pending.popleft()
+        self.bytes -= count
+        jax.block_until_ready(array)
+
+
+def _stopped(
+    job: _Job, at: int, results: Sequence[Any], arrived: Sequence[int], error: Exception, donate: bool
+) -> MoveError:
+    paths = tree_paths(job.treedef)
+    moved = {paths[done]: results[done] for done in arrived if _is_there(results[done])}
+    total = len(job.placements) + sum(len(places) for places in job.moves.values())
+    listed = ", ".join(f"`{path}`" for path in list(moved)[:8]) + (", ..." if len(moved) > 8 else "")
+    kept = "the sources of these were donated" if donate else "the tree itself is untouched"
+    return MoveError(
+        f"stopped at leaf `{paths[at]}` ({type(error).__name__}: {str(error).splitlines()[0][:300]}) after "
+        f"{len(moved)} of {total} leaves: {listed or 'none'}; {kept}, and they are in the error's `moved`.",
+        moved,
+    )
+
+
+def _is_there(array: jax.Array) -> bool:
+    """Whether an array arrived: its computation may have failed after it was handed out."""
+    try:
+        jax.block_until_ready(array)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _traced(leaves: Sequence[Any], sources: Sequence[Any], wanted: Sequence[Any], treedef: Any) -> list[Any]:
+    results = list(leaves)
+    for at, (leaf, source, target) in enumerate(zip(leaves, sources, wanted, strict=True)):
+        if target is None or not isinstance(leaf, jax.Array):
+            continue
+        if not isinstance(target, NamedSharding):
+            raise SpecError(
+                f"leaf `{tree_paths(treedef)[at]}`: inside `jit` an array can only move to a NamedSharding, not to "
+                f"{target}; use `NamedSharding(mesh, spec)`."
+            )
+        with _naming(treedef, at):
+            results[at] = move_traced(leaf, target, src=source)
+        if target.memory_kind != NamedSharding(target.mesh, target.spec).memory_kind:
+            results[at] = jax.device_put(results[at], target)
+    return results

@@ -1,0 +1,356 @@
+"""What a move of a tree would do, as a value: nothing is moved, and no device is needed."""
+
+import dataclasses
+import functools as ft
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from ._assemble import as_box
+from ._content import named_sharding
+from ._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from ._layout import Layout, digits, piece_index
+from ._moving import require_movable
+from ._plan import ShardPlan
+from ._redistribute import Step, layout, redistribute
+from ._spec import array_bytes, bits
+from ._targets import targets
+from ._tiles import Box, TileMap, tile_map
+from ._transfer import transfer_of
+from ._tree import flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafMove:
+    """How one array of a tree is moved, and what that costs.
+
+    **Arguments:**
+
+    - `path`, `shape`, `dtype`: of the array.
+    - `src`, `dst`: its shardings.
+    - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set) or "tiles"
+        (between device sets).
+    - `steps`: the collectives, for "steps".
+    - `tiles`: which device takes which elements from which, for "tiles". A device is its id where it is known, else
+        its place in the mesh.
+    - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
+    - `lower_bound_bytes`: the same for the best algorithm there could be.
+    - `source_bytes`, `target_bytes`: of a device's shard before and afterwards.
+    - `peak_bytes`: the most that a device holds of this array while it moves, source and target included.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    src: Sharding
+    dst: Sharding
+    how: str
+    steps: tuple[Step, ...]
+    tiles: TileMap | None
+    wire_bytes: int
+    lower_bound_bytes: int
+    source_bytes: int
+    target_bytes: int
+    peak_bytes: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether no byte of this array moves."""
+        return self.how in ("in place", "relabel")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan:
+    """What [`shardfx.reshard`][] would do with a tree; made by [`shardfx.plan_reshard`][]. `print` shows it as a table.
+
+    **Arguments:**
+
+    - `leaves`: one [`shardfx.LeafMove`][] per array, in the tree's order.
+    """
+
+    leaves: tuple[LeafMove, ...]
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """The paths of the arrays that need nothing."""
+        return tuple(leaf.path for leaf in self.leaves if leaf.idle)
+
+    @property
+    def steps(self) -> dict[str, tuple[Step, ...]]:
+        """The collectives of each array that needs some, by path."""
+        return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
+
+    @property
+    def moves(self) -> int:
+        """How many different moves there are; arrays with the same move share a program."""
+        return len({(leaf.shape, str(leaf.dtype), leaf.src, leaf.dst) for leaf in self.leaves if not leaf.idle})
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter a device over all arrays, the mean over devices."""
+        return sum(leaf.wire_bytes for leaf in self.leaves)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """The least bytes that must enter a device, whatever the algorithm."""
+        return sum(leaf.lower_bound_bytes for leaf in self.leaves)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes a device holds, the whole source and target included, one array moving at a time."""
+        ends = sum(leaf.source_bytes + (0 if leaf.idle else leaf.target_bytes) for leaf in self.leaves)
+        extra = [leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in self.leaves if not leaf.idle]
+        return ends + max([0, *extra])
+
+    @property
+    def peak_bytes_donated(self) -> int:
+        """The same where each source is given up once its array has moved (`donate=True`)."""
+        held = peak = sum(leaf.source_bytes for leaf in self.leaves)
+        moving = [leaf for leaf in self.leaves if not leaf.idle]
+        for leaf in sorted(moving, key=lambda leaf: leaf.target_bytes - leaf.source_bytes):
+            peak = max(peak, held - leaf.source_bytes + max(leaf.peak_bytes, leaf.source_bytes + leaf.target_bytes))
+            held += leaf.target_bytes - leaf.source_bytes
+        return peak
+
+    @ft.cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """Bytes per (sender, receiver) between device sets, over all arrays."""
+        links: dict[tuple[int, int], int] = {}
+        for leaf in self.leaves:
+            for pair, count in leaf.tiles.links.items() if leaf.tiles is not None else ():
+                links[pair] = links.get(pair, 0) + count
+        return links
+
+    @property
+    def busiest_sender(self) -> tuple[int, int] | None:
+        """The device that sends most between device sets, and its bytes; `None` if there is no such traffic."""
+        sent: dict[int, int] = {}
+        for (sender, _), count in self.links.items():
+            sent[sender] = sent.get(sender, 0) + count
+        return max(sent.items(), key=lambda item: item[1]) if sent else None
+
+    @property
+    def missing(self) -> dict[str, tuple[Box, ...]]:
+        """Per array the elements that only lost devices hold, as boxes of (start, stop) per dimension."""
+        return {leaf.path: leaf.tiles.missing for leaf in self.leaves if leaf.tiles is not None and leaf.tiles.missing}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def plan_reshard(src: Any, dst: Any, *, lost: Sequence[Any] = ()) -> ReshardPlan:
+    """Plans a move without making it: steps, bytes and memory, per array and in total.
+
+    **Arguments:**
+
+    - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
+        devices: where one has none, its devices are taken to be numbered by their place in the mesh.
+    - `lost`: devices whose shards will not be read.
+
+    **Returns:**
+
+    A [`shardfx.ReshardPlan`][].
+
+    **Raises:**
+
+    `PlanMismatchError` if the two are of different trees; `SpecError` if a sharding does not divide its array;
+    `LeafTypeError` for a leaf without a sharding, or of a dtype that JAX moves wrongly.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, PathRules, plan, plan_reshard
+
+        tree = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
+        trainer = plan(tree, MeshSpec({"fsdp": 16}), paths=PathRules([("w", P("fsdp"))]))
+        server = plan(tree, MeshSpec({"data": 4, "tensor": 4}), paths=PathRules([("w", P(None, "tensor"))]))
+        moving = plan_reshard(trainer, server)
+        assert moving.wire_bytes <= 1.25 * moving.lower_bound_bytes
+        print(moving)
+        ```
+    """
+    ours = _columns(src, "src")
+    theirs = (
+        _columns(dst, "dst") if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan) else _wanted(src, dst, ours)
+    )
+    if [leaf.path for leaf in ours] != [leaf.path for leaf in theirs]:
+        here, there = ({leaf.path for leaf in leaves} for leaves in (ours, theirs))
+        odd = next((leaf.path for leaf in (*ours, *theirs) if (leaf.path in here) != (leaf.path in there)), None)
+        what = "their leaves are in another order" if odd is None else f"`{odd}` is only in one of them"
+        raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
+    return ReshardPlan(tuple(_leaf_move(*pair, tuple(lost)) for pair in zip(ours, theirs, strict=True)))
+
+
+class _Leaf(NamedTuple):
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+
+
+def _columns(form: Any, what: str) -> list[_Leaf]:
+    if isinstance(form, ShardPlan):
+        mesh = form.mesh.abstract() if form.jax_mesh is None else form.jax_mesh
+        rows = [(row, named_sharding(mesh, row.spec, row.memory_kind)) for row in form.content.rows]
+        return [
+            _Leaf(path, rows[at][0].shape, rows[at][0].dtype, rows[at][1])
+            for path, at in zip(form.content.paths, form.content.index, strict=True)
+            if at >= 0
+        ]
+    flat = flatten(form)
+    arrays = [(path, leaf) for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if shaped]
+    for path, leaf in arrays:
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding is None:
+            raise LeafTypeError(
+                f"leaf `{path}` of `{what}` has no sharding; give a plan, or `jax.ShapeDtypeStruct(shape, dtype, "
+                "sharding=...)`."
+            )
+    return [_Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in arrays]
+
+
+def _wanted(src: Any, dst: Any, ours: Sequence[_Leaf]) -> list[_Leaf]:
+    """The leaves of `src` as `dst` wants them, where neither is a plan."""
+    leaves, treedef = jax.tree.flatten(src)
+    wanted = [
+        target
+        for leaf, target in zip(leaves, targets(dst, src, leaves, treedef, "dst"), strict=True)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    ]
+    structs = jax.tree.leaves(dst)
+    shapes = [leaf.shape for leaf in structs if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)]
+    for leaf, shape in zip(ours, shapes, strict=False) if len(shapes) == len(ours) else ():
+        _require_same(leaf, shape)
+    return [leaf._replace(sharding=target or leaf.sharding) for leaf, target in zip(ours, wanted, strict=True)]
+
+
+def _require_same(leaf: _Leaf, shape: tuple[int, ...]) -> None:
+    if leaf.shape != tuple(shape):
+        raise PlanMismatchError(
+            f"leaf `{leaf.path}` has shape {leaf.shape} in `src` and {tuple(shape)} in `dst`; plan one tree for both."
+        )
+
+
+def _leaf_move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> LeafMove:
+    _require_same(ours, theirs.shape)
+    try:
+        cost = _cost(ours.shape, ours.dtype, ours.sharding, theirs.sharding, lost)
+    except (SpecError, MeshError, LeafTypeError) as error:
+        raise type(error)(f"leaf `{ours.path}`: {error}") from error
+    return LeafMove(path=ours.path, shape=ours.shape, dtype=ours.dtype, src=ours.sharding, dst=theirs.sharding, **cost)
+
+
+@ft.lru_cache(maxsize=4096)
+def _cost(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...]) -> dict[str, Any]:
+    require_movable(shape, dtype, dst)
+    ends = [array_bytes(end.shard_shape(shape), dtype) for end in (src, dst)]
+    nothing = {"steps": (), "tiles": None, "wire_bytes": 0, "lower_bound_bytes": 0}
+    sizes = {"source_bytes": ends[0], "target_bytes": ends[1]}
+    layouts = [layout(end.mesh, end.spec, len(shape)) for end in (src, dst) if isinstance(end, NamedSharding)]
+    if not lost and len(layouts) == 2 and _same_devices(*layouts):
+        found = redistribute(shape, bits(dtype), *layouts)
+        if found.steps:
+            peak = max(found.peak_bytes, *ends)
+            wire = {"wire_bytes": found.wire_bytes, "lower_bound_bytes": found.lower_bound_bytes}
+            return {**sizes, **nothing, **wire, "how": "steps", "steps": found.steps, "peak_bytes": peak}
+        if src.memory_kind != dst.memory_kind:
+            return {**sizes, **nothing, "how": "memory kind", "peak_bytes": sum(ends)}
+        return {**sizes, **nothing, "how": "in place" if src == dst else "relabel", "peak_bytes": max(ends)}
+    if not lost and src == dst:
+        return {**sizes, **nothing, "how": "in place", "peak_bytes": max(ends)}
+    tiles, receivers = _tiles(shape, dtype, src, dst, lost)
+    wire = -(-tiles.wire_bytes // max(1, receivers))
+    piece = max([0, *tiles.links.values()])
+    costs = {"tiles": tiles, "wire_bytes": wire, "lower_bound_bytes": wire, "peak_bytes": sum(ends) + 2 * piece}
+    return {**sizes, **nothing, **costs, "how": "tiles"}
+
+
+def _same_devices(ours: Layout, theirs: Layout) -> bool:
+    if ours.order is None or theirs.order is None:
+        return ours.size == theirs.size
+    return ours.order == theirs.order or sorted(ours.order) == sorted(theirs.order)
+
+
+def _tiles(
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...]
+) -> tuple[TileMap, int]:
+    """The tile map in terms of device ids, and how many devices receive."""
+    if not any(isinstance(end, NamedSharding) and isinstance(end.mesh, AbstractMesh) for end in (src, dst)):
+        made = transfer_of(shape, dtype, src, dst, lost)
+        ids = [device.id for device in made.devices]
+        # Devices of two platforms may share ids; their places tell them apart.
+        names = ids if len(set(ids)) == len(ids) else list(range(len(ids)))
+        tiles = [tile._replace(sender=names[tile.sender], receiver=names[tile.receiver]) for tile in made.tiles.tiles]
+        return dataclasses.replace(made.tiles, tiles=tuple(tiles)), dst.num_devices
+    gone = {device.id for device in lost}
+    sources, wanted = ([pair for pair in _boxes(end, shape)] for end in (src, dst))
+    return tile_map(bits(dtype), [pair for pair in sources if pair[0] not in gone], wanted), len(wanted)
+
+
+def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+    """The box of each device, by id or place; without asking JAX, which needs devices for it."""
+    if not isinstance(sharding, NamedSharding):
+        indices = sharding.devices_indices_map(shape).items()
+        return [(device.id, as_box(index or (), shape)) for device, index in indices]
+    end = layout(sharding.mesh, sharding.spec, len(shape))
+    where = digits(end.sizes, np.arange(end.size))
+    columns = []
+    for size, count, axes in zip(shape, end.counts, end.dims, strict=True):
+        width = size // count
+        columns.append([(int(at) * width, (int(at) + 1) * width) for at in piece_index(end.sizes, where, axes)])
+    boxes = list(zip(*columns, strict=True)) if columns else [()] * end.size
+    return list(zip(range(end.size) if end.order is None else end.order, boxes, strict=True))
+
+
+_NUMBER = re.compile(r"[0-9]+")
+_HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")
+
+
+def _lines(made: ReshardPlan) -> Iterable[str]:
+    groups: dict[Any, list[LeafMove]] = {}
+    for leaf in made.leaves:
+        if not leaf.idle:
+            groups.setdefault((_NUMBER.sub("*", leaf.path), leaf.shape, leaf.src, leaf.dst), []).append(leaf)
+    rows = [_HEAD, *[_row(pattern, leaves) for (pattern, *_), leaves in groups.items()]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for row in rows:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+    idle = made.in_place
+    yield (
+        f"{len(made.leaves) - len(idle)} arrays move by {made.moves} different moves; per device "
+        f"{_size(made.wire_bytes)} enter (at least {_size(made.lower_bound_bytes)} must), "
+        f"{_size(made.peak_bytes)} at the peak"
+    )
+    if idle:
+        shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
+        yield f"{len(idle)} arrays need nothing: {shown}"
+    if made.busiest_sender is not None:
+        yield f"busiest sender: device {made.busiest_sender[0]} with {_size(made.busiest_sender[1])}"
+        links = sorted(made.links.items(), key=lambda link: -link[1])
+        shown = ", ".join(f"{sender} -> {receiver}: {_size(count)}" for (sender, receiver), count in links[:8])
+        yield f"{len(links)} links: {shown}" + (", ..." if len(links) > 8 else "")
+    for path, boxes in made.missing.items():
+        text = ", ".join("[" + ", ".join(f"{a}:{b}" for a, b in box) + "]" for box in boxes[:3])
+        yield f"lost: `{path}` {text}" + (", ..." if len(boxes) > 3 else "")
+
+
+def _row(pattern: str, leaves: list[LeafMove]) -> tuple[str, ...]:
+    leaf = leaves[0]
+    name = leaf.path if len(leaves) == 1 else pattern
+    how = " > ".join(step.kind for step in leaf.steps) or leaf.how
+    totals = [sum(column) for column in zip(*[(one.wire_bytes, one.lower_bound_bytes) for one in leaves], strict=True)]
+    shape = f"{leaf.dtype}{list(leaf.shape)}"
+    return (name, str(len(leaves)), shape, how, _size(totals[0]), _size(totals[1]), _size(leaf.peak_bytes))
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count} B"

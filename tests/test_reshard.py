@@ -1,0 +1,487 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import _moving, _reshard
+from shardfx._errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
+from shardfx._mesh import MeshSpec
+from shardfx._paths import PathRules
+from shardfx._planner import plan
+from shardfx._reshard import reshard
+from shardfx._reshard_plan import plan_reshard
+from shardfx._sliced import slices_of
+
+
+@pytest.fixture
+def through_programs(monkeypatch):
+    """Live arrays take the programs that accelerators take, where the CPU would copy in its memory."""
+    monkeypatch.setattr(_reshard, "move_of", lambda *args: _moving.move_of(*args, host=False))
+
+
+@pytest.fixture(params=["copies", "programs"])
+def way(request):
+    if request.param == "programs":
+        request.getfixturevalue("through_programs")
+    return request.param
+
+
+def mesh(sizes, names="ab", order=None, **types):
+    devices = np.asarray(jax.devices())[np.arange(np.prod(sizes)) if order is None else list(order)]
+    return Mesh(devices.reshape(sizes), tuple(names[: len(sizes)]), **types)
+
+
+def sharding(sizes, *entries, order=None, kind=None):
+    return NamedSharding(mesh(sizes, order=order), P(*entries), memory_kind=kind)
+
+
+def host(shape, start=0, dtype=np.float32):
+    return (start + np.arange(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+def state(layers=3):
+    return {
+        "layers": [{"w": host((24, 16), i), "b": host((24,), i)} for i in range(layers)],
+        "step": host(()),
+        "name": "model",
+    }
+
+
+def put(tree, target):
+    return jax.tree.map(lambda x: jax.device_put(x, target) if isinstance(x, np.ndarray) and x.ndim else x, tree)
+
+
+def assert_equal(tree, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, expected)
+
+
+def targets(tree, matrix, vector):
+    def target(x):
+        return None if isinstance(x, str) or not x.ndim else matrix if x.ndim == 2 else vector
+
+    return jax.tree.map(target, tree)
+
+
+def test_a_tree_moves_to_a_tree_of_shardings(way):
+    source = put(state(), sharding((8,), "a"))
+    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4)))
+    moved = reshard(source, wanted)
+    assert_equal(moved, state())
+    assert moved["name"] == "model"
+    for leaf, target in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=False):
+        if isinstance(leaf, jax.Array):
+            assert leaf.sharding == target
+
+
+def test_a_tree_moves_to_a_plan_on_fewer_devices():
+    source = put(state(), sharding((8,), "a"))
+    made = plan(source, mesh((2, 3), "xy"), paths=PathRules([("w", P("y", "x")), ("b", P("x")), ("step", P())]))
+    moved = reshard(source, made)
+    assert_equal(moved, state())
+    assert moved["layers"][1]["w"].sharding == made.shardings["layers"][1]["w"]
+
+
+def test_one_sharding_is_for_all_arrays_and_a_prefix_for_those_below():
+    source = put({"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))}, sharding((8,), "a"))
+    target, other = sharding((4,), "a", order=(7, 6, 1, 0)), sharding((2,), "a")
+    assert {x.sharding for x in jax.tree.leaves(reshard(source, target))} == {target}
+    moved = reshard(source, {"p": target, "q": other})
+    assert {x.sharding for x in jax.tree.leaves(moved["p"])} == {target} and moved["q"].sharding == other
+    half = reshard(source, {"p": None, "q": other})
+    assert half["p"]["w"] is source["p"]["w"] and half["q"].sharding == other
+
+
+def test_what_is_in_place_is_not_touched():
+    source = put(state(), sharding((8,), "a"))
+    again = reshard(source, {"layers": sharding((8,), "a"), "step": None, "name": None}, donate=True)
+    for before, after in zip(jax.tree.leaves(source["layers"]), jax.tree.leaves(again["layers"]), strict=True):
+        assert before is after and not after.is_deleted()
+
+
+def test_a_mesh_of_other_names_relabels_without_a_copy():
+    x = jax.device_put(host((8, 4)), sharding((4, 2), "a"))
+    target = NamedSharding(mesh((4, 2), "pq"), P("p"))
+    moved = reshard(x, target)
+    assert moved.sharding == target
+    pointers = [[shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards] for array in (x, moved)]
+    assert pointers[0] == pointers[1]
+
+
+def test_numpy_leaves_are_placed():
+    target = sharding((4,), "a")
+    moved = reshard({"w": host((8,))}, target)
+    assert moved["w"].sharding == target
+    assert_equal(moved, {"w": host((8,))})
+
+
+def count_compilations(fn):
+    with jax.log_compiles(False):
+        events = []
+
+        def listen(event, duration_secs, **kwargs):
+            if event == "/jax/core/compile/backend_compile_duration":
+                events.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            fn()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    return len(events)
+
+
+def test_a_thousand_leaves_with_twenty_moves_take_twenty_programs_or_fewer(through_programs):
+    shapes = [(8 * (i + 1), 16) for i in range(10)]
+    source = [jax.device_put(host(shapes[i % 10]), sharding((8,), "a")) for i in range(1000)]
+    wanted = [sharding((2, 4), *[("b", "a"), (None, "b")][i // 10 % 2]) for i in range(1000)]
+    moves = {(x.shape, target) for x, target in zip(source, wanted, strict=True)}
+    assert len(moves) == 20
+    job = _reshard._job(source, wanted, jax.tree.structure(source), ())
+    assert sum(map(len, job.moves.values())) == 1000 and len(job.moves) == 20
+    jax.block_until_ready(reshard(source[:200], wanted[:200]))
+    moved = []
+    # Whatever the 20 moves compiled, the other 800 leaves compile nothing.
+    assert count_compilations(lambda: moved.extend(reshard(source[200:], wanted[200:]))) == 0
+    assert_equal(moved, [np.asarray(x) for x in source[200:]])
+
+
+def test_five_thousand_small_leaves_move():
+    source = [jax.device_put(host((8,)), sharding((8,), "a"))] * 2500
+    source += [jax.device_put(host((8,)), sharding((8,), "a")) for _ in range(2500)]
+    moved = reshard(source, sharding((4,), "a", order=(7, 5, 3, 1)))
+    assert len(moved) == 5000 and moved[0] is moved[2499]
+    np.testing.assert_array_equal(moved[-1], host((8,)))
+
+
+def test_a_thousand_programs_do_not_stop_the_runtime(through_programs):
+    source = [jax.device_put(host((8, 2), i), sharding((8,), "a")) for i in range(1000)]
+    moved = reshard(source, sharding((8,), None, None))
+    np.testing.assert_array_equal(moved[999], host((8, 2), 999))
+
+
+def test_donation_frees_what_moved_and_only_that(way):
+    source = put(state(), sharding((8,), "a"))
+    stays = jax.device_put(host((8,)), sharding((8,), "a"))
+    moved = reshard(
+        {"s": source, "t": stays},
+        {"s": targets(source, sharding((2, 4), "b", "a"), None), "t": sharding((8,), "a")},
+        donate=True,
+    )
+    assert all(layer["w"].is_deleted() and not layer["b"].is_deleted() for layer in source["layers"])
+    assert not stays.is_deleted()
+    assert_equal(moved["s"], state())
+
+
+def test_an_array_that_is_in_the_tree_twice_is_donated_once(way):
+    shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    first, second = sharding((2, 4), "b", "a"), sharding((2, 4), None, "b")
+    moved = reshard({"a": shared, "b": shared, "c": shared}, {"a": first, "b": second, "c": first}, donate=True)
+    assert moved["a"] is moved["c"] and shared.is_deleted()
+    assert_equal(moved, dict.fromkeys("abc", host((8, 8))))
+
+
+def test_without_donation_the_source_lives(way):
+    source = put(state(), sharding((8,), "a"))
+    reshard(source, targets(source, sharding((2, 4), "b", "a"), sharding((4, 2))))
+    assert_equal(source, state())
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 1000, 10**6])
+def test_a_memory_limit_changes_no_value(through_programs, limit_bytes):
+    source = put(state(), sharding((8,), "a"))
+    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
+    moved = reshard(source, wanted, memory_limit_bytes=limit_bytes)
+    assert_equal(moved, state())
+    assert moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"]
+
+
+def test_a_leaf_that_is_larger_than_the_limit_moves_in_slices(through_programs, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        _moving, "move_group", lambda xs, *args, **kw: seen.append(xs[0].shape) or group(xs, *args, **kw)
+    )
+    group = __import__("shardfx._collective", fromlist=["move_group"]).move_group
+    x = jax.device_put(host((64, 64)), sharding((8,), "a"))
+    moved = reshard(x, sharding((2, 4), "b", "a"), memory_limit_bytes=4096, donate=True)
+    assert len(seen) > 1 and all(np.prod(shape) * 4 < 4096 for shape in seen)
+    assert x.is_deleted()
+    np.testing.assert_array_equal(moved, host((64, 64)))
+    assert moved.sharding == sharding((2, 4), "b", "a")
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_slices_cut_every_block_alike(data):
+    specs = [P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(), P("a", "b")]
+    src, dst = (
+        NamedSharding(mesh(data.draw(st.sampled_from([(2, 2), (2, 4), (3, 2)]))), data.draw(st.sampled_from(specs)))
+        for _ in range(2)
+    )
+    shape = (48, 96)
+    count = data.draw(st.integers(1, 20))
+    found = slices_of(shape, src, dst, count)
+    assert found is not None
+    assert found.parts >= count or max(shape) // 8 < count
+    for end in (src, dst):
+        end.shard_shape(found.shape)
+    assert np.prod(found.shape) * found.parts == np.prod(shape)
+
+
+def test_what_has_no_room_cannot_be_sliced():
+    assert slices_of((8,), sharding((8,), "a"), sharding((8,)), 2) is None
+
+
+def test_between_device_sets_through_programs(through_programs):
+    x = jax.device_put(host((24, 8)), sharding((8,), "a"))
+    moved = reshard(x, sharding((2, 3), "b", "a", order=(5, 4, 3, 2, 1, 0)), memory_limit_bytes=600)
+    np.testing.assert_array_equal(moved, host((24, 8)))
+
+
+def test_a_failure_in_the_middle_says_what_moved(monkeypatch):
+    source = put(state(), sharding((8,), "a"))
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return _moving.apply(*args, **kwargs)
+
+    monkeypatch.setattr(_reshard, "apply", failing)
+    with pytest.raises(
+        MoveError,
+        match=r"stopped at leaf `layers/2/b` .*RESOURCE_EXHAUSTED.* after 2 of 6 leaves: `layers/0/b`, `layers/1/b`; "
+        "the tree itself is untouched",
+    ) as caught:
+        reshard(source, targets(source, sharding((2, 4), "b", "a"), sharding((2,), "a")))
+    assert list(caught.value.moved) == ["layers/0/b", "layers/1/b"]
+    np.testing.assert_array_equal(caught.value.moved["layers/1/b"], host((24,), 1))
+    assert_equal(source, state())
+
+
+def test_a_failure_with_donation_keeps_what_moved(monkeypatch):
+    source = put({"a": host((8,)), "b": host((16,))}, sharding((8,), "a"))
+
+    def failing(move, x, **kwargs):
+        if x.shape == (16,):
+            raise MemoryError("no room")
+        return _moving.apply(move, x, **kwargs)
+
+    monkeypatch.setattr(_reshard, "apply", failing)
+    with pytest.raises(MoveError, match="the sources of these were donated") as caught:
+        reshard(source, sharding((4,), "a"), donate=True)
+    np.testing.assert_array_equal(caught.value.moved["a"], host((8,)))
+    np.testing.assert_array_equal(source["b"], host((16,)))
+
+
+@pytest.mark.parametrize(
+    "leaf, wanted, error, message",
+    [
+        (
+            lambda: host((6, 4)),
+            lambda: sharding((4,), "a"),
+            SpecError,
+            r"`w`: dim 0 of shape \(6, 4\) does not divide into the 4 pieces .* pad it to 8",
+        ),
+        (lambda: host((8,)), lambda: sharding((4,), None, "a"), SpecError, "`w`: .* more entries than the shape"),
+        (
+            lambda: jnp.zeros((8,), jnp.int2),
+            lambda: sharding((4,), "a"),
+            LeafTypeError,
+            "`w`: arrays of dtype int2 cannot be moved",
+        ),
+        (lambda: host((8,)), lambda: P("a"), LeafTypeError, "`dst` holds .* at `w`, which is no sharding"),
+        (
+            lambda: host((8,)),
+            lambda: NamedSharding(MeshSpec({"a": 4}).abstract(), P("a")),
+            MeshError,
+            "`w`: the target .* without devices; use `plan.on",
+        ),
+    ],
+)
+def test_errors_come_before_anything_moves(leaf, wanted, error, message):
+    source = {"v": jax.device_put(host((8,)), sharding((8,), "a")), "w": jax.device_put(leaf(), jax.devices()[0])}
+    with pytest.raises(error, match=message):
+        reshard(source, {"v": sharding((4,), "a"), "w": wanted()}, donate=True)
+    assert not source["v"].is_deleted()
+
+
+def test_another_tree_is_an_error():
+    source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
+    with pytest.raises(PlanMismatchError, match="`dst` is no prefix of the tree"):
+        reshard(source, {"w": sharding((8,), "a")})
+    with pytest.raises(PlanMismatchError, match="the plan has no `v`"):
+        reshard(source, plan({"w": host((8,))}, mesh((8,)), paths=PathRules([("w", P("a"))])))
+    with pytest.raises(PlanMismatchError, match="has no devices"):
+        reshard(source, plan(source, MeshSpec({"a": 8}), paths=PathRules([("v", P("a"))])))
+
+
+def test_lost_shards_are_named_with_their_leaf():
+    source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
+    with pytest.raises(MeshError, match=r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\]"):
+        reshard(source, sharding((2,), "a"), lost=jax.devices()[3:4])
+
+
+# Memory kinds
+
+
+def test_offloading_by_regex_and_back():
+    source = put(state(), sharding((8,), "a"))
+    made = plan(
+        source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())]), memory_kinds=[("w$", "pinned_host")]
+    )
+    there = reshard(source, made)
+    assert [layer["w"].sharding.memory_kind for layer in there["layers"]] == ["pinned_host"] * 3
+    assert there["layers"][0]["b"] is source["layers"][0]["b"]
+    assert_equal(there, state())
+    back = reshard(there, plan(source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())])), donate=True)
+    assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host" and there["layers"][0]["w"].is_deleted()
+    assert_equal(back, state())
+
+
+def test_memory_kind_and_layout_change_together(way):
+    x = jax.device_put(host((24, 8)), sharding((8,), "a"))
+    there = reshard(x, sharding((2, 4), "b", "a", kind="pinned_host"))
+    assert there.sharding == sharding((2, 4), "b", "a", kind="pinned_host")
+    back = reshard(there, sharding((2, 3), "b"))
+    np.testing.assert_array_equal(back, host((24, 8)))
+
+
+def test_offloads_are_bounded_in_flight(monkeypatch):
+    pending = []
+    monkeypatch.setattr(
+        _reshard._Window,
+        "add",
+        lambda self, array, move, add=_reshard._Window.add: (
+            add(self, array, move),
+            pending.append((self.bytes, len(self.pending))),
+        ),
+    )
+    source = [jax.device_put(host((64,), i), sharding((8,), "a")) for i in range(40)]
+    reshard(source, sharding((8,), "a", kind="pinned_host"), memory_limit_bytes=100)
+    assert (
+        len(pending) == 40 and max(size for size, _ in pending) <= 100 + 32 and max(count for _, count in pending) > 1
+    )
+
+
+# Traced values
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_traced_values_move_and_differentiate(kind):
+    made = mesh((2, 4), axis_types=(kind,) * 2)
+    src, dst = NamedSharding(made, P("a", "b")), NamedSharding(made, P("b"))
+    x = jax.device_put(host((8, 8)), src)
+
+    @jax.jit
+    def loss(x):
+        moved = reshard({"x": x, "n": 3}, {"x": dst, "n": None}, src={"x": src, "n": None})["x"]
+        return jnp.sum(moved * moved)
+
+    with jax.set_mesh(made):
+        np.testing.assert_allclose(jax.grad(loss)(x), 2 * host((8, 8)))
+
+
+def test_traced_values_must_go_to_a_named_sharding_with_a_source():
+    x = jax.device_put(host((8, 8)), sharding((2, 4), "a"))
+    with pytest.raises(SpecError, match="leaf `w`: inside `jit` an array can only move to a NamedSharding"):
+        jax.jit(lambda x: reshard({"w": x}, jax.sharding.SingleDeviceSharding(jax.devices()[0])))(x)
+    with pytest.raises(SpecError, match="leaf `w`: .*pass `src=`"):
+        jax.jit(lambda x: reshard({"w": x}, sharding((2, 4), "b")))(x)
+
+
+def test_offloading_inside_jit():
+    src, dst = sharding((2, 4), "a"), sharding((2, 4), "b", kind="pinned_host")
+    moved = jax.jit(lambda x: reshard(x, dst, src=src))(jax.device_put(host((8, 8)), src))
+    assert moved.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(moved, host((8, 8)))
+
+
+# plan_reshard
+
+
+def struct(shape, target, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=target)
+
+
+def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
+    src = {"w": struct((16, 8), sharding((8,), "a")), "b": struct((16,), sharding((8,), "a"))}
+    dst = {"w": struct((16, 8), sharding((8,), None, "a")), "b": struct((16,), sharding((8,), "a"))}
+    made = plan_reshard(src, dst)
+    assert made.in_place == ("b",) and made.moves == 1
+    (leaf,) = [leaf for leaf in made.leaves if leaf.path == "w"]
+    assert [step.kind for step in leaf.steps] == ["all_to_all"] and list(made.steps) == ["w"]
+    # Each device has 64 bytes, keeps an eighth and gets the rest.
+    assert made.wire_bytes == made.lower_bound_bytes == 56
+    assert made.peak_bytes == leaf.peak_bytes + 8 == 136
+    text = str(made)
+    assert "all_to_all" in text and "1 arrays need nothing: b" in text
+
+
+def test_a_plan_between_device_sets_shows_tiles_and_links():
+    src = struct((12, 8), sharding((3,), "a"))
+    made = plan_reshard(src, struct((12, 8), sharding((2,), "a", order=(6, 7))))
+    (leaf,) = made.leaves
+    assert leaf.how == "tiles" and leaf.tiles is not None
+    assert made.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
+    assert made.busiest_sender == (0, 128) and made.wire_bytes == 192
+    assert "busiest sender: device 0 with 128 B" in str(made) and "0 -> 6: 128 B" in str(made)
+    assert leaf.tiles.tiles[1].source == ((0, 2), (0, 8)) and leaf.tiles.tiles[1].target == ((4, 6), (0, 8))
+
+
+def test_links_between_shardings_without_axes():
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[5])
+    made = plan_reshard(struct((8,), single), struct((8,), sharding((2,), "a")))
+    assert made.links == {(5, 0): 16, (5, 1): 16}
+
+
+def test_plans_without_devices_agree_with_plans_on_devices():
+    tree = {"w": jax.ShapeDtypeStruct((24, 16), jnp.float32), "b": jax.ShapeDtypeStruct((24,), jnp.bfloat16)}
+    rules = PathRules([("w", P("x", "y")), ("b", P("x"))])
+    for small in ({"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 6, "y": 1}):
+        ends = [plan(tree, MeshSpec(axes), paths=rules) for axes in ({"x": 8, "y": 1}, small)]
+        live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in ends]
+        bare, there = plan_reshard(*ends), plan_reshard(*live)
+        for field in ("wire_bytes", "lower_bound_bytes", "links", "peak_bytes", "in_place", "moves"):
+            assert getattr(bare, field) == getattr(there, field), field
+
+
+def test_plans_and_trees_can_be_mixed():
+    tree = {"w": jax.device_put(host((8, 8)), sharding((8,), "a")), "n": "no array"}
+    made = plan(tree, mesh((8,)), paths=PathRules([("w", P(None, "a"))]))
+    expected = plan_reshard(tree, made)
+    assert expected.wire_bytes == plan_reshard(tree, {"w": made.shardings["w"], "n": None}).wire_bytes > 0
+    assert plan_reshard(made, tree).wire_bytes == expected.wire_bytes
+
+
+def test_a_plan_of_other_memory_costs_no_wire():
+    made = plan_reshard(struct((8,), sharding((8,), "a")), struct((8,), sharding((8,), "a", kind="pinned_host")))
+    assert made.wire_bytes == 0 and made.in_place == () and made.leaves[0].how == "memory kind"
+
+
+def test_donation_lowers_the_planned_peak():
+    src = {str(i): struct((64, 8), sharding((8,), "a")) for i in range(4)}
+    made = plan_reshard(src, {str(i): struct((64, 8), sharding((8,), None, "a")) for i in range(4)})
+    shard = 256
+    assert made.peak_bytes == 8 * shard and made.peak_bytes_donated == 5 * shard
+
+
+def test_planned_losses_are_listed():
+    made = plan_reshard(struct((8,), sharding((8,), "a")), struct((8,), sharding((2,), "a")), lost=jax.devices()[3:4])
+    assert made.missing == {"": (((3, 4),),)}
+    assert "lost: `` [3:4]" in str(made)
+
+
+def test_plans_of_different_trees_are_an_error():
+    a, b = struct((8,), sharding((8,), "a")), struct((16,), sharding((8,), "a"))
+    with pytest.raises(PlanMismatchError, match="has shape"):
+        plan_reshard({"x": a}, {"x": b})
+    rules = PathRules([(".*", P("a"))])
+    with pytest.raises(PlanMismatchError, match="`y` is only in one of them"):
+        plan_reshard(plan({"x": a, "y": a}, mesh((8,)), paths=rules), plan({"x": a}, mesh((8,)), paths=rules))
+    with pytest.raises(LeafTypeError, match="leaf `x` of `src` has no sharding"):
+        plan_reshard({"x": jax.ShapeDtypeStruct((8,), jnp.float32)}, {"x": a})
+    with pytest.raises(SpecError, match="leaf `x`: dim 0"):
+        plan_reshard({"x": struct((6,), sharding((2,), "a"))}, {"x": sharding((4,), "a")})
