@@ -5,7 +5,7 @@ import math
 import numpy as np
 from hypothesis import assume, given, settings, strategies as st
 
-from shardfx._exchange import exchange, gathered, join, permutation, split, starts
+from benchmarks._simulate import pieces, simulate
 from shardfx._layout import Layout
 from shardfx._redistribute import redistribute
 
@@ -23,55 +23,6 @@ def layouts_of(sizes: tuple[int, ...], rank: int = 2) -> list[Layout]:
 
 
 CATALOGUE = [found for sizes in MESHES for found in layouts_of(sizes)]
-
-
-def pieces(array: np.ndarray, end: Layout, like: Layout) -> list[np.ndarray]:
-    """What each device of `like`, in its mesh order, holds of `array` under `end`, by the definition."""
-    order = range(end.size) if end.order is None or like.order is None else end.order
-    ids = range(end.size) if end.order is None or like.order is None else like.order
-    place = {device: index for index, device in enumerate(order)}
-    found = []
-    for device in ids:
-        coords, rest = [], place[device]
-        for size in reversed(end.sizes):
-            coords.insert(0, rest % size)
-            rest //= size
-        cut = array
-        for dim, axes in enumerate(end.dims):
-            index = 0
-            for axis in axes:
-                index = index * end.sizes[axis] + coords[axis]
-            width = array.shape[dim] // end.counts[dim]
-            cut = np.take(cut, range(index * width, index * width + width), axis=dim)
-        found.append(cut)
-    return found
-
-
-def simulate(array: np.ndarray, held: list[np.ndarray], step, like: Layout) -> list[np.ndarray]:
-    """One step over plain arrays: what every device holds after it."""
-    if step.kind == "slice":
-        shape = step.target.piece_shape(array.shape)
-        parts = starts(step.source, step.target, like)
-        return [
-            piece[tuple(slice(p * n, p * n + n) for p, n in zip(part, shape, strict=True))]
-            for piece, part in zip(held, parts, strict=True)
-        ]
-    if step.kind == "permute":
-        return [held[who] for who in permutation(step.source, step.target, like)]
-    out = list(held)
-    if step.kind == "all_gather":
-        for dim, groups in gathered(step.source, step.target, like):
-            before = list(out)
-            for group in groups:
-                for member in group:
-                    out[member] = np.concatenate([before[other] for other in group], axis=dim)
-        return out
-    how = exchange(step.source, step.target, like)
-    for group in how.groups:
-        sent = [split(held[member], how) for member in group]
-        for index, member in enumerate(group):
-            out[member] = join(np.stack([parts[index] for parts in sent]), how)
-    return out
 
 
 def check(shape: tuple[int, ...], src: Layout, dst: Layout):

@@ -1,0 +1,58 @@
+"""The steps of a reshard over plain NumPy arrays: what every device holds, with no device and no JAX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardfx._exchange import exchange, gathered, join, permutation, split, starts
+from shardfx._layout import Layout
+from shardfx._redistribute import Step
+
+
+def pieces(array: np.ndarray, end: Layout, like: Layout) -> list[np.ndarray]:
+    """What each device of `like`, in its mesh order, holds of `array` under `end`, by the definition."""
+    alike = end.order is None or like.order is None
+    order = range(end.size) if alike else end.order
+    place = {device: index for index, device in enumerate(order or ())}
+    found = []
+    for device in range(end.size) if alike else like.order or ():
+        coords, rest = [], place[device]
+        for size in reversed(end.sizes):
+            coords.insert(0, rest % size)
+            rest //= size
+        cut = array
+        for dim, axes in enumerate(end.dims):
+            index = 0
+            for axis in axes:
+                index = index * end.sizes[axis] + coords[axis]
+            width = array.shape[dim] // end.counts[dim]
+            cut = np.take(cut, range(index * width, index * width + width), axis=dim)
+        found.append(cut)
+    return found
+
+
+def simulate(array: np.ndarray, held: Sequence[np.ndarray], step: Step, like: Layout) -> list[Any]:
+    """One step: what every device holds after it."""
+    if step.kind == "slice":
+        shape = step.target.piece_shape(array.shape)
+        return [
+            piece[tuple(slice(at * size, at * size + size) for at, size in zip(part, shape, strict=True))]
+            for piece, part in zip(held, starts(step.source, step.target, like), strict=True)
+        ]
+    if step.kind == "permute":
+        return [held[who] for who in permutation(step.source, step.target, like)]
+    out = list(held)
+    if step.kind == "all_gather":
+        for dim, groups in gathered(step.source, step.target, like):
+            before = list(out)
+            for group in groups:
+                for member in group:
+                    out[member] = np.concatenate([before[other] for other in group], axis=dim)
+        return out
+    how = exchange(step.source, step.target, like)
+    for group in how.groups:
+        sent = [split(held[member], how) for member in group]
+        for index, member in enumerate(group):
+            out[member] = join(np.stack([parts[index] for parts in sent]), how)
+    return out
