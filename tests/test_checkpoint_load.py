@@ -281,7 +281,29 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
         assert made.processes[3].needed_bytes == array.nbytes // 8
         # The gaps of short rows are read along, those of long rows are skipped.
         assert (made.processes[3].excess_bytes == 0) == (name == "long")
+        exact = checkpoint.plan_reads(
+            index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8, gap_bytes=1
+        )
+        assert exact.excess_bytes == 0
         assert "in excess" in str(made)
+
+
+@pytest.mark.parametrize("gap_bytes", [1, 10**9])
+def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, monkeypatch, gap_bytes):
+    array = random((64, 512), np.float32)
+    save_file({"w": array}, tmp_path / "x.safetensors")
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    structs = {"w": struct(array, P(None, "x"), mesh)}
+    # As in a process that owns the second and the seventh device.
+    devices = [jax.devices()[1], jax.devices()[6]]
+    here = _load.boxes_here
+    monkeypatch.setattr(_load, "boxes_here", lambda *given: {d: box for d, box in here(*given).items() if d in devices})
+    monkeypatch.setattr(_load, "_assembled", lambda leaf, held: held)
+    held = checkpoint.load(tmp_path, structs, gap_bytes=gap_bytes)["w"]
+    for box, (filled, _) in held.items():
+        assert same_bytes(filled, np.ascontiguousarray(array[tuple(slice(*edge) for edge in box)]))
+    assert len(held) == 2
+    assert sum(reads) == (array.nbytes // 4 if gap_bytes == 1 else array.nbytes - 2 * 64 * 4)
 
 
 def _abstract(mesh):
@@ -335,9 +357,9 @@ def staged(monkeypatch):
     monkeypatch.setattr(_load, "_is_final", lambda leaf: False)
     finish = _load._Flight._finish
 
-    def finished(flight, key):
+    def finished(flight, group):
         held.append(flight._staging_bytes)
-        finish(flight, key)
+        finish(flight, group)
 
     monkeypatch.setattr(_load._Flight, "_finish", finished)
     return held

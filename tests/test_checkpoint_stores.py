@@ -229,11 +229,12 @@ def test_zarr_metadata_that_makes_no_sense(tmp_path, metadata):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["O", "|O", "<M8[ns]", [["a", "<i4"]], "<U8", "V16", "<f16", "import os", "|b1", "<i2"]
+    "dtype", ["O", "|O", "<M8[ns]", [["a", "<i4"]], "<U8", "V16", "<f16", "import os", "<05", "|b1", "<i2"]
 )
 def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / ".zarray").write_text(json.dumps({"shape": [3], "chunks": [3], "dtype": dtype}))
+    # numpy would evaluate "<05", and fail with a SyntaxError.
     found = checkpoint.read_index(tmp_path)["w"].dtype
     assert found == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(str(dtype))
 

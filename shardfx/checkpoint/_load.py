@@ -13,13 +13,14 @@ from . import _stores as stores
 from ._files import Place
 from ._index import Index, read_index
 from ._progress import Progress
-from ._reader import RUN_BYTES, Files, buffers, spans_of
+from ._reader import GAP_BYTES, RUN_BYTES, Files, buffers, spans_of
 from ._spans import Box, Span
 from ._wanted import Fetch, Rename, Wanted, box_bytes, boxes_here, fetches, require_devices, wanted
 
 
 _STAGING_BYTES = 2**30
 _WORKERS = 8
+_CALL_BYTES = 8192
 
 
 def load(
@@ -29,6 +30,7 @@ def load(
     rename: Rename = None,
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
+    gap_bytes: int = GAP_BYTES,
     root: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -48,6 +50,10 @@ def load(
     - `memory_limit_bytes`: the most that is in host memory on its way to a device, by default 1 GiB or the largest
         shard,
         whichever is larger. On a CPU, where the memory that is read into becomes the array's, nothing is on its way.
+    - `gap_bytes`: bytes that no device of the process needs are skipped where as many lie in a row, and read along
+        where
+        fewer do. The default is a page of memory. More is faster where a read takes long and bytes are cheap, as on a
+        network file system; `plan_reads` says what is read in excess.
     - `root`: as in `read_index`.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 
@@ -86,7 +92,7 @@ def load(
     limit = _limit(leaves, memory_limit_bytes)
     units = [unit for number, leaf in _in_file_order(leaves) for unit in _units(number, leaf, limit)]
     bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
-    shards = _run(index, units, limit, bar)
+    shards = _run(index, units, limit, gap_bytes, bar)
     bar.end()
     return rebuild([_assembled(leaf, shards.get(number, {})) for number, leaf in enumerate(leaves)])
 
@@ -152,7 +158,7 @@ Shards = dict[int, dict[Box, tuple[np.ndarray, list[Any]]]]
 Task = Callable[[], int]
 
 
-def _run(index: Index, units: list[_Unit], limit: int, bar: Progress) -> Shards:
+def _run(index: Index, units: list[_Unit], limit: int, gap_bytes: int, bar: Progress) -> Shards:
     """Reads the units in parallel, at most `limit` bytes of them on their way to a device at any time."""
     shards: Shards = {}
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
@@ -161,8 +167,8 @@ def _run(index: Index, units: list[_Unit], limit: int, bar: Progress) -> Shards:
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = _Flight(pool, limit, bar, shards)
             try:
-                for unit in units:
-                    flight.admit(unit, lambda memory, unit=unit: _tasks(files, index.place, unit, memory))
+                for group in _groups(units, min(limit, RUN_BYTES)):
+                    flight.admit(group, lambda unit, memory: _tasks(files, index.place, unit, memory, gap_bytes))
                 flight.land(0)
             finally:
                 # After an error, what has not begun must not begin.
@@ -170,26 +176,53 @@ def _run(index: Index, units: list[_Unit], limit: int, bar: Progress) -> Shards:
     return shards
 
 
+def _groups(units: list[_Unit], most_bytes: int) -> Iterator[list[_Unit]]:
+    """Units that follow each other in the file and are small together: handing each to a thread would cost more."""
+    group: list[_Unit] = []
+    nbytes = 0
+    for unit in units:
+        if group and nbytes + unit.nbytes > most_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(unit)
+        nbytes += unit.nbytes
+    if group:
+        yield group
+
+
+@dataclasses.dataclass
+class _Group:
+    """Units under way, the memory of each, and how many of their tasks are not done."""
+
+    units: list[tuple[_Unit, list[np.ndarray]]]
+    left: int
+
+    @property
+    def staging_bytes(self) -> int:
+        return sum(unit.staging_bytes for unit, _ in self.units)
+
+
 class _Flight:
-    """The units being read: admitted in order while they fit, landed as they finish."""
+    """The groups being read: admitted in order while they fit, landed as they finish."""
 
     def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, shards: Shards):
         self._pool, self._limit, self._bar, self._shards = pool, limit, bar, shards
-        self._open: dict[concurrent.futures.Future[int], int] = {}
-        self._units: dict[int, tuple[_Unit, list[np.ndarray], int]] = {}
-        self._staging_bytes, self._count = 0, 0
+        self._open: dict[concurrent.futures.Future[int], _Group] = {}
+        self._staging_bytes = 0
 
-    def admit(self, unit: _Unit, tasks: Callable[[list[np.ndarray]], Iterator[Task]]) -> None:
-        while self._open and (self._staging_bytes + unit.staging_bytes > self._limit or len(self._open) > 256):
+    def admit(self, units: list[_Unit], tasks_of: Callable[[_Unit, list[np.ndarray]], Iterator[Task]]) -> None:
+        coming = sum(unit.staging_bytes for unit in units)
+        while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > 256):
             self._land_one()
-        memory = buffers(unit.boxes, unit.leaf.dtype)
-        key, self._count = self._count, self._count + 1
-        futures = [self._pool.submit(task) for task in tasks(memory)]
-        self._staging_bytes += unit.staging_bytes
-        self._units[key] = (unit, memory, len(futures))
-        self._open.update(dict.fromkeys(futures, key))
-        if not futures:
-            self._finish(key)
+        pairs = [(unit, buffers(unit.boxes, unit.leaf.dtype)) for unit in units]
+        tasks = [task for unit, memory in pairs for task in tasks_of(unit, memory)]
+        if len(units) > 1:
+            tasks = [_in_turn(tasks)]
+        group = _Group(pairs, len(tasks))
+        self._staging_bytes += coming
+        self._open.update((self._pool.submit(task), group) for task in tasks)
+        if not tasks:
+            self._finish(group)
 
     def land(self, at_most: int) -> None:
         while len(self._open) > at_most:
@@ -198,28 +231,34 @@ class _Flight:
     def _land_one(self) -> None:
         done, _ = concurrent.futures.wait(self._open, return_when=concurrent.futures.FIRST_COMPLETED)
         for future in done:
-            key = self._open.pop(future)
+            group = self._open.pop(future)
             self._bar.advance(future.result())
-            unit, memory, left = self._units[key]
-            self._units[key] = (unit, memory, left - 1)
-            if left == 1:
-                self._finish(key)
+            group.left -= 1
+            if not group.left:
+                self._finish(group)
 
-    def _finish(self, key: int) -> None:
-        unit, memory, _ = self._units.pop(key)
-        _check_bools(unit.leaf, memory)
-        held = self._shards.setdefault(unit.number, {})
-        for box, filled, devices in zip(unit.boxes, memory, unit.devices, strict=True):
-            # Where the memory is only a stop on the way, it must be gone before more is admitted.
-            placed = [] if not unit.staging_bytes else _moved(filled, devices, unit.leaf)
-            held[box] = (np.empty(0) if placed else filled, placed)
-        self._staging_bytes -= unit.staging_bytes
+    def _finish(self, group: _Group) -> None:
+        moved = []
+        for unit, memory in group.units:
+            _check_bools(unit.leaf, memory)
+            held = self._shards.setdefault(unit.number, {})
+            for box, filled, devices in zip(unit.boxes, memory, unit.devices, strict=True):
+                # Where the memory is only a stop on the way, it must be gone before more is admitted.
+                placed = _moved(filled, devices, unit.leaf) if unit.staging_bytes else []
+                held[box] = (np.empty(0) if placed else filled, placed)
+                moved += placed
+        jax.block_until_ready(moved)
+        self._staging_bytes -= group.staging_bytes
+        group.units.clear()
+
+
+def _in_turn(tasks: list[Task]) -> Task:
+    return lambda: sum(task() for task in tasks)
 
 
 def _moved(filled: np.ndarray, devices: tuple[Any, ...], leaf: Wanted) -> list[Any]:
     kind = leaf.sharding.memory_kind
-    arrays = [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
-    return jax.block_until_ready(arrays)
+    return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
 
 def _check_bools(leaf: Wanted, memory: list[np.ndarray]) -> None:
@@ -229,14 +268,14 @@ def _check_bools(leaf: Wanted, memory: list[np.ndarray]) -> None:
         )
 
 
-def _tasks(files: Files, where: Place, unit: _Unit, memory: list[np.ndarray]) -> Iterator[Task]:
+def _tasks(files: Files, where: Place, unit: _Unit, memory: list[np.ndarray], gap_bytes: int) -> Iterator[Task]:
     for fetch in fetches(unit.leaf, unit.boxes):
         targets = _targets(unit.leaf, fetch, memory)
         if fetch.entry.offset is None:
             yield _store_task(fetch, where, targets)
             continue
         in_place = all(t.dtype == fetch.entry.dtype and t.flags.c_contiguous for t in targets)
-        for batch in _batches(spans_of(fetch.entry, fetch.boxes, in_place)):
+        for batch in _batches(spans_of(fetch.entry, fetch.boxes, in_place, gap_bytes)):
             yield _file_task(files, fetch, batch, targets)
 
 
@@ -262,9 +301,9 @@ def _batches(spans: Iterator[Span]) -> Iterator[list[Span]]:
     nbytes = 0
     for span in spans:
         batch.append(span)
-        nbytes += span.nbytes
-        # Short reads that skip far are counted by their calls, not by their bytes.
-        if nbytes >= RUN_BYTES or len(batch) >= 1024:
+        # A read costs a call besides its bytes.
+        nbytes += span.nbytes + _CALL_BYTES * span.runs
+        if nbytes >= RUN_BYTES:
             yield batch
             batch, nbytes = [], 0
     if batch:

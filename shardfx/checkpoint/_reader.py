@@ -12,11 +12,11 @@ import numpy as np
 from .._errors import CheckpointError
 from ._entry import ArrayEntry
 from ._files import Place, opened
-from ._spans import Box, Part, Span, spans, strides_of
+from ._spans import Box, Part, Span, spans
 
 
-# Unwanted bytes between two wanted ones that cost more to read than a second read does.
-GAP_BYTES = 32 * 1024
+# Files are cached and read ahead by pages: skipping less than one saves nothing.
+GAP_BYTES = 4096
 # Of a span that must be copied out; and of one that is read into place, which is as long as a task should be.
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
@@ -72,44 +72,35 @@ class Files:
 
     def read(self, entry: ArrayEntry, todo: Sequence[Span], boxes: Sequence[Box], targets: Sequence[np.ndarray]) -> int:
         """Reads spans of an array into `targets`, which have the shapes of `boxes`; the number of bytes read."""
-        descriptor, strides = self._descriptors[entry.file], strides_of(entry.shape or (), entry.dtype.itemsize)
+        descriptor = self._descriptors[entry.file]
         scratch = self._scratch.get()
         try:
             for span in todo:
-                start = (entry.offset or 0) + span.offset
                 views = [part_of(targets[part.number], boxes[part.number], part.where) for part in span.parts]
-                if span.run and all(view.dtype == entry.dtype and view.flags.c_contiguous for view in views):
-                    _read(descriptor, [view.reshape(-1).view(np.uint8) for view in views], start, span.nbytes, entry)
+                if span.is_direct and all(view.dtype == entry.dtype and view.flags.c_contiguous for view in views):
+                    _read(descriptor, [view.reshape(-1).view(np.uint8) for view in views], span, entry)
                     continue
                 memory = scratch if span.nbytes <= len(scratch) else np.empty(span.nbytes, np.uint8)
-                _read(descriptor, [memory[: span.nbytes]], start, span.nbytes, entry)
+                _read(descriptor, [memory[: span.nbytes]], span, entry)
                 for view, part in zip(views, span.parts, strict=True):
-                    _copy(view, memory, entry, part, strides)
+                    _copy(view, memory, entry, part, span.strides)
         finally:
             self._scratch.put(scratch)
         return sum(span.nbytes for span in todo)
 
 
-def spans_of(entry: ArrayEntry, boxes: Sequence[Box], in_place: bool) -> Iterator[Span]:
+def spans_of(entry: ArrayEntry, boxes: Sequence[Box], in_place: bool, gap_bytes: int = GAP_BYTES) -> Iterator[Span]:
     """The reads that fetch `boxes` of an array in a file."""
-    run_bytes = RUN_BYTES if in_place else COPY_BYTES
-    return spans(
-        entry.shape or (),
-        entry.dtype.itemsize,
-        boxes,
-        gap_bytes=GAP_BYTES,
-        run_bytes=run_bytes,
-        copy_bytes=COPY_BYTES,
-    )
+    limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
+    return spans(entry.shape or (), entry.dtype.itemsize, boxes, gap_bytes=gap_bytes, **limits)
 
 
-def copied_out(views: Sequence[np.ndarray], span: Span, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def copied_out(views: Sequence[np.ndarray], span: Span, dtype: Any) -> np.ndarray:
     """The bytes of a span, gathered from what its parts hold."""
-    memory, strides = np.empty(span.nbytes, np.uint8), strides_of(shape, dtype.itemsize)
+    memory, kind = np.empty(span.nbytes, np.uint8), _BITS.get(dtype.itemsize, dtype)
     for view, part in zip(views, span.parts, strict=True):
         extent = tuple(stop - start for start, stop in part.where)
-        kind = _BITS.get(dtype.itemsize, dtype)
-        np.ndarray(extent, kind, memory.data, part.offset, strides)[...] = view.view(kind)
+        np.ndarray(extent, kind, memory.data, part.offset, span.strides)[...] = view.view(kind)
     return memory
 
 
@@ -131,7 +122,21 @@ def _copy(view: np.ndarray, memory: np.ndarray, entry: ArrayEntry, part: Part, s
         view[...] = np.ndarray(shape, dtype, memory.data, part.offset, strides)
 
 
-def _read(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: ArrayEntry) -> None:
+def _read(descriptor: int, into: list[Any], span: Span, entry: ArrayEntry) -> None:
+    offset = (entry.offset or 0) + span.offset
+    if span.runs == 1:
+        _read_run(descriptor, into, offset, span.nbytes, entry)
+        return
+    # Runs of more than one part are never read into place, so there is one piece of memory.
+    memory, size, preadv = memoryview(into[0]), span.run_bytes, os.preadv
+    for number in range(span.runs):
+        piece = memory[number * size : (number + 1) * size]
+        if preadv(descriptor, [piece], offset) != size:
+            _read_run(descriptor, [piece], offset, size, entry)
+        offset += span.step
+
+
+def _read_run(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: ArrayEntry) -> None:
     done = os.preadv(descriptor, into, offset)
     while 0 < done < nbytes:
         more = os.preadv(descriptor, _rest(into, done), offset + done)

@@ -9,7 +9,7 @@ from .._errors import PlanMismatchError
 from .._spec import entries_of, entry_axes
 from . import _stores as stores
 from ._index import Index
-from ._reader import spans_of
+from ._reader import GAP_BYTES, spans_of
 from ._spans import Box
 from ._wanted import Fetch, Rename, Wanted, as_box, box_bytes, fetches, wanted
 
@@ -69,13 +69,19 @@ class ReadPlan:
 
 
 def plan_reads(
-    index: Index, plan: Any, *, rename: Rename = None, dtype: Any = None, processes: int | None = None
+    index: Index,
+    plan: Any,
+    *,
+    rename: Rename = None,
+    dtype: Any = None,
+    processes: int | None = None,
+    gap_bytes: int = GAP_BYTES,
 ) -> ReadPlan:
     """What `load` would read, byte by byte, from headers alone; no file is opened and no device is needed.
 
     **Arguments:**
 
-    - `index`, `plan`, `rename`, `dtype`: as in `load`; the plan need not have devices.
+    - `index`, `plan`, `rename`, `dtype`, `gap_bytes`: as in `load`; the plan need not have devices.
     - `processes`: for a plan without devices: over how many processes its mesh is spread, each with as many devices,
         consecutive in the mesh's order. By default 1. A plan on devices knows.
 
@@ -112,31 +118,32 @@ def plan_reads(
         entry = leaf.entries[0]
         key = (leaf.shape, leaf.sharding, leaf.order, len(leaf.entries), leaf.is_stacked, entry.dtype, entry.chunks)
         if key not in known:
-            known[key] = _reads_of(leaf, processes)
+            known[key] = _reads_of(leaf, processes, gap_bytes)
         for process, counts in known[key].items():
             total = totals.setdefault(process, [0, 0, 0])
             totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
     return ReadPlan(tuple(ProcessReads(process, *totals[process]) for process in sorted(totals)))
 
 
-def _reads_of(leaf: Wanted, processes: int | None) -> Mapping[int, tuple[int, int, int]]:
+def _reads_of(leaf: Wanted, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
     """Per process the bytes needed, the bytes read, and the reads."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         needed = read = count = 0
         for fetch in fetches(leaf, boxes):
             needed += sum(box_bytes(box, fetch.entry.dtype) for box in fetch.boxes)
-            for nbytes in _sizes(fetch, leaf):
-                read, count = read + nbytes, count + 1
+            for nbytes, reads in _sizes(fetch, leaf, gap_bytes):
+                read, count = read + nbytes, count + reads
         found[process] = (needed, read, count)
     return found
 
 
-def _sizes(fetch: Fetch, leaf: Wanted) -> list[int]:
+def _sizes(fetch: Fetch, leaf: Wanted, gap_bytes: int) -> list[tuple[int, int]]:
+    """Bytes and reads, span by span."""
     if fetch.entry.offset is None:
-        return [stores.chunk_bytes(fetch.entry, box) for box in fetch.boxes]
+        return [(stores.chunk_bytes(fetch.entry, box), 1) for box in fetch.boxes]
     in_place = leaf.dtype == fetch.entry.dtype and leaf.order in (None, tuple(range(len(fetch.entry.shape or ()))))
-    return [span.nbytes for span in spans_of(fetch.entry, fetch.boxes, in_place)]
+    return [(span.nbytes, span.runs) for span in spans_of(fetch.entry, fetch.boxes, in_place, gap_bytes)]
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:

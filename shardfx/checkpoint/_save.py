@@ -283,21 +283,22 @@ def _write(descriptor: int, tensor: _Tensor, is_first: bool) -> int:
     limits = {"gap_bytes": 1, "run_bytes": RUN_BYTES, "copy_bytes": COPY_BYTES}
     for span in spans(tensor.shape, tensor.dtype.itemsize, boxes, **limits):
         views = [part_of(values[part.number], boxes[part.number], part.where) for part in span.parts]
-        if span.run and all(view.flags.c_contiguous for view in views):
-            out = [view.reshape(-1).view(np.uint8) for view in views]
+        if span.is_direct and len(views) == 1 and views[0].flags.c_contiguous:
+            out = views[0].reshape(-1).view(np.uint8)
         else:
-            out = [copied_out(views, span, tensor.shape, tensor.dtype)]
-        _write_at(descriptor, out, tensor.offset + span.offset)
+            out = copied_out(views, span, tensor.dtype)
+        for run in range(span.runs):
+            piece = out[run * span.run_bytes : (run + 1) * span.run_bytes]
+            _write_at(descriptor, piece, tensor.offset + span.offset + run * span.step)
         written += span.nbytes
     return written
 
 
-def _write_at(descriptor: int, data: list[np.ndarray], offset: int) -> None:
-    for piece in data:
-        left = memoryview(piece.data)
-        while len(left):
-            done = os.pwrite(descriptor, left, offset)
-            left, offset = left[done:], offset + done
+def _write_at(descriptor: int, data: np.ndarray, offset: int) -> None:
+    left = memoryview(data.data)
+    while len(left):
+        done = os.pwrite(descriptor, left, offset)
+        left, offset = left[done:], offset + done
 
 
 def _commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 # Per dimension the first index and the one after the last.
 Box = tuple[tuple[int, int], ...]
 
+# So many short reads are a task, whatever their bytes.
+_MOST_RUNS = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -18,7 +21,7 @@ class Part:
 
     - `number`: which of the boxes.
     - `where`: the part of the array, inside the box.
-    - `offset`: the bytes from the span's first byte to the part's.
+    - `offset`: where it starts in the span's bytes.
     """
 
     number: int
@@ -28,19 +31,29 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One stretch of bytes to read.
+    """Bytes to read together: one run of them, or as many as rows of which only a part is wanted.
 
     **Arguments:**
 
-    - `offset`, `nbytes`: in bytes from the array's first.
+    - `offset`: of the first run, in bytes from the array's first.
+    - `run_bytes`, `runs`, `step`: the length of a run, how many there are, and the bytes from one start to the next.
+    - `strides`: the bytes from one index to the next along each dimension, where the runs are put end to end.
     - `parts`: what it gives to which box.
-    - `run`: whether the span is one run of bytes to each part, part after part, so that it can be read into place.
+    - `is_direct`: whether its bytes are those of one part after the other, so that they can be read into place.
     """
 
     offset: int
-    nbytes: int
+    run_bytes: int
+    runs: int
+    step: int
+    strides: tuple[int, ...]
     parts: tuple[Part, ...]
-    run: bool
+    is_direct: bool
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are read."""
+        return self.run_bytes * self.runs
 
 
 def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -84,8 +97,8 @@ def spans(
     for hull, members in _groups(wanted, cut, strides, gap_bytes):
         in_place = all(stop - start == 1 for start, stop in hull[:cut])
         limit = run_bytes if in_place else copy_bytes
-        for piece in _pieces(hull, 0, strides, itemsize, gap_bytes, limit):
-            yield _span(piece, members, strides, itemsize)
+        for piece, rows in _pieces(hull, 0, strides, itemsize, gap_bytes, limit):
+            yield _span(piece, rows, members, strides, itemsize)
 
 
 def _groups(
@@ -109,23 +122,27 @@ def _groups(
         yield ((*outer, (start, reached), *inner) if strides else ()), members
 
 
-def _pieces(box: Box, dim: int, strides: tuple[int, ...], itemsize: int, gap_bytes: int, limit: int) -> Iterator[Box]:
+def _pieces(
+    box: Box, dim: int, strides: tuple[int, ...], itemsize: int, gap_bytes: int, limit: int
+) -> Iterator[tuple[Box, int | None]]:
+    """A box in pieces, each with the dimension whose rows are read one by one, if they are."""
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
     if dim == len(box) or _reach(box, dim, strides, itemsize) <= min(limit, gap_bytes):
         # Too short to hold a gap that is worth skipping.
-        yield box
+        yield box, None
         return
     start, stop = box[dim]
     one = _reach(box, dim + 1, strides, itemsize)
-    if strides[dim] - one >= gap_bytes or one > limit:
+    has_gaps = strides[dim] - one >= gap_bytes
+    if one > limit or (has_gaps and elements(box[dim + 1 :]) * itemsize < one):
         for index in range(start, stop):
             inner = (*box[:dim], (index, index + 1), *box[dim + 1 :])
             yield from _pieces(inner, dim + 1, strides, itemsize, gap_bytes, limit)
         return
-    step = max(1, limit // strides[dim])
+    step = max(1, min(limit // one, _MOST_RUNS) if has_gaps else limit // strides[dim])
     for index in range(start, stop, step):
-        yield (*box[:dim], (index, min(index + step, stop)), *box[dim + 1 :])
+        yield (*box[:dim], (index, min(index + step, stop)), *box[dim + 1 :]), dim if has_gaps else None
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
@@ -136,21 +153,32 @@ def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
     )
 
 
-def _span(piece: Box, members: list[tuple[int, Box]], strides: tuple[int, ...], itemsize: int) -> Span:
+def _span(
+    piece: Box, rows: int | None, members: list[tuple[int, Box]], strides: tuple[int, ...], itemsize: int
+) -> Span:
+    offset, runs, step = _first(piece, strides), 1, 0
+    run_bytes = _reach(piece, 0, strides, itemsize)
+    if rows is not None:
+        # Rows read one by one leave no gaps between them: the bytes are those of the piece alone.
+        runs, step, run_bytes = (
+            piece[rows][1] - piece[rows][0],
+            strides[rows],
+            _reach(piece, rows + 1, strides, itemsize),
+        )
+        strides = strides_of(tuple(stop - start for start, stop in piece), itemsize)
     first = _first(piece, strides)
     parts = []
     for number, box in members:
         where = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True))
         if all(stop > start for start, stop in where):
             parts.append(Part(number, where, _first(where, strides) - first))
-    nbytes = _reach(piece, 0, strides, itemsize)
     lengths = [elements(part.where) * itemsize for part in parts]
-    reached = list(itertools.accumulate(lengths, initial=0))
-    run = reached[-1] == nbytes and all(
+    starts = list(itertools.accumulate(lengths, initial=0))
+    is_direct = starts[-1] == run_bytes * runs and all(
         part.offset == start and _reach(part.where, 0, strides, itemsize) == length
-        for part, start, length in zip(parts, reached[:-1], lengths, strict=True)
+        for part, start, length in zip(parts, starts[:-1], lengths, strict=True)
     )
-    return Span(first, nbytes, tuple(parts), run)
+    return Span(offset, run_bytes, runs, step, strides, tuple(parts), is_direct)
 
 
 def _first(box: Box, strides: tuple[int, ...]) -> int:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,21 +23,16 @@ _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e8m0fnu"),
     *("float8_e3m4", "float8_e4m3"),
 )
+_NAMED: dict[str, Any] = {name: jnp.dtype(name) for name in _DTYPES}
+# In zarr 2 a byte order goes before the kind and the size: "<f4", or "|b1" where there is none.
+_NAMED |= {np.dtype(name).str: np.dtype(name) for name in _DTYPES if np.dtype(name).kind in "biufc"}
+_NAMED |= {text.replace("<", ">"): dtype for text, dtype in _NAMED.items() if text[0] == "<"}
 
 
 def dtype_named(text: str) -> Any:
     """The dtype that a zarr or eformer metadata file names, if JAX has it."""
-    if not re.fullmatch(r"[<>|]?[a-z0-9_]{1,20}", text):
-        return None
-    if text in _DTYPES:
-        return jnp.dtype(text)
-    if text[0] not in "<>|":
-        return None
-    try:
-        name = np.dtype(text).name
-    except TypeError:
-        return None
-    return np.dtype(name) if name in _DTYPES else None
+    # Never `np.dtype(text)`: numpy evaluates parts of what it is given.
+    return _NAMED.get(text)
 
 
 def is_sizes(values: Any) -> bool:

@@ -1,0 +1,333 @@
+"""The suite `load`: a checkpoint from a file onto devices, by time, memory and bytes read."""
+
+import argparse
+import atexit
+import functools as ft
+import gc
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import MeshSpec, PathRules, ShardPlan, checkpoint, plan
+
+from ._case import Case, Entry, Finding, Limit, Race, Rival, Value, memcpy
+from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
+from ._runner import Options
+
+
+SUMMARY = "A checkpoint of 2 GiB (64 MiB under --quick) from its file onto the devices; the page cache is warm."
+COUNT = 128
+CUTS = {"rows": P("x"), "columns": P(None, "x"), "replicated": P()}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mebibytes", type=int, default=None, help="size of the checkpoint")
+
+
+def cases(options: Options) -> list[Entry]:
+    size = options.flags.mebibytes or (64 if options.quick else 2048)
+    fast = (Limit("speedup.load_file, device_put", at_least=4.0),) if not options.quick else ()
+    lean = (Limit("resident_over_tensors.shardfx", at_most=1.05), Limit("peak_over_tensors.shardfx", at_most=1.05))
+    return [
+        *(
+            Case(f"{size} MiB safetensors, {cut}", ft.partial(_safetensors, size, cut, options), limits=fast)
+            for cut in ("rows", "columns")
+        ),
+        Case(f"{size} MiB safetensors, replicated", ft.partial(_safetensors, size, "replicated", options)),
+        Case(f"{size} MiB safetensors, float32 to bfloat16 on the way", ft.partial(_cast, size, options)),
+        Case(f"{size} MiB, Orbax's own format", ft.partial(_orbax, size, options)),
+        Finding(
+            f"{size} MiB safetensors, memory",
+            ft.partial(_memory, size, len(options.devices)),
+            limits=lean if not options.quick else (),
+        ),
+        Finding(f"{size} MiB safetensors, cold page cache", ft.partial(_cold, size, options)),
+        Finding(
+            f"{size} MiB safetensors, bytes that one of four processes reads",
+            ft.partial(_quarters, size),
+            limits=(Limit("read_over_quarter.rows", at_most=1.001), Limit("read_over_quarter.columns", at_most=1.001)),
+        ),
+    ]
+
+
+def _shapes(mebibytes: int) -> dict[str, tuple[tuple[int, int], Any]]:
+    """Tensors of three sizes, half of them bfloat16, half float32, that sum up to about `mebibytes`."""
+    shapes, unit = {}, mebibytes * 2**20 // COUNT
+    for number in range(COUNT):
+        dtype = jnp.bfloat16 if number % 2 else np.float32
+        nbytes = unit * (1, 2, 3, 2)[number % 4] // 2
+        columns = 4096 if mebibytes >= 1024 else 1024
+        rows = max(8, nbytes // (columns * np.dtype(dtype).itemsize) // 8 * 8)
+        shapes[f"layers.{number}.weight"] = ((rows, columns), dtype)
+    return shapes
+
+
+@ft.lru_cache(maxsize=4)
+def _folder(mebibytes: int) -> Path:
+    """A folder with the same arrays as safetensors, and as flax and Orbax write them once they are asked for."""
+    from safetensors.numpy import save_file
+
+    folder = Path(tempfile.mkdtemp(prefix="shardfx-load-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    random = np.random.default_rng(0)
+    arrays = {
+        name: random.integers(0, 2**14, (*shape, np.dtype(dtype).itemsize // 2), np.uint16).view(dtype).reshape(shape)
+        for name, (shape, dtype) in _shapes(mebibytes).items()
+    }
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+def _plan(mebibytes: int, cut: str, devices: list[Any], dtype: Any = None) -> ShardPlan:
+    structs = {name: jax.ShapeDtypeStruct(shape, dtype or own) for name, (shape, own) in _shapes(mebibytes).items()}
+    return plan(structs, Mesh(np.array(devices), ("x",)), paths=PathRules([(".*", CUTS[cut])]))
+
+
+def _load_file(file: Path, shardings: Any) -> Any:
+    from safetensors.numpy import load_file
+
+    return jax.device_put(load_file(file), shardings)
+
+
+def _slices(file: Path, shardings: Any) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(file, "numpy") as opened:
+        return {
+            name: _from_callback(opened.get_slice(name), sharding, _shape_of(opened, name))
+            for name, sharding in shardings.items()
+        }
+
+
+def _shape_of(opened: Any, name: str) -> tuple[int, ...]:
+    return tuple(opened.get_slice(name).get_shape())
+
+
+def _from_callback(source: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    return jax.make_array_from_callback(shape, sharding, lambda index: np.ascontiguousarray(source[index]))
+
+
+def _memmap(file: Path, shardings: Any) -> Any:
+    entries = checkpoint.read_index(file).by_path
+    return {
+        name: _from_callback(
+            np.memmap(file, entries[name].dtype, "r", entries[name].offset or 0, entries[name].shape),
+            sharding,
+            entries[name].shape or (),
+        )
+        for name, sharding in shardings.items()
+    }
+
+
+def _flax(file: Path, shardings: Any) -> Any:
+    from flax.serialization import msgpack_restore
+
+    return jax.device_put(msgpack_restore(file.read_bytes()), shardings)
+
+
+def _flax_file(file: Path) -> Path:
+    from flax.serialization import msgpack_serialize
+    from safetensors.numpy import load_file
+
+    packed = file.with_suffix(".msgpack")
+    if not packed.exists():
+        packed.write_bytes(msgpack_serialize(load_file(file)))
+    return packed
+
+
+def _rival(
+    name: str, load: Callable[[Path, Any], Any], file: Callable[[], Path], shardings: Any, needs: tuple[str, ...]
+):
+    def make() -> Callable[[Any], Any]:
+        path = file()
+        _warm(path)
+        return lambda _: load(path, shardings)
+
+    return Rival(name, make=make, check=_same_as(shardings), needs=needs)
+
+
+def _warm(path: Path) -> None:
+    """Reads the files through, so that they are in the page cache."""
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                while opened.read(2**24):
+                    pass
+
+
+def _same_as(shardings: Any) -> Callable[[Any, Any], None]:
+    def check(file: Any, result: Any) -> None:
+        from safetensors import safe_open
+
+        with safe_open(file, "numpy") as opened:
+            for name in list(shardings)[:: max(1, len(shardings) // 16)]:
+                expected = opened.get_tensor(name)
+                assert result[name].sharding.is_equivalent_to(shardings[name], 2), name
+                assert np.asarray(result[name]).tobytes() == expected.tobytes(), name
+
+    return check
+
+
+def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
+    file = _folder(mebibytes) / "model.safetensors"
+    made = _plan(mebibytes, cut, options.devices)
+    shardings = made.shardings
+
+    def own() -> Path:
+        return file
+
+    return Race(
+        rivals=(
+            _rival("shardfx", lambda path, _: checkpoint.load(path, made), own, shardings, ()),
+            _rival("load_file, device_put", _load_file, own, shardings, ("safetensors",)),
+            _rival("safetensors slices", _slices, own, shardings, ("safetensors",)),
+            _rival("memory map", _memmap, own, shardings, ()),
+            _rival("flax msgpack", _flax, lambda: _flax_file(file), shardings, ("flax", "msgpack")),
+        ),
+        fresh=own,
+        byte_count=made.bytes_total,
+        floor=memcpy(made.bytes_total),
+        facts={"tensors": COUNT, "devices": len(options.devices)},
+        clear_caches=False,
+    )
+
+
+def _cast(mebibytes: int, options: Options) -> Race:
+    file = _folder(mebibytes) / "model.safetensors"
+    made = _plan(mebibytes, "rows", options.devices, jnp.bfloat16)
+
+    def rival(_: Any) -> Any:
+        from safetensors.numpy import load_file
+
+        arrays = {name: array.astype(jnp.bfloat16) for name, array in load_file(file).items()}
+        return jax.device_put(arrays, made.shardings)
+
+    def check(_: Any, result: Any) -> None:
+        expected = rival(None)
+        assert all(
+            np.array_equal(np.asarray(result[name]), np.asarray(expected[name])) for name in list(expected)[::16]
+        )
+
+    _warm(file)
+    return Race(
+        rivals=(
+            Rival("shardfx", make=lambda: lambda _: checkpoint.load(file, made, dtype="plan"), check=check),
+            Rival("load_file, astype, device_put", make=lambda: rival, needs=("safetensors",)),
+        ),
+        fresh=lambda: None,
+        byte_count=_file_bytes(mebibytes),
+        clear_caches=False,
+    )
+
+
+def _file_bytes(mebibytes: int) -> int:
+    return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in _shapes(mebibytes).values())
+
+
+def _orbax(mebibytes: int, options: Options) -> Race:
+    import orbax.checkpoint as ocp
+
+    folder, made = _folder(mebibytes), _plan(mebibytes, "rows", options.devices)
+    path = folder / "orbax"
+    if not path.exists():
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(path, checkpoint.load(folder, made))
+    _warm(path)
+
+    def restore() -> Callable[[Any], Any]:
+        reader = ocp.StandardCheckpointer()
+        return lambda _: reader.restore(path, made.structs)
+
+    check = _same_as(made.shardings)
+    return Race(
+        rivals=(
+            Rival("shardfx", make=lambda: lambda _: checkpoint.load(path, made), check=check),
+            Rival("Orbax", make=restore, check=check, needs=("orbax",)),
+        ),
+        fresh=lambda: folder / "model.safetensors",
+        byte_count=made.bytes_total,
+        clear_caches=False,
+    )
+
+
+LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
+    "shardfx": checkpoint.load,
+    "load_file, device_put": lambda file, made: _load_file(file, made.shardings),
+    "safetensors slices": lambda file, made: _slices(file, made.shardings),
+    "memory map": lambda file, made: _memmap(file, made.shardings),
+}
+
+
+def _memory(mebibytes: int, devices: int) -> Mapping[str, Value]:
+    file = _folder(mebibytes) / "model.safetensors"
+    values: dict[str, Value] = {}
+    for name in LOADERS:
+        given = {"file": str(file), "mebibytes": mebibytes, "name": name, "devices": devices}
+        for key, value in fresh_process("benchmarks.load:memory_of", given).items():
+            values[f"{key}.{name}"] = value
+    return values
+
+
+def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, float]:
+    """In a process of its own: the most memory that a load takes, and what stays, over the bytes of the tensors."""
+    from safetensors.numpy import save_file
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    made = _plan(mebibytes, "columns", jax.devices())
+    # What the libraries themselves take is there after a load of a small file.
+    with tempfile.TemporaryDirectory() as folder:
+        small = {"w": np.ones((8, 8), np.float32)}
+        save_file(small, Path(folder, "small.safetensors"))
+        few = plan(small, Mesh(np.array(jax.devices()), ("x",)), paths=PathRules([(".*", CUTS["columns"])]))
+        jax.block_until_ready(LOADERS[name](Path(folder, "small.safetensors"), few))
+    gc.collect()
+    reset_peak()
+    before = resident_bytes()
+    result = jax.block_until_ready(LOADERS[name](Path(file), made))
+    peak, resident = peak_resident_bytes() - before, resident_bytes() - before
+    del result
+    return {"peak_over_tensors": peak / made.bytes_total, "resident_over_tensors": resident / made.bytes_total}
+
+
+def _cold(mebibytes: int, options: Options) -> Mapping[str, Value]:
+    file, made = _folder(mebibytes) / "model.safetensors", _plan(mebibytes, "rows", options.devices)
+    values: dict[str, Value] = {}
+    for name, load in LOADERS.items():
+        _forget(file)
+        begin = time.perf_counter()
+        jax.block_until_ready(load(file, made))
+        values[f"gigabytes_per_second.{name}"] = made.bytes_total / (time.perf_counter() - begin) / 1e9
+        gc.collect()
+    return values
+
+
+def _forget(file: Path) -> None:
+    """Drops a file's pages from the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _quarters(mebibytes: int) -> Mapping[str, Value]:
+    index = checkpoint.read_index(_folder(mebibytes))
+    values: dict[str, Value] = {}
+    for cut in ("rows", "columns"):
+        made = plan(checkpoint.structs(index), MeshSpec({"x": 8}), paths=PathRules([(".*", CUTS[cut])]))
+        reads = checkpoint.plan_reads(index, made, processes=4)
+        most = max(reads.processes, key=lambda process: process.read_bytes)
+        values[f"read_over_quarter.{cut}"] = most.read_bytes / (index.bytes_total / 4)
+        values[f"excess_bytes.{cut}"] = most.excess_bytes
+        values[f"reads.{cut}"] = most.reads
+    return values
