@@ -165,6 +165,8 @@ def everything():
     scattered_plan = plan({"x": whole}, mixed, paths=PathRules([("x", P("all"))]))
     scattered = np.concatenate([whole[chunk.slices] for chunk in result["owned"]])
     result["scattered"] = (gather(hosts.global_batch({"x": scattered}, scattered_plan))["x"], whole)
+    order = MeshSpec(SPEC.shape, dcn={"data": jax.process_count()}).order(jax.devices())
+    result["nodes"] = (order.method, [[device.process_index for device in row] for row in order.devices])
     layout = hosts.data_layout(24, "data", grid, process)
     result["layout"] = layout
     batch_plan = plan(batches()[0], mesh, paths=BATCH_RULES)

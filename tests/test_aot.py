@@ -5,11 +5,14 @@ Run it alone, as `JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 pytest tests/test_aot.p
 
 import importlib.util
 import math
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshError, MeshSpec, topology
 from shardfx._demo.train import Run, make_optimizer, make_plans, make_step
@@ -61,6 +64,41 @@ def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, mod
         array = mesh_utils.create_device_mesh((len(devices) // model, model), devices, allow_split_physical_axes=True)
         theirs = f"{topology.mean_hops(places(array), 1, bounds, closed):.2f}"
     print(f"{name} model={model}: mean hops {own:.2f} ({order.method}), mesh_utils {theirs}, T5X {t5x:.2f}")
+
+
+def collectives(mesh):
+    """The algorithms that the TPU's compiler picks for an all-gather, and for a reduction, over `model`."""
+    wide = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model")))
+    rows = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model")))
+    whole = NamedSharding(mesh, P())
+    found = []
+    for function, arguments, out in ((lambda w: 2 * w, (wide,), whole), (jnp.matmul, (rows, wide), whole)):
+        jitted = jax.jit(function, out_shardings=out)
+        text = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text()
+        found.append(
+            sorted(re.findall(r'"collective_algorithm_config":\{"emitter":"(\w+)"(?:,"strategy":"(\w+)")?', text))
+        )
+    return found
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("v5e:4x4", {"data": 2, "model": 8}),
+        ("v5p:4x4x4", {"data": 4, "model": 16}),
+        ("v5p:4x4x4", {"data": 1, "model": 64}),
+    ],
+)
+def test_a_walk_costs_collectives_nothing(name, sizes):
+    """Why axes may walk their boxes: the compiler finds the same algorithms as in the order row by row."""
+    devices = tpu.devices_of(name)
+    order = MeshSpec(sizes).order(devices)
+    rows = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    assert list(order.devices.flat) != list(rows.flat)
+    walked, row_by_row = (collectives(Mesh(array, tuple(sizes))) for array in (order.devices, rows))
+    print(f"{name} {sizes}: {walked}")
+    assert walked == row_by_row and all(walked)
 
 
 @needs_libtpu

@@ -55,6 +55,13 @@ def test_each_process_finds_its_place(job):
         assert result["layout"] == hosts.DataLayout(24, index, count, True)
 
 
+def test_processes_are_nodes_of_a_hybrid_mesh(job):
+    for result in job:
+        method, owners = result["nodes"]
+        assert method == "hybrid: mesh_utils"
+        assert owners == [[row * len(job) // 4] * 2 for row in range(4)]
+
+
 def count_owners(shape, chunks):
     counts = np.zeros(shape, int)
     for chunk in chunks:
