@@ -1,6 +1,7 @@
 """Meshes, specs, names, rules and dtypes as plain JSON values, and back."""
 
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ._errors import LeafTypeError, PlanFormatError
 from ._mesh import MeshSpec
-from ._paths import Fsdp
+from ._paths import Fsdp, fsdp
 from ._reason import Code, Reason
 from ._rules import AxisRules
 from ._spec import UNCONSTRAINED, Atomic, entries_of
@@ -25,6 +26,8 @@ def encode_mesh(mesh: MeshSpec) -> Any:
 
 
 def decode_mesh(data: Any) -> MeshSpec:
+    if not isinstance(data, list) or not all(isinstance(row, list) and len(row) == 4 for row in data):
+        raise PlanFormatError("`mesh` must hold a list [name, size, axis type, slices] for each axis.")
     return MeshSpec(
         [(name, size) for name, size, _, _ in data],
         axis_types={name: AxisType[kind] for name, _, kind, _ in data},
@@ -93,6 +96,8 @@ def encode_reason(reason: Reason) -> Any:
 
 def decode_reason(data: Any) -> Reason:
     code, dim, axes, message = data
+    if not (dim is None or _is_count(dim)) or not _are_names(axes) or not isinstance(message, str):
+        raise PlanFormatError(f"{data!r} is no reason; it must be [code, dimension or null, list of axes, message].")
     return Reason(Code[code], dim, tuple(axes), message)
 
 
@@ -101,7 +106,52 @@ def encode_strategy(strategy: Fsdp) -> Any:
 
 
 def decode_strategy(data: Any) -> Fsdp:
-    return Fsdp(tuple(data[0]), data[1])
+    axes, min_bytes = data
+    if not _are_names(axes) or not _is_count(min_bytes):
+        raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes].")
+    return fsdp(axes, min_bytes)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_text_or_null(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+# What a row of a plan must hold, in words and as a test; the functions above read what is inside.
+_ROW: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "shape": ("a list of sizes", lambda v: isinstance(v, list) and all(map(_is_count, v))),
+    "dtype": ("a dtype's name", lambda v: isinstance(v, str)),
+    "names": ("null or a list of logical names", lambda v: v is None or isinstance(v, list)),
+    "requested": ("a list of entries", lambda v: isinstance(v, list | dict)),
+    "spec": ("a list of entries", lambda v: isinstance(v, list | dict)),
+    "rule": ("a string or null", _is_text_or_null),
+    "reasons": ("a list", lambda v: isinstance(v, list)),
+    "memory_kind": ("a string or null", _is_text_or_null),
+    "units": (
+        "null or a list of positive integers",
+        lambda v: v is None or (isinstance(v, list) and all(_is_count(unit) and unit for unit in v)),
+    ),
+    "strategies": ("a list", lambda v: isinstance(v, list)),
+}
+
+
+def checked_row(number: int, row: Any) -> dict[str, Any]:
+    """`row`, once every field of it is there and of its kind."""
+    if not isinstance(row, dict):
+        raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")
+    for field, (what, is_valid) in _ROW.items():
+        if field not in row:
+            raise PlanFormatError(f"row {number} has no `{field}`.")
+        if not is_valid(row[field]):
+            raise PlanFormatError(f"row {number}: `{field}` is {row[field]!r:.60}; it must be {what}.")
+    return row
 
 
 @ft.lru_cache(maxsize=256)

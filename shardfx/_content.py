@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import _codec as codec
 from ._correct import correct
-from ._errors import MeshError, PlanFormatError, PlanMismatchError
+from ._errors import MeshError, PlanFormatError, PlanMismatchError, RuleError
 from ._mesh import MeshSpec
 from ._reason import Reason
 from ._rules import AxisRules
@@ -18,6 +18,8 @@ from ._spec import array_bytes, pinned, shard_shape
 from ._tree import flatten
 
 
+# The kinds of memory that XLA has; which of them a device has, only the device knows.
+MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 _FORMAT = "shardfx.plan"
 _VERSION = 1
 
@@ -149,6 +151,17 @@ class Content:
         return Content(**{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes})
 
 
+def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:
+    """The pairs of a regex and a memory kind, each of a kind that exists."""
+    pairs = tuple(given or ())
+    for regex, kind in pairs:
+        if kind not in MEMORY_KINDS:
+            raise RuleError(
+                f"`memory_kinds` maps {regex!r} to {kind!r}; a memory kind is one of {', '.join(MEMORY_KINDS)}."
+            )
+    return pairs
+
+
 def leaf_plan(
     sizes: Mapping[str, int], *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any
 ) -> LeafPlan:
@@ -202,8 +215,10 @@ def _encode_row(row: LeafPlan) -> dict[str, Any]:
     }
 
 
-def _decode_row(data: Any, mesh: MeshSpec) -> LeafPlan:
+def _decode_row(data: dict[str, Any], mesh: MeshSpec) -> LeafPlan:
     spec, shape = codec.decode_spec(data["spec"]), tuple(data["shape"])
+    if data["memory_kind"] not in (None, *MEMORY_KINDS):
+        raise PlanFormatError(f"memory kind {data['memory_kind']!r} is none of {', '.join(MEMORY_KINDS)}.")
     valid = correct(spec, shape, mesh)
     if valid.spec != spec:
         raise PlanFormatError(f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}.")
@@ -256,7 +271,9 @@ def _decode(data: dict[str, Any]) -> Content:
     mesh = codec.decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
-    rows = [_decode_row(row, mesh) for row in data["rows"]]
+    if mesh.size >= 2**31:
+        raise MeshError(f"the mesh {mesh} has more devices than JAX can number")
+    rows = [_decode_row(codec.checked_row(number, row), mesh) for number, row in enumerate(data["rows"])]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
     if not all(isinstance(path, str) for path in paths) or not all(
         type(i) is int and -1 <= i < len(rows) for i in index

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from ._content import Content, LeafPlan, canonical_dtype, leaf_plan
+from ._content import Content, LeafPlan, canonical_dtype, leaf_plan, memory_kind_pairs
 from ._correct import corrected, spread
 from ._errors import LeafTypeError, RuleError, SpecError, UnmatchedError
 from ._mesh import MeshSpec
@@ -96,7 +96,7 @@ def plan(
     mesh_spec = MeshSpec.of(mesh).filled()
     flat = flatten(tree)
     given = _names(names, tree, flat, axes)
-    kinds = tuple(memory_kinds or ())
+    kinds = memory_kind_pairs(memory_kinds)
     kind_rules = PathRules((regex, ()) for regex, _ in kinds) if kinds else _NO_RULES
     planner = _Planner(mesh_spec, _NO_RULES if paths is None else paths, axes, mode, min_bytes, kinds, kind_rules)
     index, rows = planner.columns(flat, given)

@@ -1,0 +1,410 @@
+"""What a person reads when the input is wrong: the whole text, with the path, the values and the way out."""
+
+import copy
+import json
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+
+from shardfx import (
+    AxisRules,
+    LeafTypeError,
+    MeshError,
+    MeshSpec,
+    PathRules,
+    PlanFormatError,
+    PlanMismatchError,
+    RuleError,
+    ShardPlan,
+    SpecError,
+    UnmatchedError,
+    atomic,
+    constrain,
+    correct,
+    filter_jit,
+    follow,
+    fsdp,
+    gather,
+    plan,
+    resolve,
+    shard,
+)
+
+
+MESH = MeshSpec({"data": 2, "tensor": 4})
+TREE = {
+    "decoder": {"mlp": {"wi": jnp.ones((4, 10)), "wo": jnp.ones((10, 4))}, "norm": jnp.ones(4)},
+    "embed": jnp.ones((64, 4)),
+    "step": jnp.ones(()),
+}
+EVERYTHING = PathRules([(".*", P())])
+
+
+def message(error: type[Exception], function: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        function()
+    assert type(caught.value) is error
+    return str(caught.value)
+
+
+def text(block: str) -> str:
+    return textwrap.dedent(block).strip()
+
+
+def test_rank_mismatch():
+    rules = PathRules([("norm", P("data", "tensor")), ("wo", P("data", None, "tensor")), (".*", P())])
+    found = message(SpecError, lambda: plan(TREE, MESH, paths=rules))
+    assert found == text(
+        """
+        2 leaves (or groups of leaves) cannot be planned:
+          leaf `decoder/mlp/wo`: P('data', None, 'tensor') has 3 entries, but shape (10, 4) has 2 dimensions; write \
+`P('data',)` if the first 2 are meant.
+          leaf `decoder/norm`: P('data', 'tensor') has 2 entries, but shape (4,) has 1 dimensions; write `P('data',)` \
+if the first 1 are meant.
+        """
+    )
+
+
+def test_rank_mismatch_of_names():
+    rules, axes = PathRules([("norm", ("mlp", "embed")), (".*", P())]), AxisRules([("mlp", "tensor")])
+    assert "leaf `decoder/norm`: 2 logical names ('mlp', 'embed') for an array of rank 1; give one per" in message(
+        SpecError, lambda: plan(TREE, MESH, paths=rules, axes=axes)
+    )
+
+
+def test_rank_mismatch_of_units():
+    rules = PathRules([("norm", atomic(P("tensor"), (1, 2))), (".*", P())])
+    assert "leaf `decoder/norm`: the units (1, 2) are for rank 2, and the array has rank 1." in message(
+        SpecError, lambda: plan(TREE, MESH, paths=rules)
+    )
+
+
+def test_unknown_mesh_axis_in_strict_mode():
+    rules = PathRules([("embed", P("datta")), ("wi", P("tensor", "data")), (".*", P())])
+    plan(TREE, MESH, paths=rules)
+    assert message(SpecError, lambda: plan(TREE, MESH, paths=rules, strict=True)) == text(
+        """
+        `strict=True`, and these leaves are not sharded as asked:
+          leaf `embed`, shape (64, 4): dim 0: the mesh has no axis `datta`; add the axis to the mesh, or drop it from \
+the rule
+        """
+    )
+    assert message(SpecError, lambda: correct(P(None, "datta"), (4, 4), MESH, strict=True)) == (
+        "P(None, 'datta') for shape (4, 4) on mesh data=2,tensor=4: dim 1: the mesh has no axis `datta`; add the axis "
+        "to the mesh, or drop it from the rule"
+    )
+
+
+def test_indivisible_in_strict_mode():
+    rules = PathRules([("wi", P(None, ("data", "tensor"))), (".*", P())])
+    assert (
+        "leaf `decoder/mlp/wi`, shape (4, 10): dim 1: size 10 is not divisible by `data` (2) x `tensor` (4); pad it to "
+        "16, or use axes whose product divides 10"
+    ) in message(SpecError, lambda: plan(TREE, MESH, paths=rules, strict=True))
+
+
+def test_unknown_logical_name():
+    rules = AxisRules([("batch", "data"), ("embed", "tensor")])
+    assert message(UnmatchedError, lambda: resolve(("batch", "embd"), rules, unmatched="raise")) == (
+        "no rule for the logical names `embd` (dim 1) (did you mean 'embed'?). The rules have ('batch', 'embed'); add "
+        "one with `rules.extend([('embd', None)])`, or pass `unmatched=\"replicate\"`."
+    )
+
+
+def test_leaves_without_a_rule_are_all_in_one_error_largest_first():
+    rules = PathRules([("mlp/w_in", P("data")), ("decoder/nrm", P())])
+    found = message(UnmatchedError, lambda: plan(TREE, MESH, paths=rules))
+    assert found == text(
+        """
+        no rule covers 4 of 5 leaves; add path rules or names for them, end the path rules with `(".*", fsdp(...))`, \
+or pass `unmatched="replicate"`. Largest first:
+          `embed`: float32[64, 4], 1024 bytes; the nearest rule is 'mlp/w_in'
+          `decoder/mlp/wi`: float32[4, 10], 160 bytes; the nearest rule is 'decoder/nrm'
+          `decoder/mlp/wo`: float32[10, 4], 160 bytes; the nearest rule is 'decoder/nrm'
+          `decoder/norm`: float32[4], 16 bytes; the nearest rule is 'decoder/nrm'
+        """
+    )
+
+
+def test_of_many_leaves_without_a_rule_the_largest_are_shown():
+    tree = {f"w{i}": jax.ShapeDtypeStruct((i + 1,), jnp.int8) for i in range(1000)}
+    lines = message(UnmatchedError, lambda: plan(tree, MESH)).splitlines()
+    assert lines[0].startswith("no rule covers 1000 of 1000 leaves")
+    assert lines[1] == "  `w999`: int8[1000], 1000 bytes"
+    assert lines[-1] == f"  and {1000 - (len(lines) - 2)} more" and len(lines) < 60
+
+
+def test_a_broken_regex_shows_the_position():
+    assert message(RuleError, lambda: PathRules([("norm", P()), ("mlp/(wi|wo", P("data"))])) == text(
+        """
+        rule 1: the regex does not compile: missing ), unterminated subpattern at position 4:
+            mlp/(wi|wo
+                ^
+        """
+    )
+    made = plan(TREE, MESH, paths=EVERYTHING)
+    assert message(RuleError, lambda: made.select("a[")) == (
+        "the regex 'a[' does not compile: unterminated character set at position 1"
+    )
+
+
+def test_a_malformed_compact_rule_shows_the_position():
+    assert message(RuleError, lambda: PathRules.parse("norm->replicate, mlp=>data")) == text(
+        """
+        a rule has no `->`; write `regex->axes`, at position 16:
+            norm->replicate, mlp=>data
+                            ^
+        """
+    )
+
+
+def test_a_regex_that_matches_nothing_anywhere():
+    rules = PathRules([("decoder/nrm", P("data")), (".*", P())])
+    assert message(RuleError, lambda: plan(TREE, MESH, paths=rules)) == (
+        "rule 0, the regex 'decoder/nrm', matches no path of the tree; the nearest path is `decoder/norm`. Correct the "
+        'regex, take the rule out, or pass `unmatched="replicate"`.'
+    )
+    assert message(
+        RuleError, lambda: plan(TREE, MESH, paths=EVERYTHING, memory_kinds=[("opt", "pinned_host")])
+    ).startswith("`memory_kinds` entry 0, the regex 'opt', matches no path of the tree; ")
+    made = plan(TREE, MESH, paths=EVERYTHING)
+    assert message(RuleError, lambda: made.select("attn")) == (
+        "`select('attn')` matches no path of the plan; paths look like `decoder/mlp/wi`."
+    )
+
+
+def test_a_memory_kind_that_does_not_exist():
+    wanted = "`memory_kinds` maps 'embed' to 'host'; a memory kind is one of device, pinned_host, unpinned_host."
+    kinds = [("embed", "host")]
+    assert message(RuleError, lambda: plan(TREE, MESH, paths=EVERYTHING, memory_kinds=kinds)) == wanted
+    made = plan(TREE, MESH, paths=EVERYTHING)
+    assert message(RuleError, lambda: follow(lambda tree: tree, made, memory_kinds=kinds)) == wanted
+
+
+def test_two_sizes_left_open():
+    assert message(MeshError, lambda: MeshSpec({"data": -1, "fsdp": -1, "tensor": 2})) == (
+        "mesh axes ['data', 'fsdp'] are both -1; at most one size can be filled from the device count."
+    )
+
+
+def test_a_mesh_that_does_not_divide_the_device_count():
+    assert message(MeshError, lambda: MeshSpec({"data": -1, "tensor": 3}).fit(8)) == (
+        "mesh data=-1,tensor=3: the known sizes give 3, which does not divide 8 devices; use sizes whose product "
+        "divides 8."
+    )
+    wanted = "mesh data=2,tensor=3 has 6 devices, but there are 8; give one axis the size -1 to let it take the rest."
+    assert message(MeshError, lambda: MeshSpec({"data": 2, "tensor": 3}).fit(8)) == wanted
+    assert message(MeshError, lambda: MeshSpec({"data": 2, "tensor": 3}).build(jax.devices())) == wanted
+
+
+def test_a_malformed_mesh():
+    assert message(MeshError, lambda: MeshSpec.parse("data:2,tensor=4")) == (
+        "mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in \"data=-1,fsdp=4,tensor=2\"."
+    )
+
+
+def test_leaves_of_the_wrong_type():
+    assert message(LeafTypeError, lambda: plan({"a": {"w": P("data")}}, MESH, paths=EVERYTHING)) == (
+        "leaf `a/w` is P('data',), but a plan is made from arrays or ShapeDtypeStructs; pass the model's own tree, and "
+        "the specs as `paths=PathRules([...])`."
+    )
+    words = {"a": {"w": np.array(["word"])}}
+    assert "leaf `a/w`: a NumPy array of dtype <U4 cannot be put on a device; take it out of the tree." in message(
+        LeafTypeError, lambda: plan(words, MESH, paths=EVERYTHING)
+    )
+    made = plan(TREE, MESH.build(jax.devices()), paths=EVERYTHING)
+    assert message(PlanMismatchError, lambda: shard({**TREE, "step": 3}, made)) == (
+        "leaf `step` is int 3, but the plan has an array of shape () there; plan the tree that you use."
+    )
+
+
+def test_a_plan_used_with_another_tree():
+    made = plan(TREE, MESH.build(jax.devices()), paths=EVERYTHING)
+    assert message(PlanMismatchError, lambda: shard({**TREE, "extra": jnp.ones(2)}, made)) == (
+        "this tree is not the one that was planned (1 leaves more, 0 missing): the plan has no `extra`. Plan the tree "
+        "that you use."
+    )
+    assert message(PlanMismatchError, lambda: shard({"embeds": TREE["embed"]}, made)) == (
+        "this tree is not the one that was planned (1 leaves more, 5 missing): the plan has no `embeds`; the tree has "
+        "no `decoder/mlp/wi`. Plan the tree that you use."
+    )
+    assert message(PlanMismatchError, lambda: shard({**TREE, "embed": jnp.ones((64, 8))}, made)) == (
+        "leaf `embed` is float32[64, 8], but the plan is for float32[64, 4]; plan the tree that you use."
+    )
+    assert message(
+        PlanMismatchError, lambda: shard({**TREE, "embed": jnp.ones((64, 4), jnp.bfloat16)}, made)
+    ).startswith("leaf `embed` is bfloat16[64, 4], but the plan is for float32[64, 4]")
+
+    def train_step(params):
+        return params
+
+    assert message(
+        PlanMismatchError, lambda: filter_jit(train_step, in_shardings=(made,))({"a": jnp.ones(2)})
+    ).endswith(
+        "train_step` is not the tree that its plan is for (the plan has no array at `['a']`); plan the tree that you "
+        "pass."
+    )
+    assert message(PlanMismatchError, lambda: ShardPlan.from_json(made.to_json(), like={"a": jnp.ones(2)})).startswith(
+        "this tree is not the one that was planned (1 leaves more, 5 missing)"
+    )
+
+
+def test_nothing_moves_if_one_leaf_does_not_fit():
+    made = plan(TREE, MESH.build(jax.devices()), paths=PathRules([("embed", P("tensor")), (".*", P())]))
+    tree = {**TREE, "step": jnp.ones(3)}
+    message(PlanMismatchError, lambda: shard(tree, made))
+    assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(tree))
+
+
+def test_a_plan_without_devices():
+    made = plan(TREE, MESH, paths=EVERYTHING)
+    wanted = "use `plan.on(plan.mesh.build(jax.devices()))`."
+    assert message(PlanMismatchError, lambda: shard(TREE, made)).endswith(wanted)
+    assert message(PlanMismatchError, lambda: filter_jit(gather, in_shardings=(made,))(TREE)).endswith(wanted)
+    assert message(PlanMismatchError, lambda: constrain(jnp.ones(4), P("data"), made)).endswith(wanted)
+
+
+# --- JSON
+
+
+MADE = plan(
+    {
+        "w": jnp.ones((6, 8)),
+        "layers": [jnp.ones((4,), jnp.int4), None, "x"],
+        "keys": jax.random.split(jax.random.key(0), 4),
+        "scalar": jnp.ones(()),
+        "by_number": {1: jnp.ones((3, 4, 5))},
+        "module": eqx.nn.Linear(4, 4, key=jax.random.key(0)),
+    },
+    MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2}),
+    paths=PathRules(
+        [
+            ("^w", ("a", "b")),
+            ("layers", fsdp("data", min_bytes=2)),
+            ("keys", P("gone")),
+            ("by_number/1", atomic(P(None, "tensor"), (1, 2, 1))),
+            ("scalar|module", ()),
+        ]
+    ),
+    axes=AxisRules(
+        [("a", ("data", "tensor")), ("b", None)], modes={"m": [("a", P.UNCONSTRAINED)]}, units={"a": 3}
+    ).with_alias("c", "a"),
+    memory_kinds=[("^w", "pinned_host")],
+)
+JSON = json.loads(MADE.to_json())
+
+
+def edited(change: Callable[[Any], Any]) -> str:
+    data = copy.deepcopy(JSON)
+    del data["digest"]
+    change(data)
+    return json.dumps(data)
+
+
+def test_json_that_was_cut_off():
+    whole = MADE.to_json()
+    for length in (0, 1, 10, len(whole) // 2, len(whole) - 1):
+        found = message(PlanFormatError, lambda length=length: ShardPlan.from_json(whole[:length]))
+        assert found.startswith("this is no whole JSON text (") and found.endswith("was the file truncated?")
+        assert f" of {length})" in found
+
+
+def test_json_of_a_newer_version():
+    assert message(PlanFormatError, lambda: ShardPlan.from_json(edited(lambda d: d.update(version=2)))) == (
+        "the plan has version 2, and this shardfx reads version 1; update shardfx, or write the plan again."
+    )
+
+
+def test_json_that_is_something_else():
+    for other in ("{}", "[1, 2]", "null", '"shardfx.plan"', '{"format": "other"}'):
+        assert message(PlanFormatError, lambda other=other: ShardPlan.from_json(other)) == (
+            "this JSON is no plan: its `format` is not 'shardfx.plan'; write plans with `plan.to_json()`."
+        )
+
+
+@pytest.mark.parametrize(
+    "change, wanted",
+    [
+        (
+            lambda d: d["rows"][0].update(spec=["tensor", "tensor"]),
+            "the spec P('tensor', 'tensor') is invalid for shape (3, 4, 5) on mesh data=2,tensor=4: dim 0: size 3 is",
+        ),
+        (lambda d: d["rows"][0].update(spec=["stage"]), "dim 0: the mesh has no axis `stage`"),
+        (lambda d: d["rows"][0].update(dtype="float13"), "dtype 'float13' is unknown to this version of JAX."),
+        (lambda d: d["rows"][0].pop("shape"), "row 0 has no `shape`."),
+        (lambda d: d["rows"][0].update(shape=[-4]), "row 0: `shape` is [-4]; it must be a list of sizes."),
+        (lambda d: d["rows"][0].update(shape=["4"]), "row 0: `shape` is ['4']; it must be a list of sizes."),
+        (lambda d: d["rows"][0].update(rule=7), "row 0: `rule` is 7; it must be a string or null."),
+        (lambda d: d["rows"][0].update(units=[0]), "row 0: `units` is [0]; it must be null or a list of positive"),
+        (lambda d: d["rows"][0].update(memory_kind="tape"), "memory kind 'tape' is none of device, pinned_host"),
+        (lambda d: d["rows"].__setitem__(0, 3), "row 0 is 3; it must be an object."),
+        (lambda d: d["rows"][0].update(strategies=[["data", 4]]), "['data', 4] is no strategy; it must be [list of"),
+        (lambda d: d["rows"][0].update(reasons=[["small", -1, [], ""]]), "is no reason; it must be [code, dimension"),
+        (lambda d: d["leaves"][0].__setitem__(1, 99), "`leaves` must hold pairs of a path and the number of a row"),
+        (lambda d: d["leaves"].pop(), "`structure` has"),
+        (lambda d: d["mesh"][0].__setitem__(1, 0), "mesh axis `data` has size 0"),
+        (lambda d: d["mesh"][0].__setitem__(1, -1), "the mesh has an axis of unknown size"),
+        (lambda d: d["mesh"][0].__setitem__(1, 2**62), "has more devices than JAX can number"),
+        (lambda d: d.update(mesh={}), "`mesh` must hold a list [name, size, axis type, slices] for each axis."),
+        (lambda d: d.update(mode=3), "`mode` is 3; it must be a string or null"),
+    ],
+)
+def test_json_edited_to_be_invalid(change, wanted):
+    assert wanted in message(PlanFormatError, lambda: ShardPlan.from_json(edited(change)))
+
+
+def test_json_edited_to_be_another_plan_is_noticed_by_its_digest():
+    def change(data):
+        data["rows"][0].update(spec=[None, "data"])
+        data["digest"] = JSON["digest"]
+
+    assert message(PlanFormatError, lambda: ShardPlan.from_json(edited(change))) == (
+        "the plan's JSON was edited: its digest is not that of its content; write it with `plan.to_json()`, or take "
+        "out its `digest` to accept the edit."
+    )
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something can be edited."""
+    if path:
+        yield path
+    for key, below in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(below, (*path, key))
+
+
+PLACES = [path for path in places(JSON) if path[0] != "digest"]
+VALUES: list[Any] = [None, True, 0, 1, -1, 2**70, 1.5, float("nan"), "", "a", "data", "float32", "leaf", [], [1], ["a"]]
+VALUES += [[["a"]], [None], {}, {"a": 1}, {"unconstrained": True}, {"atomic": "a", "unit": 0}, {"dict": []}]
+
+
+@given(st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(VALUES)), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=500)
+def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
+    def change(data):
+        for path, value in edits:
+            node = data
+            for key in path[:-1]:
+                if not (isinstance(node, dict) and key in node or isinstance(node, list) and key in range(len(node))):
+                    return
+                node = node[key]
+            if isinstance(node, dict) or isinstance(node, list) and path[-1] in range(len(node)):
+                node[path[-1]] = value
+
+    try:
+        made = ShardPlan.from_json(edited(change))
+    except PlanFormatError:
+        return
+    again = ShardPlan.from_json(made.to_json())
+    assert again == made and again.leaves == made.leaves
+    assert len(jax.tree.leaves(made.structs)) == len(made.leaves)
+    assert len(jax.tree.leaves(made.shardings)) == len(made.leaves)
+    assert 0 <= made.bytes_per_device <= made.bytes_total
+    assert all(str(why) == why.message or why.dim is not None for leaf in made.leaves for why in leaf.reasons)
