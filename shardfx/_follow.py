@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -5,12 +6,12 @@ import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from ._content import Content, LeafPlan, leaf_plan
+from ._content import Content, LeafPlan, leaf_plan, memory_kind_pairs
 from ._correct import correct
 from ._paths import PathRules, compiled, first_match
 from ._plan import ShardPlan
 from ._reason import Code, reason
-from ._spec import canonical, entries_of, pinned
+from ._spec import canonical, entries_of, pinned, trimmed
 from ._tree import flatten
 
 
@@ -54,7 +55,7 @@ def follow(
     """
     made = _evaluated(init, plan, args)
     flat = flatten(made)
-    kinds = tuple(memory_kinds or ())
+    kinds = memory_kind_pairs(memory_kinds)
     patterns = compiled(PathRules((regex, ()) for regex, _ in kinds))
     rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
@@ -71,7 +72,9 @@ def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...])
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     try:
-        return eqx.filter_eval_shape(init, *[_structs(arg, explicit) for arg in (plan, *args)])
+        # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
+        with jax.sharding.use_abstract_mesh(explicit):
+            return eqx.filter_eval_shape(init, *[_structs(arg, explicit) for arg in (plan, *args)])
     except Exception:  # JAX's sharding type error is not public; what is really wrong is raised again below.
         # Not every `init` can be typed on an Explicit mesh (an ambiguous contraction, a foreign callback): then its
         # shapes alone decide.
@@ -101,12 +104,12 @@ def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> Leaf
     }
     if not shape:
         return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(reason(Code.scalar, None),))
-    source = _source(path, shape, plan)
-    names, units = (source.names, source.units) if source is not None else (None, None)
+    source, kept = _source(path, shape, plan)
+    names, units = (None, None) if source is None else (_kept(source.names, kept), _kept(source.units, kept))
     if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
         rule, spec = "the sharding that `init` gives it", canonical(leaf.sharding.spec)
     elif source is not None:
-        rule, spec = f"path and shape of `{source.path}`", pinned(source.spec)
+        rule, spec = f"path and shape of `{source.path}`", trimmed(_kept(entries_of(pinned(source.spec)), kept) or ())
     else:
         why = reason(Code.unmatched, None, what="the array (it follows no planned one)")
         return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(why,))
@@ -123,12 +126,27 @@ def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> Leaf
     )
 
 
-def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> LeafPlan | None:
-    """The planned array of this shape whose path is the longest end of `path`."""
+def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int, ...]]:
+    """The planned array whose path is the longest end of `path`, if it has this shape or one way to reduce to it.
+
+    The second value says which of its dimensions the array has: all, or the ones that a factored statistic keeps.
+    """
     planned = plan.content.by_path
     parts = path.split("/")
     for start in range(len(parts) + 1):
         leaf = planned.get("/".join(parts[start:]))
-        if leaf is not None and leaf.shape == shape:
-            return leaf
-    return None
+        if leaf is not None:
+            dims = range(len(leaf.shape))
+            kept = [dims for dims in itertools.combinations(dims, len(shape)) if _at(leaf.shape, dims) == shape]
+            if len(kept) == 1:
+                return leaf, kept[0]
+    return None, ()
+
+
+def _at(values: tuple[Any, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(values[dim] for dim in dims)
+
+
+def _kept(values: tuple[Any, ...] | None, dims: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """The entries for `dims` of a tuple that may be shorter than the rank."""
+    return None if values is None else tuple(values[dim] if dim < len(values) else None for dim in dims)

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, ShardPlan, canonical, filter_jit, follow, fsdp, plan, shard
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, canonical, filter_jit, follow, fsdp, plan, shard
 
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -341,3 +341,12 @@ def test_a_plan_with_fsdp_gives_the_state_of_zero_one():
     zero = plan(model, MESH, paths=PathRules([(".*", fsdp(("data", "fsdp", "tensor")))]))
     made = follow(optax.adam(1e-3).init, zero)
     assert made.bytes_per_device == 2 * replicated.bytes_total // 8 + 4
+
+
+def test_a_transposed_copy_does_not_inherit_the_names_of_its_namesake():
+    axes = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 4})
+    made = plan({"w": jnp.ones((8, 8))}, MESH, names={"w": ("heads", "embed")}, axes=axes)
+    turned = follow(lambda tree: {"w": tree["w"].T}, made)["w"]
+    assert turned.spec == P("fsdp", "tensor") and turned.names is None and turned.units is None
+    kept = follow(lambda tree: tree, made)["w"]
+    assert kept.names == ("heads", "embed") and kept.units == (4, 1)
