@@ -36,10 +36,19 @@ def unsharded(text):
     return train.train(start_unsharded(RUN), text, RUN)
 
 
-@pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_training_equals_unsharded(axis_types, text, unsharded):
-    mesh = default_mesh(8, axis_types)
-    plans = make_plans(mesh.build(jax.devices()), RUN)
+@pytest.mark.parametrize(
+    "layout, axis_types",
+    [
+        ("data=2,fsdp=2,tensor=2", AxisType.Auto),
+        ("data=2,fsdp=2,tensor=2", AxisType.Explicit),
+        # The batch of 8 is not divided by 3, the 2 key and value heads are not divided by 4.
+        ("data=3", AxisType.Explicit),
+        ("fsdp=2,tensor=4", AxisType.Explicit),
+    ],
+)
+def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
+    mesh = MeshSpec.parse(layout, axis_types=axis_types)
+    plans = make_plans(mesh.build(jax.devices()[: mesh.size]), RUN)
     started = start_sharded(plans, RUN)
     losses = train.train(started, text, RUN, place=lambda tokens: shard(tokens, plans.batch))
     assert losses == pytest.approx(unsharded, abs=1e-5)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from shardfx import AxisRules, ShardPlan, constrain, field, resolve
+from shardfx import AxisRules, ShardPlan, constrain, correct, field, resolve
 
 
 VOCAB = 256
@@ -58,12 +58,12 @@ class Attention(eqx.Module):
         query = _project(x, self.query, (None, "heads"), ("batch", "sequence", "heads"), plan)
         key = _project(x, self.key, (None, "kv_heads"), ("batch", "sequence", "kv_heads"), plan)
         value = _project(x, self.value, (None, "kv_heads"), ("batch", "sequence", "kv_heads"), plan)
-        query = _rotate(query.reshape(batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM))
-        key = _rotate(key.reshape(batch, length, KV_HEADS, HEAD_DIM))
-        value = value.reshape(batch, length, KV_HEADS, HEAD_DIM)
-        scores = _einsum("bqkgd,btkd->bkgqt", query, key) / math.sqrt(HEAD_DIM)
+        query = _rotate(query.reshape(batch, length, HEADS, HEAD_DIM))
+        key = _per_query_head(_rotate(key.reshape(batch, length, KV_HEADS, HEAD_DIM)), plan)
+        value = _per_query_head(value.reshape(batch, length, KV_HEADS, HEAD_DIM), plan)
+        scores = _einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(HEAD_DIM)
         weights = jax.nn.softmax(jnp.where(_causal(length), scores, -jnp.inf), axis=-1)
-        mixed = _einsum("bkgqt,btkd->bqkgd", weights, value).reshape(batch, length, HEADS * HEAD_DIM)
+        mixed = _einsum("bhqt,bthd->bqhd", weights, value).reshape(batch, length, HEADS * HEAD_DIM)
         return _project(mixed, self.out, ("heads", None), _ROWS, plan)
 
 
@@ -164,8 +164,19 @@ def _project(x, weight, weight_names: tuple, names: tuple, plan: ShardPlan | Non
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
         return _constrain(_einsum("bsd,de->bse", x, weight), names, plan)
     # Under Explicit axes a contraction over a sharded dimension must be told where its result goes.
-    out = NamedSharding(jax.typeof(x).sharding.mesh, resolve(names, AXIS_RULES).spec)
-    return _einsum("bsd,de->bse", x, weight, out_sharding=out)
+    shape, units = (*x.shape[:-1], weight.shape[-1]), dict(AXIS_RULES.units)
+    spec = correct(
+        resolve(names, AXIS_RULES).spec, shape, plan.mesh, units=tuple(units.get(name, 1) for name in names)
+    ).spec
+    return _einsum("bsd,de->bse", x, weight, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, spec))
+
+
+def _per_query_head(x: Float[Array, "b s kv_heads d"], plan: ShardPlan | None) -> Float[Array, "b s heads d"]:
+    """Each key or value head once for every query head that it serves, laid out as those are."""
+    batch, length, *_ = x.shape
+    group = jnp.broadcast_to(x[:, :, :, None], (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM))
+    fused = _constrain(group.reshape(batch, length, HEADS * HEAD_DIM), ("batch", "sequence", "heads"), plan)
+    return fused.reshape(batch, length, HEADS, HEAD_DIM)
 
 
 def _constrain(x: Array, names: tuple, plan: ShardPlan | None) -> Array:
