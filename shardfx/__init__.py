@@ -8,9 +8,12 @@ from ._apply import (
 )
 from ._content import LeafPlan as LeafPlan
 from ._correct import correct as correct
+from ._elastic import Replan as Replan, replan as replan
 from ._errors import (
+    CheckpointError as CheckpointError,
     LeafTypeError as LeafTypeError,
     MeshError as MeshError,
+    MoveError as MoveError,
     PlanFormatError as PlanFormatError,
     PlanMismatchError as PlanMismatchError,
     RuleError as RuleError,
@@ -34,6 +37,8 @@ from ._plan import (
 from ._planner import plan as plan
 from ._reason import Code as Code, Decision as Decision, Reason as Reason
 from ._report import ReportRow as ReportRow, report as report, report_rows as report_rows
+from ._reshard import reshard as reshard
+from ._reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
 from ._rules import AxisRules as AxisRules, resolve as resolve
 from ._spec import atomic as atomic, axis_names_of as axis_names_of, canonical as canonical
 from ._tree import field as field
