@@ -106,10 +106,14 @@ def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> Leaf
         return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(reason(Code.scalar, None),))
     source, kept = _source(path, shape, plan)
     names, units = (None, None) if source is None else (_kept(source.names, kept), _kept(source.units, kept))
+    namesake = None if source is None else trimmed(_kept(entries_of(pinned(source.spec)), kept) or ())
     if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
         rule, spec = "the sharding that `init` gives it", canonical(leaf.sharding.spec)
-    elif source is not None:
-        rule, spec = f"path and shape of `{source.path}`", trimmed(_kept(entries_of(pinned(source.spec)), kept) or ())
+        if spec != namesake:
+            # A transposed array of the same shape, for one: its dimensions are not those of its namesake.
+            names, units = None, None
+    elif source is not None and namesake is not None:
+        rule, spec = f"path and shape of `{source.path}`", namesake
     else:
         why = reason(Code.unmatched, None, what="the array (it follows no planned one)")
         return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(why,))
