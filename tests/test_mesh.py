@@ -242,3 +242,34 @@ def test_a_slice_that_jax_cannot_split_takes_the_torus_order():
     assert any(cause in reason for reason in order.reasons)
     assert order.mean_hops is not None and order.mean_hops[1] == 1.0
     assert sorted(ids(order).ravel()) == list(range(28))
+
+
+SMALL = [
+    ("TPU v2", (4, 4, 1, 2)),
+    ("TPU v3", (2, 2, 1, 2)),
+    ("TPU v4", (2, 2, 4, 1)),
+    ("TPU v4 lite", (2, 2, 1, 1)),
+    ("TPU v5 lite", (2, 4, 1, 1)),
+    ("TPU v5 lite", (4, 4, 1, 1)),
+    ("TPU v5p", (2, 2, 2, 1)),
+    ("TPU v5p", (4, 4, 4, 2)),
+    ("TPU v6 lite", (4, 2, 1, 1)),
+    ("TPU7x", (2, 2, 4, 2)),
+]
+
+
+def factorings(number, count):
+    if count == 1:
+        return [(number,)]
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return [(n, *rest) for n in divisors for rest in factorings(number // n, count - 1)]
+
+
+@pytest.mark.parametrize(("kind", "bounds"), SMALL)
+def test_neighbours_on_the_last_axis_are_linked_whatever_the_sizes(kind, bounds):
+    devices = chips(bounds, kind=kind)
+    for sizes in [sizes for count in (1, 2, 3) for sizes in factorings(len(devices), count)]:
+        order = MeshSpec((f"a{i}", size) for i, size in enumerate(sizes)).order(devices)
+        assert sorted(ids(order).ravel()) == list(range(len(devices)))
+        last = max(i for i, size in enumerate(sizes) if size > 1)
+        assert order.mean_hops is not None and order.mean_hops[last] == 1.0, (sizes, order.method)
