@@ -269,11 +269,11 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
         width = array.shape[1] // 8
         entry = index[name]
         box = ((0, array.shape[0]), (3 * width, 4 * width))
-        expected = sum(span.nbytes for span in _reader.spans_of(entry, [box], True))
-        [out] = _reader.buffers([box], array.dtype)
+        expected = sum(span.nbytes for span in _reader.spans_of(entry, (box,), True))
+        [out] = _reader.buffers([(box, array.dtype)])
         reads.clear()
         with _reader.Files(index.place, [entry.file], 1) as files:
-            files.read(entry, list(_reader.spans_of(entry, [box], True)), [box], [out])
+            files.read(entry, list(_reader.spans_of(entry, (box,), True)), [box], [out])
         assert same_bytes(out, np.ascontiguousarray(array[:, 3 * width : 4 * width]))
         assert sum(reads) == expected
         made = checkpoint.plan_reads(index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8)
@@ -299,7 +299,9 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, monkeypatch, g
     here = _load.boxes_here
     monkeypatch.setattr(_load, "boxes_here", lambda *given: {d: box for d, box in here(*given).items() if d in devices})
     monkeypatch.setattr(_load, "_assembled", lambda leaf, held: held)
+    _load._holders.cache_clear()
     held = checkpoint.load(tmp_path, structs, gap_bytes=gap_bytes)["w"]
+    _load._holders.cache_clear()
     for box, (filled, _) in held.items():
         assert same_bytes(filled, np.ascontiguousarray(array[tuple(slice(*edge) for edge in box)]))
     assert len(held) == 2
@@ -354,7 +356,7 @@ def test_a_boolean_that_is_neither(tmp_path):
 def staged(monkeypatch):
     """As on an accelerator: the memory that is read into is only a stop on the way. Records how much was held."""
     held = []
-    monkeypatch.setattr(_load, "_is_final", lambda leaf: False)
+    monkeypatch.setattr(_load, "_is_final", lambda sharding: False)
     finish = _load._Flight._finish
 
     def finished(flight, group):

@@ -1,12 +1,15 @@
 import concurrent.futures
 import dataclasses
+import functools as ft
+import itertools
 import os
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._errors import CheckpointError
 from . import _stores as stores
@@ -120,20 +123,28 @@ def _in_file_order(leaves: list[Wanted]) -> list[tuple[int, Wanted]]:
     return sorted(enumerate(leaves), key=position)
 
 
-def _holders(leaf: Wanted) -> dict[Box, tuple[Any, ...]]:
+@ft.lru_cache(maxsize=1024)
+def _holders(shape: tuple[int, ...], sharding: Sharding) -> Mapping[Box, tuple[Any, ...]]:
+    """The boxes of an array that this process holds, each with the devices that hold it."""
     holders: dict[Box, tuple[Any, ...]] = {}
-    for device, box in boxes_here(leaf.shape, leaf.sharding).items():
+    for device, box in boxes_here(shape, sharding).items():
         holders[box] = (*holders.get(box, ()), device)
-    return holders
+    return types.MappingProxyType(holders)
 
 
-def _is_final(leaf: Wanted) -> bool:
-    """Whether the host memory that a leaf is read into becomes the array's."""
-    return all(device.platform == "cpu" for device in leaf.sharding.addressable_devices)
+@ft.lru_cache(maxsize=1024)
+def _is_final(sharding: Sharding) -> bool:
+    """Whether the host memory that an array is read into becomes the array's."""
+    return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
 def _limit(leaves: list[Wanted], asked: int | None) -> int:
-    staged = [(box_bytes(box, leaf.dtype), leaf) for leaf in leaves if not _is_final(leaf) for box in _holders(leaf)]
+    staged = [
+        (box_bytes(box, leaf.dtype), leaf)
+        for leaf in leaves
+        if not _is_final(leaf.sharding)
+        for box in _holders(leaf.shape, leaf.sharding)
+    ]
     largest, leaf = max(staged, key=lambda pair: pair[0], default=(0, None))
     if asked is None:
         return max(_STAGING_BYTES, largest)
@@ -147,8 +158,8 @@ def _limit(leaves: list[Wanted], asked: int | None) -> int:
 
 
 def _units(number: int, leaf: Wanted, limit: int) -> list[_Unit]:
-    holders = _holders(leaf)
-    sizes = [0 if _is_final(leaf) else box_bytes(box, leaf.dtype) for box in holders]
+    holders, is_final = _holders(leaf.shape, leaf.sharding), _is_final(leaf.sharding)
+    sizes = [0 if is_final else box_bytes(box, leaf.dtype) for box in holders]
     if sum(sizes) <= limit:
         return [_Unit(number, leaf, tuple(holders), tuple(holders.values()), sum(sizes))]
     return [_Unit(number, leaf, (box,), (holders[box],), size) for box, size in zip(holders, sizes, strict=True)]
@@ -214,7 +225,8 @@ class _Flight:
         coming = sum(unit.staging_bytes for unit in units)
         while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > 256):
             self._land_one()
-        pairs = [(unit, buffers(unit.boxes, unit.leaf.dtype)) for unit in units]
+        memory = iter(buffers([(box, unit.leaf.dtype) for unit in units for box in unit.boxes]))
+        pairs = [(unit, list(itertools.islice(memory, len(unit.boxes)))) for unit in units]
         tasks = [task for unit, memory in pairs for task in tasks_of(unit, memory)]
         if len(units) > 1:
             tasks = [_in_turn(tasks)]
@@ -296,7 +308,7 @@ def _targets(leaf: Wanted, fetch: Fetch, memory: list[np.ndarray]) -> list[np.nd
     return targets
 
 
-def _batches(spans: Iterator[Span]) -> Iterator[list[Span]]:
+def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
     batch: list[Span] = []
     nbytes = 0
     for span in spans:

@@ -1,10 +1,12 @@
 """Filling host buffers from files: positioned reads straight into place where the bytes allow it."""
 
 import contextlib
+import functools as ft
+import math
 import mmap
 import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +26,19 @@ _ALIGNMENT = 64
 _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
 
 
-def buffers(boxes: Sequence[Box], dtype: Any) -> list[np.ndarray]:
-    """Uninitialised arrays of the boxes' shapes, aligned so that JAX takes them over on a CPU without a copy."""
-    dtype = np.dtype(dtype)
-    shapes = [tuple(stop - start for start, stop in box) for box in boxes]
-    sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape in shapes]
-    starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
-    memory = _memory(int(starts[-1]))
-    return [
-        memory[start : start + size].view(dtype).reshape(shape)
-        for start, size, shape in zip(starts[:-1].tolist(), sizes, shapes, strict=True)
-    ]
+def buffers(wanted: Sequence[tuple[Box, Any]]) -> list[np.ndarray]:
+    """Uninitialised arrays of the boxes' shapes and dtypes, side by side in one piece of memory that lives while
+    one does.
+
+    They are aligned so that JAX takes them over on a CPU without a copy.
+    """
+    made, start = [], 0
+    for box, dtype in wanted:
+        dtype, shape = np.dtype(dtype), tuple(stop - start for start, stop in box)
+        made.append((start, math.prod(shape) * dtype.itemsize, dtype, shape))
+        start += -(-made[-1][1] // _ALIGNMENT) * _ALIGNMENT
+    memory = _memory(start)
+    return [memory[at : at + size].view(dtype).reshape(shape) for at, size, dtype, shape in made]
 
 
 def _memory(nbytes: int) -> np.ndarray:
@@ -89,10 +93,18 @@ class Files:
         return sum(span.nbytes for span in todo)
 
 
-def spans_of(entry: ArrayEntry, boxes: Sequence[Box], in_place: bool, gap_bytes: int = GAP_BYTES) -> Iterator[Span]:
+def spans_of(entry: ArrayEntry, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES) -> tuple[Span, ...]:
     """The reads that fetch `boxes` of an array in a file."""
+    return _spans_of(entry.shape or (), entry.dtype.itemsize, boxes, in_place, gap_bytes)
+
+
+# A model has many layers of the same shapes.
+@ft.lru_cache(maxsize=32)
+def _spans_of(
+    shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int
+) -> tuple[Span, ...]:
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
-    return spans(entry.shape or (), entry.dtype.itemsize, boxes, gap_bytes=gap_bytes, **limits)
+    return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
 def copied_out(views: Sequence[np.ndarray], span: Span, dtype: Any) -> np.ndarray:
