@@ -102,8 +102,7 @@ def _checked(
 ) -> np.ndarray:
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
         raise PlanMismatchError(
-            f"leaf `{path}` is {array.dtype}, but the plan is for {dtype}; load it as that, or plan the "
-            "other."
+            f"leaf `{path}` is {array.dtype}, but the plan is for {dtype}; load it as that, or plan the other."
         )
     fits = array.ndim == len(shape) and all(
         size in (mine, whole) for size, mine, whole in zip(array.shape, part, shape, strict=True)

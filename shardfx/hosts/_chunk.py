@@ -145,7 +145,8 @@ def data_layout(
 
     **Returns:**
 
-    The layout.
+    The layout. Shards are numbered in the order of `axes`; where that order interleaves the rows of processes
+    ([`shardfx.hosts.local_chunk`][] raises then), a shard's rows are not next to each other in the global batch.
 
     **Raises:**
 
@@ -226,8 +227,7 @@ def _entries(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid) -> list[
         )
     if any(entry_axes(entry) for entry in partitions[len(shape) :]):
         raise SpecError(
-            f"{spec} has {len(partitions)} entries, but the array has shape {tuple(shape)}; give one per "
-            "dimension."
+            f"{spec} has {len(partitions)} entries, but the array has shape {tuple(shape)}; give one per dimension."
         )
     axes = [entry_axes(entry) for entry in partitions[: len(shape)]]
     axes += [()] * (len(shape) - len(axes))

@@ -51,9 +51,7 @@ class HostGrid(eqx.Module):
         """
         unknown = [name for name in num_chunks if name not in axis_sizes]
         if unknown:
-            raise MeshError(
-                f"`num_chunks` names `{unknown[0]}`, but the mesh has {tuple(axis_sizes)}; drop it."
-            )
+            raise MeshError(f"`num_chunks` names `{unknown[0]}`, but the mesh has {tuple(axis_sizes)}; drop it.")
         self.axis_names = tuple(axis_sizes)
         self.chunk_ids = tuple(tuple(int(chunk) for chunk in ids) for ids in chunk_ids)
         self._sizes = tuple(int(size) for size in axis_sizes.values())
@@ -70,9 +68,7 @@ class HostGrid(eqx.Module):
             raise MeshError(f"every entry of `chunk_ids` needs one index for each axis of {self.axis_names}.")
         for process, ids in enumerate(self.chunk_ids):
             if not all(0 <= chunk < chunks for chunk, chunks in zip(ids, self._chunks, strict=True)):
-                raise MeshError(
-                    f"process {process} has chunk {ids}, but there are only {self._chunks} along the axes."
-                )
+                raise MeshError(f"process {process} has chunk {ids}, but there are only {self._chunks} along the axes.")
         if len(set(self.chunk_ids)) < len(self.chunk_ids) or len(self.chunk_ids) != math.prod(self._chunks):
             raise MeshError(
                 f"{len(self.chunk_ids)} processes have {len(set(self.chunk_ids))} different chunks, but "
@@ -121,9 +117,7 @@ def grid_of(mesh: Mesh) -> HostGrid:
         assert dict(grid.num_chunks) == {"data": 1, "tensor": 1}
         ```
     """
-    owner = np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(
-        mesh.devices.shape
-    )
+    owner = np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(mesh.devices.shape)
     count = int(owner.max()) + 1
     sizes = np.bincount(owner.ravel(), minlength=count)
     if not sizes.all():

@@ -37,24 +37,16 @@ def assert_same_plan(plan: ShardPlan) -> None:
     """
     if jax.process_count() == 1:
         return
-    devices = (
-        "" if plan.jax_mesh is None else ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
-    )
+    devices = "" if plan.jax_mesh is None else ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
     prints = _exchange(hashlib.sha256(f"{plan.digest} {devices}".encode()).digest())
     if len(set(prints)) == 1:
         return
     me = jax.process_index()
-    other = (
-        next(process for process, mark in enumerate(prints) if mark != prints[0])
-        if prints[me] == prints[0]
-        else 0
-    )
+    other = next(process for process, mark in enumerate(prints) if mark != prints[0]) if prints[me] == prints[0] else 0
     texts, orders = _exchange(plan.to_json().encode()), _exchange(devices.encode())
     lines = differences(plan, ShardPlan.from_json(texts[other].decode()))
     first = (
-        lines[0]
-        if lines
-        else f"the devices of the mesh are {devices} in one, {orders[other].decode()} in the other"
+        lines[0] if lines else f"the devices of the mesh are {devices} in one, {orders[other].decode()} in the other"
     )
     raise PlanMismatchError(
         f"the plans of process {me} and process {other} differ: {first}"
