@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     flags = _parser().parse_args(arguments)
     try:
-        return flags.run(flags)
+        code = flags.run(flags)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(f"shardfx {flags.command}: error: {error}", file=sys.stderr)
         return 2

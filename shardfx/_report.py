@@ -231,7 +231,7 @@ def _table(rows: Sequence[tuple[str, ...]], *, right: set[str], width: int | Non
 def _fitted(widths: list[int], width: int) -> list[int]:
     """Column widths that fit if they can: the last column (why) and the first (path) give way in turn."""
     widths = list(widths)
-    for column, least in ((-1, 16), (0, 32), (-1, 8), (0, 16)):
+    for column, least in ((-1, 16), (0, 32), (-1, 12), (0, 16)):
         excess = sum(widths) + 2 * (len(widths) - 1) - width
         widths[column] -= max(0, min(excess, widths[column] - least))
     return widths

@@ -34,6 +34,9 @@ def huge():
 def positional(key, /):
     return make(key)
 
+def many():
+    return {f"a_{i}_w": jnp.zeros((4, i + 1)) for i in range(3000)}
+
 class Dense(eqx.Module):
     weight: jax.Array = field(names=("embed", "mlp"))
 
@@ -342,11 +345,33 @@ def test_a_module_that_does_not_import(module, tmp_path, capsys):
     for name, text, message in (
         ("syntax", "x = (", "line 1: SyntaxError"),
         ("leaves", "import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
+        ("raises", "class Odd(Exception): pass\nraise Odd('no')", "line 2: Odd: no"),
         ("needs", "import nowhere", "line 1: ModuleNotFoundError: No module named 'nowhere'"),
     ):
         (tmp_path / f"cli_{name}.py").write_text(text)
         line = failure(capsys, "plan", f"cli_{name}:make", "--mesh", "fsdp=4", "--rules", "w->fsdp")
         assert message in line
+
+
+def test_an_interrupt_stays_one(module, tmp_path):
+    (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        main(["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"])
+
+
+def test_a_reader_that_has_enough(module, tmp_path):
+    code = f"""
+        import sys
+        from shardfx.__main__ import main
+        sys.exit(main(["plan", "{module}:many", "--mesh", "fsdp=4", "--rules", ".*->fsdp", "--json"]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+        assert running.wait(timeout=120) == 0
 
 
 def test_a_file_that_cannot_be_written(module, capsys):

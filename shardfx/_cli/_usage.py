@@ -4,7 +4,7 @@ import pathlib
 import sysconfig
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from shardfx import (
     LeafTypeError,
@@ -33,25 +33,6 @@ OURS = (
     SpecError,
     UnknownPathError,
     UnmatchedError,
-)
-# What a user's module raises in practice; `SystemExit` is what calling `exit()` at its top does.
-_FOREIGN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    BufferError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    NameError,
-    OSError,
-    RuntimeError,
-    StopIteration,
-    SyntaxError,
-    SystemExit,
-    TypeError,
-    ValueError,
-    Warning,
 )
 _SHOWN_LINES = 3
 _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent.parent))
@@ -87,14 +68,27 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
 
     `UsageError` with what happened and where, instead of whatever the code raised.
     """
-    try:
+    with _Reported(what):
         return function()
-    except UsageError:
-        raise
-    except OURS as error:
-        raise UsageError(one_line(error)) from error
-    except _FOREIGN as error:
-        raise UsageError(f"{what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}") from error
+
+
+class _Reported:
+    """Turns errors into UsageErrors. A user's module may raise classes of its own, so no list of types would do."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[False]:
+        # `SystemExit` is what calling `exit()` at the top of a module does; Ctrl-C must stay what it is.
+        if isinstance(error, OURS):
+            raise UsageError(one_line(error)) from error
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
+            text = f"{self.what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}"
+            raise UsageError(text) from error
+        return False
 
 
 def _place(error: BaseException) -> str:
