@@ -71,9 +71,8 @@ def _races(options: Options) -> list[Entry]:
     if count < 8:
         return [Skip("single moves", f"they need 8 devices, and there are {count}")]
     devices = np.array(options.devices[:8])
-    size = 256 if options.quick else 1024
     mesh = Mesh(devices.reshape(2, 4), ("x", "y"))
-    shape = (size, 1024, 128)
+    shape = (32 if options.quick else 256, 1024, 128)
     wide, flat = Mesh(devices.reshape(4, 2), ("x", "y")), Mesh(devices, ("z",))
     moves = [(f"alpa case {number}", NamedSharding(mesh, src), NamedSharding(mesh, dst)) for number, src, dst in ALPA]
     moves += [
@@ -151,23 +150,24 @@ def _planning(devices: int, count: int) -> Finding:
     return Finding(
         f"planning {count} random moves on {devices:,} devices",
         lambda: _planning_times(devices, count),
-        (Limit("worst cold ms of processor time", at_most=limit), Limit("wire over lower bound", at_most=1.25)),
+        (Limit("worst cold ms of processor time", at_most=limit),),
     )
 
 
 def _planning_times(devices: int, count: int) -> dict[str, Value]:
-    rng, times, wire, bound = random.Random(devices), [], 0, 0
+    rng, times, ratios = random.Random(devices), [], []
     for _ in range(count):
         rank = rng.choice((2, 2, 3))
         src, dst = _random_layout(rng, devices, rank), _random_layout(rng, devices, rank)
         begin = time.process_time()
         plan = redistribute((65536,) * rank, 16, src, dst)
         times.append(1e3 * (time.process_time() - begin))
-        wire, bound = wire + plan.wire_bytes, bound + plan.lower_bound_bytes
+        ratios.append(plan.wire_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0)
     return {
         "median cold ms": statistics.median(times),
         "worst cold ms of processor time": max(times),
-        "wire over lower bound": wire / bound,
+        "mean of wire over lower bound": statistics.mean(ratios),
+        "worst wire over lower bound": max(ratios),
     }
 
 
@@ -261,7 +261,8 @@ def census(pairs: int, aot: str | None) -> Mapping[str, Value]:
 
 
 def _topology(aot: str) -> np.ndarray:
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else libtpu looks for a metadata server for minutes
+    # Else libtpu looks for a metadata server for minutes, and refuses a second process beside the first.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 

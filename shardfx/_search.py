@@ -90,6 +90,13 @@ class _Side:
         self.parent: dict[Dims, Dims] = {}
         self.settled: set[Dims] = set()
         self.haste, self.seen = 1.0, 0
+        # Factors have a place at the other end only where both ends are on one mesh's factors.
+        shared = world.coordinates is goal.coordinates
+        self.home = {
+            factor: (dim, place)
+            for dim, axes in enumerate(goal.layout.dims if shared else ())
+            for place, factor in enumerate(axes)
+        }
         self.heap: list[tuple[float, float, int, Dims]] = []
         self.by_counts: dict[tuple[int, ...], list[Dims]] = {}
         # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
@@ -165,7 +172,7 @@ class _Side:
 
     def neighbours(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
         yield from self._cuts(dims)
-        for after, group in _exchanges(dims):
+        for after, group in _exchanges(dims, self.home):
             if all(room % self.count(axes) == 0 for room, axes in zip(self.room, after, strict=True)):
                 yield after, self.exchange_cost(dims, group) + _STEP
 
@@ -191,11 +198,11 @@ class _Side:
         return cost / pieces
 
 
-def _exchanges(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...]]]:
+def _exchanges(dims: Dims, home: dict[int, tuple[int, int]]) -> Iterator[tuple[Dims, tuple[int, ...]]]:
     """The layouts that one all-to-all leads to, each with the factors that it moves.
 
     Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
-    need unequal parts from unequal peers.
+    need unequal parts from unequal peers. `home` says where factors are at the other end of the move.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         moving = tuple(
@@ -205,11 +212,27 @@ def _exchanges(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...]]]:
         if not moving or not gainers:
             continue
         kept = tuple(axes[: len(axes) - length] for axes, length in zip(dims, lengths, strict=True))
-        for added in _shares(moving, len(gainers)):
+        for added in (*_shares(moving, len(gainers)), *_homeward(moving, gainers, home)):
             after = list(kept)
             for dim, factors in zip(gainers, added, strict=True):
                 after[dim] += factors
             yield tuple(after), moving
+
+
+def _homeward(moving: tuple[int, ...], gainers: list[int], home: dict[int, tuple[int, int]]) -> list[Dims]:
+    """Of the orders that are too many to try, the one in which the factors are at the other end of the move."""
+    if len(moving) <= _MOST_REORDERED:
+        return []
+    order = sorted(moving, key=lambda factor: home.get(factor, (len(home), 0)))
+    places = [home[factor][0] if factor in home else -1 for factor in order]
+    return [
+        tuple(
+            tuple(
+                f for f, place in zip(order, places, strict=True) if (place if place in gainers else gainers[0]) == dim
+            )
+            for dim in gainers
+        )
+    ]
 
 
 @ft.lru_cache(maxsize=1024)
