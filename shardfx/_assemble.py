@@ -110,6 +110,7 @@ def assembly(tile_map: TileMap, targets: Sequence[tuple[int, Box]]) -> Assembly:
 
 def assemble(
     shape: tuple[int, ...],
+    dtype: Any,
     sharding: jax.sharding.Sharding,
     plan: Assembly,
     shards: Mapping[int, Any],
@@ -119,7 +120,7 @@ def assemble(
 
     **Arguments:**
 
-    - `shape`, `sharding`: of the array.
+    - `shape`, `dtype`, `sharding`: of the array.
     - `plan`: the copies.
     - `shards`: the source's shards as single-device arrays, by device number.
     - `free`: called with each device number when its shard is not read any more; keeps the source if not given.
@@ -129,13 +130,13 @@ def assemble(
     The array, whose shards are buffers that were filled once.
     """
     if free is None:
-        built = _in_one_go(plan, shards)
+        built = _in_one_go(plan, np.dtype(dtype), shards)
     else:
-        built = _freeing(plan, shards, free)
+        built = _freeing(plan, np.dtype(dtype), shards, free)
     if len(built) == 1:
-        return jax.make_array_from_callback(shape, sharding, lambda _: built[0])
+        return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)
     buffers = dict(zip(plan.targets, built, strict=True))
-    return jax.make_array_from_callback(shape, sharding, lambda index: buffers[as_box(index or (), shape)])
+    return jax.make_array_from_callback(shape, sharding, lambda index: buffers[as_box(index or (), shape)], dtype=dtype)
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
@@ -150,9 +151,8 @@ def slices(box: Box) -> tuple[Any, ...]:
     return (*[slice(start, stop) for start, stop in box], ...)
 
 
-def _in_one_go(plan: Assembly, shards: Mapping[int, Any]) -> list[np.ndarray]:
+def _in_one_go(plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any]) -> list[np.ndarray]:
     views = {sender: np.asarray(shards[sender]) for sender in plan.readers}
-    dtype = _dtype(shards)
     built = _buffers(plan.sizes, dtype)
     if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES:
         for buffer, copies in zip(built, plan.copies, strict=True):
@@ -169,8 +169,9 @@ def _in_one_go(plan: Assembly, shards: Mapping[int, Any]) -> list[np.ndarray]:
     return built
 
 
-def _freeing(plan: Assembly, shards: Mapping[int, Any], free: Callable[[int], None]) -> list[np.ndarray]:
-    dtype = _dtype(shards)
+def _freeing(
+    plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any], free: Callable[[int], None]
+) -> list[np.ndarray]:
     for sender in shards:
         if sender not in plan.readers:
             free(sender)
@@ -269,10 +270,6 @@ def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(count + _ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return np.ndarray(shape, dtype, memory, start)
-
-
-def _dtype(shards: Mapping[int, Any]) -> np.dtype:
-    return np.dtype(next(iter(shards.values())).dtype)
 
 
 def _sizes(box: Box) -> tuple[int, ...]:

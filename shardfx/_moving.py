@@ -1,5 +1,6 @@
 """One kind of move, shared by all leaves of a shape, dtype and placement: how it is done, what it costs, doing it."""
 
+import collections
 import dataclasses
 import functools as ft
 from typing import Any, Literal
@@ -51,6 +52,12 @@ class Move:
     def source_bytes(self) -> int:
         """Bytes of one shard before."""
         return array_bytes(self.src.shard_shape(self.shape), self.dtype)
+
+    @property
+    def crosses_cpu(self) -> bool:
+        """Whether CPU devices of several processes take part."""
+        devices = self.dst.device_set
+        return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
     @property
     def target_bytes(self) -> int:
@@ -195,6 +202,7 @@ def _share_memory(sharding: Sharding) -> bool:
 
 
 def _sharers(sharding: Sharding) -> int:
-    """How many devices allocate from one memory: all of a process where the CPU plays them."""
-    here = sharding.addressable_devices
-    return max(1, len(here)) if all(device.platform == "cpu" for device in here) else 1
+    """How many devices allocate from one memory, at most: all of a process where the CPU plays them."""
+    # Every process has to count alike, whichever devices are its own: the count decides what programs run.
+    counts = collections.Counter(device.process_index for device in sharding.device_set if device.platform == "cpu")
+    return max(counts.values(), default=1)

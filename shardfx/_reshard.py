@@ -16,7 +16,8 @@ from ._transfer import IN_FLIGHT_BYTES
 from ._tree import tree_paths
 
 
-# Each program that is under way holds threads of the CPU's runtime, which gives up when too many wait for each other.
+# Each program that is under way holds threads of the CPU's runtime, which gives up when too many wait for each other;
+# those that wait for other processes can block all of them.
 _IN_FLIGHT_COUNT = 32
 
 
@@ -182,6 +183,8 @@ class _Window:
         count = move.target_bytes if move.how == "memory kind" else move.extra_bytes
         self.pending.append((array, count))
         self.bytes += count
+        if move.how == "steps" and move.crosses_cpu:
+            self.drain()
 
     def make_room(self, count: int) -> None:
         while self.pending and (self.bytes + count > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):

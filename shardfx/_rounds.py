@@ -148,7 +148,11 @@ def exchange(
             blocks.append(shards[device] if made.source_shape else shards[device].reshape(1))
     whole = (len(made.devices) * block[0], *block[1:])
     joined = jax.make_array_from_single_device_arrays(whole, made.sharding, blocks, dtype=dtype)
-    parts = {shard.device: shard.data for shard in made.run(joined).addressable_shards}
+    result = made.run(joined)
+    if made.devices[0].platform == "cpu":
+        # Programs that talk to other processes block threads of the CPU's runtime; several at once can block them all.
+        jax.block_until_ready(result)
+    parts = {shard.device: shard.data for shard in result.addressable_shards}
     mine = [parts[device] for device in sharding.addressable_devices_indices_map(shape)]
     if not made.target_shape:
         mine = [part.reshape(()) for part in mine]

@@ -189,9 +189,9 @@ def _by_host(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
     if not donate:
         # `addressable_shards` makes an object per shard, and a tree of small arrays has many.
         shards = {sender: x.addressable_data(index) for sender, index in made.positions.items()}
-        return _assemble.assemble(made.shape, made.sharding, made.assembly, shards)
+        return _assemble.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards)
     shards, free = _shards(x, made, donate)
-    return _assemble.assemble(made.shape, made.sharding, made.assembly, shards, free)
+    return _assemble.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards, free)
 
 
 def _by_pieces(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:

@@ -1,0 +1,111 @@
+"""What the processes of a job do to test moves between them; see `test_reshard_processes.py`."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import multiprocess_worker
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import MeshError
+from shardfx._reshard import reshard
+from shardfx._reshard_plan import plan_reshard
+from shardfx._transfer import transfer_of
+
+
+def values(shape, dtype="float32"):
+    return (np.arange(np.prod(shape)).reshape(shape) % 100).astype(jnp.dtype(dtype))
+
+
+def placed(expected, sharding):
+    return jax.make_array_from_callback(expected.shape, sharding, lambda index: expected[index], dtype=expected.dtype)
+
+
+def right(array, expected, sharding):
+    """Whether this process's shards hold what they should."""
+    mine = [device for device in sharding.device_set if device.process_index == jax.process_index()]
+    shards = array.addressable_shards
+    return (
+        array.sharding == sharding
+        and array.shape == expected.shape
+        and array.dtype == expected.dtype
+        and {shard.device for shard in shards} == set(mine)
+        and all(np.array_equal(np.asarray(shard.data), expected[shard.index]) for shard in shards)
+    )
+
+
+def meshes():
+    devices = np.asarray(jax.devices())
+    half = len(devices) // 2
+    return {
+        "all": Mesh(devices, ("a",)),
+        "grid": Mesh(devices.reshape(2, half), ("a", "b")),
+        "turned": Mesh(devices[::-1].reshape(2, half), ("a", "b")),
+        "first": Mesh(devices[:half], ("a",)),
+        "last": Mesh(devices[half:], ("a",)),
+        "three": Mesh(devices[[1, half, half + 2]], ("a",)),
+    }
+
+
+CASES = {
+    "same devices": ("all", P("a"), "grid", P("b", "a")),
+    "same devices, other order": ("grid", P("a"), "turned", P(None, "b")),
+    "to a subset": ("all", P("a"), "first", P(None, "a")),
+    "back from a subset": ("first", P(None, "a"), "grid", P("b", "a")),
+    "disjoint, same layout": ("first", P("a"), "last", P("a")),
+    "disjoint, other layout": ("last", P("a"), "first", P(None, "a")),
+    "to an odd subset": ("turned", P(("a", "b")), "three", P("a")),
+    "to replicas": ("first", P("a"), "all", P()),
+    "from replicas": ("all", P(), "last", P("a")),
+    "within processes": ("grid", P("b"), "first", P("a")),
+}
+
+
+def case(name, **options):
+    source, ours, target, theirs = CASES[name]
+    made = meshes()
+    src, dst = NamedSharding(made[source], ours), NamedSharding(made[target], theirs)
+    expected = {"w": values((24, 48)), "h": values((48, 24), "bfloat16"), "b": values((48, 24), "bool")}
+    tree = {key: placed(value, src) for key, value in expected.items()}
+    shown = plan_reshard(tree, dst)
+    moved = reshard(tree, dst, **options)
+    ok = all(right(moved[key], expected[key], dst) for key in expected)
+    deleted = all(x.is_deleted() for x in tree.values())
+    return {
+        "right": ok,
+        "deleted": deleted if options.get("donate") else None,
+        "how": {leaf.how for leaf in shown.leaves},
+        "bytes": (shown.wire_bytes, shown.lower_bound_bytes),
+    }
+
+
+def moves():
+    result = {name: case(name) for name in CASES}
+    result["donated"] = case("disjoint, other layout", donate=True)
+    result["limited"] = case("to a subset", memory_limit_bytes=1000)
+    result["steps limited"] = case("same devices", memory_limit_bytes=1000, donate=True)
+    made = meshes()
+    many = {str(i): placed(values((24, 8)) + i, NamedSharding(made["first"], P("a"))) for i in range(100)}
+    dst = NamedSharding(made["last"], P(None, "a"))
+    moved = reshard(many, dst)
+    result["many"] = all(right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100))
+    single = transfer_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst)
+    result["way"] = single.way
+    uneven = NamedSharding(made["three"], P("a"))
+    try:
+        reshard(many | {"odd": placed(values((8, 8)), NamedSharding(made["all"], P("a")))}, uneven)
+    except ValueError as error:
+        result["error"] = str(error)
+    try:
+        lost = [device for device in jax.devices() if device.process_index == 0]
+        reshard(many["0"], dst, lost=lost)
+    except MeshError as error:
+        result["lost"] = str(error)
+    return result
+
+
+multiprocess_worker.TASKS["moves"] = moves
+
+if __name__ == "__main__":
+    multiprocess_worker.main(*sys.argv[1:])

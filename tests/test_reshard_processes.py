@@ -1,0 +1,51 @@
+"""Moves between processes: two and four of them, over JAX's own runtime and gloo's collectives."""
+
+from pathlib import Path
+
+import _processes
+import moving_worker
+import pytest
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def job(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_processes, "WORKER", Path(moving_worker.__file__))
+        outcomes = _processes.run("moves", request.param, 8 // request.param, tmp_path_factory.mktemp("job"))
+    for outcome in outcomes:
+        assert outcome.returncode == 0, outcome.log[-4000:]
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.mark.parametrize("name", moving_worker.CASES)
+def test_every_process_gets_its_shards(job, name):
+    assert [result[name]["right"] for result in job] == [True] * len(job)
+
+
+def test_every_process_plans_alike(job):
+    for name in moving_worker.CASES:
+        assert len({str(sorted(result[name]["how"])) + str(result[name]["bytes"]) for result in job}) == 1
+    assert job[0]["same devices"]["how"] == {"steps"} and job[0]["disjoint, same layout"]["how"] == {"tiles"}
+
+
+def test_between_device_sets_only_what_is_needed_travels(job):
+    for name in ("to a subset", "back from a subset", "disjoint, other layout", "to replicas", "to an odd subset"):
+        sent, bound = job[0][name]["bytes"]
+        assert sent == bound > 0
+
+
+def test_donated_and_limited_moves(job):
+    for result in job:
+        assert result["donated"]["right"] and result["donated"]["deleted"]
+        assert result["limited"]["right"] and result["steps limited"]["right"]
+
+
+def test_a_hundred_arrays_between_disjoint_processes(job):
+    assert [result["many"] for result in job] == [True] * len(job)
+    assert job[0]["way"] == "rounds"
+
+
+def test_errors_come_on_every_process_before_anything_hangs(job):
+    for result in job:
+        assert "leaf `odd`: dim 0 of shape (8, 8) does not divide into the 3 pieces" in result["error"]
+        assert "elements are on lost devices only" in result["lost"]
