@@ -1,7 +1,7 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ def reshard(
     src: Any = None,
     memory_limit_bytes: int | None = None,
     donate: bool = False,
-    lost: Sequence[Any] = (),
+    lost: Iterable[Any] = (),
 ) -> Any:
     """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
 

@@ -142,7 +142,7 @@ class ReshardPlan:
         return "\n".join(_lines(self))
 
 
-def plan_reshard(src: Any, dst: Any, *, lost: Sequence[Any] = ()) -> ReshardPlan:
+def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan:
     """Plans a move without making it: steps, bytes and memory, per array and in total.
 
     **Arguments:**

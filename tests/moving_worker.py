@@ -81,7 +81,7 @@ def case(name, **options):
 
 
 def moves():
-    result = {name: case(name) for name in CASES}
+    result: dict[str, object] = {name: case(name) for name in CASES}
     result["donated"] = case("disjoint, other layout", donate=True)
     result["limited"] = case("to a subset", memory_limit_bytes=1000)
     result["steps limited"] = case("same devices", memory_limit_bytes=1000, donate=True)
