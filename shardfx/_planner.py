@@ -2,31 +2,28 @@
 
 import collections
 import dataclasses
-import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from ._complaints import raise_cut, raise_errors, raise_unmatched, raise_unused
 from ._content import Content, LeafPlan, canonical_dtype, leaf_plan, memory_kind_pairs
 from ._correct import corrected, spread
-from ._errors import LeafTypeError, RuleError, SpecError, UnmatchedError
+from ._errors import LeafTypeError, RuleError, SpecError
 from ._mesh import MeshSpec
+from ._names import names_of_leaves
 from ._paths import PathRules, Pipeline, Replicate, compiled, first_match, is_callable, is_digit_blind
 from ._plan import ShardPlan
 from ._reason import Code, Reason, reason
 from ._refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
 from ._rules import AxisRules, resolve, units_of
-from ._spec import UNCONSTRAINED, Atomic, array_bytes, entries_of
+from ._spec import Atomic, array_bytes
 from ._tree import Flat, flatten
 
 
-_SHOWN = 40
 _NO_RULES = PathRules(())
 
 
@@ -95,21 +92,21 @@ def plan(
         raise RuleError(f'`unmatched={unmatched!r}` is no policy of `plan`; use "raise" or "replicate".')
     mesh_spec = MeshSpec.of(mesh).filled()
     flat = flatten(tree)
-    given = _names(names, tree, flat, axes)
+    given = names_of_leaves(names, tree, flat, axes)
     kinds = memory_kind_pairs(memory_kinds)
     kind_rules = PathRules((regex, ()) for regex, _ in kinds) if kinds else _NO_RULES
     planner = _Planner(mesh_spec, _NO_RULES if paths is None else paths, axes, mode, min_bytes, kinds, kind_rules)
     index, rows = planner.columns(flat, given)
     if unmatched == "raise":
-        _raise_unmatched(flat, index, rows, planner.rules)
-        _raise_unused("rule", planner.patterns, planner.used_paths, flat)
-        _raise_unused("`memory_kinds` entry", planner.kind_patterns, planner.used_kinds, flat)
+        raise_unmatched(flat, index, rows, planner.rules)
+        raise_unused("rule", planner.patterns, planner.used_paths, flat)
+        raise_unused("`memory_kinds` entry", planner.kind_patterns, planner.used_kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef))
     if refine:
         made = _refined(made, min_bytes)
     if strict:
-        _raise_cut(flat, made.content.index, made.content.rows)
+        raise_cut(flat, made.content.index, made.content.rows)
     return made
 
 
@@ -119,6 +116,10 @@ def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPla
     sizes, has_auto = spec.shape, AxisType.Auto in spec.axis_types
     rows = []
     for row in made.content.rows:
+        small = row.requested != row.spec == PartitionSpec() and any(why.code is Code.small for why in row.reasons)
+        if small:  # on one mesh, and so on every other
+            rows.append(row)
+            continue
         first = _first_reasons(row, made)
         request = _Request(row.names, row.requested, row.rule, row.units, row.strategies, first)
         rows.append(_decided(request, row.shape, row.dtype, sizes, has_auto, 0, row.memory_kind))
@@ -220,7 +221,7 @@ class _Planner:
                 except (SpecError, RuleError, LeafTypeError) as error:
                     errors.append((flat.paths[at], error))
             index.append(number)
-        _raise_errors(errors)
+        raise_errors(errors)
         return index, rows
 
     def row(self, path: str, leaf: Any, names: Any) -> LeafPlan:
@@ -294,9 +295,11 @@ def _decided(
     nbytes = array_bytes(shape, dtype)
     found = corrected(request.spec, shape, sizes, has_auto, request.units, nbytes, min_bytes)
     reasons = (*request.reasons, *found.reasons)
-    for step in request.strategies:
-        limit = max(step.min_bytes, min_bytes)
-        found = spread(found.spec, shape, sizes, step.axes, request.units, nbytes, limit)
+    strategies = tuple(
+        dataclasses.replace(step, min_bytes=max(step.min_bytes, min_bytes)) for step in request.strategies
+    )
+    for step in strategies:
+        found = spread(found.spec, shape, sizes, step.axes, request.units, nbytes, step.min_bytes)
         reasons += found.reasons
     return leaf_plan(
         sizes,
@@ -309,7 +312,7 @@ def _decided(
         reasons=reasons,
         memory_kind=memory_kind,
         units=request.units,
-        strategies=request.strategies,
+        strategies=strategies,
     )
 
 
@@ -355,120 +358,3 @@ def _padded(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
     if any(unit > 1 for unit in units[rank:]):
         raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
     return (*units[:rank], *[1] * (rank - len(units)))
-
-
-def _is_names(node: Any) -> bool:
-    """Whether a node of a names tree is the names of an array, and no container."""
-    if node is None:
-        return True
-    if isinstance(node, PartitionSpec):
-        return True
-    return type(node) in (tuple, list) and all(_is_name(entry) for entry in node)
-
-
-def _is_name(entry: Any) -> bool:
-    if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
-        return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
-    return entry is None or entry is UNCONSTRAINED or isinstance(entry, str | Atomic)
-
-
-def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
-    """The logical names of each leaf, from the names tree or from the modules' fields."""
-    if names is None:
-        return flat.names if axes is not None else [None] * len(flat.leaves)
-    column = _broadcast(names, tree)
-    for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
-        if shaped and not _is_names(node):
-            raise RuleError(
-                f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
-            )
-    return [node if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
-
-
-def _broadcast(names: Any, node: Any) -> list[Any]:
-    """The names of each leaf below `node`, from a prefix of its tree."""
-    parts = jtu.default_registry.flatten_one_level(node)
-    # Names are tuples too: where the tree itself has a tuple or list, one of names for each of its parts wins.
-    container = parts is not None and type(names) is type(node) and len(parts[0]) == _length(names)
-    if _is_names(names) and not (container and all(entry is None or _is_names(entry) for entry in names or ())):
-        return [_hashable(names)] * len(jax.tree.leaves(node))
-    if parts is None:
-        return [names]
-    given = jtu.default_registry.flatten_one_level(names)
-    if not container or given is None or (isinstance(node, dict) and set(names) != set(node)):
-        raise RuleError(
-            f"`names` is no prefix of the tree: it has {names!r:.80} where the tree has {node!r:.80}. At each array it "
-            "must have a tuple of logical names, or `None` for a whole subtree without names."
-        )
-    return [entry for pair in zip(given[0], parts[0], strict=True) for entry in _broadcast(*pair)]
-
-
-def _length(names: Any) -> int:
-    given = jtu.default_registry.flatten_one_level(names)
-    return -1 if given is None else len(given[0])
-
-
-def _hashable(node: Any) -> Any:
-    if isinstance(node, PartitionSpec):
-        return entries_of(node)
-    return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
-
-
-def _raise_errors(errors: list[tuple[str, Any]]) -> None:
-    if not errors:
-        return
-    kind = type(errors[0][1])
-    lines = [f"  leaf `{path}`: {error}" for path, error in errors[:_SHOWN]]
-    more = [f"  and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
-    raise kind("\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more]))
-
-
-def _raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: Sequence[Any]) -> None:
-    open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
-    if not open_rows:
-        return
-    found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
-    found.sort(key=lambda item: -item[0])
-    patterns = [pattern for pattern, _ in rules]
-    lines = []
-    for nbytes, path, row in found[:_SHOWN]:
-        near = difflib.get_close_matches(path, patterns, n=1, cutoff=0.0)
-        hint = f"; the nearest rule is {near[0]!r}" if near else ""
-        lines.append(f"  `{path}`: {row.dtype}{list(row.shape)}, {nbytes} bytes{hint}")
-    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    raise UnmatchedError(
-        "\n".join(
-            [
-                f"no rule covers {len(found)} of {len(flat.paths)} leaves; add path rules or names for them, end the "
-                'path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:',
-                *lines,
-                *more,
-            ]
-        )
-    )
-
-
-def _raise_unused(what: str, patterns: Sequence[re.Pattern[str]], used: dict[int, None], flat: Flat) -> None:
-    # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
-    for number, pattern in enumerate(patterns if flat.leaves else ()):
-        if number not in used and not any(map(pattern.search, flat.paths)):
-            near = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)
-            raise RuleError(
-                f"{what} {number}, the regex {pattern.pattern!r}, matches no path of the tree; the nearest path is "
-                f'`{near[0]}`. Correct the regex, take the rule out, or pass `unmatched="replicate"`.'
-            )
-
-
-def _raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan]) -> None:
-    whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(rows)}
-    lines = [
-        f"  leaf `{path}`, shape {rows[i].shape}: {why}"
-        for i, path in zip(index, flat.paths, strict=True)
-        if i >= 0
-        for why in whys[i]
-    ]
-    if lines:
-        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise SpecError(
-            "\n".join(["`strict=True`, and these leaves are not sharded as asked:", *lines[:_SHOWN], *more])
-        )

@@ -30,6 +30,7 @@ from shardfx import (
     plan,
     replicate,
 )
+from shardfx._planner import replanned
 
 
 MESH = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
@@ -413,3 +414,12 @@ def test_repr_is_short():
         repr(plan(TREE, MESH, paths=RULES))
         == "ShardPlan(3 arrays, mesh data=2,fsdp=2,tensor=2, 580 bytes, 164 per device)"
     )
+
+
+def test_what_was_too_small_stays_replicated_on_another_mesh():
+    tree = {"w": jnp.ones((8, 8)), "b": jnp.ones(8), "v": jnp.ones(4)}
+    rules = PathRules([("w", P("data")), ("b", P("data")), ("v", fsdp("data"))])
+    made = plan(tree, MeshSpec({"data": 2}), paths=rules, min_bytes=64)
+    again = replanned(made, MeshSpec({"data": 4}))
+    assert again.specs == {"w": P("data"), "b": P(), "v": P()} and again["w"].bytes_per_device == 64
+    assert again == plan(tree, MeshSpec({"data": 4}), paths=rules, min_bytes=64)
