@@ -11,11 +11,6 @@ from typing import Any
 from .._errors import CheckpointError
 
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: opening a FIFO that nobody writes to must fail, not wait.
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-
-
 @dataclasses.dataclass(frozen=True)
 class Place:
     """A checkpoint's directory, and the directories whose files it may open; real paths, without links."""
@@ -82,14 +77,16 @@ def opened(where: Place, real: str) -> Iterator[int]:
 
 def _open(root: str, real: str) -> int:
     parts = os.path.relpath(real, root).split(os.sep)
+    safe = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        here = os.open(root, _DIRECTORY)
+        here = os.open(root, safe | os.O_DIRECTORY)
         try:
             for part in parts[:-1]:
-                below = os.open(part, _DIRECTORY, dir_fd=here)
+                below = os.open(part, safe | os.O_DIRECTORY, dir_fd=here)
                 os.close(here)
                 here = below
-            descriptor = os.open(parts[-1], _FILE, dir_fd=here)
+            # Opening a pipe that nobody writes to must fail, not wait.
+            descriptor = os.open(parts[-1], safe | os.O_NONBLOCK, dir_fd=here)
         finally:
             os.close(here)
     except FileNotFoundError:

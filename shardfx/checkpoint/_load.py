@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._errors import CheckpointError
 from . import _stores as stores
-from ._files import Place
+from ._files import require_tree_inside
 from ._index import Index, read_index
 from ._progress import Progress
 from ._reader import GAP_BYTES, RUN_BYTES, Files, buffers, spans_of
@@ -173,13 +173,18 @@ def _run(index: Index, units: list[_Unit], limit: int, gap_bytes: int, bar: Prog
     """Reads the units in parallel, at most `limit` bytes of them on their way to a device at any time."""
     shards: Shards = {}
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
-    names = [entry.file for unit in units for entry in unit.leaf.entries if entry.offset is not None]
-    with Files(index.place, list(dict.fromkeys(names)), workers) as files:
+    entries = {entry.file: entry for unit in units for entry in unit.leaf.entries}
+    for file, entry in entries.items():
+        if entry.offset is None:
+            # These are opened by a library that follows links.
+            require_tree_inside(index.place, file)
+    names = [file for file, entry in entries.items() if entry.offset is not None]
+    with Files(index.place, names, workers) as files:
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = _Flight(pool, limit, bar, shards)
             try:
                 for group in _groups(units, min(limit, RUN_BYTES)):
-                    flight.admit(group, lambda unit, memory: _tasks(files, index.place, unit, memory, gap_bytes))
+                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, gap_bytes))
                 flight.land(0)
             finally:
                 # After an error, what has not begun must not begin.
@@ -284,7 +289,7 @@ def _tasks(files: Files, where: Place, unit: _Unit, memory: list[np.ndarray], ga
     for fetch in fetches(unit.leaf, unit.boxes):
         targets = _targets(unit.leaf, fetch, memory)
         if fetch.entry.offset is None:
-            yield _store_task(fetch, where, targets)
+            yield _store_task(fetch, targets)
             continue
         in_place = all(t.dtype == fetch.entry.dtype and t.flags.c_contiguous for t in targets)
         for batch in _batches(spans_of(fetch.entry, fetch.boxes, in_place, gap_bytes)):
@@ -295,8 +300,8 @@ def _file_task(files: Files, fetch: Fetch, batch: list[Span], targets: list[np.n
     return lambda: files.read(fetch.entry, batch, fetch.boxes, targets)
 
 
-def _store_task(fetch: Fetch, where: Place, targets: list[np.ndarray]) -> Task:
-    return lambda: stores.read_into(fetch.entry, where, fetch.boxes, targets)
+def _store_task(fetch: Fetch, targets: list[np.ndarray]) -> Task:
+    return lambda: stores.read_into(fetch.entry, fetch.boxes, targets)
 
 
 def _targets(leaf: Wanted, fetch: Fetch, memory: list[np.ndarray]) -> list[np.ndarray]:

@@ -119,13 +119,10 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {what!r} cannot be read: {str(error).splitlines()[0][:300]}")
 
 
-def read_into(
-    entry: ArrayEntry, where: Place, boxes: Sequence[tuple[tuple[int, int], ...]], targets: Sequence[np.ndarray]
-) -> int:
+def read_into(entry: ArrayEntry, boxes: Sequence[tuple[tuple[int, int], ...]], targets: Sequence[np.ndarray]) -> int:
     """Fills `targets`, which have the shapes of `boxes`, casting to their dtypes; the number of bytes filled."""
     import tensorstore as ts
 
-    require_tree_inside(where, entry.file)
     kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
     # Chunks that two boxes share are decoded once, if they can be kept.
     cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
