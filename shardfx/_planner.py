@@ -295,9 +295,8 @@ def _decided(
     nbytes = array_bytes(shape, dtype)
     found = corrected(request.spec, shape, sizes, has_auto, request.units, nbytes, min_bytes)
     reasons = (*request.reasons, *found.reasons)
-    strategies = tuple(
-        dataclasses.replace(step, min_bytes=max(step.min_bytes, min_bytes)) for step in request.strategies
-    )
+    asked = request.strategies
+    strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, min_bytes)) for step in asked)
     for step in strategies:
         found = spread(found.spec, shape, sizes, step.axes, request.units, nbytes, step.min_bytes)
         reasons += found.reasons
