@@ -285,7 +285,7 @@ def _check_bools(leaf: Wanted, memory: list[np.ndarray]) -> None:
         )
 
 
-def _tasks(files: Files, where: Place, unit: _Unit, memory: list[np.ndarray], gap_bytes: int) -> Iterator[Task]:
+def _tasks(files: Files, unit: _Unit, memory: list[np.ndarray], gap_bytes: int) -> Iterator[Task]:
     for fetch in fetches(unit.leaf, unit.boxes):
         targets = _targets(unit.leaf, fetch, memory)
         if fetch.entry.offset is None:
