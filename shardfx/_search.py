@@ -278,7 +278,7 @@ def search(problem: Problem, *, most: int | None = None) -> Path:
 
     The path.
     """
-    most = most if most is not None else _FEW_LAYOUTS if problem.ours.layout.size <= 16 else _MOST_LAYOUTS
+    most = _budget(problem.ours.layout.size) if most is None else most
     # No dimension need ever be cut more finely than the two ends do together; a path that respects it is found
     # soon, and what it costs tells the search for a better one where not to look.
     ends = (problem.ours.layout.counts, problem.theirs.layout.counts)
@@ -290,6 +290,11 @@ def search(problem: Problem, *, most: int | None = None) -> Path:
     if path is None:
         raise AssertionError("slices, exchanges and gathers lead everywhere; please report this move")
     return path
+
+
+def _budget(devices: int) -> int:
+    """How many layouts to look at: each costs some array operations over all devices."""
+    return _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 6_000_000 // devices))
 
 
 def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
