@@ -57,7 +57,7 @@ def wishes(
             part = max((math.gcd(count, sizes.get(axis, 1)) for count in free), default=1)
             if axis not in used and axis not in found and part > 1:
                 found[axis] = part
-    return tuple(Wish(axis, part) for axis, part in found.items() if part < sizes[axis])
+    return tuple(Wish(axis, part) for axis, part in found.items())
 
 
 def refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:

@@ -188,6 +188,7 @@ def scattered(sizes, owner):
         ((4,), [0, 1, 0, 1], r"the 2 devices of process 0 lie within \(0,\) to \(2,\); use `hosts.owned"),
         ((4,), [0, 0, 2, 2], "process 1 has no device in it"),
         ((4,), [0, 1, 1, 1], "the 3 devices of process 1 lie within"),
+        ((3,), [0, 0, 1], r"the 1 devices of process 1 lie within \(2,\) to \(2,\)"),
         ((4,), [1, 0, 0, 1], "the 2 devices of process 1 lie within"),
         ((2, 2), [0, 1, 1, 0], "lie within"),
     ],
@@ -196,7 +197,7 @@ def test_processes_without_equal_boxes(sizes, owner, message):
     mesh = scattered(sizes, owner)
     with pytest.raises(MeshError, match=message):
         hosts.grid_of(mesh)
-    shape, counts = (4,) * len(sizes), np.zeros((4,) * len(sizes), int)
+    shape, counts = (12,) * len(sizes), np.zeros((12,) * len(sizes), int)
     for process in set(owner):
         for chunk in hosts.owned(shape, NamedSharding(mesh, P(*mesh.axis_names)), process):
             counts[chunk.slices] += chunk.replica_id == 0

@@ -67,6 +67,20 @@ def test_strategies_take_part_of_an_axis():
     assert refined["w"].strategies == (fsdp(("fsdp_0", "fsdp_1")),)
 
 
+def test_one_axis_is_enough():
+    rules = PathRules([("w", P(("a", "b")))])
+    refined = plan({"w": jnp.ones(2)}, MeshSpec({"a": 4, "b": 4}), paths=rules, refine=True)
+    assert refined.mesh.axis_names == ("a_0", "a_1", "b") and refined["w"].spec == P("a_0")
+
+
+def test_an_array_that_asked_for_no_part_stays_although_another_layout_came_first():
+    rules = PathRules([("w", P(("b", "a"))), ("u", P("a")), ("v", P("b"))])
+    tree = {"u": jnp.ones(2), "v": jnp.ones(2), "w": jnp.ones(6)}
+    refined = plan(tree, MeshSpec({"a": 6, "b": 4}), paths=rules, refine=True)
+    assert refined.mesh.axis_sizes == (2, 3, 2, 2)
+    assert refined["w"].spec == P(("a_0", "a_1"))  # not b_0 and a_1, which would do as well
+
+
 def test_slices_stay_whole():
     rules = PathRules([("w", P("data"))])
     mesh = MeshSpec({"data": 24}, dcn={"data": 4})

@@ -240,6 +240,12 @@ def test_mean_hops_against_brute_force(kind, bounds, host):
     assert topology.mean_hops(order, 1, bounds, closed) == pytest.approx(np.mean(rows))
 
 
+def test_the_ends_of_a_ring_are_one_hop_apart():
+    ends = np.array([[0, 0], [3, 0], [3, 5]])
+    assert topology.mean_hops(ends, 0, (4, 6), (True, False)) == (1 + 5) / 2
+    assert topology.mean_hops(ends, 0, (4, 6)) == (3 + 5) / 2
+
+
 def test_which_dimensions_are_rings():
     assert topology.wraps("TPU v5p", (4, 6, 8, 1)) == (True, False, True, False)
     assert topology.wraps("TPU v5 lite", (8, 16, 1, 1)) == (False, True, False, False)

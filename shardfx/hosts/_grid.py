@@ -125,7 +125,6 @@ def grid_of(mesh: Mesh) -> HostGrid:
     first, last = _corners(owner, count)
     extents = last - first + 1
     ragged = np.flatnonzero((extents.prod(axis=1) != sizes) | (extents != extents[0]).any(axis=1))
-    ragged = ragged if len(ragged) else np.flatnonzero((first % extents).any(axis=1))
     if len(ragged):
         process = int(ragged[0])
         _raise_no_box(

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from .._errors import MeshError
-from ._torus import boxes, preferred, wraps
+from ._torus import boxes, preferred
 
 
 # T5X's choices for TPU v2 and v3, by number of partitions: (x, y, z, cores).
@@ -23,9 +23,8 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
     1. the most cores of a chip (the last dimension);
     2. the most devices in dimensions that it spans wholly: a whole ring is closed by a link;
     3. the most such dimensions: a torus has more links than a ring of the same size;
-    4. a closed walk through all its devices in single hops;
-    5. the smallest sum of sizes: the most compact;
-    6. the larger size in the earlier dimension.
+    4. the smallest sum of sizes: compact boxes have closed walks of single hops, lines that are not whole have none;
+    5. the larger size in the earlier dimension.
 
     **Arguments:**
 
@@ -60,7 +59,7 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
             f"no box of {num_partitions} devices divides the {device_kind} hardware of bounds {bounds}; "
             f"{_feasible(num_partitions, bounds)}."
         )
-    return preferred(candidates, bounds, (1,) * len(bounds), wraps(device_kind, bounds))
+    return preferred(candidates, bounds, (1,) * len(bounds))
 
 
 def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -113,7 +113,7 @@ def torus_order(
     left, stride = list(bounds), [1] * len(bounds)
     order = np.zeros((*[1] * len(sizes), len(bounds)), np.int64)
     for axis in reversed(range(len(sizes))):
-        box = preferred(boxes(sizes[axis], left), bounds, stride, closed)
+        box = preferred(boxes(sizes[axis], left), bounds, stride)
         whole = [closed[dim] and box[dim] == bounds[dim] for dim in range(len(bounds))]
         path = ring_path(box, whole) * np.array(stride)
         shape = [1] * (len(sizes) + 1)
@@ -167,21 +167,14 @@ def boxes(count: int, bounds: Sequence[int]) -> list[tuple[int, ...]]:
     return [(size, *rest) for size in first for rest in boxes(count // size, bounds[1:])]
 
 
-def preferred(
-    candidates: Sequence[tuple[int, ...]],
-    bounds: Sequence[int],
-    stride: Sequence[int],
-    closed: Sequence[bool],
-) -> tuple[int, ...]:
+def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """The box that keeps most traffic on whole rings; the rule is stated at `default_submesh`."""
 
     def rank(box: tuple[int, ...]) -> tuple:
         whole = [box[dim] for dim in range(len(box)) if box[dim] == bounds[dim] > 1]
         touched = [dim for dim in range(len(box)) if box[dim] > 1]
         strided = math.prod(box[dim] for dim in touched if stride[dim] > 1)
-        loops = len(touched) > 1 and any(box[dim] % 2 == 0 for dim in touched)
-        ring = loops or all(closed[dim] or box[dim] <= 2 for dim in touched)
-        return (box[-1], -strided, math.prod(whole), len(whole), ring, -sum(box), box)
+        return (box[-1], -strided, math.prod(whole), len(whole), -sum(box), box)
 
     return max(candidates, key=rank)
 
