@@ -1,7 +1,7 @@
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,9 +26,9 @@ def filter_jit(
     **Arguments:**
 
     - `fn`: a function of any trees. Without it, a decorator is returned.
-    - `in_shardings`: how the arguments are sharded: a tuple with an entry per parameter, a dict by parameter name, or
-        one entry for all. An entry is a [`shardfx.ShardPlan`][], a `Sharding`, a tree or a prefix of one of these, or
-        `None` where JAX is to take an argument as it comes.
+    - `in_shardings`: how the arguments are sharded: a tuple with an entry per positional parameter (the last ones may
+        be left out), a dict by parameter name, or one entry for all. An entry is a [`shardfx.ShardPlan`][], a
+        `Sharding`, a tree or a prefix of one of these, or `None` where JAX is to take an argument as it comes.
     - `out_shardings`: the same for what `fn` returns.
     - `donate`: whose buffers may be reused: "all", "all-except-first", "none", or the positions or names of
         parameters. JAX warns where a donated buffer fits no output; "warn" and "warn-except-first", which Equinox
@@ -107,7 +107,7 @@ class _Jitted:
         self._fn, self._out, self._donate = fn, _resolved(out_shardings), donate
         self._signature = inspect.signature(fn)
         self._in = _by_parameter(in_shardings, self._signature)
-        # One jitted function for each number of positional arguments: jit wants a sharding for each.
+        # One jitted function for each number of arguments and set of keywords: jit wants a sharding for each.
         self._jitted = ft.lru_cache(maxsize=None)(self._compiled_for)
         ft.update_wrapper(self, fn, updated=())
 
@@ -116,18 +116,22 @@ class _Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static, arrays = self._bound(args, kwargs)
-        out, rest = self._jitted(len(arrays) - 2)(static, *arrays)
+        out, rest = self._for(arrays)(static, *arrays)
         return _joined(out, rest)
 
     def lower(self, *args: Any, **kwargs: Any) -> "_Lowered":
         """Traces and lowers the function for arguments, or structs, of these shapes."""
         static, arrays = self._bound(args, kwargs)
-        return _Lowered(self, self._jitted(len(arrays) - 2).lower(static, *arrays))
+        return _Lowered(self, self._for(arrays).lower(static, *arrays))
+
+    def _for(self, arrays: tuple[Any, ...]) -> Any:
+        _, *positional, keywords = arrays
+        return self._jitted(len(positional), tuple(keywords))
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Static, tuple[Any, ...]]:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        self._check(bound.args)
+        self._check(bound)
         arrays, static = _split((self._fn, *bound.args, bound.kwargs))
         try:
             hash(static)
@@ -139,22 +143,24 @@ class _Jitted:
             ) from error
         return static, arrays
 
-    def _check(self, args: tuple[Any, ...]) -> None:
-        for position, (arg, given) in enumerate(zip(args, self._in, strict=False)):
+    def _check(self, bound: inspect.BoundArguments) -> None:
+        positional, keywords = self._in.of(len(bound.args), tuple(bound.kwargs))
+        named = [(f"`{name}`", bound.kwargs[name], given) for name, given in keywords.items()]
+        numbered = [(str(at), arg, given) for at, (arg, given) in enumerate(zip(bound.args, positional, strict=True))]
+        for which, arg, given in (*numbered, *named):
             if isinstance(given, ShardPlan):
                 arrays, _ = _split(arg)
                 if jax.tree.structure(arrays) != jax.tree.structure(given.shardings):
                     raise PlanMismatchError(
-                        f"argument {position} of `{self._name()}` is not the tree that its plan is for "
+                        f"argument {which} of `{self._name()}` is not the tree that its plan is for "
                         f"({_difference(arrays, given.shardings)}); plan the tree that you pass."
                     )
 
     def _name(self) -> str:
         return getattr(self._fn, "__qualname__", type(self._fn).__name__)
 
-    def _compiled_for(self, count: int) -> Any:
-        given = [_resolved(entry) for entry in self._in[:count]]
-        shardings = (None, *given, *[None] * (count - len(given)), None)
+    def _compiled_for(self, count: int, names: tuple[str, ...]) -> Any:
+        shardings = (None, *_resolved(self._in.of(count, names)[0]), _resolved(self._in.of(count, names)[1]))
         donated = _donated(self._donate, self._signature, count)
         # Argument 0 is static, argument 1 the function itself, which may be a module with arrays.
         return jax.jit(
@@ -222,31 +228,62 @@ def _shardings(plan: ShardPlan) -> Any:
     return plan.shardings
 
 
-def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> tuple[Any, ...]:
-    """An entry for each positional parameter; the one of `*args` is the last."""
-    names = list(signature.parameters)
-    if isinstance(in_shardings, dict) and not isinstance(in_shardings, ShardPlan) and set(in_shardings) <= set(names):
-        return tuple(in_shardings.get(name) for name in names)
+class _Entries(NamedTuple):
+    """What `in_shardings` says of each parameter, and of what `*args` and `**kwargs` take."""
+
+    positional: tuple[Any, ...]
+    more: Any
+    keywords: dict[str, Any]
+    others: Any
+
+    def of(self, count: int, names: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """The entries of a call with `count` positional arguments and the keywords `names`."""
+        positional = [*self.positional[:count], *[self.more] * (count - len(self.positional))]
+        return positional, {name: self.keywords.get(name, self.others) for name in names}
+
+
+def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> _Entries:
+    parameters = signature.parameters.values()
+    positional, keywords = _positional(signature), [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    more = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+    if isinstance(in_shardings, dict) and (others is not None or set(in_shardings) <= set(signature.parameters)):
+        rest = {name: entry for name, entry in in_shardings.items() if name not in (*positional, more, others)}
+        given = tuple(in_shardings.get(name) for name in positional)
+        return _Entries(given, in_shardings.get(more), rest, in_shardings.get(others))
     if isinstance(in_shardings, tuple | list):
-        return tuple(in_shardings)
-    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
-    return () if in_shardings is None else (in_shardings,) * (64 if variadic else len(names))
+        if len(in_shardings) > len(positional) and more is None:
+            raise PlanMismatchError(
+                f"`in_shardings` has {len(in_shardings)} entries, but there are {len(positional)} positional "
+                f"parameters ({', '.join(positional)}); give one for each, or name parameters in a dict."
+            )
+        return _Entries(tuple(in_shardings), None, {}, None)
+    return _Entries(
+        (in_shardings,) * len(positional), in_shardings, dict.fromkeys(keywords, in_shardings), in_shardings
+    )
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds]
 
 
 def _donated(donate: Any, signature: inspect.Signature, count: int) -> tuple[int, ...]:
     if donate == "none":
         return ()
     if donate in ("all", "all-except-first", "warn", "warn-except-first"):
-        return tuple(range(3 if donate.endswith("-except-first") else 2, count + 2))
-    names = list(signature.parameters)
+        return tuple(range(3 if donate.endswith("-except-first") else 2, count + 3))
+    names = _positional(signature)
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
-    unknown = [name for name in chosen if isinstance(name, str) and name not in names]
-    if unknown:
-        raise ValueError(
-            f"`donate` names {unknown[0]!r}, which is no parameter ({', '.join(names)}); use those, positions, "
-            '"all", "all-except-first" or "none".'
-        )
-    return tuple(2 + (names.index(name) if isinstance(name, str) else name) for name in chosen)
+    for one in chosen:
+        if one not in names if isinstance(one, str) else one < 0 or (one >= len(names) and not variadic):
+            raise ValueError(
+                f"`donate` names {one!r}, which is no positional parameter ({', '.join(names)}); use those, their "
+                'positions, "all", "all-except-first" or "none".'
+            )
+    positions = [names.index(one) if isinstance(one, str) else one for one in chosen]
+    return tuple(2 + position for position in positions if position < count)
 
 
 def _difference(arrays: Any, shardings: Any) -> str:

@@ -181,7 +181,7 @@ def test_donation():
     assert gone.is_deleted() and not kept.is_deleted()
     filter_jit(lambda a, b: (a + 1, b * 1), donate=0)(kept, jnp.ones(2))
     assert kept.is_deleted()
-    with pytest.raises(ValueError, match="`donate` names 'z', which is no parameter \\(a, b\\)"):
+    with pytest.raises(ValueError, match="`donate` names 'z', which is no positional parameter \\(a, b\\)"):
         filter_jit(lambda a, b: a, donate="z")(X, X)
 
 
@@ -213,3 +213,34 @@ def test_errors():
         filter_jit(lambda t: t, in_shardings=(params,))({"w": X})
     with pytest.raises(LeafTypeError, match="holds set {'a'}, which is no array and cannot be hashed"):
         filter_jit(lambda t: t)({"a"})
+
+
+def test_keyword_only_and_variadic_parameters_are_sharded_too():
+    params, _, batch = plans(AxisType.Auto)
+    data = {"x": X, "y": X}
+    wanted = P(("data",))
+
+    def spec(out):
+        return specs_of(out)["x"]
+
+    assert spec(filter_jit(lambda a, *, b: b, in_shardings={"b": batch})(1, b=data)) == wanted
+    assert spec(filter_jit(lambda *, b, c=1: b, in_shardings=batch.shardings)(b=data, c=data)) == wanted
+    assert spec(filter_jit(lambda *args: args[2], in_shardings=batch)(data, data, data)) == wanted
+    assert spec(filter_jit(lambda a, *args: args[1], in_shardings={"args": batch})(1, data, data)) == wanted
+    assert spec(filter_jit(lambda **named: named["z"], in_shardings={"z": batch})(y=2, z=data)) == wanted
+    assert spec(filter_jit(lambda **named: named["z"], in_shardings={"named": batch})(z=data)) == wanted
+    loose = filter_jit(lambda a, *, b: (a, b), in_shardings=(batch,))(data, b=jnp.ones(3))
+    assert spec(loose[0]) == wanted and specs_of(loose[1]) == P()
+    with pytest.raises(PlanMismatchError, match="argument `b` of .* is not the tree that its plan is for"):
+        filter_jit(lambda *, b: b, in_shardings={"b": batch})(b={"x": X})
+
+
+def test_more_entries_than_parameters_are_an_error():
+    params, _, batch = plans(AxisType.Auto)
+    with pytest.raises(
+        PlanMismatchError, match=r"has 2 entries, but there are 1 positional parameters \(a\); give one"
+    ):
+        filter_jit(lambda a: a, in_shardings=(params, batch))
+    for position in (1, -1):
+        with pytest.raises(ValueError, match=f"`donate` names {position}, which is no positional parameter"):
+            filter_jit(lambda a: a, donate=position)(jnp.ones(2))
