@@ -227,6 +227,11 @@ def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
     assert topology.mean_hops(order, 2, box) == (0.0 if last == 1 else 1.0)
 
 
+def test_a_second_axis_takes_a_dimension_of_its_own():
+    order = topology.torus_order((8, 8, 8), (128, 2, 2))
+    assert topology.mean_hops(order, 1, (8, 8, 8)) == topology.mean_hops(order, 2, (8, 8, 8)) == 1.0
+
+
 def test_torus_order_needs_all_devices():
     with pytest.raises(MeshError, match=r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4"):
         topology.torus_order((2, 2), (2, 3))
