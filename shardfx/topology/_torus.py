@@ -87,7 +87,8 @@ def torus_order(
 
     **Arguments:**
 
-    - `bounds`: the extents of the torus.
+    - `bounds`: the extents of the torus; the last dimension is that of the cores, as in
+        [`shardfx.topology.bounds`][].
     - `sizes`: the sizes of the mesh axes, slowest first; their product is that of `bounds`.
     - `closed`: which dimensions join at their ends; none if not given.
 
