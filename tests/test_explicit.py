@@ -1,0 +1,213 @@
+"""The same program under Auto, Explicit and mixed axes, with and without an ambient mesh, equals one device's."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import shardfx
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, constrain, filter_jit, gather, plan, shard, specs_of
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+KINDS = [dict(zip(SIZES, kinds, strict=True)) for kinds in itertools.product([AUTO, EXPLICIT], repeat=3)]
+
+
+def name_of(kinds: dict[str, AxisType]) -> str:
+    return "".join("E" if kind is EXPLICIT else "a" for kind in kinds.values())
+
+
+# Every kind alone; under an ambient mesh the plain ones and two that are mixed.
+CASES = [(kinds, False) for kinds in KINDS] + [(KINDS[at], True) for at in (0, 2, 5, 7)]
+EVERY_CASE = pytest.mark.parametrize(
+    "kinds, ambient", CASES, ids=[name_of(kinds) + (" set_mesh" if ambient else "") for kinds, ambient in CASES]
+)
+SOME_KINDS = pytest.mark.parametrize("kinds", [KINDS[at] for at in (0, 2, 5, 7)], ids=name_of)
+AXES = AxisRules(
+    [
+        ("batch", ("data", "fsdp")),
+        ("heads", "tensor"),
+        ("joined_heads", "tensor"),
+        ("mlp", "tensor"),
+        ("embed", "fsdp"),
+    ],
+    units={"joined_heads": 8},
+)
+
+
+class Block(eqx.Module):
+    """Grouped-query attention of 4 heads over 2 of 8 elements each, and a gated feed-forward block."""
+
+    activation: Callable[..., Any]
+    query: jax.Array = shardfx.field(names=("embed", "joined_heads"))
+    key: jax.Array = shardfx.field(names=("embed", "joined_heads"))
+    value: jax.Array = shardfx.field(names=("embed", "joined_heads"))
+    out: jax.Array = shardfx.field(names=("joined_heads", "embed"))
+    up: jax.Array = shardfx.field(names=("embed", "mlp"))
+    down: jax.Array = shardfx.field(names=("mlp", "embed"))
+
+    def __init__(self, key: jax.Array):
+        def make(seed: int, *shape: int) -> jax.Array:
+            return jax.random.normal(jax.random.fold_in(key, seed), shape) / math.sqrt(shape[0])
+
+        self.query, self.key, self.value = make(0, 16, 32), make(1, 16, 16), make(2, 16, 16)
+        self.out, self.up, self.down = make(3, 32, 16), make(4, 16, 24), make(5, 24, 16)
+        self.activation = jax.nn.silu
+
+    def __call__(self, x: jax.Array, say: Callable[..., Any]) -> jax.Array:
+        """`x`: batch, position, embed. Every weight is gathered along what it contracts."""
+        batch, length, _ = x.shape
+
+        def heads(weight: jax.Array, count: int) -> jax.Array:
+            y = x @ say(weight, None, "joined_heads")
+            return say(say(y, "batch", None, "joined_heads").reshape(batch, length, count, 8), "batch", None, "heads")
+
+        query, key, value = heads(self.query, 4), heads(self.key, 2), heads(self.value, 2)
+        query = say(query.reshape(batch, length, 2, 2, 8), "batch", None, "heads")
+        scores = jax.nn.softmax(jnp.einsum("bqkgd,bskd->bkgqs", query, key) / 8, axis=-1)
+        mixed = say(jnp.einsum("bkgqs,bskd->bqkgd", scores, value), "batch")
+        x = x + say(mixed.reshape(batch, length, 32), "batch") @ say(self.out)
+        hidden = say(self.activation(x @ say(self.up, None, "mlp")), "batch", None, "mlp")
+        return say(x + say(hidden, "batch") @ say(self.down), "batch")
+
+
+X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
+
+
+def plans(kinds: dict[str, AxisType]) -> tuple[ShardPlan, ShardPlan]:
+    mesh = MeshSpec(SIZES, axis_types=kinds).build(jax.devices())
+    structs = eqx.filter_eval_shape(Block, jax.random.key(0))
+    return plan(structs, mesh, axes=AXES), plan(X, mesh, names=("batch", None, None), axes=AXES)
+
+
+def saying(made: ShardPlan | None) -> Callable[..., Any]:
+    """Constrains an array by names; on one device says nothing."""
+    return lambda x, *names: x if made is None else constrain(x, names, made)
+
+
+def loss_of(block: Block, x: jax.Array, made: ShardPlan | None) -> jax.Array:
+    return jnp.mean(block(x, saying(made)) ** 2)
+
+
+def ambience(mesh: Mesh | None, ambient: bool) -> contextlib.AbstractContextManager[Any]:
+    return jax.set_mesh(mesh) if ambient and mesh is not None else contextlib.nullcontext()
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[Any, Any]:
+    block = Block(jax.random.key(0))
+    loss, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss_of))(block, jnp.asarray(X), None)
+    return gather(loss), gather(grads)
+
+
+def assert_same(one: Any, two: Any) -> None:
+    """Equal but for the order of sums: 1e-6 of the largest element."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert np.allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+
+
+@EVERY_CASE
+def test_a_transformer_block_and_its_gradient_equal_one_device(kinds, ambient, expected):
+    params, batch = plans(kinds)
+    with ambience(params.jax_mesh, ambient):
+        block = filter_jit(Block, out_shardings=params)(jax.random.key(0))
+        step = filter_jit(
+            eqx.filter_value_and_grad(loss_of), in_shardings=(params, batch), out_shardings=(None, params)
+        )
+        loss, grads = step(block, shard(X, batch), params)
+        assert specs_of(eqx.filter(block, eqx.is_array)).query == P("fsdp", "tensor")
+        assert specs_of(eqx.filter(grads, eqx.is_array)).down == P("tensor", "fsdp")
+        found = gather((loss, eqx.filter(grads, eqx.is_array)))
+    assert_same(found, expected)
+
+
+# --- constrain under every transformation
+
+
+W = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+
+
+def tiny(kinds: dict[str, AxisType]) -> ShardPlan:
+    mesh = MeshSpec(SIZES, axis_types=kinds).build(jax.devices())
+    return plan({"w": W}, mesh, paths=PathRules([("w", P("data", "tensor"))]), axes=AXES)
+
+
+def scanned(say: Callable[..., Any], x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda carry, _: (say(jnp.sin(carry), "batch", "mlp"), None), say(x, "batch", "mlp"), None, 3)[
+        0
+    ]
+
+
+def remat(say: Callable[..., Any], x: jax.Array) -> jax.Array:
+    return jax.checkpoint(lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch"))(x)
+
+
+def branched(say: Callable[..., Any], x: jax.Array) -> jax.Array:
+    return jax.lax.cond(
+        x.sum() > 0, lambda x: say(x * 2, "batch", "mlp"), lambda x: say(x * 3, "batch", "mlp"), say(x, "batch", "mlp")
+    )
+
+
+def looped(say: Callable[..., Any], x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, 3, lambda _, x: say(jnp.cos(x), "batch", "mlp"), say(x, "batch", "mlp"))
+
+
+def mapped(say: Callable[..., Any], x: jax.Array) -> jax.Array:
+    return jax.vmap(lambda row: say(jnp.sin(row), "mlp"))(x)
+
+
+def made_inside(say: Callable[..., Any], x: jax.Array) -> jax.Array:
+    return say(jnp.arange(16.0), "mlp") + say(x, "batch", "mlp")
+
+
+PROGRAMS = [scanned, remat, branched, looped, mapped, made_inside]
+
+
+@SOME_KINDS
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_constrain_under_transformations_changes_no_value_and_no_gradient(kinds, program):
+    made = tiny(kinds)
+    w = shard({"w": W}, made)["w"]
+
+    def run(w, say):
+        return jax.value_and_grad(lambda w: (program(say, w) ** 2).sum())(w)
+
+    found = jax.jit(lambda w: run(w, saying(made)))(w)
+    assert_same(gather(found), gather(jax.jit(lambda w: run(w, saying(None)))(jnp.asarray(W))))
+
+
+# --- six devices, odd sizes
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT, {"data": EXPLICIT}], ids=["auto", "explicit", "mixed"])
+def test_sizes_that_no_power_of_two_divides_on_two_by_three_devices(types):
+    mesh = MeshSpec({"data": 2, "tensor": 3}, axis_types=types).build(jax.devices()[:6])
+    tree = {"embed": X.reshape(-1)[:711].reshape(237, 3), "odd": X.reshape(-1)[:35].reshape(7, 5), "bias": X[0, 0, :6]}
+    rules = PathRules([("embed", P(("data", "tensor"))), ("odd", P("data", "tensor")), ("bias", P(("tensor", "data")))])
+    made = plan(tree, mesh, paths=rules)
+    assert made.specs == {"embed": P("tensor"), "odd": P(), "bias": P(("tensor", "data"))}
+    placed = shard(tree, made)
+    assert specs_of(placed) == made.specs
+    assert [len(leaf.addressable_shards) for leaf in jax.tree.leaves(placed)] == [6, 6, 6]
+
+    def twice(tree):
+        return jax.tree.map(lambda x: constrain(2 * x, P("tensor"), made), tree)
+
+    doubled = filter_jit(twice, in_shardings=(made,), out_shardings=made)(placed)
+    assert specs_of(doubled) == made.specs
+    assert all(np.array_equal(2 * a, b) for a, b in zip(*map(jax.tree.leaves, (tree, gather(doubled))), strict=True))
+
+
+def test_plans_for_other_axis_types_are_other_plans():
+    made = [tiny(kinds) for kinds in KINDS]
+    assert len({one.digest for one in made}) == len(KINDS)
+    assert all(one.specs == made[0].specs for one in made)
