@@ -29,8 +29,8 @@ def correct(
 
     **Arguments:**
 
-    - `spec`: the PartitionSpec that is asked for. Fewer entries than dimensions leave the rest replicated; more are an error
-        unless the extra ones are `None`.
+    - `spec`: the PartitionSpec that is asked for. Fewer entries than dimensions leave the rest replicated; more are
+        an error unless the extra ones are `None`.
     - `shape`: the shape of the array.
     - `mesh`: any mesh; only its axis names, sizes and types are read.
     - `units`: one int per dimension: a dimension of `n * unit` elements is only cut between units.
