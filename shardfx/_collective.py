@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -33,8 +34,8 @@ class Choice:
 
     **Arguments:**
 
-    - `how`: "none" if every device holds its piece already, or there are no elements; "xla" if XLA's own program stays within the bound
-        and moves no more bytes than the steps; else "steps".
+    - `how`: "none" if every device holds its piece already, or there are no elements; "xla" if XLA's own program
+        stays within the bound and moves no more bytes than the steps; else "steps".
     - `plan`: what the planner says.
     - `xla_temp_bytes`, `xla_wire_bytes`: of XLA's program, `None` where it was not compiled.
     """
@@ -87,7 +88,7 @@ def move_group(
         return []
     first = xs[0]
     _require_movable(first.dtype)
-    if isinstance(first, jax.core.Tracer):
+    if isinstance(first, Tracer):
         return [_traced(x, dst, src) for x in xs]
     run = live_program(first.shape, first.dtype, _source_of(first), dst, donate)
     return [run(x) for x in xs]

@@ -115,8 +115,8 @@ class _Side:
     def index(self, axes: tuple[int, ...]) -> np.ndarray:
         """Which piece of a dimension cut by `axes` each device holds; from that of the axes but the last."""
         if axes not in self._index:
-            outer = self.index(axes[:-1]) * np.int32(self.sizes[axes[-1]]) if len(axes) > 1 else 0
-            self._index[axes] = outer + self.coordinates[axes[-1]]
+            *outer, last = axes
+            self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
         return self._index[axes]
 
     def tiles(self, dims: Dims) -> np.ndarray:
