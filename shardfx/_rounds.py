@@ -143,7 +143,8 @@ def exchange(
     blocks = []
     for device in here:
         if device not in shards:
-            blocks.append(_filler(block, np.dtype(dtype), device))
+            # The program has one shape for all, so a device that holds nothing of the source puts in zeros.
+            blocks.append(jnp.zeros(block, dtype, device=device))
         else:
             blocks.append(shards[device] if made.source_shape else shards[device].reshape(1))
     whole = (len(made.devices) * block[0], *block[1:])
@@ -157,11 +158,6 @@ def exchange(
     if not made.target_shape:
         mine = [part.reshape(()) for part in mine]
     return jax.make_array_from_single_device_arrays(shape, sharding, mine, dtype=dtype)
-
-
-def _filler(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> jax.Array:
-    """What a device that holds nothing of the source puts in: the program has one shape for all."""
-    return jax.device_put(np.zeros(shape, dtype), device)
 
 
 def _joined(shape: tuple[int, ...]) -> tuple[int, ...]:
