@@ -44,6 +44,8 @@ ROOT = Path(__file__).parent.parent
 MESHES = [
     (("a", 8),),
     (("a", 2), ("b", 2), ("c", 2)),
+    (("a", 2), ("b", 2), ("c", 2)),
+    (("b", 4), ("a", 2)),
     (("a", 2), ("b", 3)),
     (("a", 3), ("b", 1), ("c", 2)),
     (("a", 1), ("b", 7)),
@@ -56,6 +58,9 @@ ENTRIES = st.one_of(
     st.just(()),
     st.sampled_from(["a", "b", "c", "gone"]),
     st.lists(st.sampled_from(["a", "b", "c", "gone"]), max_size=4).map(tuple),
+    # Often several that could all be used, so that choosing between equals is tried.
+    st.permutations(["a", "b", "c"]).map(tuple),
+    st.permutations(["a", "b", "c"]).map(tuple),
 )
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 24, 30]), max_size=4).map(tuple)
 
