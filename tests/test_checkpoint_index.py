@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import MeshSpec, PathRules, UnknownPathError, checkpoint
 from shardfx._errors import CheckpointError
+from shardfx.checkpoint import _safetensors
 from shardfx.checkpoint._files import inside, opened, place
 from shardfx.checkpoint._safetensors import DTYPES, parse_header
 
@@ -293,3 +294,20 @@ def test_reading_headers_reads_no_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", lambda fd, count, at: (read.append(count), pread(fd, count, at))[1])
     checkpoint.structs(checkpoint.read_index(tmp_path))
     assert sum(read) < 1000
+
+
+def test_a_header_that_the_format_does_not_allow_is_not_written(monkeypatch):
+    monkeypatch.setattr(_safetensors, "HEADER_LIMIT_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"a safetensors header of \d+ bytes is over the format's limit"):
+        _safetensors.write_header([("w" * 100, "F32", (1,), 4)], {})
+
+
+def test_a_written_header_is_read_as_it_was_meant():
+    rows = [("a/ü", "F32", (2, 3), 24), ("b", "U8", (0,), 0), ("c", "BF16", (), 2)]
+    data, offsets = _safetensors.write_header(rows, {"k": "v"})
+    assert len(data) % 64 == 0
+    header = parse_header(data[8:], 26, "x")
+    assert [(t.name, t.stored, t.shape, t.nbytes, t.offset) for t in header.tensors] == [
+        (*row, offset) for row, offset in zip(rows, offsets, strict=True)
+    ]
+    assert header.metadata == {"k": "v"}

@@ -265,3 +265,12 @@ def test_the_import_needs_no_store_library():
     code = f"import sys; import shardfx.checkpoint; print(sorted({libraries} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b'{"tree_metadata": 3}', b'{"tree_metadata": {"a": {}}}'])
+def test_damaged_orbax_metadata(tmp_path, content):
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "c", {"w": jnp.ones(8)})
+    (tmp_path / "c" / "_METADATA").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read|has no `tree_metadata`|no valid JSON"):
+        checkpoint.read_index(tmp_path / "c")

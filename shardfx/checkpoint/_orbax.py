@@ -9,7 +9,7 @@ import numpy as np
 from .._errors import CheckpointError
 from . import _stores as stores
 from ._entry import ArrayEntry
-from ._files import Place, inside, require_tree_inside
+from ._files import Place, inside, read_json, require_tree_inside
 
 
 METADATA = "_METADATA"
@@ -30,14 +30,19 @@ def entries(where: Place) -> tuple[ArrayEntry, ...]:
     """The arrays of an Orbax PyTree checkpoint; paths are its keys joined by "/"."""
     import orbax.checkpoint as ocp
 
-    inside(where, METADATA)
+    real = inside(where, METADATA)
+    content = read_json(where, real)
+    rows = content.get("tree_metadata") if isinstance(content, dict) else None
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise CheckpointError(f"{real!r} has no `tree_metadata` that describes arrays; it is damaged, or not Orbax's.")
     require_tree_inside(where, where.directory)
     try:
         with ocp.PyTreeCheckpointer() as reader:
             found = reader.metadata(where.directory)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        tree = found.item_metadata.tree
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+        # Orbax believes what the file says, and fails in as many ways as that can be wrong.
         raise stores.unreadable(where.directory, error) from error
-    tree = found.item_metadata.tree
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     database = os.path.isfile(os.path.join(where.directory, stores.OCDBT_MANIFEST))
     return tuple(_entry(where, path, leaf, database, found.item_metadata.use_zarr3) for path, leaf in leaves)

@@ -46,11 +46,9 @@ def _memory(nbytes: int) -> np.ndarray:
         raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         return raw[start : start + nbytes]
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Large pages make first touching the memory several times cheaper; a kernel without them refuses.
-    with contextlib.suppress(OSError, AttributeError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8)
+    # Not numpy's own memory: of that it asks for large pages, which cost three times as much to touch first on virtual
+    # machines whose host takes back the large blocks that the guest has free.
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 class Files:

@@ -116,7 +116,7 @@ def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
     """The error for what a library could not read; its own text may be many lines long."""
-    return CheckpointError(f"checkpoint {what!r} cannot be read: {str(error).splitlines()[0][:300]}")
+    return CheckpointError(f"checkpoint {what!r} cannot be read: {(str(error) or repr(error)).splitlines()[0][:300]}")
 
 
 def read_into(entry: ArrayEntry, boxes: Sequence[tuple[tuple[int, int], ...]], targets: Sequence[np.ndarray]) -> int:
