@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from ._factors import World, levels
+from ._factors import World, coordinates, levels, primes
 from ._layout import Layout, piece_index
 
 
@@ -39,11 +39,16 @@ class Path:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """A move to plan: `room` bounds how often each dimension can be cut; two worlds, the ends in their layouts."""
+    """A move to plan: `room` bounds how often each dimension can be cut; two worlds, the ends in their layouts.
+
+    `reorder` lets the search permute the factors of a dimension before its other steps too. Only where factors of
+    different sizes block each other is that of use.
+    """
 
     room: tuple[int, ...]
     ours: World
     theirs: World
+    reorder: bool = False
 
 
 def missing(ours: World, theirs: World) -> Fraction:
@@ -83,6 +88,8 @@ class _Side:
 
     def __init__(self, problem: Problem, world: World, goal: World, forward: bool):
         self.room, self.world, self.goal, self.forward = problem.room, world, goal, forward
+        self.reorder = problem.reorder and forward
+        self.crossing = _Crossing(problem.ours, problem.theirs)
         self.sizes = world.layout.sizes
         self.weights = world.layout.weights or (1.0,) * len(self.sizes)
         self.floor = min(self.weights, default=1.0)
@@ -172,6 +179,8 @@ class _Side:
 
     def neighbours(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
         yield from self._cuts(dims)
+        if self.reorder:
+            yield from self._reordered(dims)
         for after, group in _exchanges(dims, self.home):
             if all(room % self.count(axes) == 0 for room, axes in zip(self.room, after, strict=True)):
                 yield after, self.exchange_cost(dims, group) + _STEP
@@ -188,6 +197,14 @@ class _Side:
             for dim, axes in enumerate(dims):
                 if self.room[dim] % (self.count(axes) * size) == 0:
                     yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), cost + _STEP
+
+    def _reordered(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
+        """One factor of a dimension permuted to its end."""
+        share = 1 / math.prod(self.counts(dims))
+        for dim, axes in enumerate(dims):
+            for place in range(len(axes) - 1):
+                after = (*dims[:dim], (*axes[:place], *axes[place + 1 :], axes[place]), *dims[dim + 1 :])
+                yield after, self.crossing.cost(self.tiles(dims), self.tiles(after), share)
 
     def exchange_cost(self, dims: Dims, group: tuple[int, ...]) -> float:
         pieces, left, cost = math.prod(self.counts(dims)), 1.0, 0.0
@@ -284,8 +301,10 @@ def search(problem: Problem, *, most: int | None = None) -> Path:
     ends = (problem.ours.layout.counts, problem.theirs.layout.counts)
     narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, *ends)))
     path, cost, looked = _explore(narrow, most, math.inf)
-    if narrow.room != problem.room and (looked < most or path is None):
-        better, _, _ = _explore(problem, most - looked, cost)
+    mixed = len(dict.fromkeys(prime for size in problem.ours.layout.sizes for prime in primes(size))) > 1
+    wide = dataclasses.replace(problem, reorder=mixed)
+    if path is None or ((mixed or narrow.room != problem.room) and looked < most):
+        better, _, _ = _explore(wide, most - looked, cost)
         path = better or path
     if path is None:
         raise AssertionError("slices, exchanges and gathers lead everywhere; please report this move")
@@ -301,7 +320,6 @@ def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, fl
     """The best path cheaper than `limit`, its cost, and how many layouts were looked at."""
     ahead = _Side(problem, problem.ours, problem.theirs, True)
     back = _Side(problem, problem.theirs, problem.ours, False)
-    crossing = _Crossing(problem.ours, problem.theirs)
     best = _Join(limit, None, None)
     ahead.push(problem.ours.layout.dims, 0.0, None, limit)
     back.push(problem.theirs.layout.dims, 0.0, None, limit)
@@ -310,13 +328,13 @@ def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, fl
         _, estimate, _, dims = heapq.heappop(side.heap)
         if side.cost[dims] + estimate >= best.cost - _SLACK or dims in side.settled:
             continue
-        _settle(dims, side, ahead, back, crossing, best)
+        _settle(dims, side, ahead, back, best)
         for after, extra in side.neighbours(dims):
             side.push(after, side.cost[dims] + extra, dims, best.cost)
             if best.cost < math.inf and ahead.seen + back.seen > most:
                 break
         looked = ahead.seen + back.seen
-        if best.cost == math.inf and looked > most // 2 and side.haste == 1.0:
+        if best.ours is None and limit == math.inf and looked > most // 2 and side.haste == 1.0:
             ahead.hurry(_HASTE)
             back.hurry(_HASTE)
         if looked > most and best.cost < math.inf:
@@ -324,7 +342,7 @@ def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, fl
     return _path(problem, ahead, back, best), best.cost, ahead.seen + back.seen
 
 
-def _settle(dims: Dims, side: _Side, ahead: _Side, back: _Side, crossing: "_Crossing", best: _Join) -> None:
+def _settle(dims: Dims, side: _Side, ahead: _Side, back: _Side, best: _Join) -> None:
     """Joins a layout of one side to all those of the other side that a permutation can make of it."""
     side.settled.add(dims)
     counts, cost = side.counts(dims), side.cost[dims]
@@ -335,7 +353,7 @@ def _settle(dims: Dims, side: _Side, ahead: _Side, back: _Side, crossing: "_Cros
         if total >= best.cost - _SLACK:
             continue
         u, v = (dims, match) if side is ahead else (match, dims)
-        total += crossing.cost(ahead.tiles(u), back.tiles(v), 1 / math.prod(counts))
+        total += side.crossing.cost(ahead.tiles(u), back.tiles(v), 1 / math.prod(counts))
         if total < best.cost - _SLACK:
             best.cost, best.ours, best.theirs = total, u, v
 
@@ -369,29 +387,40 @@ def _path(problem: Problem, ahead: _Side, back: _Side, best: _Join) -> Path | No
     last = [best.theirs]
     while last[-1] in back.parent:
         last.append(back.parent[last[-1]])
-    steps = [*_steps(problem.ours, first[::-1])]
-    u, v = (
-        World(dataclasses.replace(world.layout, dims=dims), world.coordinates)
-        for world, dims in ((problem.ours, best.ours), (problem.theirs, best.theirs))
+    ahead_of, behind = (
+        [dataclasses.replace(world.layout, dims=dims) for dims in states]
+        for world, states in ((problem.ours, first[::-1]), (problem.theirs, last))
     )
-    moving = float((ahead.tiles(best.ours) != back.tiles(best.theirs)).mean())
-    if moving:
-        count = round(moving * u.layout.size)
-        steps.append(("permute", u.layout, v.layout, Fraction(count, u.layout.size * u.layout.pieces)))
-    steps += _steps(problem.theirs, last)
-    return Path(problem.ours.layout, problem.theirs.layout, tuple(_fused(steps)))
+    raw = [(_kind(*ends), *ends) for ends in it.pairwise(ahead_of)]
+    raw.append(("permute", ahead_of[-1], behind[0]))
+    raw += [(_kind(*ends), *ends) for ends in it.pairwise(behind)]
+    steps: list[PathStep] = []
+    for kind, before, after in raw:
+        if steps and kind == steps[-1][0] and _fusible(kind, steps[-1], before, after):
+            before = steps.pop()[1]
+        share = _share(kind, before, after, problem.ours.layout)
+        if share or kind != "permute":
+            steps.append((kind, before, after, share))
+    return Path(problem.ours.layout, problem.theirs.layout, tuple(steps))
 
 
-def _steps(world: World, states: list[Dims]) -> Iterator[PathStep]:
-    layouts = [dataclasses.replace(world.layout, dims=dims) for dims in states]
-    for before, after in zip(layouts, layouts[1:], strict=False):
-        if after.pieces > before.pieces:
-            yield "slice", before, after, Fraction(0)
-        elif after.pieces < before.pieces:
-            yield "all_gather", before, after, Fraction(1, after.pieces) - Fraction(1, before.pieces)
-        else:
-            group = math.prod(before.sizes[factor] for factor in _changed(before, after))
-            yield "all_to_all", before, after, Fraction(group - 1, group * before.pieces)
+def _kind(before: Layout, after: Layout) -> StepKind:
+    if after.pieces != before.pieces:
+        return "slice" if after.pieces > before.pieces else "all_gather"
+    return "all_to_all" if _changed(before, after) else "permute"
+
+
+def _share(kind: StepKind, before: Layout, after: Layout, like: Layout) -> Fraction:
+    """What enters a device in one step, as a mean share of the array."""
+    if kind == "slice":
+        return Fraction(0)
+    if kind == "all_gather":
+        return Fraction(1, after.pieces) - Fraction(1, before.pieces)
+    if kind == "all_to_all":
+        group = math.prod(before.sizes[factor] for factor in _changed(before, after))
+        return Fraction(group - 1, group * before.pieces)
+    have, want = (World(end, coordinates(end, like)).held() for end in (before, after))
+    return Fraction(int((have != want).sum()), len(have) * before.pieces)
 
 
 def _changed(before: Layout, after: Layout) -> list[int]:
@@ -399,23 +428,15 @@ def _changed(before: Layout, after: Layout) -> list[int]:
     return [f for f in range(len(before.sizes)) if places[0].get(f) != places[1].get(f)]
 
 
-def _fused(steps: list[PathStep]) -> list[PathStep]:
-    """Joins what is one operation: slices in a row, and gathers of one dimension along axes of one weight."""
-    out: list[PathStep] = []
-    for step in steps:
-        if out and step[0] == out[-1][0] and _fusible(out[-1], step):
-            kind, source, _, share = out.pop()
-            step = (kind, source, step[2], share + step[3])
-        out.append(step)
-    return out
+def _fusible(kind: StepKind, earlier: PathStep, before: Layout, after: Layout) -> bool:
+    """Whether a step and the one before it, of one kind, are one operation.
 
-
-def _fusible(first: PathStep, second: PathStep) -> bool:
-    if first[0] == "slice":
-        return True
-    if first[0] != "all_gather":
-        return False
-    factors = [*_changed(first[1], first[2]), *_changed(second[1], second[2])]
-    weights = [first[1].weights[factor] if first[1].weights else 1.0 for factor in factors]
-    dims = [dim for step in (first, second) for dim, axes in enumerate(step[1].dims) if axes != step[2].dims[dim]]
+    Gathers are if they join one dimension along axes of one weight.
+    """
+    if kind != "all_gather":
+        return kind != "all_to_all"
+    factors = [*_changed(earlier[1], earlier[2]), *_changed(before, after)]
+    weights = [before.weights[factor] if before.weights else 1.0 for factor in factors]
+    pairs = [*zip(earlier[1].dims, earlier[2].dims, strict=True), *zip(before.dims, after.dims, strict=True)]
+    dims = [index % len(before.dims) for index, (axes, kept) in enumerate(pairs) if axes != kept]
     return len(dict.fromkeys(weights)) == 1 and len(dict.fromkeys(dims)) == 1

@@ -104,6 +104,23 @@ def test_any_ranks_factors_orders_and_empty_dimensions(move):
     check(shape, src, dst)
 
 
+@pytest.mark.parametrize(
+    "shape, src, dst",
+    [
+        ((1, 15, 10), Layout((5, 2, 3), ((), (0, 2), (1,))), Layout((10, 3), ((), (1,), (0,)))),
+        ((12, 15), Layout((12, 5), ((0,), (1,))), Layout((15, 4), ((), (0,)))),
+        ((20, 6), Layout((5, 3, 4), ((2, 0), (1,))), Layout((2, 3, 10), ((2,), (0, 1)))),
+        (
+            (6, 10),
+            Layout((10, 3), ((), (0,)), tuple(range(30))),
+            Layout((5, 2, 3), ((1, 2), ()), tuple(range(30))[::-1]),
+        ),
+    ],
+)
+def test_factors_that_block_each_other_are_permuted_first(shape, src, dst):
+    check(shape, src, dst)
+
+
 def binary(end: Layout) -> Layout:
     """`end` with every axis split into factors of 2."""
     start = np.cumsum([0, *[size.bit_length() - 1 for size in end.sizes]])
