@@ -135,7 +135,7 @@ def assemble(
         built = _freeing(plan, np.dtype(dtype), shards, free)
     if len(built) == 1:
         return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)
-    buffers = dict(zip(plan.targets, built, strict=True))
+    buffers = dict(zip(plan.targets, built, strict=True))  # JAX asks once per device, by index
     return jax.make_array_from_callback(shape, sharding, lambda index: buffers[as_box(index or (), shape)], dtype=dtype)
 
 

@@ -15,7 +15,7 @@ from ._errors import LeafTypeError, MeshError, SpecError
 from ._redistribute import Redistribution, layout, redistribute
 from ._sliced import Slices, sliced, slices_of
 from ._spec import array_bytes, bits, entries_of, shard_counts
-from ._transfer import Transfer, lost_text, transfer, transfer_of
+from ._transfer import Transfer, carry_out, lost_text, transfer_of
 
 
 How = Literal["in place", "relabel", "memory kind", "steps", "host", "rounds", "pieces"]
@@ -126,7 +126,7 @@ def apply(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: int | 
 
     The moved array.
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if x.dtype != move.dtype:  # typed PRNG keys: their data move
         data = apply(move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if move.how == "in place":
@@ -144,7 +144,7 @@ def apply(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: int | 
         return sliced(x, move.dst, how, ft.partial(apply, part, donate=True), donate=donate)
     if move.transfer is None:
         return move_group([x], _named(move.dst), src=_named(move.src), donate=donate)[0]
-    return transfer(x, move.dst, lost=move.lost, donate=donate, way=move.transfer.way)
+    return carry_out(move.transfer, x, donate)
 
 
 def require_movable(shape: tuple[int, ...], dtype: Any, dst: Sharding) -> None:

@@ -33,6 +33,7 @@ class Transfer:
     - `devices`: the devices of both sides, those of the source first.
     - `shape`, `dtype`: of the array.
     - `source`, `sharding`: before and afterwards.
+    - `lost`: devices whose shards are not to be read.
     """
 
     way: Way
@@ -42,6 +43,12 @@ class Transfer:
     dtype: Any
     source: Sharding
     sharding: Sharding
+    lost: tuple[Any, ...] = ()
+
+    @ft.cached_property
+    def everything_is_here(self) -> bool:
+        """Whether JAX itself could do it: no shard is lost, or on another process."""
+        return not self.lost and self.source.is_fully_addressable and self.sharding.is_fully_addressable
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -122,7 +129,7 @@ def transfer_of(
         {index: device.process_index for index, device in enumerate(devices)},
     )
     made = way or _way(tiles, devices)
-    return Transfer(made, tiles, devices, shape, dtype, src, dst)
+    return Transfer(made, tiles, devices, shape, dtype, src, dst, lost)
 
 
 def transfer(
@@ -152,22 +159,28 @@ def transfer(
     made = transfer_of(x.shape, x.dtype, x.sharding, dst, lost, way)
     if made.tiles.missing:
         raise MeshError(f"an array of shape {x.shape}: {lost_text(made)}; load it from a checkpoint.")
-    if x.weak_type and not lost:
-        return jax.device_put(x, dst)
+    return carry_out(made, x, donate)
+
+
+def carry_out(made: Transfer, x: jax.Array, donate: bool = False) -> jax.Array:
+    """Moves one array of the kind that a Transfer was planned for."""
+    if x.weak_type and made.everything_is_here:
+        return jax.device_put(x, made.sharding, donate=donate)
     if not made.tiles.tiles:
         return _empty(x, made, donate)
     if made.way == "host":
         return _by_host(x, made, donate)
-    carry_out = _by_rounds if made.way == "rounds" else _by_pieces
-    inside, there = _in_device_memory(made.source), _in_device_memory(dst)
-    if inside is made.source and there is dst:
-        return carry_out(x, made, donate)
+    run = _by_rounds if made.way == "rounds" else _by_pieces
+    inside, there = _in_device_memory(made.source), _in_device_memory(made.sharding)
+    if inside is made.source and there is made.sharding:
+        return run(x, made, donate)
     # These two compute on devices, so that host memory at either end is left and entered in the same layout.
     given, x = x, x if inside is made.source else jax.device_put(x, inside)
-    result = carry_out(x, transfer_of(x.shape, x.dtype, inside, there, lost, made.way), donate or x is not given)
+    within = transfer_of(made.shape, made.dtype, inside, there, made.lost, made.way)
+    result = run(x, within, donate or x is not given)
     if donate and x is not given:
         given.delete()
-    return result if there is dst else jax.device_put(result, dst)
+    return result if there is made.sharding else jax.device_put(result, made.sharding)
 
 
 def lost_text(made: Transfer) -> str:
