@@ -192,7 +192,8 @@ def _encode_structure(treedef: Any, seen: dict[Any, Any]) -> Any:
     if data is None:
         return "leaf" if treedef.num_leaves else None
     if treedef not in seen:  # layers and experts repeat: one value stands for all that are alike
-        seen[treedef] = _encode_node(*data, [_encode_structure(child, seen) for child in treedef.children()])
+        kind, aux = data
+        seen[treedef] = _encode_node(kind, aux, [_encode_structure(child, seen) for child in treedef.children()])
     return seen[treedef]
 
 

@@ -74,7 +74,7 @@ def collectives(mesh):
     found = []
     for function, arguments, out in ((lambda w: 2 * w, (wide,), whole), (jnp.matmul, (rows, wide), whole)):
         jitted = jax.jit(function, out_shardings=out)
-        text = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text()
+        text = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text() or ""
         found.append(
             sorted(re.findall(r'"collective_algorithm_config":\{"emitter":"(\w+)"(?:,"strategy":"(\w+)")?', text))
         )
