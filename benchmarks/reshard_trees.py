@@ -57,10 +57,7 @@ def cases(options: Options) -> list[Entry]:
         ),
         Case("1,137 leaves in place", ft.partial(_in_place, options), (Limit("seconds.shardfx", at_most=0.005),)),
         *([] if options.quick else [Case("5,000 leaves of 256 bytes", ft.partial(_small_leaves, options))]),
-        *[
-            Case(f"{name}, {size} MiB", ft.partial(_between, options, name, size), fast)
-            for name in list(DEVICE_SETS)[: 2 if options.quick else None]
-        ],
+        *[Case(f"{name}, {size} MiB", ft.partial(_between, options, name, size), fast) for name in _chosen(options)],
         *([] if options.devices[0].platform != "cpu" else _memory(options)),
         *_offloads(options),
     ]
@@ -171,24 +168,31 @@ def _whole(mebibytes: int, sharding: NamedSharding) -> tuple[Callable[[], jax.Ar
 
 def _memory(options: Options) -> list[Entry]:
     count = 512 if options.quick else 1536
-    plain = tuple(Limit(f"peak_over_target.{name}", at_most=1.1) for name in DEVICE_SETS)
-    given_up = tuple(Limit(f"peak_over_target.{name}", at_most=0.3) for name in DEVICE_SETS)
+    names = _chosen(options)
+    plain = tuple(Limit(f"peak_over_target.{name}", at_most=1.1) for name in names)
+    given_up = tuple(Limit(f"peak_over_target.{name}", at_most=0.3) for name in names)
     limited = (Limit("beyond_over_limit", at_most=1.1),)
     made: list[Entry] = [
-        Finding(f"peak memory between device sets, {count} MiB", ft.partial(_peaks, count, "shardfx"), plain),
+        Finding(f"peak memory between device sets, {count} MiB", ft.partial(_peaks, names, count, "shardfx"), plain),
         Finding(
-            f"peak memory between device sets, {count} MiB, donated", ft.partial(_peaks, count, "donated"), given_up
+            f"peak memory between device sets, {count} MiB, donated",
+            ft.partial(_peaks, names, count, "donated"),
+            given_up,
         ),
         Finding("a tree of four times the memory limit", ft.partial(_limited, options, "copies"), limited),
         Finding("the same through programs", ft.partial(_limited, options, "programs"), limited),
     ]
-    rival = Finding(f"peak memory of jax.device_put, {count} MiB", ft.partial(_peaks, count, "jax.device_put"))
+    rival = Finding(f"peak memory of jax.device_put, {count} MiB", ft.partial(_peaks, names, count, "jax.device_put"))
     return made if options.quick else [*made, rival]
 
 
-def _peaks(mebibytes: int, how: str) -> Mapping[str, Value]:
+def _chosen(options: Options) -> list[str]:
+    return list(DEVICE_SETS)[: 2 if options.quick else None]
+
+
+def _peaks(names: list[str], mebibytes: int, how: str) -> Mapping[str, Value]:
     values: dict[str, Value] = {}
-    for name in DEVICE_SETS:
+    for name in names:
         given = {"name": name, "mebibytes": mebibytes, "how": how}
         values[f"peak_over_target.{name}"] = fresh_process("benchmarks.reshard_trees:peak_of", given)
     return values
