@@ -391,7 +391,7 @@ def _path(problem: Problem, ahead: _Side, back: _Side, best: _Join) -> Path | No
         [dataclasses.replace(world.layout, dims=dims) for dims in states]
         for world, states in ((problem.ours, first[::-1]), (problem.theirs, last))
     )
-    raw = [(_kind(*ends), *ends) for ends in it.pairwise(ahead_of)]
+    raw: list[tuple[StepKind, Layout, Layout]] = [(_kind(*ends), *ends) for ends in it.pairwise(ahead_of)]
     raw.append(("permute", ahead_of[-1], behind[0]))
     raw += [(_kind(*ends), *ends) for ends in it.pairwise(behind)]
     steps: list[PathStep] = []
