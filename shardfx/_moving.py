@@ -107,6 +107,8 @@ def move_of(
         if steps is not None:
             return make("steps", plan=steps, extra_bytes=_extra_bytes(steps, src, dst, shape, dtype))
     made = transfer_of(shape, np.dtype(dtype), src, dst, lost)
+    if made.way == "host" and not host:
+        made = transfer_of(shape, np.dtype(dtype), src, dst, lost, "rounds")
     if made.tiles.missing:
         raise MeshError(f"{lost_text(made)}; load it from a checkpoint.")
     return make(made.way, transfer=made, extra_bytes=made.extra_bytes * _sharers(dst))
