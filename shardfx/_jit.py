@@ -1,11 +1,13 @@
 import functools as ft
 import inspect
+import itertools as it
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ._errors import LeafTypeError, PlanMismatchError
 from ._plan import ShardPlan
@@ -88,18 +90,22 @@ class _Array:
 
 
 _ARRAY = _Array()
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _split(tree: Any) -> tuple[Any, _Static]:
-    """The arrays of a tree, `None` in the place of all else, and the rest."""
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = [leaf if _is_traced(leaf) else None for leaf in leaves]
-    rest = tuple([_ARRAY if _is_traced(leaf) else leaf for leaf in leaves])
-    return jax.tree.unflatten(treedef, arrays), _Static(treedef, rest)
+@ft.lru_cache(maxsize=256)
+def _is_traced(kind: type) -> bool:
+    return issubclass(kind, (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+class _Program(NamedTuple):
+    """A jitted function of lists of arrays, one list for each argument: for one structure of all arguments."""
+
+    run: Any
+    ends: tuple[int, ...]
+
+    def lists(self, arrays: list[Any]) -> list[list[Any]]:
+        return [arrays[start:end] for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
 
 class _Jitted:
@@ -107,74 +113,101 @@ class _Jitted:
         self._fn, self._out, self._donate = fn, _resolved(out_shardings), donate
         self._signature = inspect.signature(fn)
         self._in = _by_parameter(in_shardings, self._signature)
-        # One jitted function for each number of arguments and set of keywords: jit wants a sharding for each.
-        self._jitted = ft.lru_cache(maxsize=None)(self._compiled_for)
+        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
+        self._positional = len(kinds) if all(kind in _POSITIONAL for kind in kinds) else -1
+        # One jitted function for each structure of the arguments: jit wants a sharding for every array.
+        self._program = ft.lru_cache(maxsize=None)(self._program_for)
         ft.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else ft.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        static, arrays = self._bound(args, kwargs)
-        out, rest = self._for(arrays)(static, *arrays)
-        return _joined(out, rest)
+        program, lists = self._bound(args, kwargs)
+        return _joined(*program.run(*lists))
 
     def lower(self, *args: Any, **kwargs: Any) -> "_Lowered":
         """Traces and lowers the function for arguments, or structs, of these shapes."""
-        static, arrays = self._bound(args, kwargs)
-        return _Lowered(self, self._for(arrays).lower(static, *arrays))
+        program, lists = self._bound(args, kwargs)
+        return _Lowered(self, program.run.lower(*lists))
 
-    def _for(self, arrays: tuple[Any, ...]) -> Any:
-        _, *positional, keywords = arrays
-        return self._jitted(len(positional), tuple(keywords))
-
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Static, tuple[Any, ...]]:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        self._check(bound)
-        arrays, static = _split((self._fn, *bound.args, bound.kwargs))
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, list[list[Any]]]:
+        if kwargs or len(args) != self._positional:
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        leaves, treedef = jax.tree.flatten((self._fn, *args, kwargs))
+        traced = [_is_traced(type(leaf)) for leaf in leaves]
+        rest = tuple([_ARRAY if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)])
         try:
-            hash(static)
+            program = self._program(treedef, rest)
         except TypeError as error:
-            found = next(leaf for leaf in static.leaves if type(leaf).__hash__ is None)
+            found = next((leaf for leaf in rest if type(leaf).__hash__ is None), None)
+            if found is None:
+                raise
             raise LeafTypeError(
                 f"an argument of `{self._name()}` holds {type(found).__name__} {found!r:.60}, which is no array and "
                 "cannot be hashed, so it can be neither traced nor static; make it an array or something hashable."
             ) from error
-        return static, arrays
-
-    def _check(self, bound: inspect.BoundArguments) -> None:
-        positional, keywords = self._in.of(len(bound.args), tuple(bound.kwargs))
-        named = [(f"`{name}`", bound.kwargs[name], given) for name, given in keywords.items()]
-        numbered = [(str(at), arg, given) for at, (arg, given) in enumerate(zip(bound.args, positional, strict=True))]
-        for which, arg, given in (*numbered, *named):
-            if isinstance(given, ShardPlan):
-                arrays, _ = _split(arg)
-                if jax.tree.structure(arrays) != jax.tree.structure(given.shardings):
-                    raise PlanMismatchError(
-                        f"argument {which} of `{self._name()}` is not the tree that its plan is for "
-                        f"({_difference(arrays, given.shardings)}); plan the tree that you pass."
-                    )
+        return program, program.lists([leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array])
 
     def _name(self) -> str:
         return getattr(self._fn, "__qualname__", type(self._fn).__name__)
 
-    def _compiled_for(self, count: int, names: tuple[str, ...]) -> Any:
-        shardings = (None, *_resolved(self._in.of(count, names)[0]), _resolved(self._in.of(count, names)[1]))
-        donated = _donated(self._donate, self._signature, count)
-        # Argument 0 is static, argument 1 the function itself, which may be a module with arrays.
-        return jax.jit(
-            _run,
-            static_argnums=0,
-            in_shardings=shardings,
+    def _program_for(self, treedef: Any, rest: tuple[Any, ...]) -> _Program:
+        static = _Static(treedef, rest)
+        _, *args, kwargs = static.joined([_ARRAY] * len(rest))
+        positional, keywords = self._in.of(len(args), tuple(kwargs))
+        pairs = [(str(at), arg, given) for at, (arg, given) in enumerate(zip(args, positional, strict=True))]
+        pairs += [(f"`{name}`", kwargs[name], given) for name, given in keywords.items()]
+        # The function itself comes first: it may be a module with arrays.
+        whole = [[None] * _count(self._fn_leaves(treedef, rest)), *[self._placed(*pair) for pair in pairs[: len(args)]]]
+        whole.append([one for pair in pairs[len(args) :] for one in self._placed(*pair)])
+        run = jax.jit(
+            ft.partial(_run, static),
+            in_shardings=tuple(whole),
             out_shardings=(self._out, None),
-            donate_argnums=donated,
+            donate_argnums=_donated(self._donate, self._signature, len(args)),
         )
+        return _Program(run, tuple(it.accumulate(len(shardings) for shardings in whole)))
+
+    def _fn_leaves(self, treedef: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+        return rest[: treedef.children()[0].num_leaves]
+
+    def _placed(self, which: str, arg: Any, given: Any) -> list[Any]:
+        """The sharding of each array of an argument, `None` where JAX is to take it as it comes."""
+        arrays = jax.tree.map(lambda leaf: leaf if leaf is _ARRAY else None, arg)
+        shardings = _resolved(given)
+        if isinstance(given, ShardPlan) and jax.tree.structure(arrays) != jax.tree.structure(shardings):
+            raise PlanMismatchError(
+                f"argument {which} of `{self._name()}` is not the tree that its plan is for "
+                f"({_difference(arrays, shardings)}); plan the tree that you pass."
+            )
+        placed: list[Any] = []
+
+        def place(sharding: Any, below: Any) -> None:
+            placed.extend([sharding] * len(jax.tree.leaves(below)))
+
+        try:
+            jax.tree.map(place, shardings, arrays, is_leaf=lambda node: node is None)
+        except ValueError as error:
+            raise PlanMismatchError(
+                f"the entry of `in_shardings` for argument {which} of `{self._name()}` is no prefix of it: {error}"
+            ) from error
+        return placed
 
 
-def _run(static: _Static, *arrays: Any) -> tuple[Any, _Static]:
-    fn, *args, kwargs = static.joined(jax.tree.leaves(arrays))
-    return _split(fn(*args, **kwargs))
+def _count(leaves: tuple[Any, ...]) -> int:
+    return sum(leaf is _ARRAY for leaf in leaves)
+
+
+def _run(static: _Static, *lists: list[Any]) -> tuple[Any, _Static]:
+    fn, *args, kwargs = static.joined([array for arrays in lists for array in arrays])
+    leaves, treedef = jax.tree.flatten(fn(*args, **kwargs))
+    traced = [_is_traced(type(leaf)) for leaf in leaves]
+    pairs = list(zip(leaves, traced, strict=True))
+    out = jax.tree.unflatten(treedef, [leaf if is_array else None for leaf, is_array in pairs])
+    return out, _Static(treedef, tuple([_ARRAY if is_array else leaf for leaf, is_array in pairs]))
 
 
 def _joined(out: Any, rest: _Static) -> Any:
@@ -197,8 +230,8 @@ class _Compiled:
         self._jitted, self.compiled = jitted, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _, arrays = self._jitted._bound(args, kwargs)
-        return _joined(*self.compiled(*arrays))
+        _, lists = self._jitted._bound(args, kwargs)
+        return _joined(*self.compiled(*lists))
 
     def as_text(self) -> str:
         return self.compiled.as_text()
@@ -264,15 +297,14 @@ def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> _Entries:
 
 
 def _positional(signature: inspect.Signature) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds]
+    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
 
 
 def _donated(donate: Any, signature: inspect.Signature, count: int) -> tuple[int, ...]:
     if donate == "none":
         return ()
     if donate in ("all", "all-except-first", "warn", "warn-except-first"):
-        return tuple(range(3 if donate.endswith("-except-first") else 2, count + 3))
+        return tuple(range(2 if donate.endswith("-except-first") else 1, count + 2))
     names = _positional(signature)
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
@@ -283,7 +315,7 @@ def _donated(donate: Any, signature: inspect.Signature, count: int) -> tuple[int
                 'positions, "all", "all-except-first" or "none".'
             )
     positions = [names.index(one) if isinstance(one, str) else one for one in chosen]
-    return tuple(2 + position for position in positions if position < count)
+    return tuple(1 + position for position in positions if position < count)
 
 
 def _difference(arrays: Any, shardings: Any) -> str:
