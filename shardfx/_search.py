@@ -391,11 +391,11 @@ def _path(problem: Problem, ahead: _Side, back: _Side, best: _Join) -> Path | No
         [dataclasses.replace(world.layout, dims=dims) for dims in states]
         for world, states in ((problem.ours, first[::-1]), (problem.theirs, last))
     )
-    raw: list[tuple[StepKind, Layout, Layout]] = [(_kind(*ends), *ends) for ends in it.pairwise(ahead_of)]
-    raw.append(("permute", ahead_of[-1], behind[0]))
-    raw += [(_kind(*ends), *ends) for ends in it.pairwise(behind)]
+    pairs = [*it.pairwise(ahead_of), (ahead_of[-1], behind[0]), *it.pairwise(behind)]
     steps: list[PathStep] = []
-    for kind, before, after in raw:
+    for index, (before, after) in enumerate(pairs):
+        # From one side to the other any piece may go anywhere, whatever the factors are called.
+        kind = "permute" if index == len(first) - 1 else _kind(before, after)
         if steps and kind == steps[-1][0] and _fusible(kind, steps[-1], before, after):
             before = steps.pop()[1]
         share = _share(kind, before, after, problem.ours.layout)
