@@ -1,6 +1,7 @@
 """Meshes, specs, names, rules and dtypes as plain JSON values, and back."""
 
 import functools as ft
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ._rules import AxisRules
 from ._spec import UNCONSTRAINED, Atomic, entries_of
 
 
+_DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
@@ -171,6 +173,9 @@ def decode_dtype(name: str) -> Any:
     if name.startswith("key<") and name.removeprefix("key<").removesuffix(">") in _KEY_IMPLEMENTATIONS:
         return key_dtype(name.removeprefix("key<").removesuffix(">"))
     try:
+        # NumPy would take its aliases too ("a", "O", "datetime64"), none of which is a dtype of arrays on devices.
+        if not _DTYPE.fullmatch(name):
+            raise TypeError(name)
         return jnp.dtype(name)
     except TypeError as error:
         raise PlanFormatError(f"dtype {name!r} is unknown to this version of JAX.") from error

@@ -396,7 +396,7 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
                     return
                 node = node[key]
             if isinstance(node, dict) or isinstance(node, list) and path[-1] in range(len(node)):
-                node[path[-1]] = value
+                node[path[-1]] = copy.deepcopy(value)
 
     try:
         made = ShardPlan.from_json(edited(change))
