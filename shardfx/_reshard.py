@@ -50,7 +50,8 @@ def reshard(
     - `src`: where traced arrays lie, in the forms of `dst`; needed inside `jit` under Auto axes alone.
     - `memory_limit_bytes`: how much may be used beside the source's and the target's shards, per device (the CPU's
         devices share one memory). One group moves at a time, and an array that needs more moves in slices.
-    - `donate`: gives up the arrays of `tree`, each as soon as it was read; what stays in place is not deleted.
+    - `donate`: gives up the arrays of `tree`, each as soon as it was read; what stays in place, under another mesh's
+        names too, is not deleted: the result shares its buffers.
     - `lost`: devices whose shards are not to be read; replicas elsewhere take their place.
 
     **Returns:**

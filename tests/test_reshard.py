@@ -392,6 +392,7 @@ def test_traced_values_must_go_to_a_named_sharding_with_a_source():
         jax.jit(lambda x: reshard({"w": x}, sharding((2, 4), "b")))(x)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.9 cannot end a jitted CPU program in host memory")
 def test_offloading_inside_jit():
     src, dst = sharding((2, 4), "a"), sharding((2, 4), "b", kind="pinned_host")
     moved = jax.jit(lambda x: reshard(x, dst, src=src))(jax.device_put(host((8, 8)), src))
