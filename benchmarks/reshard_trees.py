@@ -306,12 +306,17 @@ def _equal(values: Any) -> Callable[[Any, Any], None]:
     return check
 
 
+def _leaf_by_leaf(shard_fns: Any, tree: Any) -> Any:
+    """Waits for each leaf: a thousand collectives under way at once make the CPU's runtime abort."""
+    return jax.tree.map(lambda fn, x: jax.block_until_ready(fn(x)), shard_fns, tree)
+
+
 def _eformer(dst: Any) -> Callable[[Any], Any]:
     from eformer.escale import make_shard_and_gather_fns
 
     leaves = jax.tree.leaves(dst)
     shard_fns, _ = make_shard_and_gather_fns(jax.tree.map(lambda to: to.spec, dst), leaves[0].mesh)
-    return lambda tree: jax.tree.map(lambda fn, x: fn(x), shard_fns, tree)
+    return lambda tree: _leaf_by_leaf(shard_fns, tree)
 
 
 def _scalax(values: Any, dst: Any) -> Callable[[Any], Any]:
@@ -320,7 +325,7 @@ def _scalax(values: Any, dst: Any) -> Callable[[Any], Any]:
     mesh = jax.tree.leaves(dst)[0].mesh
     helper = MeshShardingHelper(tuple(mesh.devices.shape), mesh.axis_names)
     shard_fns, _ = helper.make_shard_and_gather_fns(values, jax.tree.map(lambda to: to.spec, dst))
-    return lambda tree: jax.tree.map(lambda fn, x: fn(x), shard_fns, tree)
+    return lambda tree: _leaf_by_leaf(shard_fns, tree)
 
 
 def _bytes(tree: Any) -> int:
