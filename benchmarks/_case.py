@@ -1,6 +1,7 @@
 """What a suite hands to the runner: races against rivals, findings of its own, and limits on both."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,7 +60,9 @@ class Race:
     gives GB/s; `floor` gives the ratio to the least possible cost. `facts` are values known beforehand. A
     timing covers `number` calls on the same input (for calls of microseconds). `block=False` leaves out
     `jax.block_until_ready` on the result, for results that hold no arrays. `clear_caches=True` drops JAX's
-    compiled programs before each rival's first call, so that `cold_seconds` includes compilation.
+    compiled programs before each rival's first call, so that `cold_seconds` includes compilation. `clock` may be
+    `time.thread_time` where one thread does all the work and waits for nothing: then other processes on the
+    machine do not disturb the ratios.
     """
 
     rivals: tuple[Rival, ...]
@@ -70,6 +73,7 @@ class Race:
     number: int = 1
     block: bool = True
     clear_caches: bool = True
+    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclasses.dataclass(frozen=True)
