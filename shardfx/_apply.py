@@ -226,7 +226,8 @@ def devices_shardings(plan: ShardPlan) -> list[Any]:
             f"the plan is for the mesh {plan.mesh} and has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
         )
     rows = [named_sharding(plan.jax_mesh, row.spec, row.memory_kind) for row in plan.content.rows]
-    return [([*rows, None])[i] for i in plan.content.index]
+    table = [*rows, None]
+    return [table[i] for i in plan.content.index]
 
 
 def _requested(names_or_spec: Any, plan: ShardPlan, rank: int) -> tuple[PartitionSpec, tuple[int, ...] | None]:
