@@ -1,4 +1,7 @@
-from . import checkpoint as checkpoint, hosts as hosts, presets as presets, topology as topology
+import importlib as _importlib
+import typing as _typing
+
+from . import hosts as hosts, topology as topology
 from ._apply import (
     constrain as constrain,
     gather as gather,
@@ -42,3 +45,14 @@ from ._reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, pla
 from ._rules import AxisRules as AxisRules, resolve as resolve
 from ._spec import atomic as atomic, axis_names_of as axis_names_of, canonical as canonical
 from ._tree import field as field
+
+
+if _typing.TYPE_CHECKING:
+    from . import checkpoint as checkpoint, presets as presets
+
+
+def __getattr__(name: str) -> _typing.Any:
+    # Not every program reads files or takes a ready set of rules: these load when they are first named.
+    if name in ("checkpoint", "presets"):
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

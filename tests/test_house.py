@@ -124,10 +124,30 @@ def test_init_is_a_table_of_contents(path):
     body = ast.parse(path.read_text()).body
     if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
+    if path.parent == PACKAGE:
+        # Two parts load when they are first named; nothing else may stand beside the table.
+        lazy = [node for node in body if not isinstance(node, ast.ImportFrom)]
+        assert [type(node) for node in lazy] == [ast.Import, ast.Import, ast.If, ast.FunctionDef]
+        body = [node for node in body if isinstance(node, ast.ImportFrom)]
     for node in body:
         assert isinstance(node, ast.ImportFrom), f"line {node.lineno}"
         if path.parent == PACKAGE:
             assert all(alias.asname == alias.name for alias in node.names), f"line {node.lineno}: write `x as x`"
+
+
+def test_the_parts_that_load_late_are_there():
+    code = """
+        import sys
+        import shardfx
+        assert "shardfx.checkpoint" not in sys.modules and "shardfx.presets" not in sys.modules
+        assert shardfx.checkpoint.read_index and shardfx.presets.t5x()
+        try:
+            shardfx.nothing
+        except AttributeError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout == "module 'shardfx' has no attribute 'nothing'\n"
 
 
 def ambient(source: str) -> list[str]:
