@@ -40,8 +40,6 @@ from ._plan import (
 from ._planner import plan as plan
 from ._reason import Code as Code, Decision as Decision, Reason as Reason
 from ._report import ReportRow as ReportRow, report as report, report_rows as report_rows
-from ._reshard import reshard as reshard
-from ._reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
 from ._rules import AxisRules as AxisRules, resolve as resolve
 from ._spec import atomic as atomic, axis_names_of as axis_names_of, canonical as canonical
 from ._tree import field as field
@@ -49,10 +47,16 @@ from ._tree import field as field
 
 if _typing.TYPE_CHECKING:
     from . import checkpoint as checkpoint, presets as presets
+    from ._reshard import reshard as reshard
+    from ._reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
 
 
 def __getattr__(name: str) -> _typing.Any:
-    # Not every program reads files or takes a ready set of rules: these load when they are first named.
+    # Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
     if name in ("checkpoint", "presets"):
         return _importlib.import_module(f"{__name__}.{name}")
+    if name in ("LeafMove", "ReshardPlan", "plan_reshard"):
+        return getattr(_importlib.import_module(f"{__name__}._reshard_plan"), name)
+    if name == "reshard":
+        return _importlib.import_module(f"{__name__}._reshard").reshard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
