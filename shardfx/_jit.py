@@ -1,3 +1,4 @@
+import difflib
 import functools as ft
 import inspect
 import itertools as it
@@ -284,6 +285,13 @@ def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> _Entries:
         rest = {name: entry for name, entry in in_shardings.items() if name not in (*positional, more, others)}
         given = tuple(in_shardings.get(name) for name in positional)
         return _Entries(given, in_shardings.get(more), rest, in_shardings.get(others))
+    if isinstance(in_shardings, dict) and not set(signature.parameters).isdisjoint(in_shardings):
+        unknown = next(name for name in in_shardings if name not in signature.parameters)
+        near = difflib.get_close_matches(str(unknown), list(signature.parameters), n=1)
+        raise PlanMismatchError(
+            f"`in_shardings` names {unknown!r}, which is no parameter ({', '.join(signature.parameters)})"
+            + (f"; did you mean {near[0]!r}?" if near else "; name parameters, or give a tuple, one entry for each.")
+        )
     if isinstance(in_shardings, tuple | list):
         if len(in_shardings) > len(positional) and more is None:
             raise PlanMismatchError(

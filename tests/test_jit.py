@@ -211,6 +211,10 @@ def test_errors():
         filter_jit(lambda t: t, in_shardings=(without,))({"w": X})
     with pytest.raises(PlanMismatchError, match="argument 0 of .* is not the tree that its plan is for"):
         filter_jit(lambda t: t, in_shardings=(params,))({"w": X})
+    with pytest.raises(
+        PlanMismatchError, match=r"names 'bacth', which is no parameter \(model, batch\); did you mean 'batch'"
+    ):
+        filter_jit(lambda model, batch: batch, in_shardings={"model": params, "bacth": params})
     with pytest.raises(LeafTypeError, match="holds set {'a'}, which is no array and cannot be hashed"):
         filter_jit(lambda t: t)({"a"})
 
