@@ -4,35 +4,28 @@ import argparse
 import functools as ft
 import itertools as it
 import math
-import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._collective import choose, live_program, lowered, move, steps_program
-from shardfx._hlo import wire_bytes
+from shardfx._collective import choose, move
 from shardfx._layout import Layout
 from shardfx._redistribute import layout, redistribute
 from shardfx._reshard import reshard
 
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process
+from ._pairs import compiled, placed, simulated
 from ._runner import Options
-from ._simulate import pieces, simulate
 
 
 SUMMARY = "one array from one sharding to another, against XLA's own program and the field's shard functions"
-MESHES = {
-    16: ((16,), (4, 4), (2, 8), (8, 2), (2, 2, 4), (4, 2, 2), (2, 4, 2)),
-    64: ((64,), (8, 8), (4, 16), (16, 4), (4, 4, 4), (2, 8, 4), (2, 4, 8)),
-}
 # Case number, source spec, target spec, on a mesh (x=2, y=4).
 ALPA = (
     (1, P("x"), P("x")),
@@ -42,18 +35,20 @@ ALPA = (
     (5, P("y"), P("x")),
     (9, P(None, "x"), P(None, None, "x")),
 )
-# Pointers of tuples and scalars are allocations, but no copies of the array.
-SLACK_BYTES = 4096
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--census", action="store_true", help="hundreds of pairs instead of dozens")
     parser.add_argument("--pairs", type=int, help="how many pairs the census compiles")
+    parser.add_argument("--all-pairs", action="store_true", help="compile and run all 33,489 pairs; half an hour")
+    parser.add_argument("--chunk", type=_part, default=(1, 1), metavar="I/N", help="of --all-pairs, a part alone")
     parser.add_argument("--aot", metavar="tpu:TOPOLOGY", help="census with the TPU compiler, as in tpu:v5e:4x4")
 
 
 def cases(options: Options) -> list[Entry]:
     flags = options.flags
+    if flags.all_pairs:
+        return [_every_pair(flags.chunk)]
     if flags.aot:
         return [_census(flags.pairs or (10 if options.quick else 150), flags.aot)]
     pairs = flags.pairs or (8 if options.quick else 400 if flags.census else 60)
@@ -61,9 +56,16 @@ def cases(options: Options) -> list[Entry]:
         *([] if flags.census else _races(options)),
         *[_planning(devices, 60 if options.quick else 300) for devices in (16, 64, 512, 4096)],
         _seen_before(),
-        *([_all_pairs()] if flags.census else []),
+        *([_simulated()] if flags.census else []),
         _census(pairs, None),
     ]
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, count = map(int, text.split("/"))
+    if not 1 <= index <= count:
+        raise argparse.ArgumentTypeError(f"{text} is no part; use I/N with I from 1 to N, for example 3/8")
+    return index, count
 
 
 def _races(options: Options) -> list[Entry]:
@@ -103,7 +105,7 @@ def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Rac
             Rival("eformer", lambda: _eformer(dst), right, ("eformer",)),
             Rival("scalax", lambda: _scalax(dst), right, ("scalax",)),
         ),
-        fresh=lambda: jax.block_until_ready(_placed(values, src)),
+        fresh=lambda: jax.block_until_ready(placed(values, src)),
         byte_count=values.nbytes,
         floor=memcpy(values.nbytes),
         facts={
@@ -128,21 +130,8 @@ def _scalax(dst: NamedSharding) -> Callable[[Any], Any]:
     return helper.make_shard_and_gather_fns({"x": 0}, {"x": dst.spec})[0]["x"]
 
 
-def _placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index].copy())
-
-
 def _ends(src: NamedSharding, dst: NamedSharding, rank: int) -> tuple[Layout, Layout]:
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
-
-
-def all_layouts(sizes: tuple[int, ...], rank: int = 2) -> list[Layout]:
-    """Every layout on one mesh: each axis cuts one dimension or none, in every order."""
-    found = []
-    for where in it.product(range(rank + 1), repeat=len(sizes)):
-        groups = [[axis for axis, dim in enumerate(where) if dim == wanted] for wanted in range(rank)]
-        found += [Layout(sizes, dims) for dims in it.product(*map(it.permutations, groups))]
-    return found
 
 
 def _planning(devices: int, count: int) -> Finding:
@@ -196,35 +185,17 @@ def _seen_before() -> Finding:
     return Finding("a move of 4,096 devices planned before", measure, (Limit("us per look-up", at_most=50),))
 
 
-def _all_pairs() -> Finding:
-    """Plans every pair of shardings on 16 devices and runs its steps over NumPy arrays."""
+def _simulated() -> Finding:
+    return Finding("all pairs on 16 devices, simulated", simulated, (Limit("wire over lower bound", at_most=1.25),))
 
-    def measure() -> dict[str, Value]:
-        ends = [end for sizes in MESHES[16] for end in all_layouts(sizes)]
-        array = np.arange(16 * 16).reshape(16, 16)
-        right = {end: pieces(array, end, end) for end in ends}
-        ratios, wire, bound, most = [], 0, 0, 0
-        for src, dst in it.product(ends, ends):
-            plan = redistribute(array.shape, 64, src, dst)
-            held: Sequence[np.ndarray] = right[src]
-            for step in plan.steps:
-                held = simulate(array, held, step, src)
-            wrong = [index for index, (a, b) in enumerate(zip(held, right[dst], strict=True)) if not (a == b).all()]
-            assert not wrong, f"{src} to {dst}: devices {wrong} hold something else"
-            wire, bound = wire + plan.wire_bytes, bound + plan.lower_bound_bytes
-            most = max(most, len(plan.steps))
-            if plan.lower_bound_bytes:
-                ratios.append(plan.wire_bytes / plan.lower_bound_bytes)
-        return {
-            "pairs": len(ends) ** 2,
-            "wrong": 0,
-            "wire over lower bound": wire / bound,
-            "median of the ratio": statistics.median(ratios),
-            "worst ratio": max(ratios),
-            "most steps": most,
-        }
 
-    return Finding("all pairs on 16 devices, simulated", measure, (Limit("wire over lower bound", at_most=1.25),))
+def _every_pair(part: tuple[int, int]) -> Finding:
+    share = "" if part == (1, 1) else f", part {part[0]} of {part[1]}"
+    return Finding(
+        f"all pairs on 16 emulated CPU devices, compiled and run{share}",
+        ft.partial(compiled, part),
+        (Limit("wrong", at_most=0),),
+    )
 
 
 def _census(pairs: int, aot: str | None) -> Finding:
@@ -241,114 +212,6 @@ def _census(pairs: int, aot: str | None) -> Finding:
         ]
     return Finding(
         f"census of {pairs} random pairs, {where}",
-        lambda: fresh_process("benchmarks.reshard:census", {"pairs": pairs, "aot": aot}, timeout_seconds=7200),
+        lambda: fresh_process("benchmarks._census:census", {"pairs": pairs, "aot": aot}, timeout_seconds=7200),
         tuple(limits),
     )
-
-
-def census(pairs: int, aot: str | None) -> Mapping[str, Value]:
-    """XLA's program against the chosen one over random pairs of shardings; run in a process of its own."""
-    devices = _topology(aot) if aot else _emulated(16)
-    shape, dtype = ((8192, 8192), jnp.dtype(jnp.bfloat16)) if aot else ((2048, 2048), np.dtype(np.float32))
-    rng, rows = random.Random(21562), []
-    ends = [_sharding(devices, end) for sizes in MESHES[len(devices)] for end in all_layouts(sizes)]
-    while len(rows) < pairs:
-        src, dst = rng.choice(ends), rng.choice(ends)
-        choice = choose(shape, dtype, src, dst)
-        if choice.how != "none":
-            rows.append(_row(shape, dtype, src, dst, run=not aot))
-    return _summary(rows)
-
-
-def _topology(aot: str) -> np.ndarray:
-    # Else libtpu looks for a metadata server for minutes, and refuses a second process beside the first.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    jax.config.update("jax_platforms", "cpu")
-    from jax.experimental import topologies
-
-    platform, _, name = aot.partition(":")
-    found = topologies.get_topology_desc(platform=platform, topology_name=name).devices
-    return np.array(found)[: max(size for size in MESHES if size <= len(found))]
-
-
-def _emulated(count: int) -> np.ndarray:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
-    return np.array(jax.devices())
-
-
-def _sharding(devices: np.ndarray, end: Layout) -> NamedSharding:
-    mesh = Mesh(devices.reshape(end.sizes), tuple("abc"[: len(end.sizes)]))
-    return NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in end.dims]))
-
-
-def _row(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding, *, run: bool) -> dict[str, float]:
-    choice = choose(shape, dtype, src, dst)
-    jax.clear_caches()
-    begin = time.perf_counter()
-    theirs = lowered(lambda x: x, shape, dtype, src, dst).compile()
-    middle = time.perf_counter()
-    ours = theirs
-    if choice.how == "steps":
-        ours = lowered(steps_program(shape, dtype, src, dst), shape, dtype, src, dst).compile()
-    end = time.perf_counter()
-    shard = max(math.prod(s.shard_shape(shape)) for s in (src, dst)) * dtype.itemsize
-    row = {"shard": float(shard), "bound": float(choice.plan.lower_bound_bytes)}
-    row |= {"compile.xla": middle - begin, "compile.ours": end - middle if choice.how == "steps" else middle - begin}
-    for name, compiled in (("xla", theirs), ("ours", ours)):
-        row[f"temp.{name}"] = compiled.memory_analysis().temp_size_in_bytes
-        row[f"wire.{name}"] = float(wire_bytes(compiled.as_text(), src.mesh.size))
-    return row | (_times(shape, dtype, src, dst, choice.how) if run else {})
-
-
-def _times(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding, how: str) -> dict[str, float]:
-    values = np.arange(math.prod(shape), dtype=dtype).reshape(shape)
-    x = _placed(values, src)
-    programs = {
-        "xla": jax.jit(lambda x: x, in_shardings=src, out_shardings=dst),
-        "ours": live_program(shape, dtype, src, dst),
-    }
-    for program in programs.values():
-        for shard in program(x).addressable_shards:
-            np.testing.assert_array_equal(shard.data, values[shard.index])
-    if how == "xla":
-        return {"speedup": 1.0}
-    # Each ratio is of two runs side by side, so that whatever else the machine does slows both.
-    ratios = []
-    for repeat in range(11):
-        taken = {}
-        for name in sorted(programs, reverse=bool(repeat % 2)):
-            begin = time.perf_counter()
-            jax.block_until_ready(programs[name](x))
-            taken[name] = time.perf_counter() - begin
-        ratios.append(taken["xla"] / taken["ours"])
-    return {"speedup": statistics.median(ratios)}
-
-
-def _summary(rows: list[dict[str, float]]) -> dict[str, Value]:
-    over = {name: [row for row in rows if row[f"temp.{name}"] > 2 * row["shard"] + SLACK_BYTES] for name in _BOTH}
-    bound = sum(row["bound"] for row in rows)
-    ratios = [row["wire.ours"] / row["bound"] for row in rows if row["bound"]]
-    values: dict[str, Value] = {"pairs": len(rows)}
-    for name, text in _BOTH.items():
-        worst = max((row[f"temp.{name}"] - SLACK_BYTES) / row["shard"] for row in rows)
-        values[f"{text}: share above 2x the shard"] = len(over[name]) / len(rows)
-        values[f"{text}: worst temporary over shard"] = max(worst, 0.0)
-        values[f"{text}: wire over lower bound"] = sum(row[f"wire.{name}"] for row in rows) / bound
-        values[f"{text}: median seconds to compile"] = statistics.median(row[f"compile.{name}"] for row in rows)
-    values["shardfx: median of wire over lower bound"] = statistics.median(ratios)
-    values["shardfx: worst wire over lower bound"] = max(ratios)
-    more = [row for row in rows if row["wire.ours"] > row["wire.xla"] + 1]
-    values["pairs with more wire bytes than XLA"] = len(more)
-    if "speedup" in rows[0]:
-        apart = {True: [], False: []}
-        for row in rows:
-            apart[row in over["xla"]].append(row["speedup"])
-        for rematerializes, text in ((True, "where XLA rematerializes"), (False, "elsewhere")):
-            if apart[rematerializes]:
-                values[f"speedup {text} (geometric mean)"] = statistics.geometric_mean(apart[rematerializes])
-        values["least speedup elsewhere"] = min(apart[False], default=1.0)
-    return values
-
-
-_BOTH = {"xla": "XLA", "ours": "shardfx"}
