@@ -48,7 +48,7 @@ def cases(options: Options) -> list[Entry]:
     return [
         Finding(f"{name}, first load of a process", ft.partial(_first, size, options), () if options.quick else first),
         Finding(f"{name}, memory", ft.partial(_memory, size, options), () if options.quick else lean),
-        Finding(f"{name}, one of four processes", ft.partial(_quarters, size), () if options.quick else quarter),
+        Finding(f"{name}, one of four processes", ft.partial(_quarters, size), quarter),
         Finding(f"{name}, cold page cache", ft.partial(_cold, size, options)),
         *again,
         Case(f"{name}, float32 to bfloat16 on the way", ft.partial(_cast, size, options)),
@@ -270,7 +270,7 @@ def _first(mebibytes: int, options: Options) -> Mapping[str, Value]:
     values: dict[str, Value] = {}
     for cut in ("rows", "columns"):
         seconds: dict[str, list[float]] = {name: [] for name in LOADERS}
-        for _ in range(1 if options.quick else 5):
+        for _ in range(1 if options.quick else min(5, options.repeats)):
             for name, taken in seconds.items():
                 given = {"file": str(file), "mebibytes": mebibytes, "name": name, "cut": cut}
                 _warm(file)

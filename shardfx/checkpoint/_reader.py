@@ -17,8 +17,8 @@ from ._files import Place, opened
 from ._spans import Box, Part, Span, spans
 
 
-# Files are cached and read ahead by pages: skipping less than one saves nothing.
-GAP_BYTES = 4096
+# A process should read the bytes of its shards. Only crumbs are read along: a read for each would take ten times as long.
+GAP_BYTES = 64
 # Of a span that must be copied out; and of one that is read into place, which is as long as a task should be.
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
