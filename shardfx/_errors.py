@@ -35,7 +35,10 @@ class CheckpointError(ValueError):
 
 
 class MoveError(RuntimeError):
-    """A move of a tree that stopped in the middle. `moved` holds the arrays that arrived, by path."""
+    """A move of a tree that stopped in the middle, or for which a memory limit leaves no room.
+
+    `moved` holds the arrays that arrived, by path.
+    """
 
     def __init__(self, message: str, moved: dict | None = None):
         super().__init__(message)

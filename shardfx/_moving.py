@@ -1,8 +1,8 @@
 """One kind of move, shared by all leaves of a shape, dtype and placement: how it is done, what it costs, doing it."""
 
-import collections
 import dataclasses
 import functools as ft
+import itertools as it
 from typing import Any, Literal
 
 import jax
@@ -15,7 +15,16 @@ from ._errors import LeafTypeError, MeshError, SpecError
 from ._redistribute import Redistribution, layout, redistribute
 from ._sliced import Slices, sliced, slices_of
 from ._spec import array_bytes, bits, entries_of, shard_counts
-from ._transfer import Transfer, carry_out, lost_text, transfer_of
+from ._transfer import (
+    IN_FLIGHT_BYTES,
+    Transfer,
+    carry_out,
+    copies_bytes,
+    in_device_memory,
+    lost_text,
+    sharers,
+    transfer_of,
+)
 
 
 How = Literal["in place", "relabel", "memory kind", "steps", "host", "rounds", "pieces"]
@@ -52,6 +61,12 @@ class Move:
     def source_bytes(self) -> int:
         """Bytes of one shard before."""
         return array_bytes(self.src.shard_shape(self.shape), self.dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that is held of an array while it moves, its source and target included, in one memory."""
+        source = self.source_bytes * sharers(self.src.device_set)
+        return source + self.target_bytes * sharers(self.dst.device_set) + self.extra_bytes
 
     @property
     def crosses_cpu(self) -> bool:
@@ -111,7 +126,7 @@ def move_of(
         made = transfer_of(shape, np.dtype(dtype), src, dst, lost, "rounds")
     if made.tiles.missing:
         raise MeshError(f"{lost_text(made)}; load it from a checkpoint.")
-    return make(made.way, transfer=made, extra_bytes=made.extra_bytes * _sharers(dst))
+    return make(made.way, transfer=made, extra_bytes=made.extra_bytes)
 
 
 def apply(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: int | None = None) -> jax.Array:
@@ -122,7 +137,8 @@ def apply(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: int | 
     - `move`: how.
     - `x`: an array of its shape, dtype and source.
     - `donate`: gives up its buffers.
-    - `limit_bytes`: beside the shards of source and target; an array that needs more goes in slices.
+    - `limit_bytes`: beside the shards of source and target, `least_limit_bytes` or more; an array that would need
+        more goes in slices.
 
     **Returns:**
 
@@ -140,13 +156,59 @@ def apply(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: int | 
         if donate:  # JAX itself cannot donate across memory kinds; the copy keeps what it reads until it is done
             x.delete()
         return result
-    how = None if limit_bytes is None or move.extra_bytes <= limit_bytes else _slices(move, limit_bytes)
-    if how is not None and isinstance(move.dst, NamedSharding):
-        part = move_of(how.shape, move.dtype, move.src, move.dst, move.lost, move.how == "host")
-        return sliced(x, move.dst, how, ft.partial(apply, part, donate=True), donate=donate)
+    how = None if limit_bytes is None else _slices_within(move, limit_bytes)
+    if how is not None:
+        part = _part(move, how)
+        return sliced(x, _named(move.dst), how, ft.partial(apply, part, donate=True), donate=donate)
     if move.transfer is None:
         return move_group([x], _named(move.dst), src=_named(move.src), donate=donate)[0]
-    return carry_out(move.transfer, x, donate)
+    return carry_out(move.transfer, x, donate, IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes)
+
+
+def least_limit_bytes(move: Move) -> int:
+    """The least memory limit under which an array can move: whole, or in the finest slices."""
+    finest = _finest(move)
+    return move.extra_bytes if finest is None else min(move.extra_bytes, _part(move, finest).held_bytes)
+
+
+def why_least(move: Move) -> str:
+    """Why an array cannot move under a smaller limit."""
+    finest = _finest(move)
+    if finest is not None and _part(move, finest).held_bytes < move.extra_bytes:
+        return f"even in {finest.parts} slices of shape {finest.shape}, the finest"
+    for end in (move.src, move.dst):
+        if not isinstance(end, NamedSharding):
+            return f"it moves whole, as a {type(end).__name__} does not say how to slice it"
+        if in_device_memory(end) is not end:
+            return f"it moves whole, as programs cannot cut slices in {end.memory_kind} memory"
+    return "it moves whole, as its dimensions cannot be cut further"
+
+
+@ft.lru_cache(maxsize=1024)
+def _slices_within(move: Move, limit_bytes: int) -> Slices | None:
+    """The slices in which an array moves within a limit that is large enough; `None` where it may move whole."""
+    if move.extra_bytes <= limit_bytes:
+        return None
+    enough = _slices(move, -(-move.held_bytes // max(1, limit_bytes)))
+    fits = enough is not None and _part(move, enough).held_bytes <= limit_bytes
+    return enough if fits else _finest(move)
+
+
+@ft.lru_cache(maxsize=1024)
+def _finest(move: Move) -> Slices | None:
+    return _slices(move, max(move.shape, default=1))
+
+
+def _slices(move: Move, count: int) -> Slices | None:
+    ends = (move.src, move.dst)
+    if any(not isinstance(end, NamedSharding) or in_device_memory(end) is not end for end in ends):
+        return None
+    return slices_of(move.shape, _named(move.src), _named(move.dst), count)
+
+
+def _part(move: Move, how: Slices) -> Move:
+    """The move of one slice."""
+    return move_of(how.shape, move.dtype, move.src, move.dst, move.lost, move.how == "host")
 
 
 def require_movable(shape: tuple[int, ...], dtype: Any, dst: Sharding) -> None:
@@ -178,20 +240,17 @@ def _planned(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding) -
 
 
 def _extra_bytes(plan: Redistribution, src: Sharding, dst: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
-    ends = [array_bytes(end.shard_shape(shape), dtype) for end in (src, dst)]
-    # A step may hold a copy of what it exchanges, laid out for sending.
-    return (max(plan.peak_bytes - sum(ends), 0) + max(ends)) * _sharers(dst)
-
-
-def _slices(move: Move, limit_bytes: int) -> Slices | None:
-    if not isinstance(move.src, NamedSharding) or not isinstance(move.dst, NamedSharding):
-        return None
-    default = min(move.dst.device_set, key=lambda device: device.id).default_memory().kind
-    if {move.src.memory_kind, move.dst.memory_kind} != {default}:
-        return None
-    # A slice itself is held on both sides while it moves.
-    held = move.extra_bytes + (move.source_bytes + move.target_bytes) * _sharers(move.dst)
-    return slices_of(move.shape, move.src, move.dst, -(-held // max(1, limit_bytes)))
+    """The most that the program of the steps, or XLA's own in their place, allocates beside source and target."""
+    layouts = [step.source for step in plan.steps] + [step.target for step in plan.steps[-1:]]
+    pieces = [array_bytes(end.piece_shape(shape), dtype) for end in layouts]
+    # XLA's own program is taken up to this much.
+    most = 2 * max(array_bytes(end.shard_shape(shape), dtype) for end in (src, dst))
+    last = len(pieces) - 2
+    for number, (before, after) in enumerate(it.pairwise(pieces)):
+        # A step holds a copy of what it sends and of what it receives, laid out for the exchange, beside its ends.
+        ends = before * (number > 0) + after * (number < last)
+        most = max(most, ends + before + after)
+    return most * sharers(dst.device_set) + copies_bytes(shape, dtype, src, dst)
 
 
 def _named(sharding: Sharding) -> NamedSharding:
@@ -201,10 +260,3 @@ def _named(sharding: Sharding) -> NamedSharding:
 
 def _share_memory(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set) and sharding.is_fully_addressable
-
-
-def _sharers(sharding: Sharding) -> int:
-    """How many devices allocate from one memory, at most: all of a process where the CPU plays them."""
-    # Every process has to count alike, whichever devices are its own: the count decides what programs run.
-    counts = collections.Counter(device.process_index for device in sharding.device_set if device.platform == "cpu")
-    return max(counts.values(), default=1)

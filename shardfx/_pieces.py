@@ -29,7 +29,7 @@ def put_together(
     - `shape`, `dtype`, `sharding`: of the array that is wanted; all its devices belong to this process.
     - `tile_map`: whose device numbers are places in `devices`.
     - `shards`: the source's shards as single-device arrays, by device number.
-    - `in_flight_bytes`: how many bytes of pieces may exist at a time.
+    - `in_flight_bytes`: how many bytes of pieces may exist at a time, where the largest is no larger.
     - `free`: called with each device number when its shard is not read any more.
 
     **Returns:**
@@ -51,15 +51,18 @@ def put_together(
         tiles = by_receiver.get(place[device], [])
         out = None if len(tiles) == 1 else jnp.zeros(shard_shape, dtype, device=target)
         for tile in tiles:
+            # A piece is cut on its sender and copied to its receiver, and the two may be one memory.
+            if in_flight and 2 * (in_flight + tile.bytes) > in_flight_bytes:
+                jax.block_until_ready([*built, out])
+                in_flight = 0
             piece = jax.device_put(_cut(shards[tile.sender], tile), target)
             out = piece if out is None else _write(out, piece, tuple(start for start, _ in tile.target))
             in_flight += tile.bytes
             left[tile.sender] -= 1
             done = not left[tile.sender]
-            if (free is not None and done) or in_flight > in_flight_bytes:
+            if free is not None and done:
                 jax.block_until_ready([*built, out])
                 in_flight = 0
-            if free is not None and done:
                 free(tile.sender)
         built.append(out)
     return jax.make_array_from_single_device_arrays(shape, sharding, built)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from ._collective import move as move_traced
 from ._errors import LeafTypeError, MeshError, MoveError, SpecError
-from ._moving import Move, apply, move_of, require_movable
+from ._moving import Move, apply, least_limit_bytes, move_of, require_movable, why_least
 from ._targets import is_array, targets
 from ._transfer import IN_FLIGHT_BYTES
 from ._tree import tree_paths
@@ -49,7 +49,8 @@ def reshard(
         below it alone.
     - `src`: where traced arrays lie, in the forms of `dst`; needed inside `jit` under Auto axes alone.
     - `memory_limit_bytes`: how much may be used beside the source's and the target's shards, per device (the CPU's
-        devices share one memory). One group moves at a time, and an array that needs more moves in slices.
+        devices share one memory). One group moves at a time, and an array that needs more moves in slices; where
+        even those need more, that is an error with the least limit that works.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read; what stays in place, under another mesh's
         names too, is not deleted: the result shares its buffers.
     - `lost`: devices whose shards are not to be read; replicas elsewhere take their place.
@@ -62,7 +63,8 @@ def reshard(
 
     Before anything is moved: `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
     sharding does not divide its array; `LeafTypeError` for dtypes that JAX moves wrongly; `MeshError` if there is no
-    way, or elements are on `lost` devices alone. In the middle: `MoveError`, which says and holds what was moved.
+    way, or elements are on `lost` devices alone; `MoveError` if `memory_limit_bytes` is less than some array needs in
+    the finest of slices. In the middle: `MoveError`, which says and holds what was moved.
 
     !!! Example
 
@@ -84,6 +86,8 @@ def reshard(
         sources = [None] * len(leaves) if src is None else targets(src, tree, leaves, treedef, "src")
         return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, treedef))
     job = _job(leaves, wanted, treedef, tuple(lost))
+    if memory_limit_bytes is not None:
+        _require_room(job, memory_limit_bytes)
     return jax.tree.unflatten(treedef, _done(job, leaves, memory_limit_bytes, donate))
 
 
@@ -123,6 +127,22 @@ def _move(job: _Job, at: int, leaf: jax.Array, target: Sharding, lost: tuple[Any
     with _naming(job.treedef, at):
         move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost)
     return None if move.how == "in place" else move
+
+
+def _require_room(job: _Job, limit_bytes: int) -> None:
+    """Raises where some leaf cannot move within the limit, before any has moved."""
+    short = {move: least_limit_bytes(move) for move in job.moves if move.extra_bytes > limit_bytes}
+    short = {move: least for move, least in short.items() if least > limit_bytes}
+    if not short:
+        return
+    worst = max(short, key=lambda move: short[move])
+    others = sum(len(job.moves[move]) for move in short) - 1
+    raise MoveError(
+        f"leaf `{tree_paths(job.treedef)[job.moves[worst][0]]}`, {worst.dtype}{list(worst.shape)}, needs "
+        f"{short[worst]} bytes beside its source and target: {why_least(worst)}; `memory_limit_bytes={limit_bytes}` "
+        f"is too little for it{f' and {others} more' if others else ''}. Nothing was moved; "
+        f"pass `memory_limit_bytes={short[worst]}` or more."
+    )
 
 
 @contextlib.contextmanager

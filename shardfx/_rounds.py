@@ -4,7 +4,7 @@ The only way that crosses processes: JAX's own transfers do not, on most backend
 program, not one per device and piece.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,9 +77,9 @@ def _first_free(used: Mapping[int, Any]) -> int:
 
 
 class Program(NamedTuple):
-    """A compiled exchange: what goes in and comes out are the devices' shards, joined along the first dimension."""
+    """A jitted exchange: what goes in and comes out are the devices' shards, joined along the first dimension."""
 
-    run: Callable[[jax.Array], jax.Array]
+    jitted: Any
     devices: tuple[Any, ...]
     sharding: NamedSharding
     source_shape: tuple[int, ...]
@@ -111,14 +111,7 @@ def program(
         return out.reshape(_joined(target_shape))
 
     mapped = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    compiled = jax.jit(mapped)
-
-    def run(blocks: jax.Array) -> jax.Array:
-        # The caller may be under a mesh of other devices.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return compiled(blocks)
-
-    return Program(run, tuple(devices), NamedSharding(mesh, spec), source_shape, target_shape)
+    return Program(jax.jit(mapped), tuple(devices), NamedSharding(mesh, spec), source_shape, target_shape)
 
 
 def exchange(
@@ -149,7 +142,9 @@ def exchange(
             blocks.append(shards[device] if made.source_shape else shards[device].reshape(1))
     whole = (len(made.devices) * block[0], *block[1:])
     joined = jax.make_array_from_single_device_arrays(whole, made.sharding, blocks, dtype=dtype)
-    result = made.run(joined)
+    # The caller may be under a mesh of other devices.
+    with jax.sharding.use_abstract_mesh(made.sharding.mesh.abstract_mesh):
+        result = made.jitted(joined)
     if made.devices[0].platform == "cpu":
         # Programs that talk to other processes block threads of the CPU's runtime; several at once can block them all.
         jax.block_until_ready(result)

@@ -1,9 +1,10 @@
 """Moving one array between any two device sets: the tile map, and which of three ways carries it out."""
 
+import collections
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -55,17 +56,23 @@ class Transfer:
         """The shape of one shard before."""
         return self.source.shard_shape(self.shape)
 
-    @property
+    @ft.cached_property
     def extra_bytes(self) -> int:
-        """The most bytes on one device beside its shards of the source and the target."""
-        if self.way == "host":
+        """The most bytes in one memory (a device's, or a process's where the CPU plays the devices) beside the shards
+        of source and target."""
+        if self.way == "host" or not self.tiles.tiles:
             return 0
-        piece = max((tile.bytes for tile in self.tiles.tiles), default=0)
+        ends = copies_bytes(self.shape, self.dtype, self.source, self.sharding)
+        # A piece is cut, and received.
+        pieces = 2 * max(tile.bytes for tile in self.tiles.tiles)
         if self.way == "pieces":
-            return piece
-        # A piece is cut, and received; a device of one side only holds a block of the other side's shape too.
+            return pieces + ends
+        if any(device.platform == "cpu" for device in self.devices):
+            # The CPU's compiler drops the barriers between rounds, and may cut all pieces before it sends the first.
+            pieces += sum(step.tiles[0].bytes for step in _rounds.rounds(self.tiles))
+        # A device of one side only holds a block of the other side's shape too.
         blocks = (self.source_shape, self.sharding.shard_shape(self.shape))
-        return 2 * piece + max(array_bytes(block, self.dtype) for block in blocks)
+        return (pieces + max(array_bytes(block, self.dtype) for block in blocks)) * sharers(self.devices) + ends
 
     @ft.cached_property
     def place(self) -> dict[Any, int]:
@@ -162,16 +169,16 @@ def transfer(
     return carry_out(made, x, donate)
 
 
-def carry_out(made: Transfer, x: jax.Array, donate: bool = False) -> jax.Array:
-    """Moves one array of the kind that a Transfer was planned for."""
+def carry_out(made: Transfer, x: jax.Array, donate: bool = False, in_flight_bytes: int = IN_FLIGHT_BYTES) -> jax.Array:
+    """Moves one array of the kind that a Transfer was planned for, with so many bytes of pieces at a time."""
     if x.weak_type and made.everything_is_here:
         return jax.device_put(x, made.sharding, donate=donate)
     if not made.tiles.tiles:
         return _empty(x, made, donate)
     if made.way == "host":
         return _by_host(x, made, donate)
-    run = _by_rounds if made.way == "rounds" else _by_pieces
-    inside, there = _in_device_memory(made.source), _in_device_memory(made.sharding)
+    run = _by_rounds if made.way == "rounds" else ft.partial(_by_pieces, in_flight_bytes=in_flight_bytes)
+    inside, there = in_device_memory(made.source), in_device_memory(made.sharding)
     if inside is made.source and there is made.sharding:
         return run(x, made, donate)
     # These two compute on devices, so that host memory at either end is left and entered in the same layout.
@@ -181,6 +188,19 @@ def carry_out(made: Transfer, x: jax.Array, donate: bool = False) -> jax.Array:
     if donate and x is not given:
         given.delete()
     return result if there is made.sharding else jax.device_put(result, made.sharding)
+
+
+def copies_bytes(shape: tuple[int, ...], dtype: Any, *ends: Sharding) -> int:
+    """What programs need where an end lies in other memory than they compute in: a copy of its shards in theirs."""
+    away = [end for end in ends if in_device_memory(end) is not end]
+    return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
+
+
+def sharers(devices: Iterable[Any]) -> int:
+    """How many devices allocate from one memory, at most: all of a process where the CPU plays them."""
+    # Every process has to count alike, whichever devices are its own: the count decides what programs run.
+    counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
+    return max(counts.values(), default=1)
 
 
 def lost_text(made: Transfer) -> str:
@@ -207,7 +227,7 @@ def _by_host(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
     return _assemble.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards, free)
 
 
-def _by_pieces(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
+def _by_pieces(x: jax.Array, made: Transfer, donate: bool, *, in_flight_bytes: int) -> jax.Array:
     shards, free = _shards(x, made, donate)
     return _pieces.put_together(
         made.shape,
@@ -216,7 +236,7 @@ def _by_pieces(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
         made.tiles,
         made.devices,
         shards,
-        in_flight_bytes=IN_FLIGHT_BYTES,
+        in_flight_bytes=in_flight_bytes,
         free=free,
     )
 
@@ -230,7 +250,8 @@ def _by_rounds(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
     return result
 
 
-def _in_device_memory(sharding: Sharding) -> Sharding:
+def in_device_memory(sharding: Sharding) -> Sharding:
+    """The same placement in the memory that programs compute in; the sharding itself if it is there."""
     platform = min(sharding.device_set, key=lambda device: device.id).platform
     default = jax.local_devices(backend=platform)[0].default_memory().kind
     return sharding if sharding.memory_kind == default else sharding.with_memory_kind(default)

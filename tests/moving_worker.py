@@ -8,7 +8,7 @@ import multiprocess_worker
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import MeshError
+from shardfx import MeshError, MoveError
 from shardfx._reshard import reshard
 from shardfx._reshard_plan import plan_reshard
 from shardfx._transfer import transfer_of
@@ -80,11 +80,23 @@ def case(name, **options):
     }
 
 
+def limited(name, **options):
+    """Under the least limit that works, as the error about a smaller one says it."""
+    try:
+        case(name, memory_limit_bytes=10, **options)
+    except MoveError as error:
+        text = str(error)
+        return case(name, memory_limit_bytes=int(text.split("`memory_limit_bytes=")[-1].split("`")[0]), **options) | {
+            "error": text
+        }
+    return {"error": "none"}
+
+
 def moves():
     result: dict[str, object] = {name: case(name) for name in CASES}
     result["donated"] = case("disjoint, other layout", donate=True)
-    result["limited"] = case("to a subset", memory_limit_bytes=1000)
-    result["steps limited"] = case("same devices", memory_limit_bytes=1000, donate=True)
+    result["limited"] = limited("to a subset")
+    result["steps limited"] = limited("same devices", donate=True)
     made = meshes()
     many = {str(i): placed(values((24, 8)) + i, NamedSharding(made["first"], P("a"))) for i in range(100)}
     dst = NamedSharding(made["last"], P(None, "a"))

@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import _moving, _reshard
+from shardfx import _collective, _moving, _reshard
 from shardfx._errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
 from shardfx._mesh import MeshSpec
 from shardfx._paths import PathRules
@@ -188,7 +191,7 @@ def test_without_donation_the_source_lives(way):
     assert_equal(source, state())
 
 
-@pytest.mark.parametrize("limit_bytes", [1, 1000, 10**6])
+@pytest.mark.parametrize("limit_bytes", [3000, 10**4, 10**6])
 def test_a_memory_limit_changes_no_value(through_programs, limit_bytes):
     source = put(state(), sharding((8,), "a"))
     wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
@@ -209,6 +212,99 @@ def test_a_leaf_that_is_larger_than_the_limit_moves_in_slices(through_programs, 
     assert x.is_deleted()
     np.testing.assert_array_equal(moved, host((64, 64)))
     assert moved.sharding == sharding((2, 4), "b", "a")
+
+
+def least_in(error):
+    (least,) = re.findall(r"pass `memory_limit_bytes=(\d+)` or more", str(error.value))
+    return int(least)
+
+
+def test_a_limit_that_no_slices_reach_is_an_error_with_one_that_works(through_programs):
+    source = put(state() | {"v": host((16, 8)), "fits": host((8,))}, sharding((8,), "a"))
+    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
+    wanted["fits"] = sharding((8,), "a")
+    with pytest.raises(
+        MoveError,
+        match=r"leaf `layers/0/w`, float32\[24, 16\], needs 960 bytes beside its source and target: even in 8 slices "
+        r"of shape \(24, 2\), the finest; `memory_limit_bytes=100` is too little for it and 6 more. Nothing was moved",
+    ) as error:
+        reshard(source, wanted, memory_limit_bytes=100, donate=True)
+    assert error.value.moved == {}
+    assert not any(x.is_deleted() for x in jax.tree.leaves(source) if isinstance(x, jax.Array))
+    least = least_in(error)
+    with pytest.raises(MoveError, match="is too little for it and 2 more"):
+        reshard(source, wanted, memory_limit_bytes=least - 1)
+    moved = reshard(source, wanted, memory_limit_bytes=least, donate=True)
+    assert_equal(moved["layers"], state()["layers"])
+
+
+def test_the_faq_shows_the_error_as_it_is(through_programs):
+    state = {"w": jax.device_put(jnp.ones((64, 8192)), sharding((8,), "a"))}
+    state["b"] = jax.device_put(jnp.ones((8192, 8)), sharding((8,), "a"))
+    with pytest.raises(MoveError) as error:
+        reshard(state, sharding((8,), None, "a"), memory_limit_bytes=512)
+    assert f"MoveError: {error.value}" in Path(__file__).parent.parent.joinpath("docs", "faq.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "source, target, why",
+    [
+        (lambda: sharding((8,), "a"), lambda: sharding((2, 4), "b", "a", kind="pinned_host"), "in pinned_host memory"),
+        (lambda: sharding((8,), "a", kind="pinned_host"), lambda: sharding((4,), "a"), "in pinned_host memory"),
+        (
+            lambda: sharding((4,), "a"),
+            lambda: jax.sharding.SingleDeviceSharding(jax.devices()[5]),
+            "a SingleDeviceSharding does not say how to slice it",
+        ),
+        (lambda: sharding((8,), "a"), lambda: sharding((2, 4), "a"), "its dimensions cannot be cut further"),
+    ],
+)
+def test_what_moves_whole_says_why_and_within_which_limit(through_programs, source, target, why):
+    x = jax.device_put(host((8,) if "cut further" in why else (16, 16)), source())
+    with pytest.raises(MoveError, match=f"it moves whole, as .*{why}") as error:
+        reshard(x, target(), memory_limit_bytes=10)
+    with pytest.raises(MoveError, match="Nothing was moved"):
+        reshard(x, target(), memory_limit_bytes=least_in(error) - 1)
+    np.testing.assert_array_equal(reshard(x, target(), memory_limit_bytes=least_in(error)), x)
+
+
+def test_copies_in_the_memory_of_the_host_need_no_room_beside():
+    source = put(state(), sharding((8,), "a"))
+    moved = reshard(source, targets(source, sharding((2, 3), "b", "a"), sharding((4,))), memory_limit_bytes=0)
+    assert_equal(moved, state())
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        (lambda: sharding((8,), "a"), lambda: sharding((2, 4), "b", "a")),
+        (lambda: sharding((2, 4), "a", "b"), lambda: sharding((2, 4), "b", "a")),
+        (lambda: sharding((2, 4), "b", "a"), lambda: sharding((8,))),
+        (lambda: sharding((8,)), lambda: sharding((8,), None, "a")),
+        (lambda: sharding((8,), "a"), lambda: sharding((4,), None, "a", order=(7, 6, 5, 4))),
+        (lambda: sharding((2,), "a", order=(3, 1)), lambda: sharding((8,))),
+        (lambda: sharding((6,), "a"), lambda: sharding((2, 4), "b", "a")),
+        (lambda: sharding((2, 3), "b"), lambda: sharding((2,), "a", order=(7, 1))),
+    ],
+)
+def test_what_a_move_says_it_needs_covers_what_its_program_allocates(source, target):
+    shape, dtype = (480, 960), np.dtype("float32")
+    move = _moving.move_of(shape, dtype, source(), target(), (), False)
+    if move.transfer is None:
+        steps = _collective.steps_program(shape, dtype, source(), target())
+        allocated = temp_bytes(_collective.lowered(steps, shape, dtype, source(), target()))
+        choice = _collective.choose(shape, dtype, source(), target())
+        allocated = choice.xla_temp_bytes if choice.how == "xla" else allocated
+    else:
+        program = move.transfer.program
+        blocks = (len(program.devices) * program.source_shape[0], *program.source_shape[1:])
+        allocated = temp_bytes(program.jitted.lower(jax.ShapeDtypeStruct(blocks, dtype, sharding=program.sharding)))
+    devices = len(move.src.device_set | move.dst.device_set)
+    assert allocated is not None and 0 < allocated <= move.extra_bytes // devices + _collective._SLACK_BYTES
+
+
+def temp_bytes(lowered):
+    return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 @settings(deadline=None, max_examples=100)
@@ -235,7 +331,7 @@ def test_what_has_no_room_cannot_be_sliced():
 
 def test_between_device_sets_through_programs(through_programs):
     x = jax.device_put(host((24, 8)), sharding((8,), "a"))
-    moved = reshard(x, sharding((2, 3), "b", "a", order=(5, 4, 3, 2, 1, 0)), memory_limit_bytes=600)
+    moved = reshard(x, sharding((2, 3), "b", "a", order=(5, 4, 3, 2, 1, 0)), memory_limit_bytes=1400)
     np.testing.assert_array_equal(moved, host((24, 8)))
 
 

@@ -37,7 +37,11 @@ def test_between_device_sets_only_what_is_needed_travels(job):
 def test_donated_and_limited_moves(job):
     for result in job:
         assert result["donated"]["right"] and result["donated"]["deleted"]
-        assert result["limited"]["right"] and result["steps limited"]["right"]
+        for name in ("limited", "steps limited"):
+            assert result[name]["right"]
+            # Every process counts alike, so that all of them raise, or none.
+            assert result[name]["error"] == job[0][name]["error"]
+            assert "the finest; `memory_limit_bytes=10` is too little for it and " in result[name]["error"]
 
 
 def test_a_hundred_arrays_between_disjoint_processes(job):
