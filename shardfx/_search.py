@@ -17,9 +17,12 @@ from ._layout import Layout, piece_index
 
 # Per device, its share of the whole array.
 _STEP = 1e-9  # among paths of equal traffic the one with fewer steps
+# Among those the one whose permutation comes before its exchanges: it then reads the source itself, of which no copy
+# is made, and of what follows the TPU compiler may keep one piece on the chip.
+_EARLY = 1.01 * _STEP  # an exchange before the permutation
 _SLACK = 1e-12
 _FEW_LAYOUTS = 1200
-_MOST_LAYOUTS = 3000
+_MOST_LAYOUTS = 4000
 _HASTE = 4.0
 _MOST_REORDERED = 4  # more factors than that move in the order that they have
 
@@ -109,12 +112,15 @@ class _Side:
         # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
         self.coordinates = world.coordinates.astype(np.int32)
         self.ends = [_pieces(goal, axes) for axes in goal.layout.dims]
+        self._count: dict[tuple[int, ...], int] = {}
         self._index: dict[tuple[int, ...], np.ndarray] = {(): np.zeros(world.coordinates.shape[1], np.int32)}
         self._share: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
         self._tiles: dict[Dims, np.ndarray] = {}
 
     def count(self, axes: tuple[int, ...]) -> int:
-        return math.prod([self.sizes[axis] for axis in axes])
+        if axes not in self._count:
+            self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
+        return self._count[axes]
 
     def counts(self, dims: Dims) -> tuple[int, ...]:
         return tuple([self.count(axes) for axes in dims])
@@ -157,17 +163,21 @@ class _Side:
                 self._share[key] = None
         return self._share[key]
 
-    def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float) -> None:
-        if cost + _SLACK >= self.cost.get(dims, math.inf):
-            return
+    def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float) -> bool:
+        """Adds a layout to look at, unless no path through it is new and cheaper than `limit`."""
+        if cost + _SLACK >= min(limit, self.cost.get(dims, math.inf)):
+            return False
         self.seen += 1
         estimate = self.estimate(dims)
         if cost + estimate >= limit - _SLACK:
-            return
+            return False
         self.cost[dims] = cost
         if parent is not None:
             self.parent[dims] = parent
-        heapq.heappush(self.heap, (cost + self.haste * estimate, estimate, self.seen, dims))
+        # Both ends are looked at first: what they can reach in one step each may meet.
+        key = 0.0 if parent is None else cost + self.haste * estimate
+        heapq.heappush(self.heap, (key, estimate, self.seen, dims))
+        return True
 
     def hurry(self, haste: float) -> None:
         """Weighs the remaining traffic more than the traffic so far, which finds some path sooner."""
@@ -177,13 +187,23 @@ class _Side:
         ]
         heapq.heapify(self.heap)
 
-    def neighbours(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
+    def neighbours(self, dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
+        """The layouts one step away, each with what the step costs: less than `spare`."""
         yield from self._cuts(dims)
         if self.reorder:
             yield from self._reordered(dims)
-        for after, group in _exchanges(dims, self.home):
-            if all(room % self.count(axes) == 0 for room, axes in zip(self.room, after, strict=True)):
-                yield after, self.exchange_cost(dims, group) + _STEP
+        pieces = math.prod(self.counts(dims))
+        for kept, moving, gainers in _departures(dims):
+            cost = self.exchange_cost(pieces, moving) + (_EARLY if self.forward else _STEP)
+            if cost >= spare:
+                continue
+            rooms = [self.room[dim] // self.count(kept[dim]) for dim in gainers]
+            for added in (*_shares(moving, len(gainers)), *_homeward(moving, gainers, self.home)):
+                if not any([room % self.count(factors) for room, factors in zip(rooms, added, strict=True)]):
+                    after = list(kept)
+                    for dim, factors in zip(gainers, added, strict=True):
+                        after[dim] += factors
+                    yield tuple(after), cost
 
     def _cuts(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
         """One free factor more on one dimension: a slice forward, a gather backward."""
@@ -206,8 +226,8 @@ class _Side:
                 after = (*dims[:dim], (*axes[:place], *axes[place + 1 :], axes[place]), *dims[dim + 1 :])
                 yield after, self.crossing.cost(self.tiles(dims), self.tiles(after), share)
 
-    def exchange_cost(self, dims: Dims, group: tuple[int, ...]) -> float:
-        pieces, left, cost = math.prod(self.counts(dims)), 1.0, 0.0
+    def exchange_cost(self, pieces: int, group: tuple[int, ...]) -> float:
+        left, cost = 1.0, 0.0
         for factor in sorted(group, key=lambda factor: -self.weights[factor]):
             # The slow axes are crossed once, by what must cross them; the rest stays on the faster ones.
             cost += left * (1 - 1 / self.sizes[factor]) * self.weights[factor]
@@ -215,29 +235,25 @@ class _Side:
         return cost / pieces
 
 
-def _exchanges(dims: Dims, home: dict[int, tuple[int, int]]) -> Iterator[tuple[Dims, tuple[int, ...]]]:
-    """The layouts that one all-to-all leads to, each with the factors that it moves.
+def _departures(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...], list[int]]]:
+    """How an all-to-all can begin: what stays of each dimension's factors, those that move, where they can go.
 
     Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
-    need unequal parts from unequal peers. `home` says where factors are at the other end of the move.
+    need unequal parts from unequal peers.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
-        moving = tuple(
-            factor for axes, length in zip(dims, lengths, strict=True) for factor in axes[len(axes) - length :]
-        )
         gainers = [dim for dim, length in enumerate(lengths) if not length]
-        if not moving or not gainers:
-            continue
-        kept = tuple(axes[: len(axes) - length] for axes, length in zip(dims, lengths, strict=True))
-        for added in (*_shares(moving, len(gainers)), *_homeward(moving, gainers, home)):
-            after = list(kept)
-            for dim, factors in zip(gainers, added, strict=True):
-                after[dim] += factors
-            yield tuple(after), moving
+        if gainers and len(gainers) < len(dims):
+            cuts = [len(axes) - length for axes, length in zip(dims, lengths, strict=True)]
+            moving = tuple([factor for axes, cut in zip(dims, cuts, strict=True) for factor in axes[cut:]])
+            yield tuple([axes[:cut] for axes, cut in zip(dims, cuts, strict=True)]), moving, gainers
 
 
 def _homeward(moving: tuple[int, ...], gainers: list[int], home: dict[int, tuple[int, int]]) -> list[Dims]:
-    """Of the orders that are too many to try, the one in which the factors are at the other end of the move."""
+    """Of the orders that are too many to try, the one in which the factors are at the other end of the move.
+
+    `home` says in which dimension and at which place each is there.
+    """
     if len(moving) <= _MOST_REORDERED:
         return []
     order = sorted(moving, key=lambda factor: home.get(factor, (len(home), 0)))
@@ -297,10 +313,10 @@ def search(problem: Problem, *, most: int | None = None) -> Path:
     """
     most = _budget(problem.ours.layout.size) if most is None else most
     # No dimension need ever be cut more finely than the two ends do together; a path that respects it is found
-    # soon, and what it costs tells the search for a better one where not to look.
+    # soon, and what it costs tells the search for a better one where not to look. It leaves half the time for that.
     ends = (problem.ours.layout.counts, problem.theirs.layout.counts)
     narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, *ends)))
-    path, cost, looked = _explore(narrow, most, math.inf)
+    path, cost, looked = _explore(narrow, most // 2, math.inf)
     mixed = len(dict.fromkeys(prime for size in problem.ours.layout.sizes for prime in primes(size))) > 1
     wide = dataclasses.replace(problem, reorder=mixed)
     if path is None or ((mixed or narrow.room != problem.room) and looked < most):
@@ -313,7 +329,7 @@ def search(problem: Problem, *, most: int | None = None) -> Path:
 
 def _budget(devices: int) -> int:
     """How many layouts to look at: each costs some array operations over all devices."""
-    return _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 6_000_000 // devices))
+    return _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 10_000_000 // devices))
 
 
 def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
@@ -321,6 +337,7 @@ def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, fl
     ahead = _Side(problem, problem.ours, problem.theirs, True)
     back = _Side(problem, problem.theirs, problem.ours, False)
     best = _Join(limit, None, None)
+    shared = problem.ours.coordinates is problem.theirs.coordinates
     ahead.push(problem.ours.layout.dims, 0.0, None, limit)
     back.push(problem.theirs.layout.dims, 0.0, None, limit)
     while ahead.heap or back.heap:
@@ -329,8 +346,10 @@ def _explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, fl
         if side.cost[dims] + estimate >= best.cost - _SLACK or dims in side.settled:
             continue
         _settle(dims, side, ahead, back, best)
-        for after, extra in side.neighbours(dims):
-            side.push(after, side.cost[dims] + extra, dims, best.cost)
+        for after, extra in side.neighbours(dims, best.cost - side.cost[dims]):
+            if side.push(after, side.cost[dims] + extra, dims, best.cost) and shared:
+                # Where both ends are on one mesh's factors, a layout that the other side has met makes a path at once.
+                _join(after, after, 0.0, ahead, back, best)
             if best.cost < math.inf and ahead.seen + back.seen > most:
                 break
         looked = ahead.seen + back.seen
@@ -349,13 +368,16 @@ def _settle(dims: Dims, side: _Side, ahead: _Side, back: _Side, best: _Join) -> 
     side.by_counts.setdefault(counts, []).append(dims)
     other = back if side is ahead else ahead
     for match in other.by_counts.get(counts, ()):
-        total = cost + other.cost[match]
-        if total >= best.cost - _SLACK:
+        if cost + other.cost[match] >= best.cost - _SLACK:
             continue
         u, v = (dims, match) if side is ahead else (match, dims)
-        total += side.crossing.cost(ahead.tiles(u), back.tiles(v), 1 / math.prod(counts))
-        if total < best.cost - _SLACK:
-            best.cost, best.ours, best.theirs = total, u, v
+        _join(u, v, side.crossing.cost(ahead.tiles(u), back.tiles(v), 1 / math.prod(counts)), ahead, back, best)
+
+
+def _join(u: Dims, v: Dims, between: float, ahead: _Side, back: _Side, best: _Join) -> None:
+    total = ahead.cost.get(u, math.inf) + between + back.cost.get(v, math.inf)
+    if total < best.cost - _SLACK:
+        best.cost, best.ours, best.theirs = total, u, v
 
 
 class _Crossing:

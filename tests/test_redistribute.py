@@ -212,6 +212,26 @@ def test_no_sequence_of_steps_has_less_traffic_on_64_devices(src, dst):
     assert exhaustive(6, src, dst, share) == share
 
 
+@pytest.mark.parametrize(
+    "src, dst",
+    [
+        (Layout((16, 2, 2), ((), (2,), (1, 0))), Layout((2, 32), ((1,), (0,), ()))),
+        (Layout((4, 32, 32), ((), (1, 2), (0,))), Layout((2, 512, 4), ((1,), (0, 2), ()))),
+        (Layout((16, 16, 16), ((0, 2), (1,), ())), Layout((1024, 2, 2), ((), (1,), (2, 0)))),
+    ],
+)
+def test_two_exchanges_are_found_where_a_layout_finer_than_both_ends_lies_between_them(src, dst):
+    plan = redistribute((65536,) * 3, 16, src, dst)
+    assert [step.kind for step in plan.steps] == ["all_to_all", "all_to_all"]
+    assert plan.wire_bytes < 2 * plan.lower_bound_bytes
+
+
+def test_of_paths_of_equal_traffic_the_one_that_permutes_the_source_itself_is_taken():
+    src, dst = Layout((4, 4, 4), ((0, 1, 2), ())), Layout((16, 4), ((1,), (0,)))
+    plan = redistribute((64, 64), 64, src, dst)
+    assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
+
+
 @pytest.mark.parametrize("devices", [64, 512, 4096])
 def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
     rng = np.random.default_rng(devices)
