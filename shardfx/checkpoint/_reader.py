@@ -1,9 +1,9 @@
 """Filling host buffers from files: positioned reads straight into place where the bytes allow it."""
 
 import contextlib
+import ctypes
 import functools as ft
 import math
-import mmap
 import os
 import queue
 from collections.abc import Sequence
@@ -17,12 +17,16 @@ from ._files import Place, opened
 from ._spans import Box, Part, Span, spans
 
 
-# A process should read the bytes of its shards. Only crumbs are read along: a read for each would take ten times as long.
+# A process should read the bytes of its own shards; only crumbs are read along, where skipping takes ten times as long.
 GAP_BYTES = 64
 # Of a span that must be copied out; and of one that is read into place, which is as long as a task should be.
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 64
+# Python has no other way to a bytearray that is not first filled with zeros.
+_uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
+)
 _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
 
 
@@ -42,13 +46,12 @@ def buffers(wanted: Sequence[tuple[Box, Any]]) -> list[np.ndarray]:
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    if nbytes < 2**20:
-        raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT
-        return raw[start : start + nbytes]
     # Not numpy's own memory: of that it asks for large pages, which cost three times as much to touch first on virtual
-    # machines whose host takes back the large blocks that the guest has free.
-    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    # machines whose host takes back the large blocks that the guest has free. This is from `malloc`, uninitialised,
+    # and a process that loads again finds it touched already.
+    raw = np.frombuffer(_uninitialised(None, nbytes + _ALIGNMENT), np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]
 
 
 class Files:
