@@ -105,7 +105,20 @@ class Skip:
     why: str
 
 
-Entry = Case | Finding | Skip
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Cases that need another number of emulated devices, and so a process of their own.
+
+    `target` ("benchmarks.reshard:between_meshes") takes the runner's options, with the devices of that process, and
+    returns its entries; their records stand in place of this one.
+    """
+
+    name: str
+    target: str
+    cpu_devices: int
+
+
+Entry = Case | Finding | Skip | Apart
 
 
 def memcpy(byte_count: int) -> Floor:

@@ -5,7 +5,7 @@ A suite is a module `benchmarks/<suite>.py` with three names:
 - `SUMMARY: str`: one line for `--help` and for the heading of its table.
 - `arguments(parser: argparse.ArgumentParser) -> None`: adds the suite's own flags (may do nothing). Without
   any flag given, the suite runs what belongs into `python -m benchmarks all`.
-- `cases(options: Options) -> list[Case | Finding | Skip]`: cheap; the work happens in `Case.setup` and
+- `cases(options: Options) -> list[Case | Finding | Skip | Apart]`: cheap; the work happens in `Case.setup` and
   `Finding.measure` when their turn comes. With `options.quick` the whole suite takes at most 45 seconds on 2
   cores.
 
@@ -31,6 +31,7 @@ is reported so.
 import argparse
 import dataclasses
 import gc
+import importlib
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterable
@@ -38,7 +39,8 @@ from typing import Any
 
 import jax
 
-from ._case import Case, Entry, Limit, Race, Rival, Skip, Value
+from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value
+from ._machine import fresh_process
 from ._progress import Progress
 
 
@@ -71,14 +73,34 @@ def run_suite(entries: Iterable[Entry], options: Options, progress: Progress) ->
     records = []
     for entry in entries:
         progress.begin(entry.name)
-        record = _run_entry(entry, options)
-        records.append(record)
-        progress.end(record.failed or "")
+        made = _apart(entry, options) if isinstance(entry, Apart) else [_run_entry(entry, options)]
+        records += made
+        progress.end("; ".join(record.failed for record in made if record.failed))
         gc.collect()
     return records
 
 
-def _run_entry(entry: Entry, options: Options) -> Record:
+def run_apart(target: str, quick: bool, repeats: int, cpu_devices: int) -> list[dict[str, Any]]:
+    """In a process of its own: the records of the entries that `target` returns, as dictionaries."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    options = Options(quick, repeats, jax.devices(), argparse.Namespace())
+    module, name = target.split(":")
+    entries = getattr(importlib.import_module(module), name)(options)
+    return [dataclasses.asdict(record) for record in run_suite(entries, options, Progress(name, len(entries)))]
+
+
+def _apart(entry: Apart, options: Options) -> list[Record]:
+    given = dataclasses.asdict(entry) | {"quick": options.quick, "repeats": options.repeats}
+    del given["name"]
+    try:
+        records = fresh_process("benchmarks._runner:run_apart", given, timeout_seconds=3600)
+    except RuntimeError as error:
+        return [Record(entry.name, "race", failed=str(error))]
+    return [Record(**record) for record in records]
+
+
+def _run_entry(entry: Case | Finding | Skip, options: Options) -> Record:
     if isinstance(entry, Skip):
         return Record(entry.name, "skip", skipped={entry.name: entry.why})
     record = Record(entry.name, "race" if isinstance(entry, Case) else "finding")

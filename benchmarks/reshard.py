@@ -7,8 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,25 +15,40 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._collective import choose, move
 from shardfx._layout import Layout
-from shardfx._redistribute import layout, redistribute
+from shardfx._redistribute import redistribute
 from shardfx._reshard import reshard
 
-from ._case import Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
+from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process
 from ._pairs import compiled, placed, simulated
+from ._peers import device_put, eformer, scalax, whole_jit
 from ._runner import Options
+from ._states import equals, state_cases
 
 
 SUMMARY = "one array from one sharding to another, against XLA's own program and the field's shard functions"
-# Case number, source spec, target spec, on a mesh (x=2, y=4).
-ALPA = (
-    (1, P("x"), P("x")),
-    (2, P(), P("x")),
-    (3, P(None, "x"), P("x")),
-    (4, P(None, ("x", "y")), P(("x", "y"))),
-    (5, P("y"), P("x")),
-    (9, P(None, "x"), P(None, None, "x")),
-)
+
+
+class Alpa(NamedTuple):
+    """A case of Alpa's benchmark of resharding, on meshes (x, y)."""
+
+    source: P
+    target: P
+    sizes: tuple[tuple[int, int], tuple[int, int]] = ((2, 4), (2, 4))
+    # A quarter of Alpa's (1024, 1024, 512) along two dimensions each, or as much of (3072, 1024, 170).
+    shape: tuple[int, int, int] = (256, 1024, 128)
+
+
+ALPA = {
+    "1": Alpa(P("x"), P("x")),
+    "2": Alpa(P(), P("x")),
+    "3": Alpa(P(None, "x"), P("x")),
+    "4": Alpa(P(None, ("x", "y")), P(("x", "y"))),
+    "5": Alpa(P("y"), P("x")),
+    "6": Alpa(P("x"), P("x"), ((2, 4), (3, 4)), (768, 1024, 43)),
+    "7 and 8": Alpa(P("y"), P(), ((1, 4), (2, 4))),
+    "9": Alpa(P(None, "x"), P(None, None, "x")),
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, help="how many pairs the census compiles")
     parser.add_argument("--all-pairs", action="store_true", help="compile and run all 33,489 pairs; half an hour")
     parser.add_argument("--chunk", type=_part, default=(1, 1), metavar="I/N", help="of --all-pairs, a part alone")
+    parser.add_argument("--scalax", action="store_true", help="race scalax on Llama too; it compiles for minutes")
     parser.add_argument("--aot", metavar="tpu:TOPOLOGY", help="census with the TPU compiler, as in tpu:v5e:4x4")
 
 
@@ -74,64 +89,77 @@ def _races(options: Options) -> list[Entry]:
         return [Skip("single moves", f"they need 8 devices, and there are {count}")]
     devices = np.array(options.devices[:8])
     mesh = Mesh(devices.reshape(2, 4), ("x", "y"))
-    shape = (32 if options.quick else 256, 1024, 128)
     wide, flat = Mesh(devices.reshape(4, 2), ("x", "y")), Mesh(devices, ("z",))
-    moves = [(f"alpa case {number}", NamedSharding(mesh, src), NamedSharding(mesh, dst)) for number, src, dst in ALPA]
-    moves += [
-        ("jax#21562", NamedSharding(wide, P("y", None, "x")), NamedSharding(wide, P(None, ("x", "y")))),
-        ("another mesh", NamedSharding(mesh, P("y", "x")), NamedSharding(flat, P(None, None, "z"))),
-    ]
+    shape = _shape(ALPA["1"].shape, options)
+    moves = {
+        f"Alpa's case {number}, one mesh": (NamedSharding(mesh, case.source), NamedSharding(mesh, case.target))
+        for number, case in ALPA.items()
+        if case.sizes == ((2, 4), (2, 4))
+    }
+    moves["jax#21562"] = NamedSharding(wide, P("y", None, "x")), NamedSharding(wide, P(None, ("x", "y")))
+    moves["2x4 to 8 of the same devices"] = NamedSharding(mesh, P("y", "x")), NamedSharding(flat, P(None, None, "z"))
+    most = max(sum(map(math.prod, case.sizes)) for case in ALPA.values())
     return [
-        Case(f"{name}, {math.prod(shape) * 4 // 2**20} MiB", ft.partial(_race, shape, src, dst))
-        for name, src, dst in moves
+        *(_case(name, shape, *ends) for name, ends in moves.items()),
+        Apart("Alpa's cases between meshes", "benchmarks.reshard:between_meshes", most),
+        *state_cases(options),
     ]
+
+
+def between_meshes(options: Options) -> list[Entry]:
+    """Alpa's cases as Alpa runs them: the two meshes have no device in common."""
+    found: list[Entry] = []
+    for number, case in ALPA.items():
+        if options.quick and case.sizes == ((2, 4), (2, 4)):
+            continue
+        count = math.prod(case.sizes[0])
+        parts = options.devices[:count], options.devices[count : count + math.prod(case.sizes[1])]
+        source, target = (
+            Mesh(np.array(part).reshape(sizes), ("x", "y")) for part, sizes in zip(parts, case.sizes, strict=True)
+        )
+        ends = NamedSharding(source, case.source), NamedSharding(target, case.target)
+        found.append(_case(f"Alpa's case {number}, two meshes", _shape(case.shape, options), *ends))
+    return found
+
+
+def _shape(shape: tuple[int, int, int], options: Options) -> tuple[int, int, int]:
+    return (shape[0] // 8, *shape[1:]) if options.quick else shape
+
+
+def _case(name: str, shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Case:
+    return Case(f"{name}, {math.prod(shape) * 4 // 2**20} MiB", ft.partial(_race, shape, src, dst))
 
 
 def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Race:
     values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    plan = redistribute(shape, 32, *_ends(src, dst, len(shape)))
-
-    def right(_: Any, result: jax.Array) -> None:
-        assert result.sharding.is_equivalent_to(dst, result.ndim), f"{result.sharding} instead of {dst}"
-        for shard in result.addressable_shards:
-            np.testing.assert_array_equal(shard.data, values[shard.index])
-
+    right = equals(values, dst)
+    rivals = [
+        Rival("shardfx", lambda: lambda x: reshard(x, dst), right),
+        Rival("jax.jit", lambda: whole_jit(src, dst), right),
+        Rival("jax.device_put", lambda: device_put(dst), right),
+        Rival("eformer", lambda: eformer(dst), right, ("eformer",)),
+        Rival("scalax", lambda: scalax(dst), right, ("scalax",)),
+    ]
+    facts: dict[str, Value] = {"from": _text(src), "to": _text(dst)}
+    if src.device_set == dst.device_set:
+        # What `reshard` does where devices have memories of their own, and inside `jit` everywhere.
+        rivals.insert(1, Rival("shardfx, its program", lambda: lambda x: move(x, dst), right))
+        choice = choose(shape, values.dtype, src, dst)
+        steps = ", ".join(step.kind for step in choice.plan.steps)
+        facts["shardfx's program"] = {"none": "nothing to do", "xla": "XLA's own", "steps": steps}[choice.how]
+        facts |= {"wire bytes": choice.plan.wire_bytes, "lower bound": choice.plan.lower_bound_bytes}
     return Race(
-        rivals=(
-            Rival("shardfx", lambda: lambda x: reshard(x, dst), right),
-            Rival("shardfx inside jit", lambda: lambda x: move(x, dst), right),
-            Rival("jax.jit", lambda: jax.jit(lambda x: x, in_shardings=src, out_shardings=dst), right),
-            Rival("jax.device_put", lambda: lambda x: jax.device_put(x, dst), right),
-            Rival("eformer", lambda: _eformer(dst), right, ("eformer",)),
-            Rival("scalax", lambda: _scalax(dst), right, ("scalax",)),
-        ),
+        rivals=tuple(rivals),
         fresh=lambda: jax.block_until_ready(placed(values, src)),
         byte_count=values.nbytes,
         floor=memcpy(values.nbytes),
-        facts={
-            "steps": " ".join(step.kind for step in plan.steps) or "none",
-            "wire bytes": plan.wire_bytes,
-            "lower bound": plan.lower_bound_bytes,
-            "program": choose(shape, np.dtype("float32"), src, dst).how,
-        },
+        facts=facts,
     )
 
 
-def _eformer(dst: NamedSharding) -> Callable[[Any], Any]:
-    from eformer.escale import make_shard_and_gather_fns
-
-    return make_shard_and_gather_fns({"x": dst.spec}, dst.mesh)[0]["x"]  # pyright: ignore[reportArgumentType]
-
-
-def _scalax(dst: NamedSharding) -> Callable[[Any], Any]:
-    from scalax.sharding import MeshShardingHelper
-
-    helper = MeshShardingHelper(tuple(dst.mesh.shape.values()), dst.mesh.axis_names)
-    return helper.make_shard_and_gather_fns({"x": 0}, {"x": dst.spec})[0]["x"]
-
-
-def _ends(src: NamedSharding, dst: NamedSharding, rank: int) -> tuple[Layout, Layout]:
-    return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
+def _text(end: NamedSharding) -> str:
+    entries = ", ".join(repr(entry) for entry in end.spec)
+    return f"P({entries}) on {'x'.join(str(size) for size in end.mesh.shape.values())}"
 
 
 def _planning(devices: int, count: int) -> Finding:
