@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import itertools as it
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -21,8 +22,10 @@ from ._transfer import (
     carry_out,
     copies_bytes,
     in_device_memory,
+    led,
     lost_text,
     sharers,
+    spread,
     transfer_of,
 )
 
@@ -129,6 +132,37 @@ def move_of(
     return make(made.way, transfer=made, extra_bytes=made.extra_bytes)
 
 
+def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
+    """The same moves with senders that are balanced over all of them.
+
+    **Arguments:**
+
+    - `moves`: in order, each with the number of arrays that it moves. A move is planned once for all of them, so that
+        they share a program; where replicas give a choice it falls on those that send least for the moves before.
+
+    **Returns:**
+
+    Per move the one to make in its place.
+    """
+    sent: dict[Any, int] = {}
+    chosen = {}
+    for move, count in moves.items():
+        chosen[move] = move
+        if move.transfer is None:
+            continue
+        made = spread(move.transfer, sent)
+        if made is not move.transfer:
+            chosen[move] = _through(move, made)
+        for place, size in made.tiles.sent_bytes.items():
+            sent[made.devices[place]] = sent.get(made.devices[place], 0) + count * size
+    return chosen
+
+
+@ft.lru_cache(maxsize=1024)
+def _through(move: Move, made: Transfer) -> Move:
+    return dataclasses.replace(move, transfer=made, extra_bytes=made.extra_bytes)
+
+
 def apply(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: int | None = None) -> jax.Array:
     """Moves one live array; work that the devices still have to do is not waited for.
 
@@ -208,7 +242,10 @@ def _slices(move: Move, count: int) -> Slices | None:
 
 def _part(move: Move, how: Slices) -> Move:
     """The move of one slice."""
-    return move_of(how.shape, move.dtype, move.src, move.dst, move.lost, move.how == "host")
+    part = move_of(how.shape, move.dtype, move.src, move.dst, move.lost, move.how == "host")
+    if move.transfer is None or part.transfer is None or not move.transfer.ahead:
+        return part
+    return _through(part, led(part.transfer, move.transfer.ahead))
 
 
 def require_movable(shape: tuple[int, ...], dtype: Any, dst: Sharding) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from ._collective import move as move_traced
 from ._errors import LeafTypeError, MeshError, MoveError, SpecError
-from ._moving import Move, apply, least_limit_bytes, move_of, require_movable, why_least
+from ._moving import Move, apply, balanced, least_limit_bytes, move_of, require_movable, why_least
 from ._targets import is_array, targets
 from ._transfer import IN_FLIGHT_BYTES
 from ._tree import tree_paths
@@ -118,7 +118,8 @@ def _job(leaves: Sequence[Any], wanted: Sequence[Sharding | None], treedef: Any,
             move = known[key] = _move(job, at, leaf, target, lost)
         if move is not None:
             job.moves.setdefault(move, []).append(at)
-    return job
+    chosen = balanced({move: len(places) for move, places in job.moves.items()})
+    return dataclasses.replace(job, moves={chosen[move]: places for move, places in job.moves.items()})
 
 
 def _move(job: _Job, at: int, leaf: jax.Array, target: Sharding, lost: tuple[Any, ...]) -> Move | None:

@@ -1,9 +1,10 @@
 """What a move of a tree would do, as a value: nothing is moved, and no device is needed."""
 
+import collections
 import dataclasses
 import functools as ft
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from ._redistribute import Step, layout, redistribute
 from ._spec import array_bytes, bits
 from ._targets import targets
 from ._tiles import Box, TileMap, tile_map
-from ._transfer import transfer_of
+from ._transfer import spread, transfer_of
 from ._tree import flatten
 
 
@@ -185,7 +186,8 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
         odd = next((leaf.path for leaf in (*ours, *theirs) if (leaf.path in here) != (leaf.path in there)), None)
         what = "their leaves are in another order" if odd is None else f"`{odd}` is only in one of them"
         raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
-    return ReshardPlan(tuple(_leaf_move(*pair, tuple(lost)) for pair in zip(ours, theirs, strict=True)))
+    leaves = [_leaf_move(*pair, tuple(lost)) for pair in zip(ours, theirs, strict=True)]
+    return ReshardPlan(tuple(_balanced(leaves, tuple(lost))))
 
 
 class _Leaf(NamedTuple):
@@ -264,11 +266,15 @@ def _cost(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost
         return {**sizes, **nothing, "how": "in place" if src == dst else "relabel", "peak_bytes": max(ends)}
     if not lost and src == dst:
         return {**sizes, **nothing, "how": "in place", "peak_bytes": max(ends)}
-    tiles, receivers = _tiles(shape, dtype, src, dst, lost)
-    wire = -(-tiles.wire_bytes // max(1, receivers))
-    piece = max([0, *tiles.links.values()])
-    costs = {"tiles": tiles, "wire_bytes": wire, "lower_bound_bytes": wire, "peak_bytes": sum(ends) + 2 * piece}
+    tiles, _ = _tiles(shape, dtype, src, dst, lost, {})
+    wire = -(-tiles.wire_bytes // max(1, dst.num_devices))
+    costs = {"tiles": tiles, "wire_bytes": wire, "lower_bound_bytes": wire, "peak_bytes": sum(ends) + _beside(tiles)}
     return {**sizes, **nothing, **costs, "how": "tiles"}
+
+
+def _beside(tiles: TileMap) -> int:
+    """What a device holds beside its shards while pieces of an array are cut and received."""
+    return 2 * max([0, *tiles.links.values()])
 
 
 def _same_devices(ours: Layout, theirs: Layout) -> bool:
@@ -277,20 +283,48 @@ def _same_devices(ours: Layout, theirs: Layout) -> bool:
     return ours.order == theirs.order or sorted(ours.order) == sorted(theirs.order)
 
 
+def _balanced(leaves: list[LeafMove], lost: tuple[Any, ...]) -> list[LeafMove]:
+    """The leaves with senders chosen over all of them, as `reshard` does: once per move, by what those before send."""
+    if not any(leaf.tiles is not None and leaf.tiles.replicas for leaf in leaves):
+        return leaves
+    keys = [(leaf.shape, leaf.dtype, leaf.src, leaf.dst) for leaf in leaves]
+    counts = collections.Counter(key for key, leaf in zip(keys, leaves, strict=True) if leaf.tiles is not None)
+    sent: dict[Any, int] = {}
+    chosen: dict[Any, TileMap] = {}
+    for key, count in counts.items():
+        chosen[key], senders = _tiles(*key, lost, sent)
+        for device, size in senders.items():
+            sent[device] = sent.get(device, 0) + count * size
+    return [
+        leaf
+        if leaf.tiles is None
+        else dataclasses.replace(
+            leaf, tiles=chosen[key], peak_bytes=leaf.source_bytes + leaf.target_bytes + _beside(chosen[key])
+        )
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+
+
 def _tiles(
-    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...]
-) -> tuple[TileMap, int]:
-    """The tile map in terms of device ids, and how many devices receive."""
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...], sent: Mapping[Any, int]
+) -> tuple[TileMap, dict[Any, int]]:
+    """The tile map in terms of device ids, and the bytes that each device sends, by whatever `sent` names it with."""
     if not any(isinstance(end, NamedSharding) and isinstance(end.mesh, AbstractMesh) for end in (src, dst)):
-        made = transfer_of(shape, dtype, src, dst, lost)
+        made = spread(transfer_of(shape, dtype, src, dst, lost), sent)
         ids = [device.id for device in made.devices]
         # Devices of two platforms may share ids; their places tell them apart.
         names = ids if len(set(ids)) == len(ids) else list(range(len(ids)))
         tiles = [tile._replace(sender=names[tile.sender], receiver=names[tile.receiver]) for tile in made.tiles.tiles]
-        return dataclasses.replace(made.tiles, tiles=tuple(tiles)), dst.num_devices
+        replicas = tuple(tuple(names[place] for place in holders) for holders in made.tiles.replicas)
+        senders = {made.devices[place]: size for place, size in made.tiles.sent_bytes.items()}
+        return dataclasses.replace(made.tiles, tiles=tuple(tiles), replicas=replicas), senders
     gone = {device.id for device in lost}
     sources, wanted = ([pair for pair in _boxes(end, shape)] for end in (src, dst))
-    return tile_map(bits(dtype), [pair for pair in sources if pair[0] not in gone], wanted), len(wanted)
+    made = ft.partial(tile_map, bits(dtype), [pair for pair in sources if pair[0] not in gone], wanted)
+    tiles = made()
+    ahead = tiles.ahead(sent)
+    tiles = made(ahead=ahead) if ahead else tiles
+    return tiles, tiles.sent_bytes
 
 
 def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[int, Box]]:

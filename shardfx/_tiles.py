@@ -44,10 +44,12 @@ class TileMap:
 
     - `tiles`: in the order of the targets, and within a target by position.
     - `missing`: boxes that some device needs and none holds.
+    - `replicas`: per shard of which there was a choice of senders, the devices that hold it.
     """
 
     tiles: tuple[Tile, ...]
     missing: tuple[Box, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
@@ -79,12 +81,22 @@ class TileMap:
         """The device that sends most, the first of equals, and its bytes; `None` if nothing travels."""
         return max(self.sent_bytes.items(), key=lambda item: item[1]) if self.sent_bytes else None
 
+    def ahead(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """The senders that have sent more than another replica of their shard, and how much: all that `sent`, bytes
+        by device, can change about the choice of senders."""
+        leads = []
+        for holders in self.replicas:
+            least = min(sent.get(device, 0) for device in holders)
+            leads += [(device, sent[device] - least) for device in holders if sent.get(device, 0) > least]
+        return tuple(leads)
+
 
 def tile_map(
     itemsize_bits: int,
     sources: Sequence[tuple[int, Box]],
     targets: Sequence[tuple[int, Box]],
     process_of: Mapping[int, int] | None = None,
+    ahead: Iterable[tuple[int, int]] = (),
 ) -> TileMap:
     """For arbitrary layouts of one array, which target takes which piece of which shard.
 
@@ -98,6 +110,7 @@ def tile_map(
         sharding; equal boxes are replicas. Devices that were lost are left out.
     - `targets`: device and box of each shard that is wanted.
     - `process_of`: the process of each device; all in one if not given.
+    - `ahead`: devices and the bytes that they have sent already, of other arrays.
 
     **Returns:**
 
@@ -120,11 +133,16 @@ def tile_map(
                 missing[piece] = None
         missing.update(dict.fromkeys(_outside(intervals, box)))
     tiles: list[Tile] = []
+    replicas: list[tuple[int, ...]] = []
+    sent = dict(ahead)
     for cell, pieces in wanted.items():
-        tiles += _assign(cell, pieces, holders[cell], itemsize_bits, process_of or {})
+        senders = _Senders(holders[cell], process_of or {}, sent)
+        tiles += _assign(cell, pieces, senders, itemsize_bits)
+        if len(senders.sent) > 1 and any(receiver not in senders.sent for receiver, _, _ in pieces):
+            replicas.append(tuple(holders[cell]))
     order = {device: index for index, (device, _) in enumerate(targets)}
     tiles.sort(key=lambda tile: (order[tile.receiver], tile.box))
-    return TileMap(tuple(tiles), tuple(missing))
+    return TileMap(tuple(tiles), tuple(missing), tuple(replicas))
 
 
 def volume(box: Box) -> int:
@@ -135,10 +153,10 @@ def volume(box: Box) -> int:
 class _Senders:
     """The replicas of one shard; gives the nearest, and of those the one that has sent least."""
 
-    def __init__(self, holders: list[int], process_of: Mapping[int, int]):
+    def __init__(self, holders: list[int], process_of: Mapping[int, int], sent: Mapping[int, int]):
         self.process_of = process_of
-        self.sent = dict.fromkeys(holders, 0)
-        self.everywhere = [(0, index, device) for index, device in enumerate(holders)]
+        self.sent = {device: sent.get(device, 0) for device in holders}
+        self.everywhere = sorted((self.sent[device], index, device) for index, device in enumerate(holders))
         self.nearby: dict[int | None, list[tuple[int, int, int]]] = {}
         for entry in self.everywhere:
             self.nearby.setdefault(process_of.get(entry[2]), []).append(entry)
@@ -157,12 +175,10 @@ class _Senders:
 def _assign(
     cell: Box,
     pieces: list[tuple[int, Box, Box]],
-    holders: list[int],
+    senders: _Senders,
     itemsize_bits: int,
-    process_of: Mapping[int, int],
 ) -> Iterable[Tile]:
     """Chooses a sender for each piece of one shard, the largest piece first; a device holds one shard only."""
-    senders = _Senders(holders, process_of)
     sized = [(-(-volume(piece) * itemsize_bits // 8), receiver, box, piece) for receiver, box, piece in pieces]
     for count, receiver, box, piece in sorted(sized, key=lambda item: -item[0]):
         if count:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -35,6 +35,7 @@ class Transfer:
     - `shape`, `dtype`: of the array.
     - `source`, `sharding`: before and afterwards.
     - `lost`: devices whose shards are not to be read.
+    - `ahead`: senders, and the bytes that they have sent more than other replicas of their shards, of other arrays.
     """
 
     way: Way
@@ -45,6 +46,7 @@ class Transfer:
     source: Sharding
     sharding: Sharding
     lost: tuple[Any, ...] = ()
+    ahead: tuple[tuple[int, int], ...] = ()
 
     @ft.cached_property
     def everything_is_here(self) -> bool:
@@ -73,6 +75,14 @@ class Transfer:
         # A device of one side only holds a block of the other side's shape too.
         blocks = (self.source_shape, self.sharding.shard_shape(self.shape))
         return (pieces + max(array_bytes(block, self.dtype) for block in blocks)) * sharers(self.devices) + ends
+
+    @ft.cached_property
+    def within(self) -> "Transfer":
+        """The same between the memories that programs compute in; the Transfer itself if its ends lie there."""
+        source, target = in_device_memory(self.source), in_device_memory(self.sharding)
+        if source is self.source and target is self.sharding:
+            return self
+        return dataclasses.replace(self, source=source, sharding=target)
 
     @ft.cached_property
     def place(self) -> dict[Any, int]:
@@ -124,6 +134,42 @@ def transfer_of(
 
     `MeshError` if no way leads there.
     """
+    tiles, devices = _tiles(shape, dtype, src, dst, lost)
+    return Transfer(way or _way(tiles, devices), tiles, devices, shape, dtype, src, dst, lost)
+
+
+def spread(made: Transfer, sent: Mapping[Any, int]) -> Transfer:
+    """The same move with other senders where others than the busy ones hold the same.
+
+    **Arguments:**
+
+    - `made`: the move.
+    - `sent`: the bytes that devices send of other arrays.
+
+    **Returns:**
+
+    The Transfer, from a bounded cache.
+    """
+    ahead = made.tiles.ahead({place: sent.get(device, 0) for place, device in enumerate(made.devices)})
+    return led(made, ahead) if ahead else made
+
+
+@ft.lru_cache(maxsize=1024)
+def led(made: Transfer, ahead: tuple[tuple[int, int], ...]) -> Transfer:
+    """A move for which some senders have sent more than other replicas of their shards."""
+    tiles, _ = _tiles(made.shape, made.dtype, made.source, made.sharding, made.lost, ahead)
+    return dataclasses.replace(made, tiles=tiles, ahead=ahead)
+
+
+def _tiles(
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Sharding,
+    dst: Sharding,
+    lost: tuple[Any, ...],
+    ahead: tuple[tuple[int, int], ...] = (),
+) -> tuple[TileMap, tuple[Any, ...]]:
+    """The tile map, and the devices that its numbers stand for."""
     gone = frozenset(lost)
     sources = [(device, box) for device, box in _boxes(src, shape) if device not in gone]
     targets = _boxes(dst, shape)
@@ -134,9 +180,9 @@ def transfer_of(
         [(place[device], box) for device, box in sources],
         [(place[device], box) for device, box in targets],
         {index: device.process_index for index, device in enumerate(devices)},
+        ahead,
     )
-    made = way or _way(tiles, devices)
-    return Transfer(made, tiles, devices, shape, dtype, src, dst, lost)
+    return tiles, devices
 
 
 def transfer(
@@ -178,16 +224,13 @@ def carry_out(made: Transfer, x: jax.Array, donate: bool = False, in_flight_byte
     if made.way == "host":
         return _by_host(x, made, donate)
     run = _by_rounds if made.way == "rounds" else ft.partial(_by_pieces, in_flight_bytes=in_flight_bytes)
-    inside, there = in_device_memory(made.source), in_device_memory(made.sharding)
-    if inside is made.source and there is made.sharding:
-        return run(x, made, donate)
+    within = made.within
     # These two compute on devices, so that host memory at either end is left and entered in the same layout.
-    given, x = x, x if inside is made.source else jax.device_put(x, inside)
-    within = transfer_of(made.shape, made.dtype, inside, there, made.lost, made.way)
+    given, x = x, x if within.source is made.source else jax.device_put(x, within.source)
     result = run(x, within, donate or x is not given)
     if donate and x is not given:
         given.delete()
-    return result if there is made.sharding else jax.device_put(result, made.sharding)
+    return result if within.sharding is made.sharding else jax.device_put(result, made.sharding)
 
 
 def copies_bytes(shape: tuple[int, ...], dtype: Any, *ends: Sharding) -> int:

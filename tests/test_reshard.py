@@ -1,4 +1,5 @@
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -333,6 +334,61 @@ def test_between_device_sets_through_programs(through_programs):
     x = jax.device_put(host((24, 8)), sharding((8,), "a"))
     moved = reshard(x, sharding((2, 3), "b", "a", order=(5, 4, 3, 2, 1, 0)), memory_limit_bytes=1400)
     np.testing.assert_array_equal(moved, host((24, 8)))
+
+
+def spread_out():
+    """Leaves on four replicas, each to a device of its own, and some with a choice of two of the four."""
+    replicas, pairs = sharding((4,)), sharding((2, 2), "a")
+    source = {f"r{i}": jax.device_put(host((8, 8), i), replicas) for i in range(4)}
+    source |= {f"p{i}": jax.device_put(host((8, 8), i), pairs) for i in range(4)}
+    alone = [NamedSharding(mesh((1,), order=(4 + i,)), P()) for i in range(4)]
+    return source, {name: alone[int(name[1])] for name in source}
+
+
+def test_senders_are_balanced_over_the_whole_tree(through_programs):
+    source, wanted = spread_out()
+    made = plan_reshard(source, wanted)
+    sent = Counter()
+    for (sender, _), size in made.links.items():
+        sent[sender] += size
+    assert sent == dict.fromkeys(range(4), 2 * 256)
+    leaves = jax.tree.leaves(source)
+    job = _reshard._job(leaves, jax.tree.leaves(wanted), jax.tree.structure(source), ())
+    links = Counter()
+    for move, places in job.moves.items():
+        assert move.how == "rounds"
+        for (sender, receiver), size in move.transfer.tiles.links.items():
+            pair = tuple(move.transfer.devices[place].id for place in (sender, receiver))
+            links[pair] += size * len(places)
+    assert links == made.links
+    for limit in (None, 2000):
+        assert_equal(reshard(source, wanted, memory_limit_bytes=limit), {k: host((8, 8), int(k[1])) for k in source})
+
+
+def test_balanced_senders_need_no_more_programs(through_programs):
+    source, wanted = spread_out()
+    jobs = [
+        _reshard._job(jax.tree.leaves(tree), jax.tree.leaves(to), jax.tree.structure(tree), ())
+        for tree, to in [(source, wanted), ([source, source], [wanted, wanted]), (source, wanted)]
+    ]
+    assert [len(job.moves) for job in jobs] == [8, 8, 8]
+    # The same objects, so that what one call compiled serves the next.
+    assert list(jobs[0].moves) == list(jobs[2].moves)
+
+
+def test_balanced_plans_without_devices_agree_with_plans_on_devices():
+    tree = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in "abcd"}
+    ends = [
+        plan(tree, MeshSpec({"x": size}), paths=PathRules([("a|b", first), (".*", second)]))
+        for size, first, second in ((4, P(), P()), (8, P("x"), P(None, "x")))
+    ]
+    live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in ends]
+    bare, there = plan_reshard(*ends), plan_reshard(*live)
+    assert bare.links == there.links
+    sent = Counter()
+    for (sender, _), size in bare.links.items():
+        sent[sender] += size
+    assert max(sent.values()) == min(sent.values()) == 4 * 32
 
 
 def test_a_failure_in_the_middle_says_what_moved(monkeypatch):

@@ -195,3 +195,29 @@ def test_thousands_of_devices_take_no_product_of_sources_and_targets():
     assert len(set(tile_map(32, replicas, targets).sent_bytes.values())) == 1
     # A product of 4096 sources and targets takes half a minute; this is no measurement of speed.
     assert time.process_time() - begin < 10
+
+
+def test_what_senders_have_sent_before_counts():
+    whole = box((0, 8))
+    sources, targets = [(device, whole) for device in range(3)], [(7, whole), (8, whole)]
+    senders = lambda sent: [tile.sender for tile in tile_map(8, sources, targets, ahead=sent).tiles]
+    assert senders(()) == [0, 1] and senders([(0, 8)]) == [1, 2] and senders([(0, 8), (1, 8)]) == [2, 0]
+
+
+def test_only_what_replicas_sent_more_than_each_other_matters():
+    left, right = box((0, 4)), box((4, 8))
+    made = tile_map(8, [(0, left), (1, left), (2, right)], [(7, box((0, 8)))])
+    assert made.replicas == ((0, 1),)
+    assert made.ahead({0: 10, 1: 10, 2: 99}) == () and made.ahead({0: 12, 1: 10}) == ((0, 2),)
+    # A device that has it takes it from itself.
+    assert tile_map(8, [(0, left), (1, left)], [(1, left)]).replicas == ()
+
+
+@given(moves(), st.dictionaries(st.integers(0, 40), st.integers(0, 10**6)))
+def test_earlier_loads_change_senders_only(move, sent):
+    _, sources, targets = move
+    plain = tile_map(8, sources, targets)
+    led = tile_map(8, sources, targets, ahead=plain.ahead(sent))
+    assert [tile[1:3] for tile in plain.tiles] == [tile[1:3] for tile in led.tiles]
+    assert led == tile_map(8, sources, targets, ahead=sent.items())
+    assert (plain.wire_bytes, plain.replicas) == (led.wire_bytes, led.replicas)
