@@ -111,10 +111,26 @@ def move_of(
             f"the target {dst.spec} lies on the mesh {dict(dst.mesh.shape)} without devices; "
             "use `plan.on(plan.mesh.build(jax.devices()))`, or a NamedSharding on a `jax.sharding.Mesh`."
         )
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        shape, dtype = data.shape, data.dtype
-    make = ft.partial(Move, shape=shape, dtype=np.dtype(dtype), src=src, dst=dst, lost=lost)
+    move = decided(*data_of(shape, dtype), src, dst, lost, host)
+    if move.transfer is not None and move.transfer.tiles.missing:
+        raise MeshError(f"{lost_text(move.transfer)}; load it from a checkpoint.")
+    return move
+
+
+def data_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype of the arrays that are moved in the place of typed PRNG keys, and of others."""
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return shape, np.dtype(dtype)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    return data.shape, np.dtype(data.dtype)
+
+
+@ft.lru_cache(maxsize=4096)
+def decided(
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...] = (), host: bool = True
+) -> Move:
+    """As `move_of`, but where elements are on lost devices alone the Move leaves them out."""
+    make = ft.partial(Move, shape=shape, dtype=dtype, src=src, dst=dst, lost=lost)
     there = dst if src.memory_kind is None else dst.with_memory_kind(src.memory_kind)
     if not lost and src.is_equivalent_to(there, len(shape)):
         if src.memory_kind != dst.memory_kind:
@@ -124,11 +140,9 @@ def move_of(
         steps = _planned(shape, dtype, src, dst)
         if steps is not None:
             return make("steps", plan=steps, extra_bytes=_extra_bytes(steps, src, dst, shape, dtype))
-    made = transfer_of(shape, np.dtype(dtype), src, dst, lost)
+    made = transfer_of(shape, dtype, src, dst, lost)
     if made.way == "host" and not host:
-        made = transfer_of(shape, np.dtype(dtype), src, dst, lost, "rounds")
-    if made.tiles.missing:
-        raise MeshError(f"{lost_text(made)}; load it from a checkpoint.")
+        made = transfer_of(shape, dtype, src, dst, lost, "rounds")
     return make(made.way, transfer=made, extra_bytes=made.extra_bytes)
 
 

@@ -15,13 +15,13 @@ from ._assemble import as_box
 from ._content import named_sharding
 from ._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from ._layout import Layout, digits, piece_index
-from ._moving import require_movable
+from ._moving import data_of, decided, require_movable
 from ._plan import ShardPlan
-from ._redistribute import Step, layout, redistribute
+from ._redistribute import Redistribution, Step, layout, redistribute
 from ._spec import array_bytes, bits
 from ._targets import targets
 from ._tiles import Box, TileMap, tile_map
-from ._transfer import spread, transfer_of
+from ._transfer import in_device_memory, spread, transfer_of
 from ._tree import flatten
 
 
@@ -41,7 +41,8 @@ class LeafMove:
     - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
     - `lower_bound_bytes`: the same for the best algorithm there could be.
     - `source_bytes`, `target_bytes`: of a device's shard before and afterwards.
-    - `peak_bytes`: the most that a device holds of this array while it moves, source and target included.
+    - `peak_bytes`: the most that a device's memory holds of this array while it moves, source and target included. What
+        lies in host memory counts only while it is copied to the device to change its layout there.
     """
 
     path: str
@@ -62,6 +63,12 @@ class LeafMove:
     def idle(self) -> bool:
         """Whether no byte of this array moves."""
         return self.how in ("in place", "relabel")
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """Of `source_bytes` and `target_bytes` those in the device's own memory."""
+        source, target = (0 if _hosted(end) else 1 for end in (self.src, self.dst))
+        return source * self.source_bytes, target * self.target_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,20 +109,27 @@ class ReshardPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes a device holds, the whole source and target included, one array moving at a time."""
-        ends = sum(leaf.source_bytes + (0 if leaf.idle else leaf.target_bytes) for leaf in self.leaves)
-        extra = [leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in self.leaves if not leaf.idle]
-        return ends + max([0, *extra])
+        """The most bytes in a device's memory, the whole source and target included, one array moving at a time."""
+        held = [(leaf, sum(leaf.held_bytes)) for leaf in self.leaves if not leaf.idle]
+        idle = sum(leaf.held_bytes[0] for leaf in self.leaves if leaf.idle)
+        return idle + sum(size for _, size in held) + max([0, *[leaf.peak_bytes - size for leaf, size in held]])
 
     @property
     def peak_bytes_donated(self) -> int:
         """The same where each source is given up once its array has moved (`donate=True`)."""
-        held = peak = sum(leaf.source_bytes for leaf in self.leaves)
+        held = peak = sum(leaf.held_bytes[0] for leaf in self.leaves)
         moving = [leaf for leaf in self.leaves if not leaf.idle]
         for leaf in sorted(moving, key=lambda leaf: leaf.target_bytes - leaf.source_bytes):
-            peak = max(peak, held - leaf.source_bytes + max(leaf.peak_bytes, leaf.source_bytes + leaf.target_bytes))
-            held += leaf.target_bytes - leaf.source_bytes
+            source, target = leaf.held_bytes
+            peak = max(peak, held - source + max(leaf.peak_bytes, source + target))
+            held += target - source
         return peak
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory for a device's shards, the whole source and target included."""
+        ends = [(leaf.source_bytes, 0 if leaf.idle else leaf.target_bytes, leaf.held_bytes) for leaf in self.leaves]
+        return sum(source - here[0] + (target - here[1] if target else 0) for source, target, here in ends)
 
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
@@ -251,25 +265,52 @@ def _leaf_move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> LeafMove:
 @ft.lru_cache(maxsize=4096)
 def _cost(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...]) -> dict[str, Any]:
     require_movable(shape, dtype, dst)
+    shape, dtype = data_of(shape, dtype)
+    how, found = _how(shape, dtype, src, dst, lost)
     ends = [array_bytes(end.shard_shape(shape), dtype) for end in (src, dst)]
     nothing = {"steps": (), "tiles": None, "wire_bytes": 0, "lower_bound_bytes": 0}
-    sizes = {"source_bytes": ends[0], "target_bytes": ends[1]}
+    costs = {**nothing, "how": how, "source_bytes": ends[0], "target_bytes": ends[1]}
+    if found is not None:
+        # Programs compute on devices: what lies in host memory at either end is copied to them and from them.
+        wire = {"wire_bytes": found.wire_bytes, "lower_bound_bytes": found.lower_bound_bytes}
+        return {**costs, **wire, "steps": found.steps, "peak_bytes": max(found.peak_bytes, *ends)}
+    if how == "tiles":
+        tiles, _ = _tiles(shape, dtype, src, dst, lost, {})
+        wire = -(-tiles.wire_bytes // max(1, dst.num_devices))
+        wires = {"wire_bytes": wire, "lower_bound_bytes": wire}
+        return {**costs, **wires, "tiles": tiles, "peak_bytes": sum(ends) + _beside(tiles)}
+    here = [size for end, size in zip((src, dst), ends, strict=True) if not _hosted(end)]
+    return {**costs, "peak_bytes": max([0, *here])}
+
+
+def _how(
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...]
+) -> tuple[str, Redistribution | None]:
+    """How an array moves, and the steps if it takes some."""
+    if _have_devices(src, dst):
+        move = decided(shape, dtype, src, dst, lost, False)
+        return (move.how, move.plan) if move.transfer is None else ("tiles", None)
     layouts = [layout(end.mesh, end.spec, len(shape)) for end in (src, dst) if isinstance(end, NamedSharding)]
-    if not lost and len(layouts) == 2 and _same_devices(*layouts):
-        found = redistribute(shape, bits(dtype), *layouts)
-        if found.steps:
-            peak = max(found.peak_bytes, *ends)
-            wire = {"wire_bytes": found.wire_bytes, "lower_bound_bytes": found.lower_bound_bytes}
-            return {**sizes, **nothing, **wire, "how": "steps", "steps": found.steps, "peak_bytes": peak}
-        if src.memory_kind != dst.memory_kind:
-            return {**sizes, **nothing, "how": "memory kind", "peak_bytes": sum(ends)}
-        return {**sizes, **nothing, "how": "in place" if src == dst else "relabel", "peak_bytes": max(ends)}
-    if not lost and src == dst:
-        return {**sizes, **nothing, "how": "in place", "peak_bytes": max(ends)}
-    tiles, _ = _tiles(shape, dtype, src, dst, lost, {})
-    wire = -(-tiles.wire_bytes // max(1, dst.num_devices))
-    costs = {"tiles": tiles, "wire_bytes": wire, "lower_bound_bytes": wire, "peak_bytes": sum(ends) + _beside(tiles)}
-    return {**sizes, **nothing, **costs, "how": "tiles"}
+    if lost or len(layouts) < 2 or not _same_devices(*layouts):
+        return "tiles", None
+    found = redistribute(shape, bits(dtype), *layouts)
+    if found.steps:
+        return "steps", found
+    if src.memory_kind != dst.memory_kind:
+        return "memory kind", None
+    return "in place" if src == dst else "relabel", None
+
+
+def _have_devices(*ends: Sharding) -> bool:
+    return not any(isinstance(end, NamedSharding) and isinstance(end.mesh, AbstractMesh) for end in ends)
+
+
+@ft.lru_cache(maxsize=1024)
+def _hosted(sharding: Sharding) -> bool:
+    """Whether an array lies in the host's memory, not in its devices'."""
+    if _have_devices(sharding):
+        return in_device_memory(sharding) is not sharding
+    return sharding.memory_kind not in (None, "device")
 
 
 def _beside(tiles: TileMap) -> int:
@@ -292,7 +333,8 @@ def _balanced(leaves: list[LeafMove], lost: tuple[Any, ...]) -> list[LeafMove]:
     sent: dict[Any, int] = {}
     chosen: dict[Any, TileMap] = {}
     for key, count in counts.items():
-        chosen[key], senders = _tiles(*key, lost, sent)
+        shape, dtype, source, target = key
+        chosen[key], senders = _tiles(*data_of(shape, dtype), source, target, lost, sent)
         for device, size in senders.items():
             sent[device] = sent.get(device, 0) + count * size
     return [
@@ -309,7 +351,7 @@ def _tiles(
     shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...], sent: Mapping[Any, int]
 ) -> tuple[TileMap, dict[Any, int]]:
     """The tile map in terms of device ids, and the bytes that each device sends, by whatever `sent` names it with."""
-    if not any(isinstance(end, NamedSharding) and isinstance(end.mesh, AbstractMesh) for end in (src, dst)):
+    if _have_devices(src, dst):
         made = spread(transfer_of(shape, dtype, src, dst, lost), sent)
         ids = [device.id for device in made.devices]
         # Devices of two platforms may share ids; their places tell them apart.

@@ -356,7 +356,7 @@ def test_senders_are_balanced_over_the_whole_tree(through_programs):
     job = _reshard._job(leaves, jax.tree.leaves(wanted), jax.tree.structure(source), ())
     links = Counter()
     for move, places in job.moves.items():
-        assert move.how == "rounds"
+        assert move.how == "rounds" and move.transfer is not None
         for (sender, receiver), size in move.transfer.tiles.links.items():
             pair = tuple(move.transfer.devices[place].id for place in (sender, receiver))
             links[pair] += size * len(places)
@@ -612,6 +612,63 @@ def test_plans_and_trees_can_be_mixed():
 def test_a_plan_of_other_memory_costs_no_wire():
     made = plan_reshard(struct((8,), sharding((8,), "a")), struct((8,), sharding((8,), "a", kind="pinned_host")))
     assert made.wire_bytes == 0 and made.in_place == () and made.leaves[0].how == "memory kind"
+
+
+ENDS = {
+    "rows": lambda: sharding((8,), "a"),
+    "columns": lambda: sharding((8,), None, "a"),
+    "grid": lambda: sharding((2, 4), "b", "a"),
+    "replicas": lambda: sharding((2, 4)),
+    "half": lambda: sharding((2, 2), "b", "a"),
+    "turned": lambda: sharding((8,), "a", order=(7, 6, 5, 4, 3, 2, 1, 0)),
+    "other names": lambda: NamedSharding(mesh((8,), "z"), P("z")),
+    "hosted rows": lambda: sharding((8,), "a", kind="pinned_host"),
+    "hosted grid": lambda: sharding((2, 4), "b", "a", kind="pinned_host"),
+    "hosted half": lambda: sharding((2, 2), "b", "a", kind="pinned_host"),
+    "alone": lambda: sharding((1,)),
+    "single": lambda: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+}
+
+
+@pytest.mark.parametrize("ours", list(ENDS))
+@pytest.mark.parametrize("theirs", list(ENDS))
+def test_a_plan_says_how_a_move_is_made(ours, theirs):
+    src, dst = ENDS[ours](), ENDS[theirs]()
+    shape = (16, 16)
+    move = _moving.move_of(shape, np.dtype("float32"), src, dst, (), False)
+    (leaf,) = plan_reshard(struct(shape, src), struct(shape, dst)).leaves
+    assert leaf.how == {"rounds": "tiles", "pieces": "tiles"}.get(move.how, move.how)
+    assert leaf.steps == (move.plan.steps if move.plan is not None else ())
+    assert (leaf.source_bytes, leaf.target_bytes) == (move.source_bytes, move.target_bytes)
+    # What is in the devices' memory is counted, and beside it at most what the limit is checked against.
+    ends = sum(leaf.held_bytes)
+    assert ends - min(leaf.held_bytes) <= leaf.peak_bytes <= ends + move.extra_bytes
+    bare = [
+        NamedSharding(end.mesh.abstract_mesh, end.spec, memory_kind="pinned_host" if "hosted" in name else None)
+        for name, end in ((ours, src), (theirs, dst))
+        if isinstance(end, NamedSharding) and name != "turned"
+    ]
+    if len(bare) == 2 and "other names" not in (ours, theirs):
+        (other,) = plan_reshard(struct(shape, bare[0]), struct(shape, bare[1])).leaves
+        assert (other.how, other.held_bytes, other.peak_bytes) == (leaf.how, leaf.held_bytes, leaf.peak_bytes)
+
+
+def test_host_memory_is_counted_apart():
+    rows, away = sharding((8,), "a"), sharding((8,), "a", kind="pinned_host")
+    out = plan_reshard([struct((64, 8), rows)] * 4, [struct((64, 8), away)] * 3 + [struct((64, 8), rows)])
+    shard = 256
+    assert (out.peak_bytes, out.peak_bytes_donated, out.host_bytes) == (4 * shard, 4 * shard, 3 * shard)
+    back = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), rows)] * 4)
+    assert (back.peak_bytes, back.peak_bytes_donated, back.host_bytes) == (4 * shard, 4 * shard, 4 * shard)
+    # The layout changes on the devices, to which the source is copied: one array's at a time.
+    turned = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), sharding((8,), None, "a"))] * 4)
+    assert turned.peak_bytes == 5 * shard and turned.host_bytes == 4 * shard
+
+
+def test_plans_count_the_data_of_typed_keys():
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 16), sharding((8,), "a"))
+    (leaf,) = plan_reshard(keys, sharding((4,), "a")).leaves
+    assert leaf.how == "tiles" and leaf.target_bytes == 4 * 2 * 4
 
 
 def test_donation_lowers_the_planned_peak():
