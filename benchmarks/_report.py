@@ -16,7 +16,7 @@ Written by `python -m benchmarks docs` from the files in `benchmarks/results`; d
 `benchmarks/README.md` says how each number is taken. Rivals run in the same process and in turn with
 shardfx, on fresh inputs, after their results were checked. Times are medians; *cold* is the first call,
 compilation included; *x floor* is the median over that of the least possible work, the last row of its
-case."""
+case; *shardfx is faster by* is the contestant's median over shardfx's, so that below 1 it is the faster one."""
 SHOWN_APART = ("seconds.", "cold_seconds.", "gigabytes_per_second.", "floor_ratio.", "speedup.")
 
 
@@ -38,12 +38,14 @@ def to_json(
 
 
 def table(records: Sequence[Record]) -> str:
-    """The records of one suite as a Markdown table, then their other values, limits, and what was skipped."""
+    """The records of one suite as Markdown tables, of races and of findings; then limits, and what was skipped."""
     rows = [row for record in records for row in _rows(record)]
     parts = [_aligned([HEADER, *rows])] if rows else []
-    parts += _lines("Values", [f"{r.name}: {_facts(r)}" for r in records if _facts(r)])
+    parts += _lines("Values", [f"{r.name}: {_facts(r)}" for r in records if r.kind == "race" and _facts(r)])
+    found = [row for record in records if record.kind == "finding" for row in _found(record)]
+    parts += [_aligned([("finding", "value", "measured"), *found])] if found else []
     parts += _lines("Limits", [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits])
-    parts += _lines("Skipped", [f"{r.name}: {name} ({why})" for r in records for name, why in r.skipped.items()])
+    parts += _lines("Skipped", _skipped(records))
     parts += _lines("Failed", [f"{r.name}: {r.failed}" for r in records if r.failed])
     return "\n\n".join(parts)
 
@@ -110,6 +112,22 @@ def _rows(record: Record) -> list[tuple[str, ...]]:
 def _facts(record: Record) -> str:
     shown = {k: v for k, v in record.values.items() if not k.startswith(SHOWN_APART)}
     return ", ".join(f"{key} {_number(value)}" for key, value in shown.items())
+
+
+def _found(record: Record) -> list[tuple[str, str, str]]:
+    return [
+        (record.name if position == 0 else "", key, _number(value))
+        for position, (key, value) in enumerate(record.values.items())
+    ]
+
+
+def _skipped(records: Sequence[Record]) -> list[str]:
+    """One line for each contestant and reason, with the cases that it is about."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        for name, why in record.skipped.items():
+            cases.setdefault((name, why), []).append(record.name)
+    return [f"{'; '.join(names)}: {name} ({why})" for (name, why), names in cases.items()]
 
 
 def _limit(limit: Mapping[str, Any]) -> str:

@@ -128,7 +128,8 @@ def _race(race: Race, repeats: int, record: Record) -> None:
         except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
             if position == 0:
                 raise
-            record.skipped[rival.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            sentence = str(error).splitlines()[0].split(". ")[0]
+            record.skipped[rival.name] = f"{type(error).__name__}: {sentence[:200]}"
             continue
         record.values[f"cold_seconds.{rival.name}"] = cold
     record.rivals = list(runs)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from benchmarks import __main__ as command, _report
-from benchmarks._case import Case, Finding, Limit, Race, Rival, Skip, memcpy
+from benchmarks._case import Apart, Case, Finding, Limit, Race, Rival, Skip, memcpy
 from benchmarks._progress import Progress
 from benchmarks._runner import Options, Record, run_suite
 
@@ -74,10 +74,34 @@ def test_findings_skips_and_failures_have_their_lines():
         Skip("tpu", "no TPU compiler"),
     )
     text = _report.table(records)
-    assert "- count: rows 1,234" in text
+    assert "| count   | rows  | 1,234    |" in text
     assert "- count: rows <= 10: **does not hold** (1,234)" in text
     assert "- tpu: tpu (no TPU compiler)" in text
     assert "- lost: OSError: no disk" in text
+
+
+def test_what_several_cases_skip_for_one_reason_has_one_line():
+    def refused():
+        raise ValueError("Received incompatible devices. Got argument x on 8 of them")
+
+    def with_refused():
+        ours = race()
+        return Race((ours.rivals[0], Rival("jit", refused)), ours.fresh)
+
+    records = run(Case("a", with_refused), Case("b", with_refused))
+    assert "- a; b: jit (ValueError: Received incompatible devices)" in _report.table(records)
+
+
+def devices_here(options: Options):
+    """What a process of its own runs in the test below."""
+    return [Finding("devices", lambda: {"count": len(options.devices), "repeats": options.repeats})]
+
+
+def test_cases_run_apart_on_as_many_devices_as_they_need():
+    [record] = run(Apart("elsewhere", "tests.test_benchmarks:devices_here", cpu_devices=11))
+    assert (record.name, record.values) == ("devices", {"count": 11, "repeats": 2})
+    [lost] = run(Apart("lost", "tests.test_benchmarks:nothing", cpu_devices=2))
+    assert lost.failed is not None and "nothing" in lost.failed
 
 
 def document(records):
