@@ -1,13 +1,15 @@
-"""`python -m benchmarks.gpu OUT.json`: what one accelerator shows: offload, loading, moves between platforms, jit.
+"""`python -m benchmarks.gpu FILE`: what one accelerator shows: offload, loading, moves between platforms, jit.
 
-Each result is checked, timed in turn with its rival and with a plain copy of the same bytes in the same run.
+A suite like the others, but run alone: it needs no library but JAX and what shardfx itself needs, and measures an
+accelerator beside eight devices of the CPU. With `--quick` it is a trial run, on the CPU if there is nothing else.
 """
 
-import json
-import statistics
+import argparse
+import atexit
+import functools as ft
+import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,192 +19,197 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import PathRules, checkpoint, filter_jit, plan
+from shardfx import PathRules, ShardPlan, checkpoint, filter_jit, plan
 from shardfx._reshard import reshard
 
-from . import _machine
+from . import _machine, _report, reshard_trees
+from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Skip, Value
+from ._progress import Progress
+from ._runner import Options, run_suite
 
 
-REPEATS = 9
-LEAVES, LEAF_BYTES, WIDTH = 32, 128 << 20, 8192
+SUMMARY = "One accelerator: offload, a state beyond its memory limit, moves from and to CPU devices, loading, jit."
+LEAVES = 32
 
 
-def main(path: str) -> None:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=SUMMARY)
+    parser.add_argument("file", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
+    flags = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", 8)
-    devices = jax.devices()
-    results: dict[str, Any] = {}
-    for name, measure in MEASURES.items():
-        begin = time.perf_counter()
-        try:
-            results[name] = measure(devices[0])
-        except (RuntimeError, ValueError, TypeError, AssertionError, OSError) as error:
-            results[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        print(f"{name} ({time.perf_counter() - begin:.0f} s): {json.dumps(results[name], indent=1)}", flush=True)
-    document = {"machine": _machine.machine(devices), "versions": _machine.versions(), "results": results}
-    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    text, failed = results(Options(flags.quick, 3 if flags.quick else 9, jax.devices()[:1], flags))
+    flags.file.write_text(text)
+    return 1 if failed else 0
+
+
+def results(options: Options) -> tuple[str, bool]:
+    """The results as the common runner writes them, and whether a case failed."""
+    entries = cases(options)
+    records = run_suite(entries, options, Progress("accelerator", len(entries)))
+    print(f"\naccelerator: {SUMMARY}\n\n{_report.table(records)}\n", flush=True)
+    machine, versions = _machine.machine(options.devices), _machine.versions()
+    text = _report.to_json({"accelerator": records}, machine, versions, options.quick)
+    return text, any(record.failed for record in records)
+
+
+def cases(options: Options) -> list[Entry]:
+    device, quick = options.devices[0], options.quick
+    limited: Entry = Skip("a tree of four times the memory limit, out and back", "this device counts no memory")
+    if device.memory_stats() is not None:
+        bound = (Limit("beyond_over_limit", at_most=1.1),)
+        limited = Finding(limited.name, ft.partial(_limited, device, 1 if quick else 128), bound)
+    return [
+        limited,  # first, since the device's own count of its peak cannot be set back
+        *reshard_trees.offloads(options, 64 if quick else 4096),
+        Case("8 CPU devices to the accelerator", ft.partial(_into, device, 1024 if quick else 8192)),
+        Case("the accelerator to 4 CPU devices", ft.partial(_out, device, 1024 if quick else 8192)),
+        Case(f"{16 if quick else 2048} MiB from a file", ft.partial(_load, device, 16 if quick else 2048)),
+        Case(
+            "a step of a wide network, planned",
+            ft.partial(_step, device, 256 if quick else 8192),
+            (Limit("speedup.jax.jit", at_least=0.9),),
+        ),
+    ]
 
 
 def _on(device: Any, kind: str | None = None) -> NamedSharding:
     return NamedSharding(Mesh(np.array([device]), ("x",)), P("x"), memory_kind=kind)
 
 
-def _race(runs: Mapping[str, Callable[[], Any]], byte_count: int) -> dict[str, float]:
-    """Median GB/s of each, taken in turn, after one untimed round."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(REPEATS + 1):
-        for name, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
-            begin = time.perf_counter()
-            result = jax.block_until_ready(run())
-            if repeat:
-                taken[name].append(time.perf_counter() - begin)
-            del result
-    return {name: byte_count / statistics.median(times) / 1e9 for name, times in taken.items()}
-
-
-def offload(device: Any) -> dict[str, Any]:
-    """An optimizer's state to pinned host memory and back, against one copy of one array of as many bytes."""
-    here, there = _on(device), _on(device, "pinned_host")
-    count = LEAF_BYTES // 4
-    make = jax.jit(lambda seed: jnp.arange(count, dtype=jnp.float32) + seed, out_shardings=here)
-    tree = [jax.block_until_ready(make(i)) for i in range(LEAVES)]
-    whole = jax.jit(lambda: jnp.ones((LEAVES * count,), jnp.float32), out_shardings=here)()
-    hosted, whole_hosted = jax.block_until_ready((reshard(tree, there), jax.device_put(whole, there)))
-    for i, leaf in enumerate(hosted):
-        assert leaf.sharding == there, leaf.sharding
-        np.testing.assert_array_equal(np.asarray(leaf)[::4097], np.arange(count, dtype=np.float32)[::4097] + i)
-    back = reshard(hosted, here)
-    assert all(bool((a == b).all()) for a, b in zip(tree, back, strict=True))
-    del back
-    total = LEAVES * LEAF_BYTES
-    out = _race(
-        {
-            "shardfx": lambda: reshard(tree, there),
-            "jax.device_put of the tree": lambda: jax.device_put(tree, [there] * LEAVES),
-            "one copy": lambda: jax.device_put(whole, there),
-        },
-        total,
-    )
-    into = _race(
-        {
-            "shardfx": lambda: reshard(hosted, here),
-            "jax.device_put of the tree": lambda: jax.device_put(hosted, [here] * LEAVES),
-            "one copy": lambda: jax.device_put(whole_hosted, here),
-        },
-        total,
-    )
-    return {
-        "bytes": total,
-        "device to pinned_host, GB/s": out,
-        "pinned_host to device, GB/s": into,
-        "device to pinned_host, share of one copy": out["shardfx"] / out["one copy"],
-        "pinned_host to device, share of one copy": into["shardfx"] / into["one copy"],
-    }
-
-
-def limited(device: Any) -> dict[str, Any]:
-    """Peak bytes on the device when a state four times the limit moves out and back, and when it is donated."""
-    if device.memory_stats() is None:
-        return {"skipped": "this device counts no memory"}
-    here, there, limit = _on(device), _on(device, "pinned_host"), LEAVES * LEAF_BYTES // 4
-    count = LEAF_BYTES // 4
+def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
+    """Peak bytes on the device when a state moves out under a limit, is given up, and comes back."""
+    here, there, count = _on(device), _on(device, "pinned_host"), mebibytes << 18
+    before = device.memory_stats()["bytes_in_use"]
     tree = jax.jit(lambda: [jnp.full((count,), i, jnp.float32) for i in range(LEAVES)], out_shardings=here)()
+    tree = jax.block_until_ready(tree)
+    size = 4 * count * LEAVES
+    limit = size // 4
     hosted = jax.block_until_ready(reshard(tree, there, memory_limit_bytes=limit, donate=True))
     assert all(leaf.is_deleted() for leaf in tree)
-    left = device.memory_stats()["bytes_in_use"]
+    left = device.memory_stats()["bytes_in_use"] - before
     back = jax.block_until_ready(reshard(hosted, here, memory_limit_bytes=limit))
-    assert all(float(leaf[-1]) == i for i, leaf in enumerate(back))
-    held = device.memory_stats()["bytes_in_use"]
-    return {"limit": limit, "left after a donated move": left, "held after it came back": held, "tree": 4 * limit}
-
-
-def platforms(device: Any) -> dict[str, Any]:
-    """From eight CPU devices to the accelerator and back, each shard from those that overlap it."""
-    cpus = np.array(jax.devices("cpu"))
-    values = np.arange(1 << 24, dtype=np.float32).reshape(4096, 4096)
-    spread = NamedSharding(Mesh(cpus, ("x",)), P(None, "x"))
-    rows = NamedSharding(Mesh(cpus[[6, 1, 3, 0]], ("x",)), P("x"))
-    alone = _on(device)
-    x = jax.device_put(values, spread)
-    there = reshard(x, alone)
-    assert there.sharding == alone
-    np.testing.assert_array_equal(np.asarray(there), values)
-    back = reshard(there, rows)
-    assert back.sharding == rows
-    for shard in back.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
-    on_device = jax.device_put(values, alone)
-    into = {"shardfx": lambda: reshard(x, alone), "jax.device_put": lambda: jax.device_put(x, alone)}
-    out = {"shardfx": lambda: reshard(on_device, rows), "jax.device_put": lambda: jax.device_put(on_device, rows)}
+    assert all(float(leaf[0]) == float(leaf[-1]) == i for i, leaf in enumerate(back))
+    beyond = device.memory_stats()["peak_bytes_in_use"] - before - size
     return {
-        "bytes": values.nbytes,
-        "8 CPU devices to the accelerator, GB/s": _race(into, values.nbytes),
-        "the accelerator to 4 CPU devices, GB/s": _race(out, values.nbytes),
+        "beyond_over_limit": max(0, beyond) / limit,
+        "left_over_tree": left / size,
+        "tree_over_limit": size / limit,
     }
 
 
-def load(device: Any) -> dict[str, Any]:
-    """A safetensors file of 2 GiB onto the device; the page cache is warm."""
-    rng = np.random.default_rng(0)
-    tree = {f"layer{i}": rng.random((WIDTH // 2, WIDTH // 2), np.float32) for i in range(LEAVES)}
-    made = plan(tree, Mesh(np.array([device]), ("x",)), paths=PathRules([(".*", P("x"))]))
-    total = sum(x.nbytes for x in tree.values())
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "model.safetensors")
-        checkpoint.save(file, tree, made, progress=False)
-        loaded = checkpoint.load(file, made, progress=False)
+def _into(device: Any, width: int) -> Race:
+    spread = NamedSharding(Mesh(np.array(jax.devices("cpu")[:8]), ("x",)), P(None, "x"))
+    return _between(_values(width), spread, _on(device), _on(device))
+
+
+def _out(device: Any, width: int) -> Race:
+    rows = NamedSharding(Mesh(np.array(jax.devices("cpu"))[[6, 1, 3, 0]], ("x",)), P("x"))
+    return _between(_values(width), _on(device), rows, _on(device, "pinned_host"))
+
+
+def _values(width: int) -> np.ndarray:
+    return np.arange(width * width, dtype=np.float32).reshape(width, width)
+
+
+def _between(values: np.ndarray, src: NamedSharding, dst: NamedSharding, whole: NamedSharding) -> Race:
+    """A race of moves; the floor copies as many bytes between the host and the device in one piece."""
+    out = whole.memory_kind == "pinned_host"
+    one = jax.block_until_ready(jax.device_put(values, src)) if out else values
+    return Race(
+        rivals=(
+            Rival("shardfx", lambda: lambda x: reshard(x, dst), _same(values)),
+            Rival("jax.device_put", lambda: lambda x: jax.device_put(x, dst), _same(values)),
+        ),
+        # A source that device_put has read keeps a copy on the host.
+        fresh=lambda: jax.block_until_ready(jax.device_put(values, src)),
+        byte_count=values.nbytes,
+        floor=Floor("one copy", lambda _: jax.block_until_ready(jax.device_put(one, whole))),
+    )
+
+
+def _same(values: np.ndarray) -> Callable[[Any, Any], None]:
+    def check(_: Any, result: jax.Array) -> None:
+        for shard in result.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
+
+    return check
+
+
+def _load(device: Any, mebibytes: int) -> Race:
+    """A safetensors file onto the device, against one copy of as many bytes from NumPy memory."""
+    random = np.random.default_rng(0)
+    rows = (mebibytes << 18) // LEAVES // 1024
+    tree = {f"layer{i}": random.random((rows, 1024), np.float32) for i in range(LEAVES)}
+    made = _planned(tree, device)
+    folder = Path(tempfile.mkdtemp(prefix="shardfx-gpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = folder / "model.safetensors"
+    checkpoint.save(file, tree, made, progress=False)
+    whole = np.ones((mebibytes << 18) // LEAVES * LEAVES, np.float32)
+
+    def check(_: Any, loaded: Any) -> None:
         for name, x in tree.items():
-            np.testing.assert_array_equal(np.asarray(loaded[name])[::513], x[::513])
-        del loaded
+            np.testing.assert_array_equal(np.asarray(loaded[name]), x)
 
-        def by_library() -> Any:
-            from safetensors.numpy import load_file
+    def by_library() -> Callable[[Any], Any]:
+        from safetensors.numpy import load_file
 
-            return jax.device_put(load_file(file), made.shardings)
+        return lambda _: jax.device_put(load_file(file), made.shardings)
 
-        one = np.ones(total // 4, np.float32)
-        runs = {
-            "shardfx": lambda: checkpoint.load(file, made, progress=False),
-            "load_file, device_put": by_library,
-            "one copy from NumPy memory": lambda: jax.device_put(one, _on(device)),
-            "reading the file": lambda: np.fromfile(file, np.uint8),
-        }
-        return {"bytes": total, "GB/s": _race(runs, total)}
+    return Race(
+        rivals=(
+            Rival("shardfx", lambda: lambda _: checkpoint.load(file, made, progress=False), check),
+            Rival("load_file, device_put", by_library, check, ("safetensors",)),
+            Rival("the bytes alone, to the host", lambda: lambda _: np.fromfile(file, np.uint8)),
+        ),
+        fresh=lambda: None,
+        byte_count=whole.nbytes,
+        floor=Floor("one copy from the host", lambda _: jax.block_until_ready(jax.device_put(whole, _on(device)))),
+    )
 
 
-def jit(device: Any) -> dict[str, Any]:
-    """A step of a wide network: `filter_jit` with a plan against plain `jax.jit`."""
-    width, depth = WIDTH, 4
-    params = {f"w{i}": np.full((width, width), 1 / width, np.float32) for i in range(depth)}
-    mesh, rules = Mesh(np.array([device]), ("x",)), PathRules([(".*", P("x"))])
-    made = plan(params, mesh, paths=rules)
-    batch_plan = plan({"x": np.ones((64, width), np.float32)}, mesh, paths=rules)
+def _planned(tree: Any, device: Any) -> ShardPlan:
+    return plan(tree, Mesh(np.array([device]), ("x",)), paths=PathRules([(".*", P("x"))]))
+
+
+def _step(device: Any, width: int) -> Race:
+    params = {f"w{i}": np.full((width, width), 1 / width, np.float32) for i in range(4)}
+    batch = {"x": np.ones((64, width), np.float32)}
+    plans = (_planned(params, device), _planned(batch, device))
+    placed = tuple(jax.device_put(*pair) for pair in zip((params, batch), (p.shardings for p in plans), strict=True))
 
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
             x = batch["x"]
-            for i in range(depth):
-                x = jnp.tanh(x @ params[f"w{i}"])
+            for name in sorted(params):
+                x = jnp.tanh(x @ params[name])
             return jnp.mean(x**2)
 
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
-    placed = jax.device_put(params, made.shardings)
-    batch = jax.device_put({"x": np.ones((64, width), np.float32)}, batch_plan.shardings)
-    planned, plain = filter_jit(step, in_shardings=(made, batch_plan)), jax.jit(step)
-    ours, theirs = planned(placed, batch), plain(placed, batch)
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6)
-    seconds = _race({"planned": lambda: planned(placed, batch), "plain": lambda: plain(placed, batch)}, 10**9)
-    return {"steps per second": seconds, "planned over plain": seconds["plain"] / seconds["planned"]}
+    expected = float(jax.jit(step)(*placed)[1])
 
+    def jitted(make: Callable[[], Any]) -> Callable[[], Callable[[Any], Any]]:
+        def made() -> Callable[[Any], Any]:
+            run = make()
+            return lambda given: run(*given)
 
-MEASURES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "offload": offload,
-    "limited": limited,
-    "platforms": platforms,
-    "load": load,
-    "jit": jit,
-}
+        return made
+
+    def check(_: Any, result: Any) -> None:
+        np.testing.assert_allclose(float(result[1]), expected, rtol=1e-5)
+
+    return Race(
+        rivals=(
+            Rival("shardfx.filter_jit", jitted(lambda: filter_jit(step, in_shardings=plans)), check),
+            Rival("jax.jit", jitted(lambda: jax.jit(step)), check),
+        ),
+        fresh=lambda: placed,
+        number=5,
+    )
+
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1:]))
