@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ._errors import LeafTypeError, MeshError, SpecError
 from ._hlo import wire_bytes
-from ._layout import Layout
+from ._layout import Layout, slice_numbers
 from ._program import abstract, flat_program, is_explicit, placed, program
 from ._redistribute import Redistribution, layout, redistribute
 from ._spec import array_bytes, bits, canonical, entries_of
@@ -35,15 +35,17 @@ class Choice:
     **Arguments:**
 
     - `how`: "none" if every device holds its piece already, or there are no elements; "xla" if XLA's own program
-        stays within the bound and moves no more bytes than the steps; else "steps".
+        stays within the bound and moves no more bytes than the steps, nor more between slices; else "steps".
     - `plan`: what the planner says.
-    - `xla_temp_bytes`, `xla_wire_bytes`: of XLA's program, `None` where it was not compiled.
+    - `xla_temp_bytes`, `xla_wire_bytes`, `xla_dcn_bytes`: of XLA's program, `None` where it was not compiled; the last
+        are those of its wire bytes that come from another slice.
     """
 
     how: How
     plan: Redistribution
     xla_temp_bytes: int | None = None
     xla_wire_bytes: int | None = None
+    xla_dcn_bytes: int | None = None
 
 
 def move(x: Any, dst: NamedSharding, *, src: NamedSharding | None = None, donate: bool = False) -> Any:
@@ -136,8 +138,10 @@ def choose(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSha
     if memory is None or text is None:
         return Choice("steps", plan)
     temp, wire = memory.temp_size_in_bytes, math.ceil(wire_bytes(text, src.mesh.size))
+    dcn = math.ceil(wire_bytes(text, src.mesh.size, slice_numbers(ends[0])))
     bound = 2 * max(array_bytes(end.piece_shape(shape), dtype) for end in ends) + _SLACK_BYTES
-    return Choice("xla" if temp <= bound and wire <= plan.wire_bytes else "steps", plan, temp, wire)
+    as_good = temp <= bound and wire <= plan.wire_bytes and dcn <= plan.dcn_bytes
+    return Choice("xla" if as_good else "steps", plan, temp, wire, dcn)
 
 
 def _layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[Layout, Layout]:

@@ -118,7 +118,7 @@ def senders(ours: World, theirs: World) -> np.ndarray:
     have, want = ours.held(), theirs.held()
     source = np.where(have == want, np.arange(len(have)), -1)
     span = int(max(have.max(), want.max())) + 1
-    for _, group in levels(ours, theirs):
+    for _, group in levels(ours):
         free = np.setdiff1d(np.arange(len(have)), source)
         lacking = np.flatnonzero(source < 0)
         _match(source, lacking, (group * span + want)[lacking], free, (group * span + have)[free])

@@ -44,9 +44,8 @@ def coordinates(layout: Layout, like: Layout) -> np.ndarray:
     return digits(layout.sizes, positions(layout, like))
 
 
-def levels(ours: World, theirs: World) -> list[tuple[float, np.ndarray]]:
+def levels(world: World) -> list[tuple[float, np.ndarray]]:
     """From cheap to dear: a weight, and per device the group within which a byte costs no more than that."""
-    world = ours if ours.layout.weights or not theirs.layout.weights else theirs
     weights = world.layout.weights or (1.0,) * len(world.layout.sizes)
     found = []
     for weight in sorted(dict.fromkeys(weights)) or [1.0]:
@@ -72,28 +71,39 @@ def refine(src: Layout, dst: Layout) -> tuple[World, World]:
     splits = _splits(src, dst, places)
     if max(sum(map(len, split)) for split in splits) > _FEW:
         splits = _coarse(src, dst, places, splits)
-    ours, theirs = (
-        _world(layout, split, place) for layout, split, place in zip((src, dst), splits, places, strict=True)
+    ours, theirs = _agreed(
+        *(_world(layout, split, place) for layout, split, place in zip((src, dst), splits, places, strict=True))
     )
     keys = {key: factor for factor, key in enumerate(ours.keys)}
     if not all(key in keys for key in theirs.keys):
         return ours, theirs
     rename = [keys[key] for key in theirs.keys]
     dims = tuple(tuple(rename[factor] for factor in axes) for axes in theirs.layout.dims)
-    weights = _shared_weights(ours.layout, theirs.layout, rename)
-    source = dataclasses.replace(ours.layout, weights=weights)
-    target = dataclasses.replace(source, dims=dims)
-    return World(source, ours.coordinates), World(target, ours.coordinates)
+    return ours, World(dataclasses.replace(ours.layout, dims=dims), ours.coordinates)
 
 
-def _shared_weights(ours: Layout, theirs: Layout, rename: Sequence[int]) -> tuple[float, ...]:
-    """A factor that either mesh calls slow is slow."""
-    if not ours.weights and not theirs.weights:
-        return ()
-    weights = list(ours.weights or (1.0,) * len(ours.sizes))
-    for factor, weight in zip(rename, theirs.weights or (1.0,) * len(theirs.sizes), strict=True):
-        weights[factor] = max(weights[factor], weight)
-    return tuple(weights)
+def _agreed(ours: World, theirs: World) -> tuple[World, World]:
+    """Both worlds with each factor as dear as its dearest step is by either's account."""
+    if not ours.layout.weights and not theirs.layout.weights:
+        return ours, theirs
+    ends = [
+        World(dataclasses.replace(end.layout, weights=_weights(end, (ours, theirs))), end.coordinates)
+        for end in (ours, theirs)
+    ]
+    return ends[0], ends[1]
+
+
+def _weights(world: World, ends: Sequence[World]) -> tuple[float, ...]:
+    sizes = world.layout.sizes
+    order = np.lexsort(world.coordinates[::-1]) if sizes else np.arange(1)
+    found = [1.0] * len(sizes)
+    for end in ends:
+        for axis, weight in enumerate(end.layout.weights):
+            grid = end.coordinates[axis][order].reshape(sizes)
+            for factor in range(len(sizes)):
+                if weight > found[factor] and (grid != grid.take([0], factor)).any():
+                    found[factor] = weight
+    return tuple(found)
 
 
 def _world(layout: Layout, split: Sequence[Sequence[int]], place: np.ndarray) -> World:

@@ -18,7 +18,8 @@ class Layout:
     - `dims`: per dimension of the array the indices of the mesh axes that cut it, major first.
     - `order`: device ids in row-major order of the mesh; `None` where both ends of a move list their devices
         in the same order.
-    - `weights`: the cost of a byte along each mesh axis; `()` where all cost 1.
+    - `weights`: the cost of a byte along each mesh axis; `()` where all cost 1. One above 1 is of an axis between
+        slices (or nodes).
     """
 
     sizes: tuple[int, ...]
@@ -103,6 +104,12 @@ def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
+
+
+def slice_numbers(layout: Layout) -> np.ndarray:
+    """Which slice each device is in, in mesh order: devices that differ along slow axes are in different ones."""
+    slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
+    return piece_index(layout.sizes, digits(layout.sizes, np.arange(layout.size)), slow)
 
 
 def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

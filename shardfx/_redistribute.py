@@ -6,17 +6,26 @@ The steps are those of Rink et al. 2021 (arXiv 2112.01075); the search is a bidi
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Mapping
 from fractions import Fraction
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from . import topology
 from ._errors import SpecError
 from ._factors import refine
+from ._lacking import lacking
 from ._layout import Layout
 from ._mesh import MeshSpec
-from ._search import Path, Problem, StepKind, missing, search
+from ._search import Problem, search
 from ._spec import entries_of, entry_axes
+from ._walk import StepKind, Walk
+
+
+# What a byte between slices (or nodes) costs in bytes within one. Of a TPU v5p a link carries 100 GB/s each way and
+# its part of the data centre's network 6.25, 16 times less (https://cloud.google.com/tpu/docs/v5p); of an H100,
+# NVLink carries 450 GB/s and its network card 50, 9 times less.
+_DCN_WEIGHT = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +55,7 @@ class Step:
         axes; the two differ in their mesh only where a permute leads from one factorisation to another.
     - `moves`: which factors change place; empty for a permute, which may send any piece anywhere.
     - `wire_bytes`: bytes that enter a device, the mean over devices, rounded up.
+    - `dcn_bytes`: those of them that come from another slice (or node).
     - `peak_bytes`: bytes of the pieces that a device holds during the step.
     """
 
@@ -54,6 +64,7 @@ class Step:
     target: Layout
     moves: tuple[Move, ...]
     wire_bytes: int
+    dcn_bytes: int
     peak_bytes: int
 
 
@@ -65,6 +76,7 @@ class Redistribution:
 
     - `steps`: in order; empty if every device already holds what it should.
     - `wire_bytes`: bytes that enter a device over all steps, the mean over devices, rounded up.
+    - `dcn_bytes`: those of them that come from another slice (or node).
     - `peak_bytes`: the most bytes of pieces a device holds at one time.
     - `lower_bound_bytes`: bytes that must enter a device, in the mean, whatever the algorithm: what it needs
         less what it has.
@@ -72,25 +84,23 @@ class Redistribution:
 
     steps: tuple[Step, ...]
     wire_bytes: int
+    dcn_bytes: int
     peak_bytes: int
     lower_bound_bytes: int
 
 
-def layout(
-    mesh: MeshSpec | Mesh | AbstractMesh,
-    spec: PartitionSpec,
-    rank: int,
-    *,
-    weights: Mapping[str, float] | None = None,
-) -> Layout:
+@ft.lru_cache(maxsize=4096)
+def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> Layout:
     """The `Layout` of an array of `rank` dimensions under `spec`.
+
+    A mesh axis that spans slices becomes two: one between slices, whose bytes cost more, and one within.
 
     **Arguments:**
 
-    - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open.
+    - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open. The devices of a Mesh say in
+        which slices they are, a MeshSpec by its `dcn`; an AbstractMesh is in one slice.
     - `spec`: its UNCONSTRAINED entries count as not sharded.
     - `rank`: how many dimensions the array has.
-    - `weights`: the cost of a byte along a mesh axis, 1 for those left out.
 
     **Returns:**
 
@@ -100,13 +110,6 @@ def layout(
 
     `SpecError` for a spec longer than the rank, or one that names an axis the mesh lacks.
     """
-    return _layout(mesh, spec, rank, tuple(sorted((weights or {}).items())))
-
-
-@ft.lru_cache(maxsize=4096)
-def _layout(
-    mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int, weights: tuple[tuple[str, float], ...]
-) -> Layout:
     names = tuple(mesh.axis_names)
     entries = tuple(entry_axes(entry) for entry in entries_of(spec))
     if any(entries[rank:]):
@@ -114,14 +117,44 @@ def _layout(
     for axis in (axis for axes in entries for axis in axes):
         if axis not in names:
             raise SpecError(f"{spec} names mesh axis `{axis}`, but the mesh has {names}; use one of those.")
-    dims = tuple(tuple(names.index(axis) for axis in axes) for axes in entries[:rank])
-    cost = dict(weights)
+    sizes, weights, parts = [], [], {}
+    for name, spans in zip(names, _spans(mesh), strict=True):
+        size = mesh.shape[name]
+        cut = [(spans, _DCN_WEIGHT), (size // spans, 1.0)] if spans > 1 else [(size, 1.0)]
+        cut = cut[:1] if spans == size else cut
+        parts[name] = range(len(sizes), len(sizes) + len(cut))
+        sizes += [part for part, _ in cut]
+        weights += [weight for _, weight in cut]
+    dims = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in entries[:rank])
     return Layout(
-        sizes=tuple(mesh.shape[name] for name in names),
+        sizes=tuple(sizes),
         dims=dims + ((),) * (rank - len(dims)),
         order=_ids(mesh) if isinstance(mesh, Mesh) else None,
-        weights=tuple(float(cost.get(name, 1.0)) for name in names) if cost else (),
+        weights=tuple(weights) if max(weights, default=1.0) > 1 else (),
     )
+
+
+def _spans(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Into how many parts each axis is cut by the ends of slices."""
+    if isinstance(mesh, MeshSpec):
+        return mesh.dcn_sizes
+    return (1,) * len(mesh.axis_names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
+
+
+@ft.lru_cache(maxsize=256)
+def _device_spans(mesh: Mesh) -> tuple[int, ...]:
+    number = np.zeros(mesh.devices.size, np.int64)
+    for index, members in enumerate(topology.slices(mesh.devices)):
+        number[list(members)] = index
+    number = number.reshape(mesh.devices.shape)
+    return tuple(_parts(np.moveaxis(number, axis, 0)) for axis in range(number.ndim))
+
+
+def _parts(number: np.ndarray) -> int:
+    """The fewest equal parts of the first axis that lie in one slice each, wherever one is on the other axes."""
+    size = len(number)
+    blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
+    return next(count for count, block in blocks if (block == block[:, :1]).all())
 
 
 @ft.lru_cache(maxsize=256)
@@ -153,8 +186,8 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: Layout, dst: L
         _require_fit(shape, end)
     # Shapes matter to the search only by what divides them, so that the leaves of a tree share their paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
-    path, bound = _path(room, src, dst)
-    return _measured(shape, itemsize_bits, path, bound)
+    walk, bound = _walk(room, src, dst)
+    return _measured(shape, itemsize_bits, walk, bound)
 
 
 def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
@@ -169,31 +202,35 @@ def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
 
 
 @ft.lru_cache(maxsize=4096)
-def _path(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Path, Fraction]:
+def _walk(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Walk, Fraction]:
     ours, theirs = refine(src, dst)
     problem = Problem(room, ours, theirs)
-    bound = missing(ours, theirs)
+    bound = lacking(ours, theirs)
     return search(problem), bound
 
 
-def _measured(shape: tuple[int, ...], bits: int, path: Path, bound: Fraction) -> Redistribution:
+def _measured(shape: tuple[int, ...], bits: int, walk: Walk, bound: Fraction) -> Redistribution:
     total = math.prod(shape) * bits
-    steps, wire = [], Fraction(0)
-    for kind, source, target, wire_share in path.steps:
-        wire += wire_share
-        steps.append(
-            Step(
-                kind=kind,
-                source=source,
-                target=target,
-                moves=_moves(source, target) if kind != "permute" else (),
-                wire_bytes=_bytes(total * wire_share),
-                peak_bytes=_bytes(Fraction(total, source.pieces)) + _bytes(Fraction(total, target.pieces)),
-            )
+    steps = tuple(
+        Step(
+            kind=step.kind,
+            source=step.source,
+            target=step.target,
+            moves=_moves(step.source, step.target) if step.kind != "permute" else (),
+            wire_bytes=_bytes(total * step.wire_share),
+            dcn_bytes=_bytes(total * step.dcn_share),
+            peak_bytes=_bytes(Fraction(total, step.source.pieces)) + _bytes(Fraction(total, step.target.pieces)),
         )
-    ends = max(_bytes(Fraction(total, end.pieces)) for end in (path.source, path.target))
-    peak = max((step.peak_bytes for step in steps), default=ends)
-    return Redistribution(tuple(steps), _bytes(total * wire), peak, _bytes(total * bound))
+        for step in walk.steps
+    )
+    ends = max(_bytes(Fraction(total, end.pieces)) for end in (walk.source, walk.target))
+    return Redistribution(
+        steps=steps,
+        wire_bytes=_bytes(total * sum(step.wire_share for step in walk.steps)),
+        dcn_bytes=_bytes(total * sum(step.dcn_share for step in walk.steps)),
+        peak_bytes=max((step.peak_bytes for step in steps), default=ends),
+        lower_bound_bytes=_bytes(total * bound),
+    )
 
 
 def _bytes(bits: Fraction | int) -> int:

@@ -15,6 +15,7 @@ from ._assemble import as_box
 from ._content import named_sharding
 from ._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from ._layout import Layout, digits, piece_index
+from ._mesh import MeshSpec
 from ._moving import data_of, decided, require_movable
 from ._plan import ShardPlan
 from ._redistribute import Redistribution, Step, layout, redistribute
@@ -39,6 +40,7 @@ class LeafMove:
     - `tiles`: which device takes which elements from which, for "tiles". A device is its id where it is known, else
         its place in the mesh.
     - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
+    - `dcn_bytes`: those of them that come from another slice (or node), for "steps".
     - `lower_bound_bytes`: the same for the best algorithm there could be.
     - `source_bytes`, `target_bytes`: of a device's shard before and afterwards.
     - `peak_bytes`: the most that a device's memory holds of this array while it moves, source and target included. What
@@ -54,6 +56,7 @@ class LeafMove:
     steps: tuple[Step, ...]
     tiles: TileMap | None
     wire_bytes: int
+    dcn_bytes: int
     lower_bound_bytes: int
     source_bytes: int
     target_bytes: int
@@ -101,6 +104,11 @@ class ReshardPlan:
     def wire_bytes(self) -> int:
         """Bytes that enter a device over all arrays, the mean over devices."""
         return sum(leaf.wire_bytes for leaf in self.leaves)
+
+    @property
+    def dcn_bytes(self) -> int:
+        """Those of them that come from another slice (or node), where source and target have the same devices."""
+        return sum(leaf.dcn_bytes for leaf in self.leaves)
 
     @property
     def lower_bound_bytes(self) -> int:
@@ -163,7 +171,8 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
     **Arguments:**
 
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
-        devices: where one has none, its devices are taken to be numbered by their place in the mesh.
+        devices: where one has none, its devices are taken to be numbered by their place in the mesh. Slices are those
+        of the devices, or else by the `dcn` of a plan's MeshSpec.
     - `lost`: devices whose shards will not be read.
 
     **Returns:**
@@ -209,6 +218,7 @@ class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding
+    mesh: MeshSpec | None = None  # of a plan without devices
 
 
 def _columns(form: Any, what: str) -> list[_Leaf]:
@@ -216,7 +226,7 @@ def _columns(form: Any, what: str) -> list[_Leaf]:
         mesh = form.mesh.abstract() if form.jax_mesh is None else form.jax_mesh
         rows = [(row, named_sharding(mesh, row.spec, row.memory_kind)) for row in form.content.rows]
         return [
-            _Leaf(path, rows[at][0].shape, rows[at][0].dtype, rows[at][1])
+            _Leaf(path, rows[at][0].shape, rows[at][0].dtype, rows[at][1], None if form.jax_mesh else form.mesh)
             for path, at in zip(form.content.paths, form.content.index, strict=True)
             if at >= 0
         ]
@@ -256,23 +266,31 @@ def _require_same(leaf: _Leaf, shape: tuple[int, ...]) -> None:
 def _leaf_move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> LeafMove:
     _require_same(ours, theirs.shape)
     try:
-        cost = _cost(ours.shape, ours.dtype, ours.sharding, theirs.sharding, lost)
+        cost = _cost(ours.shape, ours.dtype, ours.sharding, theirs.sharding, lost, (ours.mesh, theirs.mesh))
     except (SpecError, MeshError, LeafTypeError) as error:
         raise type(error)(f"leaf `{ours.path}`: {error}") from error
     return LeafMove(path=ours.path, shape=ours.shape, dtype=ours.dtype, src=ours.sharding, dst=theirs.sharding, **cost)
 
 
 @ft.lru_cache(maxsize=4096)
-def _cost(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...]) -> dict[str, Any]:
+def _cost(
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Sharding,
+    dst: Sharding,
+    lost: tuple[Any, ...],
+    meshes: tuple[MeshSpec | None, MeshSpec | None],
+) -> dict[str, Any]:
     require_movable(shape, dtype, dst)
     shape, dtype = data_of(shape, dtype)
-    how, found = _how(shape, dtype, src, dst, lost)
+    how, found = _how(shape, dtype, src, dst, lost, meshes)
     ends = [array_bytes(end.shard_shape(shape), dtype) for end in (src, dst)]
-    nothing = {"steps": (), "tiles": None, "wire_bytes": 0, "lower_bound_bytes": 0}
+    nothing = {"steps": (), "tiles": None, "wire_bytes": 0, "dcn_bytes": 0, "lower_bound_bytes": 0}
     costs = {**nothing, "how": how, "source_bytes": ends[0], "target_bytes": ends[1]}
     if found is not None:
         # Programs compute on devices: what lies in host memory at either end is copied to them and from them.
-        wire = {"wire_bytes": found.wire_bytes, "lower_bound_bytes": found.lower_bound_bytes}
+        wire = {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
+        wire["lower_bound_bytes"] = found.lower_bound_bytes
         return {**costs, **wire, "steps": found.steps, "peak_bytes": max(found.peak_bytes, *ends)}
     if how == "tiles":
         tiles, _ = _tiles(shape, dtype, src, dst, lost, {})
@@ -284,13 +302,22 @@ def _cost(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost
 
 
 def _how(
-    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...]
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Sharding,
+    dst: Sharding,
+    lost: tuple[Any, ...],
+    meshes: tuple[MeshSpec | None, MeshSpec | None],
 ) -> tuple[str, Redistribution | None]:
     """How an array moves, and the steps if it takes some."""
     if _have_devices(src, dst):
         move = decided(shape, dtype, src, dst, lost, False)
         return (move.how, move.plan) if move.transfer is None else ("tiles", None)
-    layouts = [layout(end.mesh, end.spec, len(shape)) for end in (src, dst) if isinstance(end, NamedSharding)]
+    layouts = [
+        layout(mesh or end.mesh, end.spec, len(shape))
+        for end, mesh in zip((src, dst), meshes, strict=True)
+        if isinstance(end, NamedSharding)
+    ]
     if lost or len(layouts) < 2 or not _same_devices(*layouts):
         return "tiles", None
     found = redistribute(shape, bits(dtype), *layouts)
@@ -402,6 +429,7 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
         f"{len(made.leaves) - len(idle)} arrays move by {made.moves} different moves; per device "
         f"{_size(made.wire_bytes)} enter (at least {_size(made.lower_bound_bytes)} must), "
         f"{_size(made.peak_bytes)} at the peak"
+        + (f"; {_size(made.dcn_bytes)} of what enters come from other slices" if made.dcn_bytes else "")
     )
     if idle:
         shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from shardfx import topology
 from shardfx._collective import choose, live_program, lowered, move, move_group, steps_program
 from shardfx._errors import LeafTypeError, MeshError, SpecError
 from shardfx._hlo import wire_bytes
@@ -246,6 +247,21 @@ def test_xla_is_used_where_it_does_no_worse_and_the_steps_where_it_replicates():
         steps_program((256, 256), jnp.dtype("float32"), src, dst), (256, 256), jnp.dtype("float32"), src, dst
     ).compile()
     assert wire_bytes(compiled.as_text(), 8) == hard.plan.wire_bytes
+
+
+def test_between_slices_the_planned_steps_run_where_xla_sends_more_across(monkeypatch):
+    monkeypatch.setattr(topology, "slices", lambda devices: ((0, 1, 2, 3), (4, 5, 6, 7)))
+    m = mesh(slices=2, chips=4)
+    src, dst = NamedSharding(m, P(("slices", "chips"))), NamedSharding(m, P())
+    choice = choose((256, 256), jnp.dtype("float32"), src, dst)
+    assert choice.how == "steps" and choice.xla_dcn_bytes is not None
+    assert choice.plan.wire_bytes >= (choice.xla_wire_bytes or 0) and choice.plan.dcn_bytes < choice.xla_dcn_bytes
+    steps = steps_program((256, 256), jnp.dtype("float32"), src, dst)
+    text = lowered(steps, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text()
+    assert wire_bytes(text, 8, [0, 0, 0, 0, 1, 1, 1, 1]) == choice.plan.dcn_bytes
+    assert_lies(move(put(VALUES, src), dst), VALUES, dst)
+    within = choose((256, 256), jnp.dtype("float32"), src, NamedSharding(m, P("slices")))
+    assert within.how == "xla" and within.xla_dcn_bytes == 0
 
 
 def test_errors_say_what_to_do():

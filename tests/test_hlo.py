@@ -25,3 +25,25 @@ from shardfx._hlo import wire_bytes
 )
 def test_traffic_of_one_instruction(line, devices, right):
     assert wire_bytes(f"ENTRY %main {{\n  {line}\n}}\n", devices) == Fraction(right)
+
+
+@pytest.mark.parametrize(
+    "line, right",
+    [
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", 0),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}", 32),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,1,4,5},{2,3,6,7}}, dimensions={0}", 32),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 32),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups=[4,2]<=[8], dimensions={0}", 0),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=2,'q'=4] {'p'}", 8),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=2,'q'=4] {'q'}", 0),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=8] {'p':(1)2}", 8),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=8] {'p':(2)2}", 0),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups={}", 8),
+        ("%c = f32[2]{0} collective-permute(%x), source_target_pairs={{0,4},{4,0},{1,2},{2,1}}", 2),
+        ("%r = f32[8]{0} all-reduce(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 32),
+        ("%r = f32[8]{0} reduce-scatter(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 64),
+    ],
+)
+def test_traffic_between_two_slices_of_four_devices(line, right):
+    assert wire_bytes(line, 8, [0, 0, 0, 0, 1, 1, 1, 1]) == Fraction(right)

@@ -1,17 +1,19 @@
 import heapq
 import itertools as it
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
+from _devices import chips, objects
 from hypothesis import assume, given, settings, strategies as st
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._errors import MeshError, SpecError
-from shardfx._exchange import gathered, permutation
-from shardfx._layout import Layout
+from shardfx._exchange import exchange, gathered, permutation
+from shardfx._layout import Layout, positions, slice_numbers
 from shardfx._redistribute import layout, redistribute
 
 
@@ -43,6 +45,7 @@ def check(shape: tuple[int, ...], src: Layout, dst: Layout):
         wire += step.wire_bytes
         for mine, right in zip(held, pieces(array, step.target, src), strict=True):
             np.testing.assert_array_equal(mine, right)
+        assert step.dcn_bytes == math.ceil(crossing(step, src, before[0].nbytes))
         assert step.peak_bytes == before[0].nbytes + held[0].nbytes
         assert step.peak_bytes <= 2 * max(bytes_of)
     for mine, right in zip(held, pieces(array, dst, src), strict=True):
@@ -50,6 +53,25 @@ def check(shape: tuple[int, ...], src: Layout, dst: Layout):
     assert plan.lower_bound_bytes <= plan.wire_bytes <= wire
     assert plan.peak_bytes == max([step.peak_bytes for step in plan.steps], default=max(bytes_of))
     return plan
+
+
+def crossing(step, like: Layout, piece_bytes: int) -> float:
+    """Bytes that enter a device from other slices, the mean over devices, counted device by device."""
+    # The layouts of steps say what is slow by the account of both ends of the move.
+    slices = np.empty(like.size, int)
+    slices[positions(like, step.source)] = slice_numbers(step.source)
+    if step.kind == "slice":
+        return 0.0
+    if step.kind == "permute":
+        return piece_bytes * float(np.mean(slices[permutation(step.source, step.target, like)] != slices))
+    total = 0.0
+    pairs = gathered(step.source, step.target, like) if step.kind == "all_gather" else []
+    for groups, part in [(groups, 1) for _, groups in pairs] or [(exchange(step.source, step.target, like).groups, 0)]:
+        members = slices[groups]
+        others = (members[:, :, None] != members[:, None, :]).sum() / groups.size
+        total += others * piece_bytes / (1 if part else groups.shape[1])
+        piece_bytes *= groups.shape[1]
+    return total
 
 
 def lower_bound(shape: tuple[int, ...], src: Layout, dst: Layout) -> float:
@@ -82,7 +104,8 @@ def ends(draw, count: int, rank: int):
         if dim < rank:
             dims[dim].append(axis)
     order = draw(st.permutations(list(range(count)))) if draw(st.booleans()) else range(count)
-    return tuple(sizes), tuple(map(tuple, dims)), tuple(order)
+    weights = [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes] if draw(st.booleans()) else ()
+    return tuple(sizes), tuple(map(tuple, dims)), tuple(order), tuple(weights)
 
 
 @st.composite
@@ -128,34 +151,41 @@ def binary(end: Layout) -> Layout:
     return Layout((2,) * int(start[-1]), dims)
 
 
-def steps_from(dims, factors: int):
-    """Every layout that one slice, gather or all-to-all of factors of 2 leads to, with its share of traffic."""
-    used = sum(map(len, dims))
+def steps_from(dims, factors: int, slow: int):
+    """Every layout that one slice, gather or all-to-all of factors of 2 leads to, with what it costs."""
+    share = 2.0 ** -sum(map(len, dims))
     for dim, axes in enumerate(dims):
         for factor in set(range(factors)) - {axis for axes in dims for axis in axes}:
             yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), 0.0
         if axes:
-            yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), 2.0**-used
+            yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), share * (DEAR if axes[-1] < slow else 1)
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         kept = [axes[: len(axes) - length] for axes, length in zip(dims, lengths, strict=True)]
         moving = [f for axes, length in zip(dims, lengths, strict=True) for f in axes[len(axes) - length :]]
         gainers = [dim for dim, length in enumerate(lengths) if not length]
         if not moving or not gainers:
             continue
+        near = 2.0 ** -sum(factor < slow for factor in moving)
+        cost = share * (DEAR * (1 - near) + near - 2.0 ** -len(moving))
         for order in it.permutations(moving):
             for cuts in it.combinations_with_replacement(range(len(order) + 1), len(gainers) - 1):
                 after = list(kept)
                 for dim, first, last in zip(gainers, (0, *cuts), (*cuts, len(order)), strict=True):
                     after[dim] = (*kept[dim], *order[first:last])
-                yield tuple(after), (1 - 2.0 ** -len(moving)) * 2.0**-used
+                yield tuple(after), cost
 
 
-def exhaustive(factors: int, src: Layout, dst: Layout, limit: float = math.inf) -> float:
-    """The least traffic over all sequences of steps in bounded memory, as a share of the array.
+DEAR = 10
 
-    Dijkstra over every layout of factors of 2 for two dimensions; `limit` cuts off what costs as much.
+
+def exhaustive(factors: int, src: Layout, dst: Layout, limit: float = math.inf, slow: int = 0) -> float:
+    """The least cost over all sequences of steps in bounded memory, per byte of the array.
+
+    Dijkstra over every layout of factors of 2 for two dimensions, of which the first `slow` lie between slices;
+    `limit` cuts off what costs as much.
     """
     where = np.stack(np.unravel_index(np.arange(2**factors), (2,) * factors))
+    slices = np.arange(2**factors) >> (factors - slow)
     states = [end.dims for end in layouts_of((2,) * factors)]
     tiles = np.array([_tile(dims, where) for dims in states])
     index = {dims: number for number, dims in enumerate(states)}
@@ -171,15 +201,25 @@ def exhaustive(factors: int, src: Layout, dst: Layout, limit: float = math.inf) 
             return cost
         if cost > best[now]:
             continue
-        ways = [way for way in steps_from(now, factors) if sum(map(len, way[0])) >= least]
-        same = alike[tuple(map(len, now))]
-        moved = (tiles[same] != tiles[index[now]]).mean(axis=1) * 2.0 ** -sum(map(len, now))
-        ways += [(states[number], share) for number, share in zip(same, moved, strict=True)]
+        ways = [way for way in steps_from(now, factors, slow) if sum(map(len, way[0])) >= least]
+        have, same = tiles[index[now]], alike[tuple(map(len, now))]
+        share = 2.0 ** -sum(map(len, now))
+        ways += [(states[number], permuted(have, tiles[number], slices) * share) for number in same]
         for after, extra in ways:
             if cost + extra < min(best.get(after, math.inf), limit) - 1e-12:
                 best[after] = cost + extra
                 heapq.heappush(heap, (cost + extra, after))
     return limit
+
+
+def permuted(have: np.ndarray, want: np.ndarray, slices: np.ndarray) -> float:
+    """The cost per device, in pieces, if each gives its piece to one other, in its slice where one wants it there."""
+    lacking = have != want
+    if not slices.any():
+        return float(lacking.mean())
+    wanted, given = (Counter(zip(slices[lacking], tiles[lacking], strict=True)) for tiles in (want, have))
+    near = (wanted & given).total()
+    return (near + DEAR * (lacking.sum() - near)) / len(have)
 
 
 def _tile(dims, where: np.ndarray) -> np.ndarray:
@@ -255,33 +295,58 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
         assert held == ends[1].counts
 
 
-def test_the_slow_axis_is_crossed_while_the_pieces_are_small():
-    sizes, dims = (2, 8), ((0, 1),)
-    for weights in ((), (10.0, 1.0)):
-        src = Layout(sizes, dims, weights=weights)
-        plan = redistribute((64,), 64, src, Layout(sizes, ((),), weights=weights))
-        slow = sum(crossing(step) for step in plan.steps)
-        # Half the devices first get a piece from the other half; then the gather over it is the first.
-        assert slow == (32 * 8 if not weights else 2 * 8 + 4 * 8)
+def in_slices(sizes: tuple[int, ...], dims, slices: int) -> Layout:
+    """A layout on a mesh whose slowest axis spans slices of consecutive devices."""
+    names = "abcd"[: len(sizes)]
+    mesh = MeshSpec(zip(names, sizes, strict=True), dcn={"a": slices})
+    return layout(mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims))
 
 
-def crossing(step) -> float:
-    """Bytes of 64-bit elements that enter a device from the other half, mean, of an array of 64 elements."""
-    half = np.arange(16) // 8
-    size = 64 * 8 // step.source.pieces
-    if step.kind == "permute":
-        return size * float(np.mean(half[permutation(step.source, step.target, step.source)] != half))
-    assert step.kind == "all_gather"
-    # Within a step the devices of one half share what came in from the other.
-    [(_, groups)] = gathered(step.source, step.target, step.source)
-    return size * np.mean([len(np.unique(half[group])) - 1 for group in groups]) * (len(groups[0]) // 2 or 1)
+@pytest.mark.parametrize("slices", [2, 4])
+def test_no_sequence_of_steps_costs_less_on_16_devices_in_slices(slices):
+    rng = np.random.default_rng(slices)
+    ends = [in_slices(end.sizes, end.dims, slices) for end in CATALOGUE if end.sizes[0] % slices == 0]
+    for _ in range(20):
+        src, dst = (ends[index] for index in rng.integers(len(ends), size=2))
+        plan = check((16, 16), src, dst)
+        cost = plan.wire_bytes + (DEAR - 1) * plan.dcn_bytes
+        assert cost == pytest.approx(exhaustive(4, src, dst, slow=slices.bit_length() - 1) * 16 * 16 * 8, abs=DEAR)
 
 
-def test_a_move_over_the_slow_axis_alone_takes_each_byte_once():
-    src = Layout((2, 8), ((0,), (1,)), weights=(10.0, 1.0))
-    plan = redistribute((16, 16), 64, src, Layout((2, 8), ((), (1, 0)), weights=(10.0, 1.0)))
+def test_each_byte_crosses_into_a_slice_once():
+    ends = ((0, 1),), ((),)
+    flat = redistribute((64,), 64, *(Layout((2, 8), dims) for dims in ends))
+    assert [(step.kind, step.wire_bytes, step.dcn_bytes) for step in flat.steps] == [("all_gather", 480, 0)]
+    plan = redistribute((64,), 64, *(in_slices((2, 8), dims, 2) for dims in ends))
+    # Pairs of devices have the same pieces after the first gather, and one of each pair swaps with the other slice.
+    steps = [("all_gather", 32, 0), ("permute", 32, 32), ("all_gather", 448, 0)]
+    assert [(step.kind, step.wire_bytes, step.dcn_bytes) for step in plan.steps] == steps
+    assert plan.dcn_bytes == 64 * 8 // 2 // 8
+
+
+def test_copies_in_the_own_slice_are_taken():
+    # Each slice holds every piece twice, and wants half of them four times.
+    plan = redistribute((16, 16), 64, *(in_slices((2, 2, 2, 2), ((), dim), 2) for dim in ((3, 2), (1, 0))))
+    flat = redistribute((16, 16), 64, *(Layout((2, 2, 2, 2), ((), dim)) for dim in ((3, 2), (1, 0))))
+    slices = np.arange(16) // 8
+    [step] = flat.steps
+    crossed = np.mean(slices[permutation(step.source, step.target, step.source)] != slices) * step.wire_bytes
+    assert plan.dcn_bytes == 0 < crossed
+
+
+def test_a_move_between_slices_alone_takes_each_byte_once():
+    plan = redistribute((16, 16), 64, in_slices((2, 8), ((0,), (1,)), 2), in_slices((2, 8), ((), (1, 0)), 2))
     assert [step.kind for step in plan.steps] == ["all_to_all"]
-    assert plan.wire_bytes == plan.lower_bound_bytes
+    assert plan.wire_bytes == plan.dcn_bytes == plan.lower_bound_bytes
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_slices_that_one_end_alone_knows_of_count_for_both(known):
+    ends = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
+    both = [in_slices(*end, 2) for end in ends]
+    one = [both[index] if index == known else Layout(*end) for index, end in enumerate(ends)]
+    costs = [(plan.wire_bytes, plan.dcn_bytes) for plan in (redistribute((16, 16), 64, *pair) for pair in (both, one))]
+    assert costs[0] == costs[1] and costs[0][1] > 0
 
 
 def test_layouts_of_meshes_and_specs():
@@ -289,9 +354,32 @@ def test_layouts_of_meshes_and_specs():
     found = layout(mesh, P("b", ("a",)), 3)
     assert found == Layout((2, 4), ((1,), (0,), ()))
     assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == found
-    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2, weights={"a": 4.0}) == Layout((2, 4), ((), (0,)), None, (4.0, 1.0))
+    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == Layout((2, 4), ((), (0,)))
     assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
     assert found.pieces == 8 and found.counts == (4, 2, 1) and found.piece_shape((8, 8, 8)) == (2, 4, 8)
+
+
+def test_an_axis_that_spans_slices_is_two():
+    mesh = MeshSpec({"a": 8, "b": 2, "c": 3}, dcn={"a": 2, "b": 2})
+    assert layout(mesh, P("b", ("c", "a")), 2) == Layout((2, 4, 2, 3), ((2,), (3, 0, 1)), None, (10.0, 1.0, 10.0, 1.0))
+    assert layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1) == Layout((8,), ((0,),), None, (10.0,))
+
+
+@pytest.mark.parametrize(
+    "order, sizes, weights",
+    [
+        (np.arange(16), (2, 2, 4), (10.0, 1.0, 1.0)),
+        (np.arange(16).reshape(2, 4, 2).transpose(1, 0, 2).ravel(), (4, 2, 2), (1.0, 10.0, 1.0)),
+        # Where no cut of an axis leaves its parts in one slice each, all of it counts as slow.
+        (np.arange(16).reshape(2, 8).T.ravel(), (4, 4), (1.0, 10.0)),
+    ],
+)
+def test_devices_say_in_which_slice_they_are(order, sizes, weights):
+    devices = objects(chips((4, 2, 1, 1), slices=2))[order]
+    mesh = Mesh(devices.reshape(4, 4), ("a", "b"))
+    end = layout(mesh, P(("a", "b")), 1)
+    assert end == Layout(sizes, (tuple(range(len(sizes))),), tuple(order.tolist()), weights)
+    assert layout(Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1).weights == ()
 
 
 def test_equal_moves_are_planned_once():

@@ -601,6 +601,22 @@ def test_plans_without_devices_agree_with_plans_on_devices():
             assert getattr(bare, field) == getattr(there, field), field
 
 
+def test_plans_on_several_slices_say_what_crosses():
+    tree = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    specs = P(("slices", "chips")), P(None, "chips")
+    ends = {}
+    for slices in (1, 2):
+        target = MeshSpec({"slices": 2, "chips": 4}, dcn={"slices": slices})
+        ends[slices] = [plan(tree, target, paths=PathRules([("w", spec)])) for spec in specs]
+    apart, together = plan_reshard(*ends[2]), plan_reshard(*ends[1])
+    # A slice holds half of the array, each device of it takes in an eighth of the other half: 64 * 64 * 4 / 2 / 4.
+    assert apart.leaves[0].dcn_bytes == apart.dcn_bytes == 64 * 64 * 4 // 2 // 4
+    assert together.dcn_bytes == 0 and together.wire_bytes <= apart.wire_bytes
+    assert "at the peak; 2 KiB of what enters come from other slices" in str(apart)
+    assert "other slices" not in str(together)
+    assert plan_reshard(ends[2][0], ends[1][1].structs).dcn_bytes == apart.dcn_bytes
+
+
 def test_plans_and_trees_can_be_mixed():
     tree = {"w": jax.device_put(host((8, 8)), sharding((8,), "a")), "n": "no array"}
     made = plan(tree, mesh((8,)), paths=PathRules([("w", P(None, "a"))]))
