@@ -40,14 +40,14 @@ class Alpa(NamedTuple):
 
 
 ALPA = {
-    "1": Alpa(P("x"), P("x")),
-    "2": Alpa(P(), P("x")),
-    "3": Alpa(P(None, "x"), P("x")),
-    "4": Alpa(P(None, ("x", "y")), P(("x", "y"))),
-    "5": Alpa(P("y"), P("x")),
-    "6": Alpa(P("x"), P("x"), ((2, 4), (3, 4)), (768, 1024, 43)),
-    "7 and 8": Alpa(P("y"), P(), ((1, 4), (2, 4))),
-    "9": Alpa(P(None, "x"), P(None, None, "x")),
+    "case 1": Alpa(P("x"), P("x")),
+    "case 2": Alpa(P(), P("x")),
+    "case 3": Alpa(P(None, "x"), P("x")),
+    "case 4": Alpa(P(None, ("x", "y")), P(("x", "y"))),
+    "case 5": Alpa(P("y"), P("x")),
+    "case 6": Alpa(P("x"), P("x"), ((2, 4), (3, 4)), (768, 1024, 43)),
+    "cases 7 and 8": Alpa(P("y"), P(), ((1, 4), (2, 4))),
+    "case 9": Alpa(P(None, "x"), P(None, None, "x")),
 }
 
 
@@ -90,9 +90,9 @@ def _races(options: Options) -> list[Entry]:
     devices = np.array(options.devices[:8])
     mesh = Mesh(devices.reshape(2, 4), ("x", "y"))
     wide, flat = Mesh(devices.reshape(4, 2), ("x", "y")), Mesh(devices, ("z",))
-    shape = _shape(ALPA["1"].shape, options)
+    shape = _shape(ALPA["case 1"].shape, options)
     moves = {
-        f"Alpa's case {number}, one mesh": (NamedSharding(mesh, case.source), NamedSharding(mesh, case.target))
+        f"Alpa's {number}, one mesh": (NamedSharding(mesh, case.source), NamedSharding(mesh, case.target))
         for number, case in ALPA.items()
         if case.sizes == ((2, 4), (2, 4))
     }
@@ -118,7 +118,7 @@ def between_meshes(options: Options) -> list[Entry]:
             Mesh(np.array(part).reshape(sizes), ("x", "y")) for part, sizes in zip(parts, case.sizes, strict=True)
         )
         ends = NamedSharding(source, case.source), NamedSharding(target, case.target)
-        found.append(_case(f"Alpa's case {number}, two meshes", _shape(case.shape, options), *ends))
+        found.append(_case(f"Alpa's {number}, two meshes", _shape(case.shape, options), *ends))
     return found
 
 

@@ -115,5 +115,5 @@ def test_alpas_cases_between_meshes_share_no_device():
     made = suite.between_meshes(Options(True, 1, devices, SimpleNamespace()))  # pyright: ignore[reportArgumentType]
     assert [entry.name.partition(",")[0] for entry in made if isinstance(entry, Case)] == [
         "Alpa's case 6",
-        "Alpa's case 7 and 8",
+        "Alpa's cases 7 and 8",
     ]
