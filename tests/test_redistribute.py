@@ -343,8 +343,8 @@ def test_a_move_between_slices_alone_takes_each_byte_once():
 @pytest.mark.parametrize("known", [0, 1])
 def test_slices_that_one_end_alone_knows_of_count_for_both(known):
     ends = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
-    both = [in_slices(*end, 2) for end in ends]
-    one = [both[index] if index == known else Layout(*end) for index, end in enumerate(ends)]
+    both = [in_slices(sizes, dims, 2) for sizes, dims in ends]
+    one = [both[at] if at == known else Layout(sizes, dims) for at, (sizes, dims) in enumerate(ends)]
     costs = [(plan.wire_bytes, plan.dcn_bytes) for plan in (redistribute((16, 16), 64, *pair) for pair in (both, one))]
     assert costs[0] == costs[1] and costs[0][1] > 0
 
