@@ -159,13 +159,15 @@ def _in_one_go(plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any]) -> li
             for sender, target, source in copies:
                 buffer[target] = views[sender][source]
         return built
-    _copy_all(
-        [
-            (buffer[target], views[sender][source])
-            for buffer, copies in zip(built, plan.copies, strict=True)
-            for sender, target, source in copies
-        ]
-    )
+    tasks = [
+        [(buffer[target], views[sender][source]) for sender, target, source in copies]
+        for buffer, copies in zip(built, plan.copies, strict=True)
+    ]
+    # Two threads that fill one new shard often touch the same large page first, and the kernel clears it for both. But
+    # where the shards do not come out even, the last ones would leave threads without work.
+    threads = os.cpu_count() or 1
+    even = len(tasks) % threads == 0 or len(tasks) >= 4 * threads
+    _run(tasks if even else [[pair] for task in tasks for pair in task])
     return built
 
 
@@ -246,11 +248,19 @@ def _target_by_target(
 def _copy_all(copies: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copies each pair's second array into its first, large ones on all cores: NumPy lets other threads run."""
     if len(copies) < 2 or sum(target.nbytes for target, _ in copies) < _PARALLEL_BYTES:
-        for target, source in copies:
-            target[...] = source
-        return
-    with ThreadPoolExecutor(min(len(copies), os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda pair: np.copyto(*pair), copies))
+        _copy(copies)
+    else:
+        _run([[pair] for pair in copies])
+
+
+def _run(tasks: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> None:
+    with ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1)) as pool:
+        list(pool.map(_copy, tasks))
+
+
+def _copy(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    for target, source in copies:
+        np.copyto(target, source)
 
 
 def _buffers(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
+from shardfx import _assemble
 from shardfx._errors import MeshError
 from shardfx._rounds import rounds
 from shardfx._tiles import tile_map
@@ -232,3 +233,19 @@ def test_rounds_send_no_more_than_the_tile_map():
     for step in rounds(made.tiles):
         assert all(tile.bytes == 4 * int(np.prod(step.shape)) for tile in step.tiles)
         assert step.local == all(tile.sender == tile.receiver for tile in step.tiles)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 16])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_large_arrays_are_copied_on_all_cores(monkeypatch, cores, count):
+    tasks = []
+    run = _assemble._run
+    monkeypatch.setattr(_assemble, "_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(_assemble, "_run", lambda given: tasks.append([len(task) for task in given]) or run(given))
+    monkeypatch.setattr(_assemble.os, "cpu_count", lambda: cores)
+    x = np.arange(48 * 48, dtype=np.float32).reshape(48, 48)
+    source = jax.device_put(x, NamedSharding(mesh(range(8), (8,)), P("a")))
+    moved = transfer(source, NamedSharding(mesh(range(count), (count,)), P(None, "a")))
+    np.testing.assert_array_equal(moved, x)
+    # A new shard each, where that gives every core the same; else its pieces.
+    assert tasks == [[8] * count if count % cores == 0 or count >= 4 * cores else [1] * 8 * count]
