@@ -23,6 +23,12 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _AXIS = re.compile(r"'([^']*)'=(\d+)")
 _USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
+# Between slices a TPU's host sends and receives: `recv(...), ..._xla_megascale_target={{100000->200000},...},...`, a
+# list of pairs or of groups of devices, named by slice * 100000 + device; or `"{1,2}x{0:15}"`, slices x devices.
+_TRANSFER = re.compile(
+    r'= \((\w+)\[([\d,]*)\].* recv\(.*_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type'
+)
+_SLICE = 100_000
 
 
 def wire_bytes(hlo: str, devices: int, slices: Sequence[int] | np.ndarray | None = None) -> Fraction:
@@ -36,14 +42,46 @@ def wire_bytes(hlo: str, devices: int, slices: Sequence[int] | np.ndarray | None
 
     **Returns:**
 
-    The mean as a Fraction: a permute counts only the pairs that move, the others what each member of a group gets from
-    each other one.
+    The mean as a Fraction: a permute counts only the pairs that move, an all-to-all what each member of a group gets
+    from each other one. A gather takes the pieces of other slices in once for all that are in a slice, as the compilers
+    for TPUs do.
     """
     apart = np.arange(devices) if slices is None else np.asarray(slices)
-    return sum((_traffic(line, apart) for line in hlo.splitlines()), Fraction(0))
+    transfers = _TRANSFER.findall(hlo)
+    # With hosts between slices the program is that of one slice, and what differs per slice is in branches.
+    entry, own = hlo.find("\nENTRY "), devices // max([1, *[_slice_count(target) for _, _, target in transfers]])
+    total = Fraction(0)
+    for dtype, dims, target in transfers:
+        total += _transferred(_array_bytes(dtype, dims), target, devices, slices is not None)
+    for text, runners in ((hlo[: entry + 1], devices), (hlo[entry + 1 :], own)):
+        total += sum((_traffic(line, apart, runners) for line in text.splitlines()), Fraction(0))
+    return total
 
 
-def _traffic(line: str, apart: np.ndarray) -> Fraction:
+def _slice_count(target: str) -> int:
+    if "}x{" in target:
+        return target.partition("}")[0].count(",") + 1
+    return len({int(device) // _SLICE for device in re.findall(r"\d+", target)})
+
+
+def _transferred(size: Fraction, target: str, devices: int, by_slice: bool) -> Fraction:
+    """What enters a device in one transfer between hosts; `by_slice` leaves out what comes from its own slice."""
+    unit = _SLICE if by_slice else 1
+    if "->" in target:
+        pairs = re.findall(r"(\d+)->(\d+)", target)
+        return size * sum(int(source) // unit != int(goal) // unit for source, goal in pairs) / devices
+    if "}x{" in target:
+        return size * (_slice_count(target) - 1) / _slice_count(target)
+    groups = np.array([list(map(int, group.split(","))) for group in target[2:-2].split("},{")])
+    return size * _others(groups // unit) / groups.shape[1]
+
+
+def _others(members: np.ndarray) -> Fraction:
+    """How many in its row have another number than a member, the mean over all of them."""
+    return Fraction(int((members[:, :, None] != members[:, None, :]).sum()), members.size)
+
+
+def _traffic(line: str, apart: np.ndarray, runners: int) -> Fraction:
     """What enters a device in one instruction from devices with another number in `apart`."""
     found = _COLLECTIVE.search(line)
     if found is None:
@@ -55,14 +93,15 @@ def _traffic(line: str, apart: np.ndarray) -> Fraction:
     size = Fraction(sum(sizes))
     if kind == "collective-permute":
         pairs = _PAIR.findall(line.partition("source_target_pairs=")[2].partition("}}")[0] + "}}")
-        return size * sum(bool(apart[int(source)] != apart[int(target)]) for source, target in pairs) / len(apart)
-    groups = _groups(line, len(apart))
-    members = apart[groups]
-    # How many of the others of its group are apart from a device, the mean over devices.
-    others = Fraction(int((members[:, :, None] != members[:, None, :]).sum()), groups.size)
+        return size * sum(bool(apart[int(source)] != apart[int(target)]) for source, target in pairs) / runners
+    members = apart[_groups(line, len(apart))]
+    count = members.shape[1]
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return size * _others(members) / count
+    rest = Fraction(sum(len(set(row)) - 1 for row in members.tolist()), len(members))
     if kind == "all-reduce":
-        return 2 * size * others / groups.shape[1]
-    return size * others / (1 if kind == "reduce-scatter" else groups.shape[1])
+        return 2 * size * rest / count
+    return size * rest / (1 if kind == "reduce-scatter" else count)
 
 
 def _groups(line: str, devices: int) -> np.ndarray:

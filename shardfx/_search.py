@@ -76,6 +76,7 @@ class _Side:
         self.sizes = world.layout.sizes
         self.weights = world.layout.weights or (1.0,) * len(self.sizes)
         self.least = min(world.layout.pieces, goal.layout.pieces)
+        self.layered = len(dict.fromkeys(self.weights)) > 1
         self.any_order = problem.any_order
         self.held = Holdings(world)
         self.bound = Bound(self.held, world, goal, forward)
@@ -91,6 +92,7 @@ class _Side:
             for dim, axes in enumerate(goal.layout.dims if shared else ())
             for place, factor in enumerate(axes)
         }
+        self.ends = goal.layout.dims if shared else ((),) * len(goal.layout.dims)
         self.heap: list[tuple[float, float, int, Dims]] = []
         self.by_counts: dict[tuple[int, ...], list[Dims]] = {}
 
@@ -138,25 +140,41 @@ class _Side:
                     yield tuple(after), cost
 
     def _cuts(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
-        """One free factor more on one dimension: a slice forward, a gather backward."""
+        """Free factors more on one dimension: one for a slice forward, some for a gather backward."""
         used = {axis for axes in dims for axis in axes}
-        pieces = self.held.pieces(dims)
-        for factor, size in enumerate(self.sizes):
-            if factor in used:
-                continue
-            # What an all-gather of this factor alone brings in, had it cut the pieces once more.
-            cost = 0.0 if self.forward else (size - 1) / (pieces * size) * self.weights[factor]
-            for dim, axes in enumerate(dims):
-                if self.room[dim] % (self.held.count(axes) * size) == 0:
-                    yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), cost + _STEP
-
-    def _uncut(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
-        """One factor less on one dimension: a gather forward, a slice backward. More copies are nearby then."""
+        free = [factor for factor in range(len(self.sizes)) if factor not in used]
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
-            if axes and pieces // self.sizes[axes[-1]] >= self.least:
-                cost = (self.sizes[axes[-1]] - 1) / pieces * self.weights[axes[-1]] if self.forward else 0.0
-                yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), cost + _STEP
+            for run in [(factor,) for factor in free] if self.forward else self._runs(dim, axes, free):
+                if self.room[dim] % (self.held.count(axes) * self.held.count(run)) == 0:
+                    cost = 0.0 if self.forward else self.gather_cost(pieces * self.held.count(run), run)
+                    yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + _STEP
+
+    def _runs(self, dim: int, axes: tuple[int, ...], free: list[int]) -> list[tuple[int, ...]]:
+        """The factors that one gather may have joined a dimension along: several where that is cheaper at once."""
+        runs = [(factor,) for factor in free]
+        if not self.layered:
+            return runs
+        most = len(free) if len(free) <= _MOST_REORDERED else 2
+        runs += [run for length in range(2, most + 1) for run in it.permutations(free, length) if self._is_mixed(run)]
+        rest = self.ends[dim][len(axes) :]
+        if len(rest) > most and self.ends[dim][: len(axes)] == axes and self._is_mixed(rest) and {*rest} <= {*free}:
+            runs.append(rest)
+        return runs
+
+    def _is_mixed(self, run: tuple[int, ...]) -> bool:
+        return len({self.weights[factor] for factor in run}) > 1
+
+    def _uncut(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
+        """Factors less on one dimension: some for a gather forward, one for a slice backward. Copies get nearer so."""
+        pieces = self.held.pieces(dims)
+        for dim, axes in enumerate(dims):
+            for kept in range(len(axes)):
+                run = axes[kept:]
+                several = self.forward and self._is_mixed(run)
+                if (several or len(run) == 1) and pieces // self.held.count(run) >= self.least:
+                    cost = self.gather_cost(pieces, run) if self.forward else 0.0
+                    yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), cost + _STEP
 
     def _reordered(self, dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
         """One factor of a dimension permuted to its end."""
@@ -167,12 +185,25 @@ class _Side:
                 yield after, self.crossing.cost(self.held.numbers(dims), self.held.numbers(after), share, spare)
 
     def exchange_cost(self, pieces: int, group: tuple[int, ...]) -> float:
+        """The cost of an all-to-all among pieces of which the array has as many as given."""
         left, cost = 1.0, 0.0
-        for factor in sorted(group, key=lambda factor: -self.weights[factor]):
+        for factor in self._dearest_first(group):
             # The slow axes are crossed once, by what must cross them; the rest stays on the faster ones.
             cost += left * (1 - 1 / self.sizes[factor]) * self.weights[factor]
             left /= self.sizes[factor]
         return cost / pieces
+
+    def gather_cost(self, pieces: int, group: tuple[int, ...]) -> float:
+        """The cost of an all-gather of pieces of which the array has as many as given."""
+        held, cost = 1, 0.0
+        for factor in self._dearest_first(group):
+            # A piece enters a slice once, and is copied within.
+            cost += held * (self.sizes[factor] - 1) * self.weights[factor]
+            held *= self.sizes[factor]
+        return cost / pieces
+
+    def _dearest_first(self, group: tuple[int, ...]) -> list[int]:
+        return sorted(group, key=lambda factor: -self.weights[factor])
 
 
 def _departures(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...], list[int]]]:

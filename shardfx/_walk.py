@@ -85,10 +85,11 @@ def _shares(kind: StepKind, before: Layout, after: Layout, like: Layout) -> tupl
         return Fraction(moved[0], len(senders) * before.pieces), Fraction(moved[1], len(senders) * before.pieces)
     factors = _changed(before, after)
     members = math.prod(before.sizes[factor] for factor in factors)
-    near = math.prod(before.sizes[factor] for factor in factors if _weight(before, factor) <= 1)
-    # A member of the group sends each other one its whole piece, or the part that is for it.
-    sent = Fraction(1, before.pieces * (members if kind == "all_to_all" else 1))
-    return (members - 1) * sent, (members - near) * sent
+    near = math.prod(before.sizes[factor] for factor in factors if not before.weights or before.weights[factor] <= 1)
+    if kind == "all_gather":
+        # A piece enters a slice once, and is copied within.
+        return Fraction(members - 1, before.pieces), Fraction(members // near - 1, before.pieces)
+    return Fraction(members - 1, members * before.pieces), Fraction(members - near, members * before.pieces)
 
 
 def _changed(before: Layout, after: Layout) -> list[int]:
@@ -96,18 +97,9 @@ def _changed(before: Layout, after: Layout) -> list[int]:
     return [f for f in range(len(before.sizes)) if places[0].get(f) != places[1].get(f)]
 
 
-def _weight(layout: Layout, factor: int) -> float:
-    return layout.weights[factor] if layout.weights else 1.0
-
-
 def _fusible(kind: StepKind, earlier: Stride, before: Layout, after: Layout) -> bool:
-    """Whether a step and the one before it, of one kind, are one operation.
-
-    Gathers are if they join one dimension along axes of one weight.
-    """
+    """Whether a step and the one before it, of one kind, are one operation: gathers are if they join one dimension."""
     if kind != "all_gather":
         return kind != "all_to_all"
-    factors = [*_changed(earlier.source, earlier.target), *_changed(before, after)]
     pairs = [*zip(earlier.source.dims, earlier.target.dims, strict=True), *zip(before.dims, after.dims, strict=True)]
-    dims = [index % len(before.dims) for index, (axes, kept) in enumerate(pairs) if axes != kept]
-    return len({_weight(before, factor) for factor in factors}) == 1 and len(set(dims)) == 1
+    return len({index % len(before.dims) for index, (axes, kept) in enumerate(pairs) if axes != kept}) == 1

@@ -15,7 +15,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshError, MeshSpec, topology
+from shardfx._collective import choose, lowered, steps_program
 from shardfx._demo.train import Run, make_optimizer, make_plans, make_step
+from shardfx._hlo import wire_bytes
 from shardfx.interop import tpu
 
 
@@ -108,6 +110,48 @@ def test_slices_are_ordered_one_by_one():
     assert dict(mesh.shape) == {"replica": 2, "data": 4, "model": 4}
     for number, piece in enumerate(mesh.devices):
         assert {device.slice_index for device in piece.flat} == {number}
+
+
+def compiled_steps(shape, src, dst):
+    fn = steps_program(shape, jnp.dtype("bfloat16"), src, dst)
+    return lowered(fn, shape, jnp.dtype("bfloat16"), src, dst).compile()
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("source", "target", "how"),
+    [
+        (P(("replica", "data", "model")), P(), "xla"),
+        (P("replica", ("data", "model")), P(None, "model"), "xla"),
+        (P("replica", "data"), P("data", "replica"), "steps"),
+        (P(("replica", "data")), P("data", "replica"), "steps"),
+    ],
+)
+def test_between_two_slices_what_is_compiled_sends_what_is_planned(source, target, how):
+    mesh = tpu.mesh_of("v5e:4x4", MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2}))
+    src, dst, shape = NamedSharding(mesh, source), NamedSharding(mesh, target), (8192, 8192)
+    choice = choose(shape, jnp.dtype("bfloat16"), src, dst)
+    text = compiled_steps(shape, src, dst).as_text()
+    slices = np.arange(32) // 16
+    assert (wire_bytes(text, 32), wire_bytes(text, 32, slices)) == (choice.plan.wire_bytes, choice.plan.dcn_bytes)
+    assert choice.how == how and choice.xla_dcn_bytes is not None and choice.plan.dcn_bytes > 0
+    print(f"{source} to {target}: {choice.plan.dcn_bytes:,} bytes cross, by XLA {choice.xla_dcn_bytes:,}")
+    assert (choice.xla_dcn_bytes <= choice.plan.dcn_bytes) == (how == "xla")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "sizes"), [("v5e:8x8", (4, 16)), ("v5p:4x4x4", (4, 16))])
+def test_what_a_permutation_takes_beside_two_pieces_is_of_one_size_for_all_arrays(name, sizes):
+    devices = np.array(tpu.devices_of(f"tpu:{name}"))
+    here, there = Mesh(devices.reshape(sizes), ("a", "b")), Mesh(devices.reshape(2, 8, 4), ("a", "b", "c"))
+    src, dst = NamedSharding(here, P("b", "a")), NamedSharding(there, P(None, ("b", "c", "a")))
+    beside = []
+    for size in (8192, 16384):
+        memory = compiled_steps((size, size), src, dst).memory_analysis()
+        assert memory is not None
+        beside.append(memory.temp_size_in_bytes - 2 * 2 * size * size // 64)
+    print(f"{name}: {beside} bytes beside two pieces")
+    assert max(beside) <= 32 * 1024
 
 
 def padded_bytes(struct, layout):

@@ -32,7 +32,7 @@ def test_traffic_of_one_instruction(line, devices, right):
     [
         ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", 0),
         ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}", 32),
-        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,1,4,5},{2,3,6,7}}, dimensions={0}", 32),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,1,4,5},{2,3,6,7}}, dimensions={0}", 16),
         ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 32),
         ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups=[4,2]<=[8], dimensions={0}", 0),
         ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=2,'q'=4] {'p'}", 8),
@@ -41,9 +41,32 @@ def test_traffic_of_one_instruction(line, devices, right):
         ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=8] {'p':(2)2}", 0),
         ("%a = s8[16]{0} all-to-all(%x), replica_groups={}", 8),
         ("%c = f32[2]{0} collective-permute(%x), source_target_pairs={{0,4},{4,0},{1,2},{2,1}}", 2),
-        ("%r = f32[8]{0} all-reduce(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 32),
-        ("%r = f32[8]{0} reduce-scatter(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 64),
+        ("%r = f32[8]{0} all-reduce(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 16),
+        ("%r = f32[8]{0} reduce-scatter(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 32),
     ],
 )
 def test_traffic_between_two_slices_of_four_devices(line, right):
     assert wire_bytes(line, 8, [0, 0, 0, 0, 1, 1, 1, 1]) == Fraction(right)
+
+
+_RECV = (
+    "%recv = (f32[{size}]{{0}}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={{{attributes}}}"
+)
+_TARGET = '_xla_host_transfer_rendezvous="r",_xla_megascale_target={target},_xla_megascale_transfer_type="X"'
+
+
+@pytest.mark.parametrize(
+    "size, target, wire, dcn",
+    [
+        (4, '"{1,2}x{0:3}"', 8, 8),
+        (8, "{{100000,100001,200000,200001},{100002,100003,200002,200003}}", 24, 16),
+        (8, "{{100000->200000},{100001->100001},{200000->100000},{200001->200002}}", 12, 8),
+    ],
+)
+def test_traffic_through_the_hosts_of_two_slices(size, target, wire, dcn):
+    line = _RECV.format(size=size, attributes=_TARGET.format(target=target))
+    branch = "%c = f32[2]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0},{2,2},{3,3}}"
+    text = f"%branch {{\n  {branch}\n}}\n\nENTRY %main {{\n  {line}\n  {branch}\n}}\n"
+    # Two of four devices move 8 bytes in each slice in the entry; a branch is of one slice.
+    assert wire_bytes(text, 8) == Fraction(wire) + 4 + 2
+    assert wire_bytes(text, 8, [0, 0, 0, 0, 1, 1, 1, 1]) == Fraction(dcn)
