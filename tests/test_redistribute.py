@@ -72,7 +72,7 @@ def crossing(step, like: Layout, piece_bytes: int) -> float:
             total += np.mean([len(np.unique(row)) - 1 for row in members]) * piece_bytes
         else:
             total += (members[:, :, None] != members[:, None, :]).sum() / groups.size * piece_bytes / groups.shape[1]
-    return total
+    return float(total)
 
 
 def lower_bound(shape: tuple[int, ...], src: Layout, dst: Layout) -> float:
