@@ -295,7 +295,7 @@ def search(problem: Problem, *, most: int | None = None) -> Walk:
 def _budget(world: World) -> int:
     """How many layouts to look at: each costs some array operations over all devices, and more with slow axes."""
     devices, kinds = world.layout.size, len(levels(world))
-    most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 10_000_000 // devices))
+    most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
     return most // kinds
 
 
