@@ -249,3 +249,25 @@ def test_large_arrays_are_copied_on_all_cores(monkeypatch, cores, count):
     np.testing.assert_array_equal(moved, x)
     # A new shard each, where that gives every core the same; else its pieces.
     assert tasks == [[8] * count if count % cores == 0 or count >= 4 * cores else [1] * 8 * count]
+
+
+@pytest.mark.parametrize("given_up", ["source", "result", "source deleted"])
+def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    dst = NamedSharding(mesh((6, 3, 0, 5), (4,)), P("a"))
+    expected = values((4096, 16))
+    source = jax.jit(lambda x: x + 0, out_shardings=src)(expected)
+    result = transfer(source, dst)
+    assert_is(result, expected, dst)
+    pointers = [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (source, result)]
+    assert sorted(pointers[0]) == sorted(pointers[1])
+    kept, lost = (result, source) if given_up.startswith("source") else (source, result)
+    if given_up.endswith("deleted"):
+        lost.delete()
+    else:
+        jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0, out_shardings=lost.sharding)(lost))
+    del lost, source, result
+    gc.collect()
+    others = [jax.device_put(np.full((1024, 16), -1.0, np.float32), device) for device in jax.devices()]
+    assert_is(kept, expected, kept.sharding)
+    del others
