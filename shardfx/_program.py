@@ -5,6 +5,7 @@ factors of the target's mesh runs there as well as one of the source's.
 """
 
 import functools as ft
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from ._exchange import Exchange, exchange, gathered, join, permutation, split, starts
+from ._exchange import exchange, gathered, join, permutation, split, starts
 from ._layout import Layout
 from ._redistribute import Step
 
@@ -113,27 +114,33 @@ def _permute(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> A
 
 def _all_gather(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
     for dim, groups in gathered(step.source, step.target, like):
-        piece = lax.all_gather(piece, axes, axis=dim, tiled=True, axis_index_groups=groups.tolist())
+        gather = ft.partial(lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist())
+        piece = _either(piece, ft.partial(gather, axis=dim, tiled=True), ft.partial(_stacked, gather, dim))
     return piece
+
+
+def _stacked(gather: Callable[[Array], Array], dim: int, piece: Array) -> Array:
+    return jnp.moveaxis(gather(piece), 0, dim).reshape(*piece.shape[:dim], -1, *piece.shape[dim + 1 :])
+
+
+def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
+    """A collective along any dimension at once; or along a new first one, with a transposition of its own.
+
+    XLA's CPU compiler does the first in a buffer with the dimensions in another order, and copies that element by
+    element. TPUs do it well, and the second reads and writes the pieces once more there.
+    """
+    return lax.platform_dependent(piece, cpu=stacked, default=at_once)
 
 
 def _all_to_all(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
     how = exchange(step.source, step.target, like)
+    swap = ft.partial(lax.all_to_all, axis_name=axes, tiled=True, axis_index_groups=how.groups.tolist())
+    stacked = lambda piece: join(swap(split(piece, how), split_axis=0, concat_axis=0), how)
     members = tuple(range(len(how.sizes)))
     if how.splits.count(members) == 1 and how.joins.count(members) == 1:
-        return lax.all_to_all(
-            piece,
-            axes,
-            split_axis=how.splits.index(members),
-            concat_axis=how.joins.index(members),
-            tiled=True,
-            axis_index_groups=how.groups.tolist(),
-        )
-    return join(_swapped(split(piece, how), how, axes), how)
-
-
-def _swapped(parts: Array, how: Exchange, axes: tuple[str, ...]) -> Array:
-    return lax.all_to_all(parts, axes, 0, 0, tiled=True, axis_index_groups=how.groups.tolist())
+        ends = {"split_axis": how.splits.index(members), "concat_axis": how.joins.index(members)}
+        return _either(piece, ft.partial(swap, **ends), stacked)
+    return stacked(piece)
 
 
 _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to_all": _all_to_all}
