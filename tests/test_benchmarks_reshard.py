@@ -54,7 +54,7 @@ def test_a_part_that_is_none_is_refused(text):
 def row(temp, speedup, wire=8.0):
     two = {"xla": temp, "ours": 1 << 20}
     wires, seconds = {"xla": 9.0, "ours": wire}, {"xla": 0.1, "ours": 0.1}
-    return _census.Row("(a, -) on 4 to (-, a) on 4", "all_to_all", 1 << 20, 4, two, wires, seconds, speedup)
+    return _census.Row("(a, -) on 4 to (-, a) on 4", "all_to_all", 1 << 20, 0, 4, two, wires, seconds, speedup)
 
 
 def test_the_census_counts_single_moves_that_are_slower():
