@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._collective import choose, move
 from shardfx._layout import Layout
-from shardfx._redistribute import redistribute
+from shardfx._mesh import MeshSpec
+from shardfx._redistribute import layout, redistribute
 from shardfx._reshard import reshard
+from shardfx._reshard_plan import plan_reshard
 
 from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process
@@ -69,8 +71,10 @@ def cases(options: Options) -> list[Entry]:
     pairs = flags.pairs or (8 if options.quick else 400 if flags.census else 60)
     return [
         *([] if flags.census else _races(options)),
-        *[_planning(devices, 60 if options.quick else 300) for devices in (16, 64, 512, 4096)],
+        *[_planning(devices, 1, 60 if options.quick else 300) for devices in (16, 64, 512, 4096)],
+        *[_planning(devices, 4, 30 if options.quick else 100) for devices in (16, 4096)],
         _seen_before(),
+        _planning_a_tree(),
         *([_simulated()] if flags.census else []),
         _census(pairs, None),
     ]
@@ -162,41 +166,72 @@ def _text(end: NamedSharding) -> str:
     return f"P({entries}) on {'x'.join(str(size) for size in end.mesh.shape.values())}"
 
 
-def _planning(devices: int, count: int) -> Finding:
+def _planning(devices: int, slices: int, count: int) -> Finding:
     limit = {16: 20, 64: 200, 512: 200, 4096: 200}[devices]
+    where = f"{devices:,} devices" if slices == 1 else f"{devices:,} devices in {slices} slices"
     return Finding(
-        f"planning {count} random moves on {devices:,} devices",
-        lambda: _planning_times(devices, count),
+        f"planning {count} random moves on {where}",
+        lambda: _planning_times(devices, slices, count),
         (Limit("worst cold ms of processor time", at_most=limit),),
     )
 
 
-def _planning_times(devices: int, count: int) -> dict[str, Value]:
+def _planning_times(devices: int, slices: int, count: int) -> dict[str, Value]:
     rng, times, ratios = random.Random(devices), [], []
     for _ in range(count):
         rank = rng.choice((2, 2, 3))
-        src, dst = _random_layout(rng, devices, rank), _random_layout(rng, devices, rank)
+        src, dst = (_random_layout(rng, devices, rank, slices) for _ in range(2))
         begin = time.process_time()
         plan = redistribute((65536,) * rank, 16, src, dst)
         times.append(1e3 * (time.process_time() - begin))
         ratios.append(plan.wire_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0)
-    return {
-        "median cold ms": statistics.median(times),
-        "worst cold ms of processor time": max(times),
+    taken = {"median cold ms": statistics.median(times), "worst cold ms of processor time": max(times)}
+    if slices > 1:  # fewer bytes between slices are worth more bytes within
+        return taken
+    return taken | {
         "mean of wire over lower bound": statistics.mean(ratios),
         "worst wire over lower bound": max(ratios),
     }
 
 
-def _random_layout(rng: random.Random, devices: int, rank: int) -> Layout:
-    """One to three axes of powers of two, each on a random dimension or on none."""
-    power = devices.bit_length() - 1
-    cuts = [0, *sorted(rng.sample(range(1, power), rng.choice((0, 1, 2, 2)))), power]
+def _random_layout(rng: random.Random, devices: int, rank: int, slices: int) -> Layout:
+    """One to three axes of powers of two, each on a random dimension or on none; and one over slices if there are."""
+    power = (devices // slices).bit_length() - 1
+    cuts = [0, *sorted(rng.sample(range(1, power), min(power - 1, rng.choice((0, 1, 2, 2))))), power]
     dims: list[list[int]] = [[] for _ in range(rank + 1)]
     for axis in rng.sample(range(len(cuts) - 1), len(cuts) - 1):
         dims[rng.randrange(rank + 1)].append(axis)
     sizes = tuple(2 ** (b - a) for a, b in it.pairwise(cuts))
-    return Layout(sizes, tuple(map(tuple, dims[:rank])))
+    if slices == 1:
+        return Layout(sizes, tuple(map(tuple, dims[:rank])))
+    names = ("slices", *"abc"[: len(sizes)])
+    mesh = MeshSpec(dict(zip(names, (slices, *sizes), strict=True)), dcn={"slices": slices})
+    cut = [[names[axis + 1] for axis in axes] for axes in dims]
+    cut[rng.randrange(rank + 1)].insert(0, "slices")
+    return layout(mesh, P(*map(tuple, cut[:rank])), rank)
+
+
+def _planning_a_tree() -> Finding:
+    """A thousand leaves with ten shapes and two moves each, on meshes without devices."""
+
+    def measure() -> dict[str, Value]:
+        trainer, server = AbstractMesh((16,), ("fsdp",)), AbstractMesh((4, 4), ("data", "tensor"))
+        ends = [
+            [NamedSharding(trainer, P("fsdp")), NamedSharding(trainer, P(None, "fsdp"))],
+            [NamedSharding(server, P(None, "tensor")), NamedSharding(server, P("tensor", "data"))],
+        ]
+        src, dst = (
+            [
+                jax.ShapeDtypeStruct((64 + 16 * (leaf % 10), 256), np.float32, sharding=shardings[leaf // 10 % 2])
+                for leaf in range(1000)
+            ]
+            for shardings in ends
+        )
+        begin = time.perf_counter()
+        moves = plan_reshard(src, dst).moves
+        return {"ms": 1e3 * (time.perf_counter() - begin), "distinct moves": moves}
+
+    return Finding("planning a tree of 1,000 leaves", measure, (Limit("ms", at_most=50),))
 
 
 def _seen_before() -> Finding:
