@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._bits import moved
 from ._tiles import Tile, TileMap
 
 
@@ -78,9 +79,9 @@ def _cut(shard: jax.Array, tile: Tile) -> jax.Array:
 
 @ft.partial(jax.jit, static_argnums=2)
 def _slice(shard: jax.Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(shard, starts, sizes)
+    return moved(lambda shard: jax.lax.dynamic_slice(shard, starts, sizes), shard)
 
 
 @ft.partial(jax.jit, donate_argnums=0)
 def _write(out: jax.Array, piece: jax.Array, starts: tuple[Any, ...]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(out, piece, starts)
+    return moved(lambda out, piece: jax.lax.dynamic_update_slice(out, piece, starts), out, piece)

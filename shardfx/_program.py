@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
+from ._bits import moved, on_bits
 from ._exchange import exchange, gathered, join, permutation, split, starts
 from ._layout import Layout
 from ._redistribute import Step
@@ -104,12 +105,14 @@ def _slice(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Arr
         size * have // want
         for size, have, want in zip(piece.shape, step.source.counts, step.target.counts, strict=True)
     ]
-    return lax.dynamic_slice(piece, [part[dim] * size for dim, size in enumerate(sizes)], sizes)
+    start = [part[dim] * size for dim, size in enumerate(sizes)]
+    return moved(ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), piece)
 
 
 def _permute(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
     senders = permutation(step.source, step.target, like)
-    return lax.ppermute(piece, axes, [(int(sender), device) for device, sender in enumerate(senders)])
+    pairs = [(int(sender), device) for device, sender in enumerate(senders)]
+    return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), piece)
 
 
 def _all_gather(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
@@ -124,12 +127,12 @@ def _stacked(gather: Callable[[Array], Array], dim: int, piece: Array) -> Array:
 
 
 def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """A collective along any dimension at once; or along a new first one, with a transposition of its own.
+    """A collective along any dimension at once; or along a new first one, with a transposition of its own, on bits.
 
     XLA's CPU compiler does the first in a buffer with the dimensions in another order, and copies that element by
     element. TPUs do it well, and the second reads and writes the pieces once more there.
     """
-    return lax.platform_dependent(piece, cpu=stacked, default=at_once)
+    return lax.platform_dependent(piece, cpu=on_bits(stacked), default=at_once)
 
 
 def _all_to_all(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
@@ -140,7 +143,7 @@ def _all_to_all(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -
     if how.splits.count(members) == 1 and how.joins.count(members) == 1:
         ends = {"split_axis": how.splits.index(members), "concat_axis": how.joins.index(members)}
         return _either(piece, ft.partial(swap, **ends), stacked)
-    return stacked(piece)
+    return moved(stacked, piece)
 
 
 _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to_all": _all_to_all}

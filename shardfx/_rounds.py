@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ._bits import on_bits
 from ._tiles import Tile, TileMap
 
 
@@ -110,7 +111,8 @@ def program(
             out = jax.lax.dynamic_update_slice(out, jnp.where(jnp.asarray(receives)[here], piece, before), starts)
         return out.reshape(_joined(target_shape))
 
-    mapped = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    body = on_bits(exchange) if devices[0].platform == "cpu" else exchange
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return Program(jax.jit(mapped), tuple(devices), NamedSharding(mesh, spec), source_shape, target_shape)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
+from ._bits import moved
 from ._spec import shard_counts
 
 
@@ -116,8 +117,11 @@ def _programs(shape: tuple[int, ...], src: Any, dst: NamedSharding, how: Slices)
         return jax.lax.dynamic_update_slice_in_dim(blocks, part, index, how.dim + 1).reshape(piece.shape)
 
     none = jax.sharding.PartitionSpec()
-    cut = jax.shard_map(take, mesh=src.mesh, in_specs=(src.spec, none), out_specs=src.spec, check_vma=False)
-    write = jax.shard_map(put, mesh=dst.mesh, in_specs=(dst.spec, dst.spec, none), out_specs=dst.spec, check_vma=False)
+    cut = jax.shard_map(
+        ft.partial(moved, take), mesh=src.mesh, in_specs=(src.spec, none), out_specs=src.spec, check_vma=False
+    )
+    ends = {"in_specs": (dst.spec, dst.spec, none), "out_specs": dst.spec}
+    write = jax.shard_map(ft.partial(moved, put), mesh=dst.mesh, check_vma=False, **ends)
     return jax.jit(cut), jax.jit(write, donate_argnums=0)
 
 

@@ -92,9 +92,24 @@ def test_every_dtype_keeps_its_bits(dtype, target):
         dst = NamedSharding(src.mesh, P(None, ("b", "a")))
     if target == "permuted":
         dst = NamedSharding(mesh(order=[3, 1, 4, 0, 5, 2, 6, 7], c=4, d=2), P("d", "c"))
-    raw = np.random.default_rng(0).integers(0, 2, (16, 32))
-    values = raw.astype(np.dtype(dtype) if dtype in ("bool", "complex64") else getattr(jnp, dtype))
+    values = any_bits(jnp.dtype(dtype))
     assert_lies(move(put(values, src), dst), values, dst)
+
+
+def any_bits(dtype: np.dtype) -> np.ndarray:
+    """Elements of all kinds, among them NaNs that arithmetic would replace by others."""
+    raw = np.random.default_rng(0).integers(0, 256, (16, 32 * dtype.itemsize)).astype(np.uint8)
+    return (raw % 8).astype(dtype) if dtype.name in ("bool", "int4", "uint4", "float4_e2m1fn") else raw.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("spec", [P(), P(None, "b"), P("a", "b")])
+def test_small_floats_are_sent_as_what_they_are(dtype, spec):
+    src = NamedSharding(mesh(a=2, b=4), P("b", "a"))
+    dst = NamedSharding(src.mesh, spec)
+    steps = steps_program((16, 32), jnp.dtype(dtype), src, dst)
+    text = lowered(steps, (16, 32), jnp.dtype(dtype), src, dst).compile().as_text()
+    assert wire_bytes(text, 8) == choose((16, 32), jnp.dtype(dtype), src, dst).plan.wire_bytes
 
 
 def test_random_keys_move():

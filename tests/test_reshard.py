@@ -201,6 +201,13 @@ def test_a_memory_limit_changes_no_value(through_programs, limit_bytes):
     assert moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"]
 
 
+def test_slices_keep_the_bits_of_every_nan(through_programs):
+    bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
+    x = jax.device_put(bits.view(jnp.bfloat16), sharding((8,), "a"))
+    moved = reshard(x, sharding((2, 4), "b", "a"), memory_limit_bytes=20_000)
+    np.testing.assert_array_equal(np.asarray(moved).view(np.uint16), bits)
+
+
 def test_a_leaf_that_is_larger_than_the_limit_moves_in_slices(through_programs, monkeypatch):
     seen = []
     monkeypatch.setattr(

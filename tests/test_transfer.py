@@ -53,7 +53,7 @@ def assert_is(array, expected, sharding):
     assert array.shape == expected.shape and array.dtype == expected.dtype
     for shard in array.addressable_shards:
         assert shard.device in sharding.device_set
-        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
 
 
 @settings(deadline=None, max_examples=150)
@@ -83,11 +83,14 @@ def test_every_rank_and_empty_dimensions(shape, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint16", "float8_e4m3fn", "bfloat16", "complex64"])
+@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint16", "float8_e5m2", "bfloat16", "complex64"])
 def test_every_dtype(dtype, way):
     src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
-    expected = values((8, 6), dtype)
+    expected = values((8, 6), dtype).copy()
+    if dtype in ("bfloat16", "float8_e5m2"):  # NaNs that arithmetic would replace by others
+        odd = np.array(0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}")
+        expected[:, 1] = odd.view(expected.dtype)
     assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
 
 
