@@ -161,7 +161,10 @@ def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -
     order = list(job.moves.items())
     if donate:  # what shrinks goes first, so that what grows finds the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
-    last_use = {id(leaves[at]): (move, at) for move, places in order for at in places}
+    last_use = {id(leaves[at]): move for move, places in order for at in places}
+    moving = {at: move for move, places in order for at in places}
+    # Where an array stays, the result shares its buffers: then no other place in the tree may give it up.
+    kept = {id(leaf) for at, leaf in enumerate(leaves) if at not in moving or moving[at].how == "relabel"}
     window = _Window(limit_bytes)
     arrived: dict[int, None] = {}
     at = -1
@@ -176,8 +179,8 @@ def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -
                 if id(leaf) not in made:
                     window.make_room(move.extra_bytes)
                     # An array that is in the tree more than once is given up by the last of its moves.
-                    last = last_use[id(leaf)][0] is move
-                    made[id(leaf)] = apply(move, leaf, donate=donate and last, limit_bytes=limit_bytes)
+                    give_up = donate and last_use[id(leaf)] is move and id(leaf) not in kept
+                    made[id(leaf)] = apply(move, leaf, donate=give_up, limit_bytes=limit_bytes)
                     window.add(made[id(leaf)], move)
                 results[at] = made[id(leaf)]
                 arrived[at] = None

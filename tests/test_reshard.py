@@ -186,6 +186,16 @@ def test_an_array_that_is_in_the_tree_twice_is_donated_once(way):
     assert_equal(moved, dict.fromkeys("abc", host((8, 8))))
 
 
+@pytest.mark.parametrize("stay", ["in place", "relabel"])
+def test_an_array_that_also_stays_is_not_donated(way, stay):
+    shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    here = shared.sharding if stay == "in place" else NamedSharding(mesh((8,), "z"), P("z"))
+    wanted = {"moves": sharding((2, 4), "b", "a"), "held": here, "parked": sharding((8,), "a", kind="pinned_host")}
+    moved = reshard(dict.fromkeys(wanted, shared), wanted, donate=True)
+    assert_equal(moved, dict.fromkeys(wanted, host((8, 8))))
+    assert moved["held"].sharding == here
+
+
 def test_without_donation_the_source_lives(way):
     source = put(state(), sharding((8,), "a"))
     reshard(source, targets(source, sharding((2, 4), "b", "a"), sharding((4, 2))))
