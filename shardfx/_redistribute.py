@@ -55,7 +55,7 @@ class Step:
         axes; the two differ in their mesh only where a permute leads from one factorisation to another.
     - `moves`: which factors change place; empty for a permute, which may send any piece anywhere.
     - `wire_bytes`: bytes that enter a device, the mean over devices, rounded up.
-    - `dcn_bytes`: those of them that come from another slice (or node).
+    - `dcn_bytes`: those of them that come from another slice (or node); at most, where slices do not line up with axes.
     - `peak_bytes`: bytes of the pieces that a device holds during the step.
     """
 
@@ -76,7 +76,7 @@ class Redistribution:
 
     - `steps`: in order; empty if every device already holds what it should.
     - `wire_bytes`: bytes that enter a device over all steps, the mean over devices, rounded up.
-    - `dcn_bytes`: those of them that come from another slice (or node).
+    - `dcn_bytes`: those of them that come from another slice (or node); at most, where slices do not line up with axes.
     - `peak_bytes`: the most bytes of pieces a device holds at one time.
     - `lower_bound_bytes`: bytes that must enter a device, in the mean, whatever the algorithm: what it needs
         less what it has.

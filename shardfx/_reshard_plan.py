@@ -40,7 +40,8 @@ class LeafMove:
     - `tiles`: which device takes which elements from which, for "tiles". A device is its id where it is known, else
         its place in the mesh.
     - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
-    - `dcn_bytes`: those of them that come from another slice (or node), for "steps".
+    - `dcn_bytes`: those of them that come from another slice (or node), for "steps"; at most, where slices do not line
+        up with mesh axes.
     - `lower_bound_bytes`: the same for the best algorithm there could be.
     - `source_bytes`, `target_bytes`: of a device's shard before and afterwards.
     - `peak_bytes`: the most that a device's memory holds of this array while it moves, source and target included. What
