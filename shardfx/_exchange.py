@@ -58,17 +58,20 @@ def exchange(source: Layout, target: Layout, like: Layout) -> Exchange:
 
 def split(piece: Any, how: Exchange) -> Any:
     """A piece cut into one part for each member of its group, the parts along a new first dimension."""
-    shape, front = [], {}
+    shape, front = [], []
     for size, factors in zip(piece.shape, how.splits, strict=True):
-        for factor in factors:
-            front[factor] = len(shape)
-            shape.append(how.sizes[factor])
-        shape.append(size // math.prod(how.sizes[factor] for factor in factors))
-    # A factor that moves is split off exactly one dimension, so every member gets one part.
-    order = [front[factor] for factor in range(len(how.sizes))]
-    rest = [axis for axis in range(len(shape)) if axis not in order]
-    parts = piece.reshape(shape).transpose((*order, *rest))
-    return parts.reshape((math.prod(how.sizes), *parts.shape[len(order) :]))
+        count = math.prod(how.sizes[factor] for factor in factors)
+        front += [len(shape)] if factors else []
+        shape += [count, size // count] if factors else [size]
+    rest = [axis for axis in range(len(shape)) if axis not in front]
+    # Whole cuts come to the front first, and then the factors in their order: a piece that is reshaped to all factors
+    # where it is takes one copy more on TPUs, whose tiles do not fit such small dimensions.
+    parts = piece.reshape(shape).transpose((*front, *rest))
+    parts = parts.reshape((math.prod(how.sizes), *parts.shape[len(front) :]))
+    order = [factor for factors in how.splits for factor in factors]
+    apart = parts.reshape((*[how.sizes[factor] for factor in order], *parts.shape[1:]))
+    axes = (*np.argsort(order).tolist(), *range(len(order), len(apart.shape)))
+    return apart.transpose(axes).reshape(parts.shape)
 
 
 def join(parts: Any, how: Exchange) -> Any:
