@@ -73,7 +73,10 @@ def cases(options: Options) -> list[Entry]:
     return [
         *([] if flags.census else _races(options)),
         *[_planning(devices, 1, 60 if options.quick else 300) for devices in (16, 64, 512, 4096)],
-        *[_planning(devices, 4, 30 if options.quick else 100) for devices in (16, 4096)],
+        *[
+            _planning(devices, slices, 30 if options.quick else 100)
+            for devices, slices in ((16, 4), (512, 4), (4096, 4), (4096, 64))
+        ],
         _seen_before(),
         _planning_a_tree(),
         *([_simulated()] if flags.census else []),

@@ -121,32 +121,52 @@ class _Group:
     def __init__(self, held: Holdings, ends: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.held, self.group, self.extra = held, group, extra
         self.groups = int(group.max()) + 1
-        self.goals = [self._union(*end) for end in ends]
+        self.goals = [_Union(group, self.groups, *end) for end in ends]
         self._share: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: Dims, forward: bool) -> float:
         """The cost, beyond that of other bytes, of what a group needs and holds nowhere: the mean over devices."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
-            if axes or self.goals[dim].shape[1] > 1:
+            if axes or self.goals[dim].count > 1:
                 own, shared = self._shared(dim, axes)
-                need, common = need * (self.goals[dim].mean(axis=1) if forward else own), common * shared
+                need, common = need * (self.goals[dim].share if forward else own), common * shared
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
 
     def _shared(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         key = (dim, axes)
         if key not in self._share:
-            mine, goal = self._union(self.held.index(axes), self.held.count(axes)), self.goals[dim]
-            parts = math.lcm(mine.shape[1], goal.shape[1])
-            both = np.repeat(mine, parts // mine.shape[1], axis=1) & np.repeat(goal, parts // goal.shape[1], axis=1)
-            self._share[key] = mine.mean(axis=1), both.mean(axis=1)
+            mine = _Union(self.group, self.groups, self.held.index(axes), self.held.count(axes))
+            self._share[key] = mine.share, mine.common(self.goals[dim])
         return self._share[key]
 
-    def _union(self, index: np.ndarray, count: int) -> np.ndarray:
-        """Which pieces of a dimension the devices of each group hold together."""
-        held = np.zeros((self.groups, count), bool)
-        held[self.group, index] = True
-        return held
+
+class _Union:
+    """Which pieces of a dimension, cut into `count`, the devices of each group hold together.
+
+    Only the pieces that some group holds are listed: they are no more than the devices, however many groups there are.
+    """
+
+    def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
+        self.groups, self.count = groups, count
+        self.holds = np.zeros(groups * count, bool)
+        self.holds[group * count + index] = True
+        self.group, self.index = np.divmod(np.flatnonzero(self.holds), count)
+        self.share = self._of_dimension(self.group, count)
+
+    def common(self, other: "_Union") -> np.ndarray:
+        """What share of the dimension each group holds here and there."""
+        fine, coarse = (self, other) if self.count >= other.count else (other, self)
+        parts = math.lcm(fine.count, coarse.count)
+        step = parts // fine.count
+        group, part = fine.group, fine.index
+        if step > 1:
+            group, part = np.repeat(group, step), np.add.outer(part * step, np.arange(step)).ravel()
+        both = coarse.holds[group * coarse.count + part // (parts // coarse.count)]
+        return self._of_dimension(group[both], parts)
+
+    def _of_dimension(self, group: np.ndarray, parts: int) -> np.ndarray:
+        return np.bincount(group, minlength=self.groups) * (1.0 / parts)
 
 
 def _pieces(world: World, axes: tuple[int, ...]) -> tuple[np.ndarray, int]:

@@ -21,8 +21,7 @@ _STEP = 1e-9  # among paths of equal traffic the one with fewer steps
 _EARLY = 1.01 * _STEP  # an exchange before the permutation
 _SLACK = 1e-12
 _FEW_LAYOUTS = 900
-_MOST_LAYOUTS = 4000
-_HASTE = 4.0
+_MOST_LAYOUTS = 3000
 _MOST_REORDERED = 4  # more factors than that move in the order that they have
 
 
@@ -62,10 +61,17 @@ class _Crossing:
         # Each device gives its piece to one other: of the copies that are wanted nearby only as many as there are.
         span, have, want = int(want.max()) + 1, have[lacking], want[lacking]
         for (cheap, group), (weight, _) in it.pairwise(self.levels):
-            number, length = group[lacking] * span, (int(group.max()) + 1) * span
-            copies = [np.bincount(number + which, minlength=length) for which in (have, want)]
-            total += (weight - cheap) * (left - int(np.minimum(*copies).sum())) * share
+            near = _shared_count(group[lacking] * span + have, group[lacking] * span + want)
+            total += (weight - cheap) * (left - near) * share
         return total + _STEP
+
+
+def _shared_count(first: np.ndarray, second: np.ndarray) -> int:
+    """How many numbers two arrays have in common, each as often as both have it."""
+    marked = np.sort(np.concatenate((2 * first, 2 * second + 1)))
+    starts = np.flatnonzero(np.diff(marked >> 1, prepend=-1))
+    seconds = np.add.reduceat(marked & 1, starts)
+    return int(np.minimum(seconds, np.diff(starts, append=len(marked)) - seconds).sum())
 
 
 class _Side:
@@ -84,7 +90,7 @@ class _Side:
         self.cost: dict[Dims, float] = {}
         self.parent: dict[Dims, Dims] = {}
         self.settled: set[Dims] = set()
-        self.haste, self.seen = 1.0, 0
+        self.seen = 0
         # Factors have a place at the other end only where both ends are on one mesh's factors.
         shared = world.coordinates is goal.coordinates
         self.home = {
@@ -95,6 +101,8 @@ class _Side:
         self.ends = goal.layout.dims if shared else ((),) * len(goal.layout.dims)
         self.heap: list[tuple[float, float, int, Dims]] = []
         self.by_counts: dict[tuple[int, ...], list[Dims]] = {}
+        self.earliest: dict[tuple[int, ...], Dims] = {}
+        self.ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[Dims]]] = {}
 
     def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float) -> bool:
         """Adds a layout to look at, unless no path through it is new and cheaper than `limit`."""
@@ -105,20 +113,13 @@ class _Side:
         if cost + estimate >= limit - _SLACK:
             return False
         self.cost[dims] = cost
+        self.earliest.setdefault(self.held.counts(dims), dims)
         if parent is not None:
             self.parent[dims] = parent
         # Both ends are looked at first: what they can reach in one step each may meet.
-        key = 0.0 if parent is None else cost + self.haste * estimate
+        key = 0.0 if parent is None else cost + estimate
         heapq.heappush(self.heap, (key, estimate, self.seen, dims))
         return True
-
-    def hurry(self, haste: float) -> None:
-        """Weighs the remaining traffic more than the traffic so far, which finds some path sooner."""
-        self.haste = haste
-        self.heap = [
-            (self.cost[dims] + haste * estimate, estimate, tick, dims) for _, estimate, tick, dims in self.heap
-        ]
-        heapq.heapify(self.heap)
 
     def neighbours(self, dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
         """The layouts one step away, each with what the step costs: less than `spare`."""
@@ -132,12 +133,23 @@ class _Side:
             if cost >= spare:
                 continue
             rooms = [self.room[dim] // self.held.count(kept[dim]) for dim in gainers]
-            for added in (*_shares(moving, len(gainers)), *_homeward(moving, gainers, self.home)):
-                if not any([room % self.held.count(factors) for room, factors in zip(rooms, added, strict=True)]):
+            for counts, ways in self._ways(moving, tuple(gainers)).items():
+                if any([room % count for room, count in zip(rooms, counts, strict=True)]):
+                    continue
+                for added in ways:
                     after = list(kept)
                     for dim, factors in zip(gainers, added, strict=True):
                         after[dim] += factors
                     yield tuple(after), cost
+
+    def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[Dims]]:
+        """The ways to share factors out among dimensions, by how often each is cut by them."""
+        found = self.ways.get((moving, gainers))
+        if found is None:
+            found = self.ways[moving, gainers] = {}
+            for added in (*_shares(moving, len(gainers)), *_homeward(moving, gainers, self.home)):
+                found.setdefault(self.held.counts(added), []).append(added)
+        return found
 
     def _cuts(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
         """Free factors more on one dimension: one for a slice forward, some for a gather backward."""
@@ -220,7 +232,7 @@ def _departures(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...], list[int]]]
             yield tuple([axes[:cut] for axes, cut in zip(dims, cuts, strict=True)]), moving, gainers
 
 
-def _homeward(moving: tuple[int, ...], gainers: list[int], home: dict[int, tuple[int, int]]) -> list[Dims]:
+def _homeward(moving: tuple[int, ...], gainers: tuple[int, ...], home: dict[int, tuple[int, int]]) -> list[Dims]:
     """Of the orders that are too many to try, the one in which the factors are at the other end of the move.
 
     `home` says in which dimension and at which place each is there.
@@ -280,12 +292,12 @@ def search(problem: Problem, *, most: int | None = None) -> Walk:
     # soon, and what it costs tells the search for a better one where not to look. It leaves half the time for that.
     ends = (problem.ours.layout.counts, problem.theirs.layout.counts)
     narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, *ends)))
-    path, cost, looked = _explore(narrow, most // 2, math.inf)
+    path, cost, looked = explore(narrow, most // 2, math.inf)
     kinds = [prime for size in problem.ours.layout.sizes for prime in primes(size)], problem.ours.layout.weights
     mixed = any(len(dict.fromkeys(kind)) > 1 for kind in kinds)
     wide = dataclasses.replace(problem, any_order=mixed)
     if path is None or ((mixed or narrow.room != problem.room) and looked < most):
-        better, _, _ = _explore(wide, most - looked, cost)
+        better, _, _ = explore(wide, most - looked, cost)
         path = better or path
     if path is None:
         raise AssertionError("slices, exchanges and gathers lead everywhere; please report this move")
@@ -299,8 +311,11 @@ def _budget(world: World) -> int:
     return most // kinds
 
 
-def _explore(problem: Problem, most: int, limit: float) -> tuple[Walk | None, float, int]:
-    """The best path cheaper than `limit`, its cost, and how many layouts were looked at."""
+def explore(problem: Problem, most: int, limit: float) -> tuple[Walk | None, float, int]:
+    """The best path cheaper than `limit`, its cost, and how many layouts were looked at.
+
+    Those are about `most` at most, unless without a limit no path was found among so many.
+    """
     crossing = _Crossing(problem.ours)
     ahead = _Side(problem, problem.ours, problem.theirs, crossing, True)
     back = _Side(problem, problem.theirs, problem.ours, crossing, False)
@@ -315,14 +330,13 @@ def _explore(problem: Problem, most: int, limit: float) -> tuple[Walk | None, fl
             continue
         _settle(dims, side, best, most)
         for after, extra in side.neighbours(dims, best.cost - side.cost[dims]):
-            if side.push(after, side.cost[dims] + extra, dims, best.cost) and shared:
-                # Where both ends are on one mesh's factors, a layout that the other side has met makes a path at once.
-                _meet(after, after, 0.0, best)
+            if side.push(after, side.cost[dims] + extra, dims, best.cost):
+                if shared:  # both ends are on one mesh's factors: a layout that the other side has met makes a path
+                    _meet(after, after, 0.0, best)
+                if best.cost == math.inf:
+                    _join_first(after, side, best)
             if best.is_enough(most):
                 break
-        if best.ours is None and limit == math.inf and best.looked > most // 2 and side.haste == 1.0:
-            ahead.hurry(_HASTE)
-            back.hurry(_HASTE)
         if best.is_enough(most):
             break
     return _walk(problem, best), best.cost, best.looked
@@ -354,11 +368,24 @@ def _settle(dims: Dims, side: _Side, best: _Meeting, most: int) -> None:
     side.by_counts.setdefault(counts, []).append(dims)
     other = best.back if side is best.ahead else best.ahead
     for match in other.by_counts.get(counts, ()):
-        spare = best.cost - cost - other.cost[match]
-        if spare > _SLACK and not best.is_enough(most):
-            ours, theirs = (dims, match) if side is best.ahead else (match, dims)
-            have, want = best.ahead.held.numbers(ours), best.back.held.numbers(theirs)
-            _meet(ours, theirs, side.crossing.cost(have, want, 1 / math.prod(counts), spare), best)
+        if best.cost - cost - other.cost[match] > _SLACK and not best.is_enough(most):
+            _join(dims, match, side, best)
+
+
+def _join_first(dims: Dims, side: _Side, best: _Meeting) -> None:
+    """Joins a layout to the first of its counts that the other side met: any path tells where not to look."""
+    other = best.back if side is best.ahead else best.ahead
+    match = other.earliest.get(side.held.counts(dims))
+    if match is not None:
+        _join(dims, match, side, best)
+
+
+def _join(dims: Dims, match: Dims, side: _Side, best: _Meeting) -> None:
+    """Joins a layout of one side to one of the other by a permutation."""
+    ours, theirs = (dims, match) if side is best.ahead else (match, dims)
+    spare = best.cost - best.ahead.cost[ours] - best.back.cost[theirs]
+    have, want = best.ahead.held.numbers(ours), best.back.held.numbers(theirs)
+    _meet(ours, theirs, side.crossing.cost(have, want, 1 / best.ahead.held.pieces(ours), spare), best)
 
 
 def _meet(ours: Dims, theirs: Dims, between: float, best: _Meeting) -> None:

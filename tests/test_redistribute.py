@@ -13,8 +13,10 @@ from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._errors import MeshError, SpecError
 from shardfx._exchange import exchange, gathered, permutation
+from shardfx._factors import refine
 from shardfx._layout import Layout, positions, slice_numbers
 from shardfx._redistribute import layout, redistribute
+from shardfx._search import Problem, explore
 
 
 MESHES = ((16,), (4, 4), (2, 8), (8, 2), (2, 2, 4), (4, 2, 2), (2, 4, 2))
@@ -303,6 +305,20 @@ def in_slices(sizes: tuple[int, ...], dims, slices: int) -> Layout:
     names = "abcd"[: len(sizes)]
     mesh = MeshSpec(zip(names, sizes, strict=True), dcn={"a": slices})
     return layout(mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims))
+
+
+def test_some_path_is_soon_found_on_many_devices_in_slices():
+    # The source is cut finely enough only by factors of the dear axis, which seem to lead away from the target.
+    ends = [
+        layout(MeshSpec(dict(zip("abcd", sizes, strict=True)), dcn={"a": 4}), spec, 2)
+        for sizes, spec in (((4, 32, 2, 16), P("c", "d")), ((4, 2, 64, 8), P(("a", "b", "c"), "d")))
+    ]
+    problem = Problem((512, 16), *refine(*ends))
+    most = 500
+    found, cost, looked = explore(problem, most, math.inf)
+    assert found is not None
+    assert looked <= most + 1
+    assert cost < math.inf
 
 
 @pytest.mark.parametrize("slices", [2, 4])
