@@ -88,8 +88,11 @@ def join(parts: Any, how: Exchange) -> Any:
 def starts(source: Layout, target: Layout, like: Layout) -> np.ndarray:
     """Per device and dimension, which part of its piece a slice keeps: an array of shape `(devices, rank)`."""
     where = coordinates(target, like)
-    added = [axes[len(have) :] for axes, have in zip(target.dims, source.dims, strict=True)]
-    return np.stack([piece_index(target.sizes, where, axes) for axes in added], axis=1)
+    parts = [
+        piece_index(target.sizes, where, axes) % (count // had)
+        for axes, count, had in zip(target.dims, target.counts, source.counts, strict=True)
+    ]
+    return np.stack(parts, axis=1)
 
 
 def gathered(source: Layout, target: Layout, like: Layout) -> list[tuple[int, np.ndarray]]:

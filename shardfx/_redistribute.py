@@ -19,29 +19,13 @@ from ._layout import Layout
 from ._mesh import MeshSpec
 from ._search import Problem, search
 from ._spec import entries_of, entry_axes
-from ._walk import StepKind, Walk
+from ._walk import StepKind, Walk, walk
 
 
 # What a byte between slices (or nodes) costs in bytes within one. Of a TPU v5p a link carries 100 GB/s each way and
 # its part of the data centre's network 6.25, 16 times less (https://cloud.google.com/tpu/docs/v5p); of an H100,
 # NVLink carries 450 GB/s and its network card 50, 9 times less.
 _DCN_WEIGHT = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """A factor of the refined mesh that stops cutting one dimension or starts cutting another.
-
-    **Arguments:**
-
-    - `factor`: index into the sizes of the step's layouts.
-    - `source`: the dimension it cut before, `None` if the pieces were copies of each other along it.
-    - `target`: the dimension it cuts afterwards, `None` if the pieces become copies along it.
-    """
-
-    factor: int
-    source: int | None
-    target: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +36,7 @@ class Step:
 
     - `kind`: "slice" (local), "all_to_all", "permute" or "all_gather".
     - `source`, `target`: the layouts before and after, on meshes whose axes are factors of the given mesh
-        axes; the two differ in their mesh only where a permute leads from one factorisation to another.
-    - `moves`: which factors change place; empty for a permute, which may send any piece anywhere.
+        axes; the two differ in their mesh only where a permute or a slice leads from one factorisation to another.
     - `wire_bytes`: bytes that enter a device, the mean over devices, rounded up.
     - `dcn_bytes`: those of them that come from another slice (or node); at most, where slices do not line up with axes.
     - `peak_bytes`: bytes of the pieces that a device holds during the step.
@@ -62,7 +45,6 @@ class Step:
     kind: StepKind
     source: Layout
     target: Layout
-    moves: tuple[Move, ...]
     wire_bytes: int
     dcn_bytes: int
     peak_bytes: int
@@ -186,8 +168,8 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: Layout, dst: L
         _require_fit(shape, end)
     # Shapes matter to the search only by what divides them, so that the leaves of a tree share their paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
-    walk, bound = _walk(room, src, dst)
-    return _measured(shape, itemsize_bits, walk, bound)
+    path, bound = _walk(room, src, dst)
+    return _measured(shape, itemsize_bits, path, bound)
 
 
 def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
@@ -204,30 +186,30 @@ def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
 @ft.lru_cache(maxsize=4096)
 def _walk(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Walk, Fraction]:
     ours, theirs = refine(src, dst)
-    problem = Problem(room, ours, theirs)
     bound = lacking(ours, theirs)
-    return search(problem), bound
+    if not bound:  # every device has what it needs, and keeps that of its piece
+        return walk([ours.layout], [theirs.layout]), bound
+    return search(Problem(room, ours, theirs)), bound
 
 
-def _measured(shape: tuple[int, ...], bits: int, walk: Walk, bound: Fraction) -> Redistribution:
+def _measured(shape: tuple[int, ...], bits: int, path: Walk, bound: Fraction) -> Redistribution:
     total = math.prod(shape) * bits
     steps = tuple(
         Step(
             kind=step.kind,
             source=step.source,
             target=step.target,
-            moves=_moves(step.source, step.target) if step.kind != "permute" else (),
             wire_bytes=_bytes(total * step.wire_share),
             dcn_bytes=_bytes(total * step.dcn_share),
             peak_bytes=_bytes(Fraction(total, step.source.pieces)) + _bytes(Fraction(total, step.target.pieces)),
         )
-        for step in walk.steps
+        for step in path.steps
     )
-    ends = max(_bytes(Fraction(total, end.pieces)) for end in (walk.source, walk.target))
+    ends = max(_bytes(Fraction(total, end.pieces)) for end in (path.source, path.target))
     return Redistribution(
         steps=steps,
-        wire_bytes=_bytes(total * sum(step.wire_share for step in walk.steps)),
-        dcn_bytes=_bytes(total * sum(step.dcn_share for step in walk.steps)),
+        wire_bytes=_bytes(total * sum(step.wire_share for step in path.steps)),
+        dcn_bytes=_bytes(total * sum(step.dcn_share for step in path.steps)),
         peak_bytes=max((step.peak_bytes for step in steps), default=ends),
         lower_bound_bytes=_bytes(total * bound),
     )
@@ -235,12 +217,3 @@ def _measured(shape: tuple[int, ...], bits: int, walk: Walk, bound: Fraction) ->
 
 def _bytes(bits: Fraction | int) -> int:
     return math.ceil(Fraction(bits) / 8)
-
-
-def _moves(source: Layout, target: Layout) -> tuple[Move, ...]:
-    before, after = ({factor: dim for dim, axes in enumerate(end.dims) for factor in axes} for end in (source, target))
-    return tuple(
-        Move(factor, before.get(factor), after.get(factor))
-        for factor in range(len(source.sizes))
-        if before.get(factor) != after.get(factor)
-    )

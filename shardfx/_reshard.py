@@ -37,8 +37,8 @@ def reshard(
     the steps of [`shardfx.plan_reshard`][]; to other devices each shard is put together from the shards that overlap
     it. No device ever holds a whole array that it was not asked to hold.
 
-    Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. What such
-    a function returns lies as its `out_shardings` say; without them XLA may gather it.
+    Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. What
+    such a function returns lies as its `out_shardings` say; without them XLA may gather it.
 
     On many processes all those that own devices of either side have to call this, with trees of one structure; arrays
     on other processes' devices have no addressable shards here, before or afterwards.

@@ -46,6 +46,8 @@ class Walk:
 def walk(ours: Sequence[Layout], theirs: Sequence[Layout]) -> Walk:
     """The steps along layouts of the source's mesh, then of the target's; a permutation leads from one to the other.
 
+    Or a slice, where every device has what it then holds.
+
     **Arguments:**
 
     - `ours`: layouts on the source's factors, from the source on.
@@ -59,7 +61,8 @@ def walk(ours: Sequence[Layout], theirs: Sequence[Layout]) -> Walk:
     steps: list[Stride] = []
     for index, (before, after) in enumerate(pairs):
         # From one side to the other any piece may go anywhere, whatever the factors are called.
-        kind = "permute" if index == len(ours) - 1 else _kind(before, after)
+        crossing = index == len(ours) - 1 and after.pieces == before.pieces
+        kind = "permute" if crossing else _kind(before, after)
         if steps and kind == steps[-1].kind and _fusible(kind, steps[-1], before, after):
             before = steps.pop().source
         step = Stride(kind, before, after, *_shares(kind, before, after, ours[0]))

@@ -9,6 +9,7 @@ from _devices import chips, objects
 from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
+from benchmarks._pairs import all_layouts, every_layout
 from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._errors import MeshError, SpecError
@@ -19,19 +20,7 @@ from shardfx._redistribute import layout, redistribute
 from shardfx._search import Problem, explore
 
 
-MESHES = ((16,), (4, 4), (2, 8), (8, 2), (2, 2, 4), (4, 2, 2), (2, 4, 2))
-
-
-def layouts_of(sizes: tuple[int, ...], rank: int = 2) -> list[Layout]:
-    """Every layout on one mesh: each axis cuts one dimension or none, in every order."""
-    found = []
-    for where in it.product(range(rank + 1), repeat=len(sizes)):
-        groups = [[axis for axis, dim in enumerate(where) if dim == wanted] for wanted in range(rank)]
-        found += [Layout(sizes, dims) for dims in it.product(*map(it.permutations, groups))]
-    return found
-
-
-CATALOGUE = [found for sizes in MESHES for found in layouts_of(sizes)]
+CATALOGUE = every_layout(16)
 
 
 def check(shape: tuple[int, ...], src: Layout, dst: Layout):
@@ -53,6 +42,7 @@ def check(shape: tuple[int, ...], src: Layout, dst: Layout):
     for mine, right in zip(held, pieces(array, dst, src), strict=True):
         np.testing.assert_array_equal(mine, right)
     assert plan.lower_bound_bytes <= plan.wire_bytes <= wire
+    assert (plan.wire_bytes > 0) == (plan.lower_bound_bytes > 0)
     assert plan.peak_bytes == max([step.peak_bytes for step in plan.steps], default=max(bytes_of))
     return plan
 
@@ -90,6 +80,16 @@ def test_every_step_puts_every_piece_where_its_layout_says():
         src, dst = (CATALOGUE[index] for index in rng.integers(len(CATALOGUE), size=2))
         plan = check((16, 32), src, dst)
         assert plan.lower_bound_bytes == math.ceil(lower_bound((16, 32), src, dst))
+
+
+@pytest.mark.parametrize("sizes", [((2, 4, 3), (3, 4, 2)), ((2, 2, 3), (3, 2, 2))])
+def test_what_every_device_has_is_cut_out_of_its_piece_whatever_the_factors_are(sizes):
+    found = 0
+    for src, dst in it.product(*map(all_layouts, sizes)):
+        if not redistribute((144, 24), 64, src, dst).lower_bound_bytes:
+            found += 1
+            assert {step.kind for step in check((144, 24), src, dst).steps} <= {"slice"}
+    assert found > 50
 
 
 @st.composite
@@ -191,7 +191,7 @@ def exhaustive(factors: int, src: Layout, dst: Layout, limit: float = math.inf, 
     """
     where = np.stack(np.unravel_index(np.arange(2**factors), (2,) * factors))
     slices = np.arange(2**factors) >> (factors - slow)
-    states = [end.dims for end in layouts_of((2,) * factors)]
+    states = [end.dims for end in all_layouts((2,) * factors)]
     tiles = np.array([_tile(dims, where) for dims in states])
     index = {dims: number for number, dims in enumerate(states)}
     alike = {}
