@@ -138,9 +138,9 @@ class Content:
     def specs(self) -> Any:
         return self.tree([row.spec for row in self.rows])
 
-    def tree(self, values: Sequence[Any]) -> Any:
-        """The planned tree with `values[i]` at each leaf of row `i`, and `None` at leaves that are no arrays."""
-        table = [*values, None]
+    def tree(self, values: Sequence[Any], other: Any = None) -> Any:
+        """The planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are no arrays."""
+        table = [*values, other]
         column = [table[i] for i in self.index]
         if self.order is not None:
             column = [column[i] for i in self.order]

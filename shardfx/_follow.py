@@ -29,15 +29,16 @@ def follow(
 
     **Arguments:**
 
-    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run.
+    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. At leaves of the
+        tree that are no arrays it gets an opaque object, or `None` if it fails with that, as optimizers do.
     - `plan`: the plan of that tree.
     - `args`: what else `init` takes; a [`shardfx.ShardPlan`][] among them stands for its tree.
     - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
 
     **Returns:**
 
-    The plan of what `init` returns. The `rule` of each leaf says what it follows; an array that follows nothing is
-    replicated, with a reason.
+    The plan of what `init` returns, leaves that are no arrays passed over as in [`shardfx.plan`][]. The `rule` of each
+    leaf says what it follows; an array that follows nothing is replicated, with a reason.
 
     !!! Example
 
@@ -71,20 +72,42 @@ def follow(
 def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> Any:
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
-    try:
-        # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
-        with jax.sharding.use_abstract_mesh(explicit):
-            return eqx.filter_eval_shape(init, *[_structs(arg, explicit) for arg in (plan, *args)])
-    except Exception:  # JAX's sharding type error is not public; what is really wrong is raised again below.
-        # Not every `init` can be typed on an Explicit mesh (an ambiguous contraction, a foreign callback): then its
-        # shapes alone decide.
-        return eqx.filter_eval_shape(init, *[_structs(arg, None) for arg in (plan, *args)])
+    given = (plan, *args)
+    # A state that holds the tree itself has its other leaves too, activation functions for one; but an optimizer's
+    # `init` takes arrays alone. Which of them `init` is shows when it meets a leaf that is no array.
+    has_others = any(isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given)
+    others = (_NoArray(), None) if has_others else (None,)
+    # Not every `init` can be typed on an Explicit mesh (an ambiguous contraction, a foreign callback): then its shapes
+    # alone decide.
+    *attempts, last = itertools.product((explicit, None), others)
+    for abstract, other in attempts:
+        try:
+            return _shapes(init, given, abstract, other)
+        except Exception:  # JAX's sharding type error is not public; what is really wrong is raised again below.
+            continue
+    return _shapes(init, given, *last)
 
 
-def _structs(arg: Any, mesh: AbstractMesh | None) -> Any:
+class _NoArray:
+    """Stands for a leaf of the planned tree that is no array: the plan knows where it is, not what."""
+
+    def __repr__(self) -> str:
+        return "a leaf that is no array"
+
+
+def _shapes(init: Callable[..., Any], given: tuple[Any, ...], mesh: AbstractMesh | None, other: Any) -> Any:
+    structs = [_structs(arg, mesh, other) for arg in given]
+    if mesh is None:
+        return eqx.filter_eval_shape(init, *structs)
+    # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
+    with jax.sharding.use_abstract_mesh(mesh):
+        return eqx.filter_eval_shape(init, *structs)
+
+
+def _structs(arg: Any, mesh: AbstractMesh | None, other: Any) -> Any:
     if not isinstance(arg, ShardPlan):
         return arg
-    return arg.content.tree([_struct(row, mesh) for row in arg.content.rows])
+    return arg.content.tree([_struct(row, mesh) for row in arg.content.rows], other)
 
 
 def _struct(row: LeafPlan, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,22 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, canonical, filter_jit, follow, fsdp, plan, shard
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    ShardPlan,
+    canonical,
+    checkpoint,
+    filter_jit,
+    follow,
+    fsdp,
+    plan,
+    plan_reshard,
+    reshard,
+    shard,
+)
 
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -350,3 +365,36 @@ def test_a_transposed_copy_does_not_inherit_the_names_of_its_namesake():
     assert turned.spec == P("fsdp", "tensor") and turned.names is None and turned.units is None
     kept = follow(lambda tree: tree, made)["w"]
     assert kept.names == ("heads", "embed") and kept.units == (4, 1)
+
+
+def made_state(model):
+    optimizer = optax.adamw(1e-3)
+    return {"model": model, "opt": optimizer.init(eqx.filter(model, eqx.is_array)), "step": jnp.zeros((), jnp.int32)}
+
+
+def test_a_train_state_keeps_the_leaves_that_are_no_arrays(tmp_path):
+    model = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
+    mesh = MESH.build(jax.devices())
+    model_plan = plan(model, mesh, paths=PathRules([("weight", P("tensor", "fsdp")), ("bias", P("tensor"))]))
+    made, state = follow(made_state, model_plan), made_state(model)
+    assert [leaf.spec for leaf in made.leaves if leaf.path.startswith("model/")] == [
+        leaf.spec for leaf in model_plan.leaves
+    ]
+    placed = shard(state, made)
+    assert placed["model"].activation is state["model"].activation
+    assert reshard(placed, made)["opt"][0].mu.layers[0].weight.sharding.spec == P("tensor", "fsdp")
+    assert plan_reshard(made, made).wire_bytes == 0
+    checkpoint.save(tmp_path / "state", placed, made)
+    assert checkpoint.saved_plan(tmp_path / "state", like=state).on(mesh) == made
+    assert filter_jit(lambda s: s, in_shardings=made)(placed)["step"] == 0
+    with pytest.raises(PlanMismatchError, match="is for float32"):
+        shard(jax.tree.map(lambda x: x[..., None] if eqx.is_array(x) else x, state), made)
+    with pytest.raises(PlanMismatchError, match="the plan has an array"):
+        shard(eqx.tree_at(lambda s: s["model"].layers[0].bias, state, 0.0), made)
+
+
+def test_an_init_that_takes_arrays_alone_gets_none_for_the_other_leaves():
+    model = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
+    made = plan(model, MESH, paths=PathRules([("weight", P("tensor", "fsdp")), ("bias", P("tensor"))]))
+    state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
+    assert jax.tree.structure(follow(optax.adamw(1e-3).init, made).structs) == jax.tree.structure(state)
