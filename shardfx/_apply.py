@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ._content import check_columns, named_sharding
 from ._correct import correct
-from ._errors import LeafTypeError, PlanMismatchError, RuleError
+from ._errors import LeafTypeError, PlanMismatchError, RuleError, SpecError
 from ._mesh import MeshSpec
 from ._plan import ShardPlan
-from ._rules import resolve, units_of
+from ._rules import check_rank, resolve, units_of
 from ._spec import UNCONSTRAINED, canonical, entries_of, entry_axes, trimmed
 from ._tree import flatten
 
@@ -29,10 +29,11 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
     **Arguments:**
 
     - `x`: an array.
-    - `names_or_spec`: a PartitionSpec, or a tuple of logical names that the plan's `axes` resolve. `None` leaves the
-        array as it is.
+    - `names_or_spec`: a PartitionSpec, or a tuple of logical names that the plan's `axes` resolve. Dimensions beyond
+        its end are replicated. `None` leaves the array as it is.
     - `plan`: whose mesh, `axes` and `mode` count; the array need not be one of its leaves.
-    - `strict`: raise where the shape or the mesh does not allow what is asked.
+    - `strict`: raise where the rules, the shape or the mesh do not allow what is asked: a name without a rule, a mesh
+        axis that another name has, a size that does not divide.
 
     **Returns:**
 
@@ -40,8 +41,8 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
 
     **Raises:**
 
-    `RuleError` for names if the plan has no `axes`, `SpecError` for a spec that does not fit, `PlanMismatchError`
-    if `x` lies on another mesh.
+    `RuleError` for names if the plan has no `axes`, `SpecError` for more entries than dimensions, and under `strict`
+    if anything would be dropped, `PlanMismatchError` if `x` lies on another mesh.
 
     !!! Example
 
@@ -67,7 +68,7 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
         )
     if names_or_spec is None:
         return x
-    spec, units = _requested(names_or_spec, plan, x.ndim)
+    spec, units = _requested(names_or_spec, plan, x.ndim, strict)
     mesh = _mesh_of(x, plan)
     free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
     if not free:
@@ -230,7 +231,9 @@ def devices_shardings(plan: ShardPlan) -> list[Any]:
     return [table[i] for i in plan.content.index]
 
 
-def _requested(names_or_spec: Any, plan: ShardPlan, rank: int) -> tuple[PartitionSpec, tuple[int, ...] | None]:
+def _requested(
+    names_or_spec: Any, plan: ShardPlan, rank: int, strict: bool
+) -> tuple[PartitionSpec, tuple[int, ...] | None]:
     if isinstance(names_or_spec, PartitionSpec):
         return names_or_spec, None
     if plan.axes is None:
@@ -239,8 +242,14 @@ def _requested(names_or_spec: Any, plan: ShardPlan, rank: int) -> tuple[Partitio
             "pass a PartitionSpec."
         )
     units = units_of(names_or_spec, plan.axes)
+    check_rank(names_or_spec, rank)
     padded = None if units is None else (*units[:rank], *[1] * (rank - len(units)))
-    return resolve(names_or_spec, plan.axes, mode=plan.mode).spec, padded
+    found = resolve(names_or_spec, plan.axes, mode=plan.mode)
+    if strict and found.reasons:
+        raise SpecError(
+            f"`strict=True`, and {names_or_spec} would not shard as asked: {'; '.join(map(str, found.reasons))}"
+        )
+    return found.spec, padded
 
 
 def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:

@@ -19,7 +19,7 @@ from ._paths import PathRules, Pipeline, Replicate, compiled, first_match, is_ca
 from ._plan import ShardPlan
 from ._reason import Code, Reason, reason
 from ._refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
-from ._rules import AxisRules, resolve, units_of
+from ._rules import AxisRules, check_rank, resolve, units_of
 from ._spec import Atomic, array_bytes
 from ._tree import Flat, flatten
 
@@ -276,8 +276,7 @@ class _Planner:
                 f"the names {names} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`."
             )
         names = tuple(names)
-        if any(name is not None for name in names[rank:]):
-            raise SpecError(f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension.")
+        check_rank(names, rank)
         found = resolve(names, self.axes, mode=self.mode)
         units = _padded(units_of(names[:rank], self.axes) if units is None else units, rank)
         return _Request(names, found.spec, rule, units, strategies, found.reasons)

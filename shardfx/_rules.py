@@ -79,6 +79,12 @@ def units_of(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[in
     return _units_of(_entries(names), rules)
 
 
+def check_rank(names: Sequence[Any], rank: int) -> None:
+    """Raises if `names` name more dimensions than an array has; those without a name need not be there."""
+    if any(name is not None for name in names[rank:]):
+        raise SpecError(f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension.")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Slot:
     """One logical name of an array: where it stands, and the names whose rules it obeys."""

@@ -71,6 +71,40 @@ def test_constrain_by_names_is_corrected_to_the_shape(mesh):
         jax.jit(lambda x: constrain(x, ("batch", "mlp"), made, strict=True))(x)
 
 
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (("bacth", None), r"^`strict=True`, and \('bacth', None\) would not shard as asked: dim 0: no rule covers "),
+        (("mlp", "heads"), r"dim 1: logical name `heads` \(`tensor` is used by `mlp` on dim 0\) wanted mesh axes"),
+    ],
+)
+def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(names, message):
+    made = plan_on(AUTO)
+    x = jax.device_put(X, NamedSharding(AUTO, P()))
+    everywhere = jax.shard_map(
+        lambda x: constrain(x, names, made, strict=True), mesh=AUTO, in_specs=P("data"), out_specs=P("data")
+    )
+    for function in (lambda x: constrain(x, names, made, strict=True), everywhere):
+        for run in (function, jax.jit(function)):
+            with pytest.raises(SpecError, match=message):
+                run(x)
+    assert np.array_equal(constrain(x, names, made), X)
+    assert constrain(x, ("batch", None), made, strict=True).sharding.spec == P("data")
+
+
+def test_constrain_takes_no_more_names_than_dimensions():
+    made = plan_on(AUTO)
+    for strict in (False, True):
+        with pytest.raises(
+            SpecError, match=r"3 logical names \('batch', None, 'mlp'\) for an array of rank 2; give one"
+        ):
+            constrain(X, ("batch", None, "mlp"), made, strict=strict)
+        # As in a PartitionSpec: what is not named is replicated.
+        assert constrain(X, (), made, strict=strict).sharding.spec == P()
+        for names in (("batch",), ("batch", None, None)):
+            assert constrain(X, names, made, strict=strict).sharding.spec == P("data")
+
+
 def test_constrain_keeps_heads_whole():
     made = plan_on(AUTO)
     assert constrain(jnp.ones((8, 16)), ("batch", "heads"), made).sharding.spec == P("data", "tensor")
