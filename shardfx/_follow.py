@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from ._alike import between_numbers
 from ._content import Content, LeafPlan, leaf_plan, memory_kind_pairs
 from ._correct import correct
 from ._paths import PathRules, compiled, first_match
@@ -136,7 +137,8 @@ def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> Leaf
             # A transposed array of the same shape, for one: its dimensions are not those of its namesake.
             names, units = None, None
     elif source is not None and namesake is not None:
-        rule, spec = f"path and shape of `{source.path}`", namesake
+        # The array's own path has the numbers; without them here, repeated layers are planned alike, as one row.
+        rule, spec = f"path and shape of `{'*'.join(between_numbers(source.path))}`", namesake
     else:
         why = reason(Code.unmatched, None, what="the array (it follows no planned one)")
         return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(why,))

@@ -1,26 +1,20 @@
 """A plan as a table for a terminal. One list of rows, made from the plan alone; one way to print it."""
 
 import dataclasses
-import math
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType
 
+from ._alike import between_numbers, joined
 from ._plan import LeafPlan, ShardPlan
 from ._reason import Code
 from ._spec import entries_of
+from ._table import array_text, bytes_text, table
 
 
-# A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`.
-_NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]+(?![A-Za-z0-9])")
 _SHOWN_REPLICATED = 5
-_SHOWN_RUNS = 3
-_KINDS = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +52,11 @@ def report_rows(plan: ShardPlan) -> tuple[ReportRow, ...]:
     content = plan.content
     for number, path in zip(content.index, content.paths, strict=True):
         if number >= 0:
-            groups.setdefault((_NUMBER.sub("0", path), number), []).append(path)
+            groups.setdefault((between_numbers(path), number), []).append(path)
     rows = []
     for (_, number), paths in groups.items():
         leaf, count = dataclasses.replace(content.rows[number], path=paths[0]), len(paths)
-        rows.append(ReportRow(_joined(paths), count, leaf, leaf.bytes * count, leaf.bytes_per_device * count))
+        rows.append(ReportRow(joined(paths), count, leaf, leaf.bytes * count, leaf.bytes_per_device * count))
     return tuple(rows)
 
 
@@ -104,19 +98,11 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     header = ("path", "arrays", "shape", "spec", "bytes/device", "why")
     if all(row.count == 1 for row in rows):
         header, cells = _without(header, 1), [_without(line, 1) for line in cells]
-    lines = _table([header, *cells], right={"arrays", "bytes/device"}, width=width)
+    lines = table([header, *cells], right={"arrays", "bytes/device"}, width=width)
     reasons = [_wrapped(f"[{number}] {text}.", width) for text, number in notes.items()]
     parts = ["\n".join(lines), "\n".join(reasons), _wrapped(_totals(plan, rows), width)]
     parts.append(_wrapped(_replicated(rows), width))
     return "\n\n".join(part for part in parts if part)
-
-
-def bytes_text(count: int) -> str:
-    """`count` bytes for a person: `512 B`, `32.0 KiB`, `1.5 TiB`."""
-    if count < 1024:
-        return f"{count} B"
-    power = min(int(math.log2(count)) // 10, 6)
-    return f"{count / 1024**power:,.1f} {'KMGTPE'[power - 1]}iB"
 
 
 def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
@@ -132,18 +118,11 @@ def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
     return (
         row.path,
         str(row.count),
-        _shape_text(leaf),
+        array_text(leaf.dtype, leaf.shape),
         _spec_text(entries_of(leaf.spec)),
         bytes_text(row.bytes_per_device),
         why.strip(),
     )
-
-
-def _shape_text(leaf: LeafPlan) -> str:
-    name = str(leaf.dtype) if not jnp.issubdtype(leaf.dtype, np.number) else jnp.dtype(leaf.dtype).name
-    letters = re.match("[a-z]*", name)
-    kind = letters.group() if letters else ""
-    return f"{_KINDS.get(kind, kind)}{name[len(kind) :]}[{','.join(map(str, leaf.shape))}]"
 
 
 def _spec_text(partitions: Sequence[Any]) -> str:
@@ -157,26 +136,6 @@ def _entry_text(entry: Any) -> str:
     if isinstance(entry, str):
         return entry
     return "-" if entry is None else "any"
-
-
-def _joined(paths: Sequence[str]) -> str:
-    """One text for paths that differ in their numbers only."""
-    if len(paths) == 1:
-        return paths[0]
-    columns = zip(*[map(int, _NUMBER.findall(path)) for path in paths], strict=True)
-    texts = iter([_ranges(sorted(set(column))) for column in columns])
-    return _NUMBER.sub(lambda _: next(texts), paths[0])
-
-
-def _ranges(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    starts = [n for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
-    stops = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or n + 1 != numbers[i + 1]]
-    runs = [str(a) if a == b else f"{a}..{b}" for a, b in zip(starts, stops, strict=True)]
-    if len(runs) > _SHOWN_RUNS:
-        runs = [*runs[: _SHOWN_RUNS - 1], "..", runs[-1]]
-    return "{" + ",".join(runs) + "}"
 
 
 def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> str:
@@ -212,34 +171,3 @@ def _wrapped(text: str, width: int | None) -> str:
 
 def _without(cells: tuple[str, ...], position: int) -> tuple[str, ...]:
     return cells[:position] + cells[position + 1 :]
-
-
-def _table(rows: Sequence[tuple[str, ...]], *, right: set[str], width: int | None) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if width is not None:
-        widths = _fitted(widths, width)
-    aligned = [str.rjust if name in right else str.ljust for name in rows[0]]
-    return [
-        "  ".join(
-            align(_cut(cell, size, keep_end=column == 0), size)
-            for column, (align, cell, size) in enumerate(zip(aligned, row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _fitted(widths: list[int], width: int) -> list[int]:
-    """Column widths that fit if they can: the last column (why) and the first (path) give way in turn."""
-    widths = list(widths)
-    for column, least in ((-1, 16), (0, 32), (-1, 12), (0, 16)):
-        excess = sum(widths) + 2 * (len(widths) - 1) - width
-        widths[column] -= max(0, min(excess, widths[column] - least))
-    return widths
-
-
-def _cut(text: str, size: int, *, keep_end: bool) -> str:
-    """`text` in at most `size` characters; what tells paths apart is mostly their end."""
-    if len(text) <= size:
-        return text
-    tail = (size - 2) * 4 // 5 if keep_end else 0
-    return f"{text[: size - 2 - tail]}..{text[len(text) - tail :]}"

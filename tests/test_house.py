@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Every module of the package stands on one floor; imports go to lower floors only.
 FLOORS = (
     ("_errors",),
-    ("_reason", "topology", "_hlo", "_bits"),
+    ("_reason", "topology", "_hlo", "_bits", "_alike", "_table"),
     ("_mesh", "_spec", "_tree", "_layout", "_tiles"),
     ("_axis_rules", "_paths", "_correct", "_refine", "_factors", "_assemble", "_rounds", "_pieces", "_sliced"),
     ("_rules", "_exchange", "_lacking", "_transfer"),

@@ -1,12 +1,13 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, fsdp, plan, replicate, report, report_rows
-from shardfx._report import bytes_text
+from shardfx import AxisRules, MeshSpec, PathRules, follow, fsdp, plan, replicate, report, report_rows
+from shardfx._table import bytes_text
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -95,6 +96,24 @@ blocks/{0..2}/w           3  bf16[64,12]   data+tensor         576 B  paths[1] w
 
 Replicated, 768 B on every device: blocks/{0..2}/scale (768 B)."""
     )
+
+
+def test_the_state_of_repeated_layers_is_grouped_as_they_are():
+    layer = {"w": struct(8, 16), "norm": struct(16)}
+    rules = PathRules([("w", P("data", "tensor")), ("norm", P())])
+    made = follow(optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules))
+    assert [(row.path, row.count, row.leaf.rule) for row in report_rows(made)] == [
+        ("0/count", 1, None),
+        ("0/mu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
+        ("0/mu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),
+        ("0/nu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
+        ("0/nu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),
+    ]
+
+
+def test_a_star_in_a_path_is_no_number():
+    made = plan({"h": {"*": struct(8), "0": struct(8), "1": struct(8)}}, MESH, paths=PathRules([(".*", P())]))
+    assert [row.path for row in report_rows(made)] == ["h/*", "h/{0..1}"]
 
 
 def test_a_reason_is_told_once():
