@@ -15,7 +15,7 @@ def between_numbers(path: str) -> tuple[str, ...]:
 
 
 def joined(paths: Sequence[str]) -> str:
-    """One text for paths that differ in numbers only, with ranges for the numbers: `layers/{0..31}/attn/q_proj/weight`."""
+    """One text for paths that differ in numbers only, with ranges: `layers/{0..31}/attn/q_proj/weight`."""
     if len(paths) == 1:
         return paths[0]
     columns = zip(*[map(int, _NUMBER.findall(path)) for path in paths], strict=True)

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools as ft
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from ._alike import between_numbers, joined
 from ._assemble import as_box
 from ._content import named_sharding
 from ._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
@@ -20,6 +20,7 @@ from ._moving import data_of, decided, require_movable
 from ._plan import ShardPlan
 from ._redistribute import Redistribution, Step, layout, redistribute
 from ._spec import array_bytes, bits
+from ._table import table
 from ._targets import targets
 from ._tiles import Box, TileMap, tile_map
 from ._transfer import in_device_memory, spread, transfer_of
@@ -412,7 +413,6 @@ def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
     return list(zip(range(end.size) if end.order is None else end.order, boxes, strict=True))
 
 
-_NUMBER = re.compile(r"[0-9]+")
 _HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")
 
 
@@ -420,11 +420,8 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
     groups: dict[Any, list[LeafMove]] = {}
     for leaf in made.leaves:
         if not leaf.idle:
-            groups.setdefault((_NUMBER.sub("*", leaf.path), leaf.shape, leaf.src, leaf.dst), []).append(leaf)
-    rows = [_HEAD, *[_row(pattern, leaves) for (pattern, *_), leaves in groups.items()]]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    for row in rows:
-        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            groups.setdefault(_alike(leaf), []).append(leaf)
+    yield from table([_HEAD, *map(_row, groups.values())], right=set())
     idle = made.in_place
     yield (
         f"{len(made.leaves) - len(idle)} arrays move by {made.moves} different moves; per device "
@@ -445,9 +442,12 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
         yield f"lost: `{path}` {text}" + (", ..." if len(boxes) > 3 else "")
 
 
-def _row(pattern: str, leaves: list[LeafMove]) -> tuple[str, ...]:
-    leaf = leaves[0]
-    name = leaf.path if len(leaves) == 1 else pattern
+def _alike(leaf: LeafMove) -> tuple[Any, ...]:
+    return between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst
+
+
+def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
+    leaf, name = leaves[0], joined([leaf.path for leaf in leaves])
     how = " > ".join(step.kind for step in leaf.steps) or leaf.how
     totals = [sum(column) for column in zip(*[(one.wire_bytes, one.lower_bound_bytes) for one in leaves], strict=True)]
     shape = f"{leaf.dtype}{list(leaf.shape)}"

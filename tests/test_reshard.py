@@ -590,6 +590,15 @@ def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
     assert "all_to_all" in text and "1 arrays need nothing: b" in text
 
 
+def test_rows_of_the_table_tell_layers_of_different_shapes_apart():
+    source, target = sharding((8,), "a"), sharding((2, 4), "b", "a")
+    shapes = ((16, 8), (8, 16))
+    mlp = {"layers": [{"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=source)} for shape in shapes]}
+    tree = {"blocks": [mlp] * 3}
+    lines = str(plan_reshard(tree, jax.tree.map(lambda _: target, tree))).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["blocks/{0..2}/layers/0/w", "blocks/{0..2}/layers/1/w"]
+
+
 def test_a_plan_between_device_sets_shows_tiles_and_links():
     src = struct((12, 8), sharding((3,), "a"))
     made = plan_reshard(src, struct((12, 8), sharding((2,), "a", order=(6, 7))))
