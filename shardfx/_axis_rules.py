@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import equinox as eqx
 
-from ._errors import RuleError
+from ._errors import RuleError, check_type
 from ._spec import UNCONSTRAINED, canonical_entry, entry_axes
 
 
@@ -168,6 +168,7 @@ class AxisRules(eqx.Module):
 
         `RuleError` that names the contradiction, in rules, modes, units or aliases.
         """
+        check_axis_rules("other", other)
         modes, others = dict(self.modes), dict(other.modes)
         merged = {
             mode: _merged(modes.get(mode, ()), others.get(mode, ()), f"mode {mode!r}") for mode in {**modes, **others}
@@ -192,6 +193,11 @@ class AxisRules(eqx.Module):
     def _with(self, **fields: Any) -> "AxisRules":
         given = {"modes": self.modes, "units": self.units, "aliases": self.aliases, **fields}
         return AxisRules(given.pop("rules", self.rules), **given)
+
+
+def check_axis_rules(what: str, given: Any) -> None:
+    """Raises unless the argument named `what` is AxisRules."""
+    check_type(what, given, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:

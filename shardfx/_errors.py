@@ -27,7 +27,7 @@ class UnknownPathError(ValueError, LookupError):
 
 
 class LeafTypeError(TypeError):
-    """A leaf of a type that the function cannot plan, move or read."""
+    """A leaf of a type that the function cannot plan, move or read, or an argument of another type than it takes."""
 
 
 class CheckpointError(ValueError):
@@ -43,3 +43,9 @@ class MoveError(RuntimeError):
     def __init__(self, message: str, moved: dict | None = None):
         super().__init__(message)
         self.moved = dict(moved or {})
+
+
+def check_type(what: str, given: object, kind: type, error: type[Exception], fix: str) -> None:
+    """Raises `error` unless the argument named `what` is a `kind`."""
+    if not isinstance(given, kind):
+        raise error(f"`{what}` must be of type {kind.__name__}, not {type(given).__name__}; {fix}.")

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 from jax.sharding import PartitionSpec
 
-from ._errors import RuleError
+from ._errors import RuleError, check_type
 from ._spec import UNCONSTRAINED, Atomic
 from ._tree import flatten
 
@@ -191,11 +191,18 @@ def match(tree: Any, rules: PathRules) -> Any:
         assert match({"weight": jnp.ones((4, 4)), "scale": jnp.ones(4)}, rules) == {"weight": 0, "scale": None}
         ```
     """
+    check_path_rules("rules", rules)
     flat, patterns = flatten(tree), compiled(rules)
     indices = [
         first_match(path, patterns) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)
     ]
     return jax.tree.unflatten(flat.treedef, indices)
+
+
+def check_path_rules(what: str, given: Any) -> None:
+    """Raises unless the argument named `what` is PathRules."""
+    fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
+    check_type(what, given, PathRules, RuleError, fix)
 
 
 @ft.lru_cache(maxsize=256)

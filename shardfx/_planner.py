@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from ._axis_rules import check_axis_rules
 from ._complaints import raise_cut, raise_errors, raise_unmatched, raise_unused
 from ._content import Content, LeafPlan, canonical_dtype, leaf_plan, memory_kind_pairs
 from ._correct import corrected, spread
 from ._errors import LeafTypeError, RuleError, SpecError
 from ._mesh import MeshSpec
 from ._names import names_of_leaves
-from ._paths import PathRules, Pipeline, Replicate, compiled, first_match, is_callable, is_digit_blind
+from ._paths import PathRules, Pipeline, Replicate, check_path_rules, compiled, first_match, is_callable, is_digit_blind
 from ._plan import ShardPlan
 from ._reason import Code, Reason, reason
 from ._refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
@@ -90,6 +91,10 @@ def plan(
     """
     if unmatched not in ("raise", "replicate"):
         raise RuleError(f'`unmatched={unmatched!r}` is no policy of `plan`; use "raise" or "replicate".')
+    if paths is not None:
+        check_path_rules("paths", paths)
+    if axes is not None:
+        check_axis_rules("axes", axes)
     mesh_spec = MeshSpec.of(mesh).filled()
     flat = flatten(tree)
     given = names_of_leaves(names, tree, flat, axes)

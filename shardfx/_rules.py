@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from jax.sharding import PartitionSpec
 
-from ._axis_rules import AxisRules, Rule, Target, alias_chain, near, repeated
+from ._axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, near, repeated
 from ._errors import RuleError, SpecError, UnmatchedError
 from ._reason import Code, Decision, Reason, reason
 from ._spec import UNCONSTRAINED, Atomic, entries_of, entry_axes, trimmed
@@ -47,8 +47,8 @@ def resolve(
 
     **Raises:**
 
-    `RuleError` for an unknown mode or policy, `SpecError` for a name that occurs twice or an entry of another
-    kind, `UnmatchedError` under "raise".
+    `RuleError` for rules that are no AxisRules and for an unknown mode or policy, `SpecError` for a name that occurs
+    twice or an entry of another kind, `UnmatchedError` under "raise".
 
     !!! Example
 
@@ -61,6 +61,7 @@ def resolve(
         assert [reason.code.name for reason in decision.reasons] == ["blocked", "unmatched"]
         ```
     """
+    check_axis_rules("rules", rules)
     return _resolve(_entries(names), rules, mode, unmatched)
 
 

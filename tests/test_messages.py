@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -33,6 +34,7 @@ from shardfx import (
     follow,
     fsdp,
     gather,
+    match,
     plan,
     resolve,
     shard,
@@ -209,6 +211,39 @@ def test_a_malformed_mesh():
     assert message(MeshError, lambda: MeshSpec.parse("data:2,tensor=4")) == (
         "mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in \"data=-1,fsdp=4,tensor=2\"."
     )
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the type checks that the tests put round every function, which would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+AXES = AxisRules([("mlp", "tensor")])
+BARE_PATHS: list[Any] = [[("mlp", P())], (("mlp", P()),), {"mlp": P()}, "mlp->data", AXES]
+BARE_AXES: list[Any] = [[("mlp", "tensor")], (("mlp", "tensor"),), {"mlp": "tensor"}, "mlp", EVERYTHING]
+
+
+@pytest.mark.parametrize("bare", BARE_PATHS, ids=type)
+def test_path_rules_that_are_not_wrapped(bare, as_users_run_it):
+    wanted = (
+        f"must be of type PathRules, not {type(bare).__name__}; wrap it: `PathRules([...])`, or "
+        '`PathRules.parse("...")` for text.'
+    )
+    assert message(RuleError, lambda: plan(TREE, MESH, paths=bare)) == f"`paths` {wanted}"
+    assert message(RuleError, lambda: match(TREE, bare)) == f"`rules` {wanted}"
+
+
+@pytest.mark.parametrize("bare", BARE_AXES, ids=type)
+def test_axis_rules_that_are_not_wrapped(bare, as_users_run_it):
+    wanted = f"must be of type AxisRules, not {type(bare).__name__}; wrap it: `AxisRules([...])`."
+    names = jax.tree.map(lambda leaf: (None,) * leaf.ndim, TREE)
+    assert message(RuleError, lambda: plan(TREE, MESH, paths=EVERYTHING, axes=bare)) == f"`axes` {wanted}"
+    assert message(RuleError, lambda: plan(TREE, MESH, names=names, axes=bare)) == f"`axes` {wanted}"
+    assert message(RuleError, lambda: resolve(("mlp",), bare)) == f"`rules` {wanted}"
+    assert message(RuleError, lambda: AXES.merge(bare)) == f"`other` {wanted}"
 
 
 def test_leaves_of_the_wrong_type():
