@@ -15,7 +15,9 @@ import shardfx
 from shardfx import MeshSpec, PathRules, UnknownPathError, checkpoint
 from shardfx._errors import CheckpointError
 from shardfx.checkpoint import _safetensors
+from shardfx.checkpoint._entry import ArrayEntry
 from shardfx.checkpoint._files import inside, opened, place
+from shardfx.checkpoint._index import Index
 from shardfx.checkpoint._safetensors import DTYPES, parse_header
 
 
@@ -92,6 +94,32 @@ def test_structs_refuse_a_dtype_that_jax_lacks(tmp_path):
     index = checkpoint.read_index(tmp_path)
     with pytest.raises(CheckpointError, match=r"array 'w' of checkpoint .* has no known dtype that JAX has .*F4"):
         checkpoint.structs(index)
+
+
+def test_an_index_prints_as_a_short_table(tmp_path):
+    arrays = {f"layers.{i}.w": np.zeros((8, 4), np.float32) for i in range(100)}
+    save_file(arrays | {"embed": np.zeros((64, 8), np.float16)}, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    assert str(index).splitlines() == [
+        "path              arrays  shape         bytes",
+        "layers.{0..99}.w     100  f32[8,4]   12.5 KiB",
+        "embed                  1  f16[64,8]   1.0 KiB",
+        f"101 arrays, 13.5 KiB, in safetensors at {str(tmp_path)!r}",
+    ]
+    assert repr(index).count("ArrayEntry(") == 101
+
+
+def test_an_index_of_many_different_arrays_is_cut(tmp_path):
+    arrays = {f"a{i}": np.zeros(i, np.float32) for i in range(30)}
+    save_file(arrays, tmp_path / "x.safetensors")
+    lines = str(checkpoint.read_index(tmp_path)).splitlines()
+    assert len(lines) == 27 and lines[-2] == "... 6 arrays more"
+
+
+def test_an_array_without_a_known_dtype_is_printed_as_it_is_stored(tmp_path):
+    entries = tuple(ArrayEntry(name, shape, None, "x", "F6_E2M3") for name, shape in (("a", (4, 2)), ("b", None)))
+    lines = str(Index("zarr", "x", entries)).splitlines()
+    assert [line.split()[2:] for line in lines[1:3]] == [["F6_E2M3[4,2]", "?"], ["F6_E2M3[?]", "?"]]
 
 
 def test_an_unknown_path_names_the_near_ones(tmp_path):

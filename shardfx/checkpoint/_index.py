@@ -9,15 +9,22 @@ from typing import Any
 
 import jax
 
+from .._alike import between_numbers, joined
 from .._errors import CheckpointError, UnknownPathError
+from .._table import array_text, bytes_text, table
 from . import _eformer as eformer, _orbax as orbax, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry
 from ._files import Place, inside, place, read_json
 
 
+_SHOWN_ROWS = 24
+
+
 @dataclasses.dataclass(frozen=True)
 class Index:
     """What a checkpoint holds: a value that was read from headers, without a weight. Made by `read_index`.
+
+    `print` shows it as a table, repeated layers as one row.
 
     **Arguments:**
 
@@ -50,6 +57,25 @@ class Index:
     def bytes_total(self) -> int:
         """How many bytes the arrays have, uncompressed; those without a known shape or dtype count as 0."""
         return sum(entry.nbytes or 0 for entry in self.entries)
+
+    def __str__(self) -> str:
+        groups: dict[Any, list[ArrayEntry]] = {}
+        for entry in self.entries:
+            groups.setdefault((between_numbers(entry.path), entry.shape, entry.stored), []).append(entry)
+        rows, rest = list(groups.values())[:_SHOWN_ROWS], list(groups.values())[_SHOWN_ROWS:]
+        lines = table([("path", "arrays", "shape", "bytes"), *map(_row, rows)], right={"arrays", "bytes"})
+        more = [f"... {sum(map(len, rest)):,} arrays more"] if rest else []
+        total = f"{len(self.entries):,} arrays, {bytes_text(self.bytes_total)}, in {self.format} at {self.directory!r}"
+        return "\n".join([*lines, *more, total])
+
+
+def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
+    first = entries[0]
+    if first.shape is None or first.dtype is None or first.nbytes is None:
+        array, nbytes = f"{first.stored}[{'?' if first.shape is None else ','.join(map(str, first.shape))}]", "?"
+    else:
+        array, nbytes = array_text(first.dtype, first.shape), bytes_text(first.nbytes * len(entries))
+    return joined([entry.path for entry in entries]), str(len(entries)), array, nbytes
 
 
 def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None) -> Index:
