@@ -237,7 +237,11 @@ def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> t
     for position, part in enumerate(parts if kind == "dict" else data["children"]):
         key, part = part if kind == "dict" else (None, part)
         key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)
-        named[key], index = _decode_structure(part, paths, index, f"{prefix}{key}/")
+        child, after = _decode_structure(part, paths, index, f"{prefix}{key}/")
+        # An attribute without leaves has no path that says its name.
+        if kind == "dict" or after > index:
+            named[key] = child
+        index = after
     return named, index
 
 
