@@ -122,6 +122,19 @@ def test_a_plan_of_a_module_comes_back_as_the_module(tmp_path):
     assert np.array_equal(loaded.w, model.w)
 
 
+def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):
+    model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+    made = shardfx.plan(model, MESH.build(jax.devices()), paths=PathRules.parse("weight->a.b, bias->c"))
+    checkpoint.save(tmp_path / "step", shardfx.shard(model, made), made)
+    other = shardfx.shard(eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(1)), made)
+    for given in (other, eqx.combine(made.structs, model)):
+        loaded = checkpoint.load(tmp_path / "step", given)
+        assert np.allclose(loaded(jnp.ones(8)), model(jnp.ones(8)), rtol=1e-5)
+        assert loaded.layers[0].weight.sharding.spec == P("a", "b")
+    with pytest.raises(PlanMismatchError, match="leaf `act` is none. Make a plan"):
+        checkpoint.load(tmp_path / "step", {"act": "relu"})
+
+
 def test_layers_are_stacked_and_transposed_on_the_way(tmp_path, reads):
     layers = [random((8, 12), np.float32, i) for i in range(4)]
     save_file({f"h.{i}.w": layer for i, layer in enumerate(layers)}, tmp_path / "x.safetensors")

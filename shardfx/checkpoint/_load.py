@@ -45,7 +45,8 @@ def load(
     **Arguments:**
 
     - `path`: as in `read_index`, or what that returned.
-    - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings.
+    - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays
+        that the loaded ones shall be placed like.
     - `rename`: from a leaf's path to the name of its array in the checkpoint: a mapping (paths that it leaves out are
         names themselves) or a function. In the place of a name, a `Take` transposes and stacks on the way.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
@@ -61,7 +62,8 @@ def load(
 
     **Returns:**
 
-    A tree of the plan's structure; leaves that are no arrays are `None`.
+    A tree of the plan's structure. Leaves that are no arrays, activation functions for one, are as in the tree that is
+    given, and `None` for a ShardPlan, which has none: `equinox.combine(loaded, model)` takes them from a model.
 
     **Raises:**
 

@@ -78,17 +78,27 @@ def leaves_of(plan: Any) -> tuple[list[tuple[str, Any]], Any]:
     """The planned arrays as (path, struct with a sharding), and a function from their values to the tree."""
     tree = plan.structs if isinstance(plan, ShardPlan) else plan
     flat = flatten(tree)
+    arrays = [at for at, is_array in enumerate(flat.is_array) if is_array]
+    leaves = [(flat.paths[at], flat.leaves[at]) for at in arrays]
+    # A tree without any array is none that was meant: a file's name, for one.
     problems = [
         path
-        for path, leaf, is_array in zip(flat.paths, flat.leaves, flat.is_array, strict=True)
-        if not is_array or not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None
+        for path, leaf in leaves or zip(flat.paths, flat.leaves, strict=True)
+        if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None
     ]
     if problems:
         raise PlanMismatchError(
             f"`load` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf `{problems[0]}` is "
             "none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
         )
-    return list(zip(flat.paths, flat.leaves, strict=True)), lambda values: jax.tree.unflatten(flat.treedef, values)
+
+    def rebuild(values: Iterable[Any]) -> Any:
+        filled = list(flat.leaves)
+        for at, value in zip(arrays, values, strict=True):
+            filled[at] = value
+        return jax.tree.unflatten(flat.treedef, filled)
+
+    return leaves, rebuild
 
 
 def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wanted], Any]:
