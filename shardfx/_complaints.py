@@ -7,6 +7,7 @@ from typing import Any
 
 from ._content import LeafPlan
 from ._errors import RuleError, SpecError, UnmatchedError
+from ._mesh import MeshSpec
 from ._reason import Code
 from ._tree import Flat
 
@@ -59,7 +60,8 @@ def raise_unused(what: str, patterns: Sequence[re.Pattern[str]], used: dict[int,
             )
 
 
-def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan]) -> None:
+def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], refined: MeshSpec | None) -> None:
+    """Raises if any array is not sharded as asked; `refined` is the mesh, if its axes have been split."""
     whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(rows)}
     lines = [
         f"  leaf `{path}`, shape {rows[i].shape}: {why}"
@@ -69,6 +71,11 @@ def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan]) -> Non
     ]
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        if refined is not None:
+            more.append(
+                f"`refine=True` has split the mesh into {refined}. If they may be replicated over the rest, plan "
+                "on that mesh, made with `MeshSpec.split`, by rules that name the parts; or leave `strict` out."
+            )
         raise SpecError(
             "\n".join(["`strict=True`, and these leaves are not sharded as asked:", *lines[:_SHOWN], *more])
         )

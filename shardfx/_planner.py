@@ -18,7 +18,7 @@ from ._mesh import MeshSpec
 from ._names import names_of_leaves
 from ._paths import PathRules, Pipeline, Replicate, check_path_rules, compiled, first_match, is_callable, is_digit_blind
 from ._plan import ShardPlan
-from ._reason import Code, Reason, reason
+from ._reason import Code, Reason, reason, refined_reasons
 from ._refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
 from ._rules import AxisRules, check_rank, resolve, units_of
 from ._spec import Atomic, array_bytes
@@ -60,10 +60,12 @@ def plan(
         array's path holds.
     - `unmatched`: "raise": an array that neither names nor a path rule covers is an error, and so is a regex that no
         path matches. "replicate": it is replicated, with a reason.
-    - `strict`: raise where a rule's sharding would have been cut down to fit.
+    - `strict`: raise where a rule's sharding would have been cut down to fit. With `refine`, an array that takes only
+        some parts of an axis is still cut down.
     - `refine`: split mesh axes of which a dimension takes only part: 8 kv heads on `tensor=16` become sharded 8 ways
         over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules then name the parts, devices
-        stay in place, and all other arrays keep their layout.
+        stay in place, and all other arrays keep their layout. A PartitionSpec that [`shardfx.constrain`][] gets with
+        the plan must name the parts too: `("tensor_0", "tensor_1")` is what `"tensor"` was.
 
     **Returns:**
 
@@ -109,9 +111,11 @@ def plan(
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef))
     if refine:
-        made = _refined(made, min_bytes)
+        content = _refined(made, min_bytes).content
+        rows = [dataclasses.replace(row, reasons=refined_reasons(row.reasons)) for row in content.rows]
+        made = ShardPlan(content.replaced(rows=rows))
     if strict:
-        raise_cut(flat, made.content.index, made.content.rows)
+        raise_cut(flat, made.content.index, made.content.rows, None if made.mesh == mesh_spec else made.mesh)
     return made
 
 
@@ -165,7 +169,9 @@ def _refined_row(
     again = _decided(request, row.shape, row.dtype, mesh.shape, has_auto, min_bytes, row.memory_kind)
     same = renamed(row.spec, parts)
     # Only an array that asked for a part of an axis may change its layout.
-    return again if wished or again.spec == same else dataclasses.replace(row, spec=same, requested=requested)
+    if wished or again.spec == same:
+        return again
+    return dataclasses.replace(row, spec=same, requested=requested, strategies=steps)
 
 
 def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:

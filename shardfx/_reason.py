@@ -4,6 +4,10 @@ import enum
 from jax.sharding import PartitionSpec
 
 
+# The one next step that a refined plan cannot take again: see `refined_reasons`.
+_REFINE = ", or split the mesh axis (`refine=True`)"
+
+
 class Code(enum.Enum):
     """Why a dimension is not sharded as it was asked to be.
 
@@ -21,7 +25,7 @@ class Code(enum.Enum):
     indivisible = "size {size} is not divisible by {what}; pad it to {padded}, or use axes whose product divides {size}"
     unit = (
         "{size} elements are {count} units of {unit}, and {what} would cut inside a unit; "
-        "use axes whose product divides {count}, or split the mesh axis (`refine=True`)"
+        "use axes whose product divides {count}" + _REFINE
     )
     small = "the array has {size} bytes, fewer than the {limit} asked for; lower `min_bytes` to shard it"
     rank = "{what}; give one entry per dimension, at most"
@@ -66,3 +70,8 @@ class Decision:
 def reason(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
     """A [`shardfx.Reason`][] whose message is the code's, filled in with `values`."""
     return Reason(code, dim, axes, code.value.format(**values))
+
+
+def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
+    """The reasons, none of which advises to refine."""
+    return tuple(dataclasses.replace(why, message=why.message.removesuffix(_REFINE)) for why in reasons)

@@ -11,7 +11,20 @@ import pytest
 from hypothesis import given, settings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, SpecError, constrain, follow, fsdp, plan, shard
+from shardfx import (
+    AxisRules,
+    Code,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    SpecError,
+    constrain,
+    follow,
+    fsdp,
+    plan,
+    report,
+    shard,
+)
 
 
 AXES = AxisRules(
@@ -96,10 +109,56 @@ def test_parts_of_which_neither_divides_the_other():
     assert refined["six"].spec == P(("t_0", "t_1")) and refined["four"].spec == P(("t_0", "t_2"))
 
 
+def test_no_reason_advises_to_refine_once_that_was_done():
+    single = {"q": TREE["q"], "kv": jax.ShapeDtypeStruct((512, 128), jnp.float32)}
+    for tree, mesh in ((TREE, {"fsdp": 4, "tensor": 16}), (single, {"fsdp": 4, "tensor": 16})):
+        names = {name: NAMES[name] for name in tree}
+        plain, refined = (plan(tree, MeshSpec(mesh), names=names, axes=AXES, refine=refine) for refine in (False, True))
+        assert "split the mesh axis (`refine=True`)" in report(plain)
+        assert "refine" not in report(refined) and "would cut inside a unit; use axes whose product" in report(refined)
+        assert [why.code for why in refined["kv"].reasons] == [Code.unit]
+        assert ShardPlan.from_json(refined.to_json()) == refined
+
+
+def test_an_array_that_stays_names_the_parts_in_all_it_asked_for():
+    rules = PathRules([("w", P(("b", "a")) | fsdp("c")), ("u", P("a")), ("v", P("b")), ("x", P("c"))])
+    tree = {"u": jnp.ones(2), "v": jnp.ones(2), "x": jnp.ones(2), "w": jnp.ones((6, 8))}
+    refined = plan(tree, MeshSpec({"a": 6, "b": 4, "c": 4}), paths=rules, refine=True)
+    assert refined["w"].spec == P(("a_0", "a_1"), ("c_0", "c_1"))
+    assert refined["w"].requested == P(("b_0", "b_1", "a_0", "a_1"))
+    assert refined["w"].strategies == (fsdp(("c_0", "c_1")),)
+
+
 def test_strict_is_about_the_refined_plan():
     rules = PathRules([("w", P("t"))])
-    with pytest.raises(SpecError):
+    with pytest.raises(SpecError, match=r"dim 0: size 6 is not divisible by `t_0` \(2\) x `t_1` \(2\)"):
         plan({"w": jnp.ones(6)}, MeshSpec({"t": 4}), paths=rules, refine=True, strict=True)
+
+
+def test_strict_says_how_to_accept_what_refine_left_over():
+    mesh = MeshSpec({"fsdp": 4, "tensor": 16})
+    with pytest.raises(SpecError) as caught:
+        plan(TREE, mesh, names=NAMES, axes=AXES, refine=True, strict=True)
+    assert str(caught.value) == (
+        "`strict=True`, and these leaves are not sharded as asked:\n"
+        "  leaf `kv`, shape (512, 1024): dim 1: 1024 elements are 8 units of 128, and `tensor_0` (8) x `tensor_1` (2) "
+        "would cut inside a unit; use axes whose product divides 8\n"
+        "`refine=True` has split the mesh into fsdp=4,tensor_0=8,tensor_1=2. If they may be replicated over the "
+        "rest, plan on that mesh, made with `MeshSpec.split`, by rules that name the parts; or leave `strict` out."
+    )
+    parts = ("tensor_0", "tensor_1")
+    axes = AxisRules(
+        [("heads", parts), ("kv_heads", "tensor_0"), ("mlp", parts), ("embed", "fsdp")], units=dict(AXES.units)
+    )
+    split = mesh.split("tensor", {"tensor_0": 8, "tensor_1": 2})
+    asked = plan(TREE, split, names=NAMES, axes=axes, strict=True)
+    assert asked.specs == plan(TREE, mesh, names=NAMES, axes=AXES, refine=True).specs
+
+
+def test_strict_says_nothing_of_parts_where_no_axis_was_split():
+    tree, rules = {"w": jnp.ones(5)}, PathRules([("w", P("t"))])
+    with pytest.raises(SpecError, match="use axes whose product divides 5$"):
+        plan(tree, MeshSpec({"t": 4}), paths=rules, refine=True, strict=True)
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
