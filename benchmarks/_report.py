@@ -11,6 +11,13 @@ from ._runner import Record
 
 FORMAT = 1
 HEADER = ("case", "contestant", "cold", "median", "GB/s", "x floor", "shardfx is faster by")
+COMMANDS = """\
+```bash
+pip install '.[bench]'             # in a clone
+python -m benchmarks all --quick   # every suite, a few minutes
+python -m benchmarks plan          # one suite at full size; so reshard, load, train
+python -m benchmarks docs          # this page, from the files in benchmarks/results
+```"""
 INTRODUCTION = """\
 Written by `python -m benchmarks docs` from the files in `benchmarks/results`; do not edit by hand.
 `benchmarks/README.md` says how each number is taken. Rivals run in the same process and in turn with
@@ -71,11 +78,8 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def page(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """docs/benchmarks.md: one section per result file, one table per suite."""
-    parts = [
-        "# Benchmarks",
-        INTRODUCTION,
-    ]
+    """docs/benchmarks.md: what does not hold, then one section per result file, one table per suite."""
+    parts = ["# Benchmarks", COMMANDS, *_summary(files), INTRODUCTION]
     for name, document in files.items():
         parts += [f"## {name}", _provenance(document)]
         for suite, records in document["suites"].items():
@@ -83,13 +87,36 @@ def page(files: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How many of the limits hold and where, then each that does not, with a link to its section."""
+    limits = [
+        (name, suite, record["name"], limit)
+        for name, document in files.items()
+        for suite, records in document["suites"].items()
+        for record in records
+        for limit in record["limits"]
+    ]
+    judged = [entry for entry in limits if entry[-1]["holds"] is not None]
+    broken = [entry for entry in judged if not entry[-1]["holds"]]
+    machines = "; ".join(dict.fromkeys(_machine(document) for document in files.values()))
+    lines = [
+        f"[{name}: {suite}](#{name}-{suite}): {case}: {limit['text']}: {_number(limit['measured'])}"
+        for name, suite, case, limit in broken
+    ]
+    counted = f"Of {len(judged)} limits that were measured, {len(judged) - len(broken)} hold. Machines: {machines}."
+    return [counted, *_lines("These do not hold", lines)]
+
+
 def _provenance(document: Mapping[str, Any]) -> str:
-    machine, versions = document["machine"], document["versions"]
-    devices = f"{machine['device_count']} x {machine['device_kind']} ({machine['platform']})"
-    host = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    listed = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     size = " Quick sizes." if document["quick"] else ""
-    return f"{devices}; {host}. Python {machine['python']}, {listed}.{size}"
+    return f"{_machine(document)}. Python {document['machine']['python']}, {listed}.{size}"
+
+
+def _machine(document: Mapping[str, Any]) -> str:
+    machine = document["machine"]
+    devices = f"{machine['device_count']} x {machine['device_kind']} ({machine['platform']})"
+    return f"{devices}, on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
 
 
 def _rows(record: Record) -> list[tuple[str, ...]]:
