@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from ._cli import (
     UsageError,
     calling,
+    in_flags,
     load_model,
     load_optimizer,
     load_rules,
@@ -139,7 +140,7 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help=f"rules that come with shardfx, as in llama:head_dim=64: {', '.join(preset_names())}",
     )
-    add("--optimizer", metavar="MODULE:NAME", help="plan its state too; one of optax, or a function that makes it")
+    add("--optimizer", metavar="MODULE:NAME", help="plan its state too, as in optax:adamw or my_model:OPTIMIZER")
     add("--mode", metavar="MODE", help="in which AxisRules are read, as in decode")
     add("--target", metavar="tpu:KIND:AxBxC", help="a TPU slice, as in tpu:v5p:8x8x8, that fills a size of -1")
     add("--devices", type=_positive, metavar="N", help="how many devices fill a size of -1")
@@ -198,7 +199,7 @@ def _plan(flags: argparse.Namespace) -> int:
     if flags.json == "-":
         print(made.to_json())
         return 0
-    print(report(made, width=flags.width or _terminal_width()))
+    print(in_flags(report(made, width=flags.width or _terminal_width())))
     if target is not None:
         print(f"\n{order_text(target, mesh)}")
     if flags.json is not None:

@@ -189,6 +189,9 @@ def test_an_optimizer_is_planned_with_its_model(module, capsys):
             "optimizer/0/nu/w",
         ]
         assert "4 arrays, 12.0 KiB, on mesh fsdp=4 (4 devices): 3.0 KiB per device" in "\n".join(lines)
+    for name in ("optax:adamw", "optax:sgd", "optax:adafactor"):
+        assert run(*arguments, name) == 0
+        assert "model/w" in capsys.readouterr().out
     assert "it must be an optimizer, with `init`" in failure(capsys, *arguments, f"{module}:number")
     assert "needs_more" in failure(capsys, *arguments, f"{module}:needs_more")
 
@@ -275,7 +278,11 @@ BAD = {
     "no such module": (("nowhere:make", "fsdp=4", "w->fsdp"), "there is no module `nowhere`"),
     "no such package": (("no.where:make", "fsdp=4", "w->fsdp"), "No module named 'no'"),
     "no such name": (("{}:makes", "fsdp=4", "w->fsdp"), "has no `makes`"),
-    "another case": (("{}:Make", "fsdp=4", "w->fsdp"), "has no `Make`; it has make"),
+    "another case": (("{}:Make", "fsdp=4", "w->fsdp"), "has no `Make`; did you mean `make`?"),
+    "a near name": (("{}:mak", "fsdp=4", "w->fsdp"), "has no `mak`; did you mean `make`"),
+    "a near name in a class": (("{}:Nested.makes", "fsdp=4", "w->fsdp"), "has no `Nested.makes`; did you mean `make`?"),
+    "no near name": (("{}:xyz", "fsdp=4", "w->fsdp"), "has no `xyz`; it has AXES, CALLABLE, Dense, NAMED, Nested,"),
+    "a file": (("{}.py:make", "fsdp=4", "w->fsdp"), ".py' is a file; name its module, `cli_model_"),
     "no name": (("{}:", "fsdp=4", "w->fsdp"), "is not of the form MODULE:NAME"),
     "no such directory": (("./nowhere", "fsdp=4", "w->fsdp"), "'./nowhere'"),
     "arguments": (("{}:configured", "fsdp=4", "w->fsdp"), "needs the arguments config, depth, key"),
@@ -287,7 +294,7 @@ BAD = {
     "axis twice": (("{}:make", "fsdp=2,fsdp=2", "w->fsdp"), "occurs twice"),
     "two unknown sizes": (("{}:make", "a=-1,b=-1", "w->fsdp"), "are both -1"),
     "unknown size": (("{}:make", "data=-1", "w->fsdp"), "say what fills it"),
-    "no such rules": (("{}:make", "fsdp=4", "{}:RULES"), "has no `RULES`; it has rules"),
+    "no such rules": (("{}:make", "fsdp=4", "{}:RULES"), "has no `RULES`; did you mean `rules`?"),
     "rules that are none": (("{}:make", "fsdp=4", "{}:number"), "it must be PathRules, AxisRules"),
     "rules twice": (("{}:make", "fsdp=4", "{}:TWICE"), "one of each in a tuple"),
     "failing rules": (("{}:make", "fsdp=4", "{}:failing_rules"), f"{place('missing')}: KeyError: 'missing'"),
@@ -296,6 +303,7 @@ BAD = {
     "bad regex": (("{}:make", "fsdp=4", "a(->fsdp"), "has no `->`"),
     "bad text": (("{}:make", "fsdp=4", "[->fsdp"), "at position 0"),
     "unmatched": (("{}:make", "fsdp=4", "bias->fsdp"), "no rule covers 3 of"),
+    "advice": (("{}:make", "fsdp=4", "bias->fsdp"), "or pass `--unmatched replicate`"),
     "unused": (("{}:make", "fsdp=4", "wieght->fsdp,.*->fsdp"), "matches no path of the tree; the nearest path is"),
     "names without rules": (("{}:make", "fsdp=4", "{}:NAMED"), "need rules that say which mesh axes they use"),
     "spec longer than rank": (("{}:make", "fsdp=4", ".*->fsdp.None.None.fsdp"), "leaf `layers/0/weight`"),
@@ -381,7 +389,7 @@ def test_a_file_that_cannot_be_written(module, capsys):
 
 def test_strict(module, capsys):
     line = failure(capsys, "plan", f"{module}:STRUCTS", "--mesh", "fsdp=5", "--rules", "w->fsdp", "--strict")
-    assert "size 64 is not divisible by `fsdp` (5)" in line
+    assert "`--strict`, and these leaves" in line and "size 64 is not divisible by `fsdp` (5)" in line
 
 
 @pytest.mark.parametrize("command", [(), ("demo",), ("plan",)])

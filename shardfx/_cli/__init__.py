@@ -5,4 +5,4 @@ from ._load import (
     preset_names as preset_names,
 )
 from ._slice import Slice as Slice, order_text as order_text, parse_slice as parse_slice
-from ._usage import UsageError as UsageError, calling as calling, one_line as one_line
+from ._usage import UsageError as UsageError, calling as calling, in_flags as in_flags, one_line as one_line

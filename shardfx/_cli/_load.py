@@ -1,5 +1,6 @@
 """Models and rules by the names that a command line gives them."""
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -81,7 +82,8 @@ def load_optimizer(name: str) -> Callable[..., Any]:
 
     **Arguments:**
 
-    - `name`: `MODULE:NAME` of an optimizer as optax makes them, or of a function without arguments that makes one.
+    - `name`: `MODULE:NAME` of an optimizer as optax makes them, or of a function that makes one, without arguments or
+        with `learning_rate` alone, whose value its state does not show.
 
     **Returns:**
 
@@ -93,7 +95,7 @@ def load_optimizer(name: str) -> Callable[..., Any]:
     """
     found = _attribute(name)
     if "init" not in dir(found) and callable(found):
-        found: Any = calling(f"`{name}()`", found)
+        found: Any = calling(f"`{name}()`", lambda: _optimizer(found))
     if "init" not in dir(found):
         raise UsageError(
             f"`{name}` is {found!r:.60}; it must be an optimizer, with `init` and `update`, as optax makes them"
@@ -140,6 +142,10 @@ def _sorted(found: Any, what: str) -> Rules:
 def _attribute(name: str) -> Any:
     """What `package.module:name.in.it` names."""
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py") and os.path.isfile(module_name):
+        folder, file = os.path.split(module_name)
+        where = f", in the directory {folder!r}" if folder else ""
+        raise UsageError(f"{module_name!r} is a file; name its module, `{file[:-3]}:{attribute or 'NAME'}`{where}")
     if not attribute or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise UsageError(f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`")
     if calling(f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)) is None:
@@ -148,19 +154,39 @@ def _attribute(name: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if part not in dir(found):
-            near = [other for other in dir(found) if not other.startswith("_") and other.lower() == part.lower()]
-            known = near or [other for other in vars(module) if not other.startswith("_")][:8]
-            raise UsageError(
-                f"module `{module_name}` has no `{attribute}`; it has {', '.join(known) or 'nothing public'}"
-            )
+            raise UsageError(f"module `{module_name}` has no `{attribute}`; {_hint(part, found, module_name)}")
         found = getattr(found, part)
     return found
 
 
-def _evaluated(name: str, function: Any) -> Any:
+def _hint(name: str, found: Any, module_name: str) -> str:
+    """Names in a module or class that are like `name`, or else some that it has; its own before imported ones."""
+    held = {other: inspect.getattr_static(found, other, None) for other in dir(found) if not other.startswith("_")}
+    known = [other for other, value in held.items() if not inspect.ismodule(value)]
+    # Only functions and classes say where they were made; other values are the module's own as far as one can tell.
+    own = [
+        other for other in known if not callable(held[other]) or getattr(held[other], "__module__", None) == module_name
+    ]
+    for names in (own, known):
+        near = difflib.get_close_matches(name.lower(), dict.fromkeys(map(str.lower, names)), n=3)
+        if near:
+            alike = [other for one in near for other in names if other.lower() == one]
+            return f"did you mean {' or '.join(f'`{other}`' for other in alike)}?"
+    return f"it has {', '.join((own or known)[:8]) or 'nothing public'}"
+
+
+def _optimizer(make: Callable[..., Any]) -> Any:
+    return make(learning_rate=1e-3) if _needed(make) == ["learning_rate"] else make()
+
+
+def _needed(function: Any) -> list[str]:
     # Classes without an `__init__` of their own and functions from C may have no signature.
     parameters = inspect.signature(function).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _evaluated(name: str, function: Any) -> Any:
+    parameters, needed = inspect.signature(function).parameters.values(), _needed(function)
     key = jax.eval_shape(lambda: jax.random.key(0))
     if [other for other in needed if other != "key"]:
         raise UsageError(

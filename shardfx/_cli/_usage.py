@@ -1,6 +1,7 @@
 """What a command says when it cannot go on: one line, whatever went wrong."""
 
 import pathlib
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -35,6 +36,7 @@ OURS = (
     UnmatchedError,
 )
 _SHOWN_LINES = 3
+_ARGUMENT = re.compile(r"`(unmatched|mode|min_bytes|strict|refine)=([^`]+)`")
 _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent.parent))
 
 
@@ -50,6 +52,16 @@ def one_line(error: BaseException) -> str:
     for line in lines[:_SHOWN_LINES]:
         text += line if not text else f" {line}" if text[-1] in ".,:" else f"; {line}"
     return text + (f" (and {len(lines) - _SHOWN_LINES} lines more)" if len(lines) > _SHOWN_LINES else "")
+
+
+def in_flags(text: str) -> str:
+    """`text` with the flag where it names an argument of `shardfx.plan`: `--strict` for `strict=True`."""
+
+    def flag(found: re.Match[str]) -> str:
+        value = found[2].strip("\"'")
+        return f"`--{found[1].replace('_', '-')}{'' if value == 'True' else f' {value}'}`"
+
+    return _ARGUMENT.sub(flag, text)
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:
@@ -84,7 +96,7 @@ class _Reported:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[False]:
         # `SystemExit` is what calling `exit()` at the top of a module does; Ctrl-C must stay what it is.
         if isinstance(error, OURS):
-            raise UsageError(one_line(error)) from error
+            raise UsageError(in_flags(one_line(error))) from error
         if isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
             text = f"{self.what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}"
             raise UsageError(text) from error
