@@ -11,6 +11,9 @@ from ._errors import MeshError
 from .topology import DeviceOrder, device_order
 
 
+_EMULATE = ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the first use of JAX.'
+
+
 class MeshSpec(eqx.Module):
     """A mesh as a value: named axes with sizes, and no devices.
 
@@ -154,16 +157,20 @@ class MeshSpec(eqx.Module):
 
         `MeshError` if the known sizes do not divide `device_count`, or, without a -1, do not give it.
         """
+        return self._fitted(device_count, "")
+
+    def _fitted(self, device_count: int, hint: str) -> "MeshSpec":
         known = math.prod(size for size in self.axis_sizes if size != -1)
+        hint = hint.format(known) if known > device_count else ""
         if -1 not in self.axis_sizes and known != device_count:
             raise MeshError(
                 f"mesh {self} has {known} devices, but there are {device_count}; "
-                f"give one axis the size -1 to let it take the rest."
+                f"give one axis the size -1 to let it take the rest.{hint}"
             )
         if device_count % known or device_count < 1:
             raise MeshError(
                 f"mesh {self}: the known sizes give {known}, which does not divide {device_count} devices; "
-                f"use sizes whose product divides {device_count}."
+                f"use sizes whose product divides {device_count}.{hint}"
             )
         return self._with_sizes(tuple(device_count // known if size == -1 else size for size in self.axis_sizes))
 
@@ -220,7 +227,8 @@ class MeshSpec(eqx.Module):
             assert order.devices.shape == (4, 2) and order.method == "mesh_utils" and not order.reasons
             ```
         """
-        fitted = self.fit(np.size(devices) if isinstance(devices, np.ndarray) else len(devices))
+        given = list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
+        fitted = self._fitted(len(given), _EMULATE if given and given[0].platform == "cpu" else "")
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
     def build(self, devices: Sequence[Any] | np.ndarray | Mesh) -> Mesh:
