@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from ._errors import LeafTypeError, PlanMismatchError
 from ._plan import ShardPlan
@@ -45,7 +46,8 @@ def filter_jit(
 
     **Raises:**
 
-    `PlanMismatchError` if a plan has no devices, or an argument is not the tree that its plan is for.
+    `PlanMismatchError` if a plan has no devices, an argument is not the tree that its plan is for, or a bare
+    PartitionSpec is given, which says nothing of the mesh: `jax.set_mesh` is not asked.
 
     !!! Example
 
@@ -250,16 +252,24 @@ def _is_plan(node: Any) -> bool:
 
 def _resolved(entry: Any) -> Any:
     """A tree of plans and shardings as one of shardings."""
-    return jax.tree.map(lambda node: _shardings(node) if _is_plan(node) else node, entry, is_leaf=_is_plan)
+    return jax.tree.map(_shardings, entry, is_leaf=_is_plan)
 
 
-def _shardings(plan: ShardPlan) -> Any:
-    if plan.jax_mesh is None:
+def _shardings(given: Any) -> Any:
+    """The shardings of a plan; other entries as they are, if they say on which mesh."""
+    if isinstance(given, PartitionSpec):
         raise PlanMismatchError(
-            f"the plan is for the mesh {plan.mesh} and has no devices, so arrays cannot be placed by it; use "
+            f"`in_shardings` or `out_shardings` holds the bare spec {given}; say which mesh it is for: "
+            f"`NamedSharding(plan.jax_mesh, {given})`."
+        )
+    if not isinstance(given, ShardPlan):
+        return given
+    if given.jax_mesh is None:
+        raise PlanMismatchError(
+            f"the plan is for the mesh {given.mesh} and has no devices, so arrays cannot be placed by it; use "
             "`plan.on(plan.mesh.build(jax.devices()))`."
         )
-    return plan.shardings
+    return given.shardings
 
 
 class _Entries(NamedTuple):
