@@ -14,7 +14,7 @@ from ._content import check_columns, named_sharding
 from ._correct import correct
 from ._errors import LeafTypeError, PlanMismatchError, RuleError, SpecError
 from ._mesh import MeshSpec
-from ._plan import ShardPlan
+from ._plan import ShardPlan, check_plan
 from ._rules import check_rank, resolve, units_of
 from ._spec import UNCONSTRAINED, canonical, entries_of, entry_axes, trimmed
 from ._tree import flatten
@@ -66,6 +66,7 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
         raise LeafTypeError(
             f"`constrain` takes one array, not {type(x).__name__}; map it over a tree with `jax.tree.map`."
         )
+    check_plan("plan", plan)
     if names_or_spec is None:
         return x
     spec, units = _requested(names_or_spec, plan, x.ndim, strict)
@@ -117,6 +118,7 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
         assert shard(tree, made)["w"].addressable_shards[0].data.shape == (1, 8)
         ```
     """
+    check_plan("plan", plan)
     flat = flatten(tree)
     check_columns(plan.content, flat.paths, flat.leaves, flat.is_array)
     shardings = devices_shardings(plan)

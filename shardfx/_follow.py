@@ -9,8 +9,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ._alike import between_numbers
 from ._content import Content, LeafPlan, leaf_plan, memory_kind_pairs
 from ._correct import correct
+from ._errors import LeafTypeError
 from ._paths import PathRules, compiled, first_match
-from ._plan import ShardPlan
+from ._plan import ShardPlan, check_plan
 from ._reason import Code, reason
 from ._spec import canonical, entries_of, pinned, trimmed
 from ._tree import flatten
@@ -55,6 +56,9 @@ def follow(
         assert opt_plan["0/v_row/w"].spec == P("fsdp") and opt_plan["0/v_col/w"].spec == P("tensor")
         ```
     """
+    if not callable(init):
+        raise LeafTypeError(f"`init` must be a function, not {type(init).__name__}; pass `optimizer.init`.")
+    check_plan("plan", plan)
     made = _evaluated(init, plan, args)
     flat = flatten(made)
     kinds = memory_kind_pairs(memory_kinds)

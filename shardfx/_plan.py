@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ._content import Content, LeafPlan, named_sharding, read_json, shaped_like
-from ._errors import PlanMismatchError, RuleError, UnknownPathError
+from ._errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from ._mesh import MeshSpec
 from ._rules import AxisRules
 
@@ -111,8 +111,10 @@ class ShardPlan(eqx.Module):
 
         **Raises:**
 
-        `PlanMismatchError` if the mesh is another one.
+        `PlanMismatchError` if the mesh is another one; `MeshError` for what is no jax Mesh.
         """
+        fix = "make one of devices with `plan.on(plan.mesh.build(devices))`"
+        check_type("jax_mesh", jax_mesh, Mesh, MeshError, fix)
         mesh = MeshSpec.of(jax_mesh)
         if mesh.axis_names != self.mesh.axis_names or mesh.axis_sizes != self.mesh.axis_sizes:
             raise PlanMismatchError(
@@ -147,6 +149,8 @@ class ShardPlan(eqx.Module):
             raise PlanMismatchError(
                 "`join` needs at least one plan: `ShardPlan.join(params=params_plan, opt=opt_plan)`."
             )
+        for name, plan in plans.items():
+            check_plan(name, plan)
         contents = {name: plans[name].content for name in sorted(plans)}
         first = next(iter(contents.values()))
         for what in ("mesh", "jax_mesh", "mode"):
@@ -222,6 +226,11 @@ class ShardPlan(eqx.Module):
         )
 
 
+def check_plan(what: str, given: Any) -> None:
+    """Raises unless the argument named `what` is a plan."""
+    check_type(what, given, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
+
+
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     """How two plans differ, a line for each leaf; empty exactly if their digests are equal.
 
@@ -245,6 +254,8 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
         print(*differences(a, b), sep="\\n")
         ```
     """
+    check_plan("a", a)
+    check_plan("b", b)
     if a.digest == b.digest:
         return ()
     lines = [

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from ._alike import between_numbers, joined
-from ._plan import LeafPlan, ShardPlan
+from ._plan import LeafPlan, ShardPlan, check_plan
 from ._reason import Code
 from ._spec import entries_of
 from ._table import array_text, bytes_text, table
@@ -48,6 +48,7 @@ def report_rows(plan: ShardPlan) -> tuple[ReportRow, ...]:
     One [`shardfx.ReportRow`][] for each group of arrays whose paths differ in numbers only, and that agree in
     everything else: shape, dtype, spec, rule, reasons.
     """
+    check_plan("plan", plan)
     groups: dict[Any, list[str]] = {}
     content = plan.content
     for number, path in zip(content.index, content.paths, strict=True):

@@ -1,16 +1,19 @@
 """What a person reads when the input is wrong: the whole text, with the path, the values and the way out."""
 
+import contextlib
 import copy
 import json
 import textwrap
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
@@ -30,12 +33,15 @@ from shardfx import (
     atomic,
     constrain,
     correct,
+    differences,
     filter_jit,
     follow,
     fsdp,
     gather,
     match,
     plan,
+    report,
+    report_rows,
     resolve,
     shard,
 )
@@ -207,6 +213,18 @@ def test_a_mesh_that_does_not_divide_the_device_count():
     assert message(MeshError, lambda: MeshSpec({"data": 2, "tensor": 3}).build(jax.devices())) == wanted
 
 
+def test_a_mesh_for_more_devices_than_the_cpu_has():
+    for axes in ({"data": 4, "tensor": 4}, {"data": -1, "tensor": 16}):
+        plain = message(MeshError, lambda axes=axes: MeshSpec(axes).fit(8))
+        for devices in (jax.devices(), np.array(jax.devices()).reshape(2, 4)):
+            assert message(MeshError, lambda axes=axes, devices=devices: MeshSpec(axes).build(devices)) == (
+                f'{plain} To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", 16)` before the first '
+                "use of JAX."
+            )
+    chips = [types.SimpleNamespace(platform="tpu", id=i) for i in range(8)]
+    assert message(MeshError, lambda: MeshSpec({"data": 4, "tensor": 4}).order(chips)).endswith("take the rest.")
+
+
 def test_a_malformed_mesh():
     assert message(MeshError, lambda: MeshSpec.parse("data:2,tensor=4")) == (
         "mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in \"data=-1,fsdp=4,tensor=2\"."
@@ -244,6 +262,61 @@ def test_axis_rules_that_are_not_wrapped(bare, as_users_run_it):
     assert message(RuleError, lambda: plan(TREE, MESH, names=names, axes=bare)) == f"`axes` {wanted}"
     assert message(RuleError, lambda: resolve(("mlp",), bare)) == f"`rules` {wanted}"
     assert message(RuleError, lambda: AXES.merge(bare)) == f"`other` {wanted}"
+
+
+def test_what_is_no_plan(as_users_run_it):
+    made: Any = plan(TREE, MESH.build(jax.devices()), paths=EVERYTHING, axes=AXES)
+    x, tree, axes = jnp.ones((8, 8)), cast(Any, TREE), cast(Any, AXES)
+
+    def wanted(what: str, kind: str) -> str:
+        return f"`{what}` must be of type ShardPlan, not {kind}; pass what `shardfx.plan(tree, mesh, ...)` returns."
+
+    for function, what, kind in (
+        (lambda: constrain(x, (None, "mlp"), axes), "plan", "AxisRules"),
+        (lambda: constrain(x, made, cast(Any, (None, "mlp"))), "plan", "tuple"),
+        (lambda: constrain(x, None, cast(Any, None)), "plan", "NoneType"),
+        (lambda: shard(tree, made.shardings), "plan", "dict"),
+        (lambda: report(tree), "plan", "dict"),
+        (lambda: report_rows(tree), "plan", "dict"),
+        (lambda: differences(tree, made), "a", "dict"),
+        (lambda: differences(made, tree), "b", "dict"),
+        (lambda: ShardPlan.join(params=made, opt=tree), "opt", "dict"),
+        (lambda: follow(lambda given: given, tree), "plan", "dict"),
+    ):
+        assert message(LeafTypeError, function) == wanted(what, kind)
+
+
+def test_devices_in_the_place_of_a_mesh(as_users_run_it):
+    made: Any = plan(TREE, MESH, paths=EVERYTHING)
+    for other in (jax.devices(), MESH, MESH.abstract()):
+        assert message(MeshError, lambda other=other: made.on(other)) == (
+            f"`jax_mesh` must be of type Mesh, not {type(other).__name__}; make one of devices with "
+            "`plan.on(plan.mesh.build(devices))`."
+        )
+
+
+def test_an_optimizer_in_the_place_of_its_init(as_users_run_it):
+    optimizer: Any = optax.adam(1e-3)
+    assert message(LeafTypeError, lambda: follow(optimizer, plan(TREE, MESH, paths=EVERYTHING))) == (
+        f"`init` must be a function, not {type(optimizer).__name__}; pass `optimizer.init`."
+    )
+
+
+@pytest.mark.parametrize("ambient", [False, True])
+def test_a_bare_spec_at_the_boundary_of_jit(ambient):
+    made = plan(TREE, MESH.build(jax.devices()), paths=EVERYTHING)
+    assert made.jax_mesh is not None
+    spec, x = P("data"), jnp.ones((8, 8))
+    wanted = (
+        f"`in_shardings` or `out_shardings` holds the bare spec {spec}; say which mesh it is for: "
+        f"`NamedSharding(plan.jax_mesh, {spec})`."
+    )
+    # Nothing is ambient: a mesh that happens to be set is not asked.
+    with jax.set_mesh(made.jax_mesh) if ambient else contextlib.nullcontext():
+        for entry in ((made, spec), (made, {"x": spec})):
+            run = filter_jit(lambda tree, x: x, in_shardings=entry)
+            assert message(PlanMismatchError, lambda run=run: run(TREE, {"x": x})) == wanted
+        assert message(PlanMismatchError, lambda: filter_jit(lambda x: x, out_shardings=spec)) == wanted
 
 
 def test_leaves_of_the_wrong_type():
