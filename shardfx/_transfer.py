@@ -262,8 +262,9 @@ def _empty(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
 
 
 def _by_host(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
-    if not donate:
-        # `addressable_shards` makes an object per shard, and a tree of small arrays has many.
+    if not donate and not made.lost:
+        # `addressable_shards` makes an object per shard, and a tree of small arrays has many. But of an array that is
+        # the same on all devices this reads the first, whichever is asked for.
         shards = {sender: x.addressable_data(index) for sender, index in made.positions.items()}
         return _assemble.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards)
     shards, free = _shards(x, made, donate)

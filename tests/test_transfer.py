@@ -183,6 +183,21 @@ def test_lost_devices_are_not_read():
         assert_is(transfer(jax.device_put(expected, src), dst, lost=lost, way=way), expected, dst)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("spec", [P(), P("a")])
+def test_replicas_on_lost_devices_are_not_read(spec, donate, way):
+    devices = jax.devices()
+    expected = values((8,))
+    source = NamedSharding(mesh(range(8), (2, 4)), spec)
+    boxes = source.devices_indices_map((8,)).items()
+    shards = [expected[box] if device in devices[3:] else np.full_like(expected[box], -7) for device, box in boxes]
+    placed = [jax.device_put(shard, device) for shard, device in zip(shards, devices, strict=True)]
+    x = jax.make_array_from_single_device_arrays((8,), source, placed)
+    target = NamedSharding(mesh(range(8), (8,)), P("a"))
+    assert_is(transfer(x, target, lost=tuple(devices[:3]), donate=donate, way=way), expected, target)
+
+
 def test_what_only_lost_devices_hold_is_an_error_before_anything_moves():
     src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
     dst = NamedSharding(mesh((0, 1), (2,)), P("a"))
