@@ -54,7 +54,7 @@ def levels(world: World) -> list[tuple[float, np.ndarray]]:
     return found
 
 
-def refine(src: Layout, dst: Layout) -> tuple[World, World]:
+def refine(src: Layout, dst: Layout, *, prime: bool = False) -> tuple[World, World]:
     """Splits the axes of both meshes into factors.
 
     Where every factor of the target's mesh is one of the source's too, both worlds are on the source's mesh.
@@ -62,6 +62,8 @@ def refine(src: Layout, dst: Layout) -> tuple[World, World]:
     **Arguments:**
 
     - `src`, `dst`: layouts over the same devices.
+    - `prime`: into prime factors, however many those are. Else many of them are joined where neither end tells them
+        apart; but dimensions may have room for some of them and not for all.
 
     **Returns:**
 
@@ -69,7 +71,7 @@ def refine(src: Layout, dst: Layout) -> tuple[World, World]:
     """
     places = (np.arange(src.size), positions(dst, src))
     splits = _splits(src, dst, places)
-    if max(sum(map(len, split)) for split in splits) > _FEW:
+    if not prime and max(sum(map(len, split)) for split in splits) > _FEW:
         splits = _coarse(src, dst, places, splits)
     ours, theirs = _agreed(
         *(_world(layout, split, place) for layout, split, place in zip((src, dst), splits, places, strict=True))

@@ -189,7 +189,10 @@ def _walk(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Walk, Fracti
     bound = lacking(ours, theirs)
     if not bound:  # every device has what it needs, and keeps that of its piece
         return walk([ours.layout], [theirs.layout]), bound
-    return search(Problem(room, ours, theirs)), bound
+    path = search(Problem(room, ours, theirs)) or search(Problem(room, *refine(src, dst, prime=True)))
+    if path is None:
+        raise AssertionError("slices, exchanges and gathers of prime factors lead everywhere; please report this move")
+    return path, bound
 
 
 def _measured(shape: tuple[int, ...], bits: int, path: Walk, bound: Fraction) -> Redistribution:

@@ -82,6 +82,7 @@ class _Side:
         self.sizes = world.layout.sizes
         self.weights = world.layout.weights or (1.0,) * len(self.sizes)
         self.least = min(world.layout.pieces, goal.layout.pieces)
+        self.goal = goal.layout.counts
         self.layered = len(dict.fromkeys(self.weights)) > 1
         self.any_order = problem.any_order
         self.held = Holdings(world)
@@ -104,8 +105,11 @@ class _Side:
         self.earliest: dict[tuple[int, ...], Dims] = {}
         self.ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[Dims]]] = {}
 
-    def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float) -> bool:
-        """Adds a layout to look at, unless no path through it is new and cheaper than `limit`."""
+    def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float, hurry: bool = False) -> bool:
+        """Adds a layout to look at, unless no path through it is new and cheaper than `limit`.
+
+        In a `hurry` those are looked at first whose counts are next to the goal's, whatever they cost.
+        """
         if cost + _SLACK >= min(limit, self.cost.get(dims, math.inf)):
             return False
         self.seen += 1
@@ -117,9 +121,14 @@ class _Side:
         if parent is not None:
             self.parent[dims] = parent
         # Both ends are looked at first: what they can reach in one step each may meet.
-        key = 0.0 if parent is None else cost + estimate
+        key = 0.0 if parent is None else -1 / self._apart(dims) if hurry else cost + estimate
         heapq.heappush(self.heap, (key, estimate, self.seen, dims))
         return True
+
+    def _apart(self, dims: Dims) -> int:
+        """The product of what the counts of `dims` and those of the goal do not have in common."""
+        pairs = zip(self.held.counts(dims), self.goal, strict=True)
+        return math.prod([math.lcm(count, goal) // math.gcd(count, goal) for count, goal in pairs])
 
     def neighbours(self, dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
         """The layouts one step away, each with what the step costs: less than `spare`."""
@@ -274,7 +283,7 @@ def _shares(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
     return tuple(found)
 
 
-def search(problem: Problem, *, most: int | None = None) -> Walk:
+def search(problem: Problem, *, most: int | None = None) -> Walk | None:
     """The cheapest path; where the search is cut short, the best one found.
 
     **Arguments:**
@@ -285,7 +294,7 @@ def search(problem: Problem, *, most: int | None = None) -> Walk:
 
     **Returns:**
 
-    The path.
+    The path, or None where no steps of these factors lead from one end to the other.
     """
     most = _budget(problem.ours) if most is None else most
     # No dimension need ever be cut more finely than the two ends do together; a path that respects it is found
@@ -299,8 +308,6 @@ def search(problem: Problem, *, most: int | None = None) -> Walk:
     if path is None or ((mixed or narrow.room != problem.room) and looked < most):
         better, _, _ = explore(wide, most - looked, cost)
         path = better or path
-    if path is None:
-        raise AssertionError("slices, exchanges and gathers lead everywhere; please report this move")
     return path
 
 
@@ -330,7 +337,8 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Walk | None, flo
             continue
         _settle(dims, side, best, most)
         for after, extra in side.neighbours(dims, best.cost - side.cost[dims]):
-            if side.push(after, side.cost[dims] + extra, dims, best.cost):
+            hurry = best.cost == math.inf and best.looked > most
+            if side.push(after, side.cost[dims] + extra, dims, best.cost, hurry):
                 if shared:  # both ends are on one mesh's factors: a layout that the other side has met makes a path
                     _meet(after, after, 0.0, best)
                 if best.cost == math.inf:

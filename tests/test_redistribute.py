@@ -1,6 +1,7 @@
 import heapq
 import itertools as it
 import math
+import random
 from collections import Counter
 
 import numpy as np
@@ -17,7 +18,7 @@ from shardfx._exchange import exchange, gathered, permutation
 from shardfx._factors import refine
 from shardfx._layout import Layout, positions, slice_numbers
 from shardfx._redistribute import layout, redistribute
-from shardfx._search import Problem, explore
+from shardfx._search import Problem, explore, search
 
 
 CATALOGUE = every_layout(16)
@@ -145,6 +146,51 @@ def test_any_ranks_factors_orders_and_empty_dimensions(move):
 )
 def test_factors_that_block_each_other_are_permuted_first(shape, src, dst):
     check(shape, src, dst)
+
+
+@pytest.mark.parametrize(
+    "shape, src, dst",
+    [
+        ((12,), Layout((12, 16), ((0,),)), Layout((32, 6), ((1,),))),
+        ((12, 5), Layout((12, 16), ((0,), ())), Layout((32, 6), ((1,), ()))),
+        ((96,), Layout((24, 32), ((0,),)), Layout((24, 32), ((1,),))),
+    ],
+)
+def test_joined_factors_that_dimensions_have_no_room_for_are_taken_apart(shape, src, dst):
+    assert search(Problem(tuple(math.gcd(size, src.size) for size in shape), *refine(src, dst))) is None
+    check(shape, src, dst)
+
+
+def test_dimensions_without_spare_room_on_devices_of_many_prime_factors():
+    rng = random.Random(0)
+    for _ in range(40):
+        count = rng.choice((192, 288, 384, 480))
+        src, dst = (tightly(rng, count) for _ in range(2))
+        shape = tuple(map(math.lcm, src.counts, dst.counts))
+        if math.prod(shape) <= 5000:
+            check(shape, src, dst)
+
+
+def tightly(rng: random.Random, count: int) -> Layout:
+    """A random layout over `count` devices in a random order, of two dimensions."""
+    sizes, left = [], count
+    while left > 1:
+        sizes.append(rng.choice([size for size in range(2, left + 1) if left % size == 0]))
+        left //= sizes[-1]
+    dims = [[], [], []]
+    for axis in rng.sample(range(len(sizes)), len(sizes)):
+        dims[rng.randrange(3)].append(axis)
+    return Layout(tuple(sizes), tuple(map(tuple, dims[:2])), tuple(rng.sample(range(count), count)))
+
+
+def test_a_path_is_soon_found_where_every_factor_is_prime_and_none_is_shared():
+    # Six slices in some order: the estimates of all layouts between the ends are alike.
+    order = np.random.default_rng(0).permutation(2880).tolist()
+    ends = Layout((288, 2, 5), ((2,),), tuple(range(2880))), Layout((36, 4, 20), ((0, 2),), tuple(order))
+    most = 500
+    found, _, looked = explore(Problem((720,), *refine(*ends, prime=True)), most, math.inf)
+    assert found is not None
+    assert looked <= 2 * most
 
 
 def binary(end: Layout) -> Layout:
