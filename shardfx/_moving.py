@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import itertools as it
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from ._collective import move_group
-from ._errors import LeafTypeError, MeshError, SpecError
+from ._errors import LeafTypeError, MeshError, SpecError, check_type
 from ._redistribute import Redistribution, layout, redistribute
 from ._sliced import Slices, sliced, slices_of
 from ._spec import array_bytes, bits, entries_of, shard_counts
@@ -115,6 +115,17 @@ def move_of(
     if move.transfer is not None and move.transfer.tiles.missing:
         raise MeshError(f"{lost_text(move.transfer)}; load it from a checkpoint.")
     return move
+
+
+def lost_devices(lost: Iterable[Any]) -> tuple[Any, ...]:
+    """The argument `lost` of a move, for which ids, or one device alone, would name no device; as a tuple."""
+    fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
+    check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
+    found = tuple(lost)
+    for device in found:
+        if not isinstance(device, jax.Device):
+            raise LeafTypeError(f"`lost` holds {device!r:.80}, of type {type(device).__name__}, not a device; {fix}")
+    return found
 
 
 def data_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:

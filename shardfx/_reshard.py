@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from ._collective import move as move_traced
 from ._errors import LeafTypeError, MeshError, MoveError, SpecError
-from ._moving import Move, apply, balanced, least_limit_bytes, move_of, require_movable, why_least
+from ._moving import Move, apply, balanced, least_limit_bytes, lost_devices, move_of, require_movable, why_least
 from ._targets import is_array, targets
 from ._transfer import IN_FLIGHT_BYTES
 from ._tree import tree_paths
@@ -54,7 +54,7 @@ def reshard(
         even those need more, that is an error with the least limit that works.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read; what stays in place, under another mesh's
         names too, is not deleted: the result shares its buffers.
-    - `lost`: devices whose shards are not to be read; replicas elsewhere take their place.
+    - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
 
     **Returns:**
 
@@ -63,9 +63,10 @@ def reshard(
     **Raises:**
 
     Before anything is moved: `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
-    sharding does not divide its array; `LeafTypeError` for dtypes that JAX moves wrongly; `MeshError` if there is no
-    way, or elements are on `lost` devices alone; `MoveError` if `memory_limit_bytes` is less than some array needs in
-    the finest of slices. In the middle: `MoveError`, which says and holds what was moved.
+    sharding does not divide its array; `LeafTypeError` for dtypes that JAX moves wrongly, and if `lost` holds others
+    than devices; `MeshError` if there is no way, or elements are on `lost` devices alone; `MoveError` if
+    `memory_limit_bytes` is less than some array needs in the finest of slices. In the middle: `MoveError`, which says
+    and holds what was moved.
 
     !!! Example
 
@@ -81,12 +82,13 @@ def reshard(
         assert moved["w"].addressable_shards[0].data.shape == (24, 4)
         ```
     """
+    lost = lost_devices(lost)
     leaves, treedef = jax.tree.flatten(tree)
     wanted = targets(dst, tree, leaves, treedef, "dst")
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         sources = [None] * len(leaves) if src is None else targets(src, tree, leaves, treedef, "src")
         return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, treedef))
-    job = _job(leaves, wanted, treedef, tuple(lost))
+    job = _job(leaves, wanted, treedef, lost)
     if memory_limit_bytes is not None:
         _require_room(job, memory_limit_bytes)
     return jax.tree.unflatten(treedef, _done(job, leaves, memory_limit_bytes, donate))

@@ -16,7 +16,7 @@ from ._content import named_sharding
 from ._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from ._layout import Layout, digits, piece_index
 from ._mesh import MeshSpec
-from ._moving import data_of, decided, require_movable
+from ._moving import data_of, decided, lost_devices, require_movable
 from ._plan import ShardPlan
 from ._redistribute import Redistribution, Step, layout, redistribute
 from ._spec import array_bytes, bits
@@ -175,7 +175,7 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
         devices: where one has none, its devices are taken to be numbered by their place in the mesh. Slices are those
         of the devices, or else by the `dcn` of a plan's MeshSpec.
-    - `lost`: devices whose shards will not be read.
+    - `lost`: jax devices whose shards will not be read.
 
     **Returns:**
 
@@ -184,7 +184,8 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
     **Raises:**
 
     `PlanMismatchError` if the two are of different trees; `SpecError` if a sharding does not divide its array;
-    `LeafTypeError` for a leaf without a sharding, or of a dtype that JAX moves wrongly.
+    `LeafTypeError` for a leaf without a sharding, or of a dtype that JAX moves wrongly, and if `lost` holds others than
+    devices.
 
     !!! Example
 
@@ -202,6 +203,7 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
         print(moving)
         ```
     """
+    lost = lost_devices(lost)
     ours = _columns(src, "src")
     theirs = (
         _columns(dst, "dst") if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan) else _wanted(src, dst, ours)
@@ -211,8 +213,8 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
         odd = next((leaf.path for leaf in (*ours, *theirs) if (leaf.path in here) != (leaf.path in there)), None)
         what = "their leaves are in another order" if odd is None else f"`{odd}` is only in one of them"
         raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
-    leaves = [_leaf_move(*pair, tuple(lost)) for pair in zip(ours, theirs, strict=True)]
-    return ReshardPlan(tuple(_balanced(leaves, tuple(lost))))
+    leaves = [_leaf_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
+    return ReshardPlan(tuple(_balanced(leaves, lost)))
 
 
 class _Leaf(NamedTuple):

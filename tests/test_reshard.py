@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -30,6 +31,14 @@ def way(request):
     if request.param == "programs":
         request.getfixturevalue("through_programs")
     return request.param
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the type checks that the tests put round every function, which would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def mesh(sizes, names="ab", order=None, **types):
@@ -491,6 +500,36 @@ def test_lost_shards_are_named_with_their_leaf():
     source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
     with pytest.raises(MeshError, match=r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\]"):
         reshard(source, sharding((2,), "a"), lost=jax.devices()[3:4])
+
+
+def gone():
+    return jax.devices()[0]
+
+
+@pytest.mark.parametrize(
+    "lost, message",
+    [
+        (lambda: [0, 1], r"`lost` holds 0, of type int, not a device; give an iterable of jax devices, such as `lost="),
+        (lambda: gone(), "`lost` must be of type Iterable, not .*Device; give an iterable of jax devices, such as"),
+        (lambda: None, "`lost` must be of type Iterable, not NoneType"),
+        (lambda: "cpu:0", "`lost` holds 'c', of type str, not a device"),
+        (lambda: [gone(), {gone()}], "`lost` holds .*, of type set, not a device"),
+    ],
+)
+def test_lost_must_be_devices(lost, message, as_users_run_it):
+    source, target = jax.device_put(host((8,)), sharding((8,))), sharding((8,), "a")
+    for move in (reshard, plan_reshard):
+        with pytest.raises(LeafTypeError, match=message):
+            move(source, target, lost=lost())
+
+
+def test_lost_may_be_any_iterable_of_devices():
+    tree = [struct((8,), sharding((8,))), struct((16,), sharding((8,)))]
+    for lost in (iter, frozenset, np.array):
+        made = plan_reshard(tree, sharding((8,), "a"), lost=lost([gone()]))
+        assert all(0 not in [sender for sender, _ in leaf.tiles.links] for leaf in made.leaves)
+        arrays = jax.tree.map(lambda x: jax.device_put(host(x.shape), x.sharding), tree)
+        assert_equal(reshard(arrays, sharding((8,), "a"), lost=lost([gone()])), [host((8,)), host((16,))])
 
 
 # Memory kinds
