@@ -15,13 +15,18 @@ def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(x: Any, *others: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float16 or jnp.finfo(x.dtype).bits >= 32:
+        if not is_small_float(x.dtype):
             return move(x, *others)
         integer = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
         as_bits = [lax.bitcast_convert_type(y, integer) if y.dtype == x.dtype else y for y in (x, *others)]
         return lax.bitcast_convert_type(move(*as_bits), x.dtype)
 
     return run
+
+
+def is_small_float(dtype: Any) -> bool:
+    """Whether XLA's CPU compiler has no such numbers and works with larger ones."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits < 32
 
 
 def moved(move: Callable[..., Any], *arrays: Any) -> Any:

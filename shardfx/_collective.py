@@ -13,12 +13,13 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ._bits import is_small_float, moved
 from ._errors import LeafTypeError, MeshError, SpecError
 from ._hlo import wire_bytes
 from ._layout import Layout, slice_numbers
 from ._program import abstract, flat_program, is_explicit, placed, program
 from ._redistribute import Redistribution, layout, redistribute
-from ._spec import array_bytes, bits, canonical, entries_of
+from ._spec import array_bytes, bits, canonical, entries_of, entry_axes
 
 
 How = Literal["none", "xla", "steps"]
@@ -91,7 +92,7 @@ def move_group(
     first = xs[0]
     _require_movable(first.dtype)
     if isinstance(first, Tracer):
-        return [_traced(x, dst, src) for x in xs]
+        return [traced(x, dst, src) for x in xs]
     run = live_program(first.shape, first.dtype, _source_of(first), dst, donate)
     return [run(x) for x in xs]
 
@@ -133,7 +134,7 @@ def choose(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSha
         return Choice("none", plan)
     if isinstance(src.mesh, AbstractMesh) or isinstance(dst.mesh, AbstractMesh) or not _same_order(src, dst):
         return Choice("steps", plan)
-    compiled = lowered(_same, shape, dtype, src, dst).compile()
+    compiled = lowered(_xla_program(dtype, _untyped(src), _untyped(dst)), shape, dtype, src, dst).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     if memory is None or text is None:
         return Choice("steps", plan)
@@ -160,7 +161,7 @@ def lowered(
 ) -> Any:
     """`fn` lowered for one array that comes in `src` and leaves in `dst`, ready to be compiled and looked at."""
     struct = jax.ShapeDtypeStruct(shape, dtype, sharding=_untyped(src))
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with jax.sharding.use_abstract_mesh(_NO_MESH), jax.disable_jit(False):
         return jax.jit(fn, in_shardings=_untyped(src), out_shardings=_untyped(dst)).lower(struct)
 
 
@@ -169,11 +170,22 @@ def _untyped(sharding: NamedSharding) -> NamedSharding:
     mesh = sharding.mesh
     if isinstance(mesh, Mesh) and any(kind != AxisType.Auto for kind in mesh.axis_types):
         mesh = Mesh(mesh.devices, mesh.axis_names)
-    return NamedSharding(mesh, canonical(sharding.spec))
+    return NamedSharding(mesh, _settled(sharding.spec))
+
+
+def _settled(spec: PartitionSpec) -> PartitionSpec:
+    """`spec` in its shortest form, with nothing left to the compiler."""
+    return canonical(PartitionSpec(*[entry_axes(entry) or None for entry in entries_of(spec)]))
 
 
 def _same(x: Any) -> Any:
     return x
+
+
+def _xla_program(dtype: Any, src: NamedSharding, dst: NamedSharding) -> Callable[[Any], Any]:
+    """What XLA makes of a move if it only knows both ends; small floats keep their bits."""
+    way = lambda x: placed(placed(x, src), dst)
+    return ft.partial(moved, way) if is_small_float(dtype) else way
 
 
 def steps_program(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Callable[[Any], Any]:
@@ -213,15 +225,15 @@ def live_program(
         like = layout(here.mesh, here.spec, len(shape))
         step = jax.jit(ft.partial(flat_program, src=here, steps=choice.plan.steps, like=like), in_shardings=here)
     else:
-        fn = _same if choice.how == "xla" else steps_program(shape, dtype, here, there)
+        fn = _xla_program(dtype, here, there) if choice.how == "xla" else steps_program(shape, dtype, here, there)
         step = jax.jit(fn, in_shardings=here, out_shardings=there, donate_argnums=(0,) if reuse else ())
 
     def run(x: jax.Array) -> jax.Array:
         given = x
         if x.sharding.memory_kind != here.memory_kind:
             x = jax.device_put(x, NamedSharding(src.mesh, src.spec))
-        # Whatever mesh the caller has set, this program is about its own two.
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
+        # Whatever mesh the caller has set, this program is about its own two; and it is one under `disable_jit` too.
+        with jax.sharding.use_abstract_mesh(_NO_MESH), jax.disable_jit(False):
             y = step(x)
         y = _labelled(y, shape, NamedSharding(dst.mesh, dst.spec))
         if dst.memory_kind != y.sharding.memory_kind:
@@ -246,15 +258,22 @@ def _labelled(y: jax.Array, shape: tuple[int, ...], dst: NamedSharding) -> jax.A
     return jax.make_array_from_single_device_arrays(shape, dst, pieces)
 
 
-def _traced(x: Any, dst: NamedSharding, src: NamedSharding | None) -> Any:
+def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
+    """`move` inside `jit` or another transformation: of a traced value, or of an array that is a constant there."""
+    _require_movable(x.dtype)
     own = jax.typeof(x).sharding
     if any(kind == AxisType.Manual for kind in own.mesh.axis_types):
         raise SpecError(
             f"an array of shape {x.shape} is one device's piece inside `shard_map`, and cannot be resharded there; "
             "reshard the whole array outside."
         )
+    constant = not isinstance(x, Tracer)
     if is_explicit(own):
         src = own
+    elif constant:
+        src = x.sharding if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) else None
+    if constant and src is None:  # the program has it whole, on every device
+        return placed(jnp.asarray(x), dst)
     if src is None:
         raise SpecError(
             f"a traced array of shape {x.shape} does not say how it lies (its mesh has Auto axes); "
@@ -271,7 +290,19 @@ def _traced(x: Any, dst: NamedSharding, src: NamedSharding | None) -> Any:
             f"the meshes {src.mesh.axis_names} and {dst.mesh.axis_names} list their devices in different orders, "
             "which JAX does not allow in one `jit`; reshard outside, or build both with one device order."
         )
-    return _move.bind(x, src=_trimmed(src), dst=_trimmed(dst))
+    if src.spec.unreduced or dst.spec.unreduced:  # more than a move: sums
+        return jax.sharding.reshard(x, dst)
+    src, dst = _on_devices(_trimmed(src), dst), _on_devices(_trimmed(dst), src)
+    redistribute(x.shape, bits(x.dtype), *_layouts(x.ndim, src, dst))  # raises here, and not where it is compiled
+    return _move.bind(x, src=src, dst=dst)
+
+
+def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
+    """`end` with the devices of the other end, where types alone say what its mesh is."""
+    if isinstance(end.mesh, Mesh) or not isinstance(other.mesh, Mesh) or end.mesh.size != other.mesh.size:
+        return end
+    devices = other.mesh.devices.reshape(end.mesh.axis_sizes)
+    return NamedSharding(Mesh(devices, end.mesh.axis_names, axis_types=end.mesh.axis_types), end.spec)
 
 
 def _kind(sharding: NamedSharding) -> str:
@@ -279,7 +310,7 @@ def _kind(sharding: NamedSharding) -> str:
 
 
 def _trimmed(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, canonical(sharding.spec))
+    return NamedSharding(sharding.mesh, _settled(sharding.spec))
 
 
 _move = jex.core.Primitive("shardfx_move")
@@ -289,7 +320,7 @@ def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     choice = choose(x.shape, x.dtype, _untyped(src), _untyped(dst))
     if choice.how == "steps":
         return program(x, src, dst, choice.plan.steps, layout(src.mesh, src.spec, x.ndim))
-    return placed(placed(x, src), dst)
+    return _xla_program(x.dtype, src, dst)(x)
 
 
 def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
@@ -303,23 +334,40 @@ def _transpose(cotangent: Any, _: Any, *, src: NamedSharding, dst: NamedSharding
     return [_move.bind(cotangent, src=dst, dst=src)]
 
 
-def _batch(args: Any, dims: Any, *, src: NamedSharding, dst: NamedSharding) -> tuple[Any, int]:
+def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSharding) -> tuple[Any, int | None]:
     (x,), (dim,) = args, dims
-    ends = (
-        NamedSharding(end.mesh, PartitionSpec(*entries[:dim], None, *entries[dim:]))
-        for end in (src, dst)
-        for entries in ((*entries_of(end.spec), *[None] * (x.ndim - 1 - len(entries_of(end.spec)))),)
-    )
-    source, target = ends
-    return _move.bind(x, src=source, dst=target), dim
+    if dim is None:
+        return _move.bind(x, src=src, dst=dst), None
+    names = axis.spmd_name or axis.explicit_mesh_axis or ()
+    return _move.bind(x, src=_batched(src, x.ndim, dim, names), dst=_batched(dst, x.ndim, dim, names)), dim
+
+
+def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
+    """`end` with a dimension more, which stays cut along the axes of `vmap` where its mesh has them."""
+    entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
+    if {*names} & {axis for entry in entries for axis in entry_axes(entry)}:
+        raise SpecError(
+            f"`vmap` is mapped over the mesh axes {names}, and {end.spec} shards another dimension by one of them; "
+            "leave them out of the specs inside `vmap`."
+        )
+    entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)
+    return NamedSharding(end.mesh, canonical(PartitionSpec(*entries)))
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    return live_program(x.shape, x.dtype, src, dst)(x)
+    """Outside of programs, as in a gradient without `jit`: there a value has a sharding, whatever `src` is."""
+    if not isinstance(dst.mesh, Mesh):
+        raise MeshError(
+            f"outside of `jit` {dst} has no devices to move an array of shape {x.shape} to; give a jax Mesh."
+        )
+    here = x.sharding if isinstance(x, jax.Array) else None
+    if isinstance(here, NamedSharding) and here.device_set == dst.device_set:
+        return live_program(x.shape, x.dtype, here, dst)(x)
+    return jax.device_put(x, dst)
 
 
 _move.def_impl(_evaluate)
 _move.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(_move, mlir.lower_fun(_lowering, multiple_results=False))
 ad.deflinear2(_move, _transpose)
-batching.primitive_batchers[_move] = _batch
+batching.fancy_primitive_batchers[_move] = _batch

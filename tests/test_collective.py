@@ -1,5 +1,6 @@
 import contextlib
 import functools as ft
+import math
 import subprocess
 import sys
 import textwrap
@@ -24,7 +25,7 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
 def mesh(kind: AxisType = AxisType.Auto, order=None, **sizes: int) -> Mesh:
-    devices = np.array(jax.devices())
+    devices = np.array(jax.devices())[: math.prod(sizes.values())]
     devices = devices if order is None else devices[np.asarray(order)]
     return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
 
@@ -200,6 +201,90 @@ def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
     assert_lies(tangent, 2 * VALUES, dst)
     stacked = jax.jit(lambda x: jax.vmap(there)(jnp.stack([x, 2 * x])))(x)
     np.testing.assert_array_equal(stacked, np.stack([VALUES, 2 * VALUES]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outside_of_jit_a_value_lies_where_it_lies_whatever_src_says(kind):
+    here, there = mesh(kind, a=2, b=2), mesh(kind, x=2, y=2)
+    rows, columns = NamedSharding(here, P("a")), NamedSharding(here, P("b"))
+    weights = jax.device_put(VALUES, columns)
+
+    for target in (NamedSharding(there, P("x")), NamedSharding(there, P(None, ("y", "x"))), rows):
+        # The cotangent comes in the sharding of the weights, which JAX lets `multiply` keep under Auto axes.
+        move_out = lambda x, target=target: move(x, target, src=rows)
+        ones = jax.device_put(np.ones_like(VALUES), rows)
+        moved, back = jax.vjp(move_out, ones)
+        cotangents = [jax.device_put(VALUES, moved.sharding), jnp.asarray(VALUES)]
+        cotangents += [weights] if kind == AxisType.Auto else []
+        assert moved.sharding == target
+        for cotangent in cotangents if kind == AxisType.Auto else cotangents[:1]:
+            (gradient,) = back(cotangent)
+            np.testing.assert_array_equal(gradient, VALUES)
+            assert gradient.sharding.is_equivalent_to(rows, 2)
+        stacked = jax.vmap(move_out)(jnp.stack([ones, 2 * ones]))
+        np.testing.assert_array_equal(stacked, np.stack([np.ones_like(VALUES), 2 * np.ones_like(VALUES)]))
+        if kind == AxisType.Auto:  # an untrue source
+            np.testing.assert_array_equal(jax.jvp(move_out, (weights,), (weights,))[0], VALUES)
+
+
+@pytest.mark.parametrize("target", [P("b"), P("b", "a"), P(None, ("b", "a")), P()])
+def test_where_jit_is_disabled_arrays_move_all_the_same(target):
+    square = mesh(a=2, b=2)
+    x = jax.device_put(VALUES, NamedSharding(square, P("a")))
+    with jax.disable_jit():
+        moved = move(x, NamedSharding(square, target))
+    assert moved.sharding == NamedSharding(square, target)
+    np.testing.assert_array_equal(moved, VALUES)
+    for shard in moved.addressable_shards:
+        np.testing.assert_array_equal(shard.data, VALUES[shard.index])
+
+
+def test_what_vmap_is_mapped_over_stays_sharded():
+    for kind, names in ((AxisType.Auto, "a"), (AxisType.Explicit, None)):
+        square = mesh(kind, a=2, b=2)
+        src, dst = NamedSharding(square, P(None, "b")), NamedSharding(square, P("b"))
+        values = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
+        x = jax.device_put(values, NamedSharding(square, P("a", None, "b")))
+        fn = jax.vmap(ft.partial(move, dst=dst, src=src), spmd_axis_name=names)
+        program = jax.jit(fn, out_shardings=NamedSharding(square, P("a", "b")))
+        np.testing.assert_array_equal(program(x), values)
+        # An all-to-all of half a shard each way; gathered over `a` it would be more than all of the array.
+        assert wire_bytes(program.lower(x).compile().as_text(), 4) == values.nbytes // 4 // 2
+    with pytest.raises(SpecError, match=r"mapped over the mesh axes \('a',\).*shards another dimension"):
+        jax.jit(jax.vmap(ft.partial(move, dst=NamedSharding(square, P("a"))), in_axes=0))(x)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e3m4", "float8_e4m3", "float8_e5m2", "bfloat16"])
+def test_numbers_that_are_none_keep_their_bits_in_xlas_own_program(dtype):
+    square, dtype = mesh(a=2, b=2), jnp.dtype(dtype)
+    integer = np.dtype(f"uint{8 * dtype.itemsize}")
+    values = np.arange(256, dtype=integer) + (0x7F00 if dtype.itemsize == 2 else 0)
+    for source, target in ((P(), P("a")), (P("a"), P(("a", "b")))):
+        src, dst = NamedSharding(square, source), NamedSharding(square, target)
+        assert choose((256,), dtype, src, dst).how == "xla"
+        x = jax.device_put(values.view(dtype), src)
+        traced = jax.jit(lambda x, src=src, dst=dst: move(x, dst, src=src), out_shardings=dst)(x)
+        for moved in (move(x, dst), traced):
+            np.testing.assert_array_equal(np.asarray(moved).view(integer), values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_mesh_that_is_set_changes_nothing(kind):
+    here, other = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
+    src, dst = NamedSharding(here, P("a", "b")), NamedSharding(here, P("b", "a"))
+    with jax.set_mesh(other):
+        moved = jax.jit(lambda x: move(x, dst, src=src), out_shardings=dst)(jax.device_put(VALUES, src))
+    assert moved.sharding == dst
+    np.testing.assert_array_equal(moved, VALUES)
+
+
+def test_sums_that_are_due_are_left_to_jax():
+    square = mesh(AxisType.Explicit, a=2, b=2)
+    src, dst = NamedSharding(square, P(None, None, unreduced={"b"})), NamedSharding(square, P(None, None))
+    rows = jax.device_put(VALUES, NamedSharding(square, P(None, "b")))
+    columns = jax.device_put(VALUES.T, NamedSharding(square, P("b", None)))
+    product = jax.jit(lambda x, y: move(jnp.einsum("ij,jk->ik", x, y, out_sharding=src), dst))(rows, columns)
+    np.testing.assert_allclose(product, VALUES @ VALUES.T, rtol=1e-5)
 
 
 def test_the_types_say_where_an_explicit_array_lies_afterwards():
