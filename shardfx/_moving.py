@@ -102,10 +102,12 @@ def move_of(
 
     **Raises:**
 
-    `SpecError` if `dst` does not divide the shape; `LeafTypeError` for dtypes that JAX moves wrongly; `MeshError` if
+    `SpecError` if `dst` does not divide the shape, or either end has unreduced axes; `LeafTypeError` for dtypes that JAX moves wrongly; `MeshError` if
     no way leads there, or lost devices alone hold some elements.
     """
     require_movable(shape, dtype, dst)
+    if lost or src != dst:
+        require_reduced(src, dst)
     if isinstance(dst, NamedSharding) and isinstance(dst.mesh, AbstractMesh):
         raise MeshError(
             f"the target {dst.spec} lies on the mesh {dict(dst.mesh.shape)} without devices; "
@@ -290,6 +292,16 @@ def require_movable(shape: tuple[int, ...], dtype: Any, dst: Sharding) -> None:
                 f"dim {dim} of shape {shape} does not divide into the {count} pieces that {dst.spec} wants on mesh "
                 f"{dict(dst.mesh.shape)}; pad it to {-(-size // count) * count}, or take the spec from "
                 "`shardfx.correct(spec, shape, mesh)`."
+            )
+
+
+def require_reduced(*ends: Sharding) -> None:
+    """Raises where devices hold, or should hold, summands in the place of elements."""
+    for end in ends:
+        if isinstance(end, NamedSharding) and end.spec.unreduced:
+            raise SpecError(
+                f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a move neither adds up nor takes "
+                "apart what they hold; add it up first with `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
             )
 
 

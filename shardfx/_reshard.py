@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from ._collective import move as move_traced
 from ._errors import LeafTypeError, MeshError, MoveError, SpecError
-from ._moving import Move, apply, balanced, least_limit_bytes, lost_devices, move_of, require_movable, why_least
+from ._moving import Move, apply, balanced, least_limit_bytes, lost_devices, move_of, require_movable, require_reduced, why_least
 from ._targets import is_array, targets
 from ._transfer import IN_FLIGHT_BYTES
 from ._tree import tree_paths
@@ -63,10 +63,10 @@ def reshard(
     **Raises:**
 
     Before anything is moved: `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
-    sharding does not divide its array; `LeafTypeError` for dtypes that JAX moves wrongly, and if `lost` holds others
-    than devices; `MeshError` if there is no way, or elements are on `lost` devices alone; `MoveError` if
-    `memory_limit_bytes` is less than some array needs in the finest of slices. In the middle: `MoveError`, which says
-    and holds what was moved.
+    sharding does not divide its array, or has unreduced axes and is not where the array lies; `LeafTypeError` for
+    dtypes that JAX moves wrongly, and if `lost` holds others than devices; `MeshError` if there is no way, or elements
+    are on `lost` devices alone; `MoveError` if `memory_limit_bytes` is less than some array needs in the finest of
+    slices. In the middle: `MoveError`, which says and holds what was moved.
 
     !!! Example
 
@@ -112,6 +112,7 @@ def _job(leaves: Sequence[Any], wanted: Sequence[Sharding | None], treedef: Any,
         if not isinstance(leaf, jax.Array):
             with _naming(treedef, at):
                 require_movable(leaf.shape, leaf.dtype, target)
+                require_reduced(target)
             job.placements.append((at, target))
             continue
         key = (leaf.sharding, target, leaf.shape, leaf.dtype)

@@ -16,7 +16,7 @@ from ._content import named_sharding
 from ._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from ._layout import Layout, digits, piece_index
 from ._mesh import MeshSpec
-from ._moving import data_of, decided, lost_devices, require_movable
+from ._moving import data_of, decided, lost_devices, require_movable, require_reduced
 from ._plan import ShardPlan
 from ._redistribute import Redistribution, Step, layout, redistribute
 from ._spec import array_bytes, bits
@@ -183,8 +183,8 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
 
     **Raises:**
 
-    `PlanMismatchError` if the two are of different trees; `SpecError` if a sharding does not divide its array;
-    `LeafTypeError` for a leaf without a sharding, or of a dtype that JAX moves wrongly, and if `lost` holds others than
+    `PlanMismatchError` if the two are of different trees; `SpecError` if a sharding does not divide its array, or
+    has unreduced axes and needs something; `LeafTypeError` for a leaf without a sharding, or of a dtype that JAX moves wrongly, and if `lost` holds others than
     devices.
 
     !!! Example
@@ -286,6 +286,8 @@ def _cost(
     meshes: tuple[MeshSpec | None, MeshSpec | None],
 ) -> dict[str, Any]:
     require_movable(shape, dtype, dst)
+    if lost or src != dst:
+        require_reduced(src, dst)
     shape, dtype = data_of(shape, dtype)
     how, found = _how(shape, dtype, src, dst, lost, meshes)
     ends = [array_bytes(end.shard_shape(shape), dtype) for end in (src, dst)]

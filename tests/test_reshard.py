@@ -486,6 +486,27 @@ def test_errors_come_before_anything_moves(leaf, wanted, error, message):
     assert not source["v"].is_deleted()
 
 
+def test_sums_that_are_not_taken_yet_are_an_error():
+    """A move of their summands would read one device's for the sum."""
+    end = mesh((2, 4), axis_types=(AxisType.Explicit,) * 2)
+    left, right = (jax.device_put(host((8, 8)), NamedSharding(end, spec)) for spec in (P("a", "b"), P("b")))
+    unreduced, reduced = NamedSharding(end, P("a", unreduced={"b"})), NamedSharding(end, P("a"))
+    sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(left, right)
+    plain = jax.device_put(host((8, 8)), reduced)
+    message = r"leaf `w`: .* has the unreduced axes \['b'\].*; add it up first with `jax.sharding.reshard\(x, "
+    for move in (reshard, plan_reshard):
+        for source, target in ((sums, reduced), (plain, unreduced), (sums, sharding((4,), "a"))):
+            with pytest.raises(SpecError, match=message):
+                move({"w": source}, {"w": target})
+        with pytest.raises(SpecError, match=message):
+            move({"w": sums}, {"w": sums.sharding}, lost=[gone()])
+    with pytest.raises(SpecError, match=message):
+        reshard({"w": host((8, 8))}, {"w": unreduced})
+    assert reshard(sums, sums.sharding) is sums
+    assert plan_reshard(sums, sums.sharding).in_place == ("",)
+    assert_equal(reshard(jax.sharding.reshard(sums, reduced), sharding((4,), "a")), host((8, 8)) @ host((8, 8)))
+
+
 def test_another_tree_is_an_error():
     source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
     with pytest.raises(PlanMismatchError, match="`dst` is no prefix of the tree"):
