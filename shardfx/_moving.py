@@ -102,8 +102,8 @@ def move_of(
 
     **Raises:**
 
-    `SpecError` if `dst` does not divide the shape, or either end has unreduced axes; `LeafTypeError` for dtypes that JAX moves wrongly; `MeshError` if
-    no way leads there, or lost devices alone hold some elements.
+    `SpecError` if `dst` does not divide the shape, or either end has unreduced axes; `LeafTypeError` for dtypes that
+    JAX moves wrongly; `MeshError` if no way leads there, or lost devices alone hold some elements.
     """
     require_movable(shape, dtype, dst)
     if lost or src != dst:
@@ -128,6 +128,11 @@ def lost_devices(lost: Iterable[Any]) -> tuple[Any, ...]:
         if not isinstance(device, jax.Device):
             raise LeafTypeError(f"`lost` holds {device!r:.80}, of type {type(device).__name__}, not a device; {fix}")
     return found
+
+
+def leaf_name(path: str) -> str:
+    """A leaf in a message; a tree that is one array has no path."""
+    return f"leaf `{path}`" if path else "the array"
 
 
 def data_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:

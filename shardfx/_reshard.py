@@ -1,8 +1,9 @@
 import collections
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 from jax.core import Tracer
@@ -10,7 +11,18 @@ from jax.sharding import NamedSharding, Sharding
 
 from ._collective import move as move_traced
 from ._errors import LeafTypeError, MeshError, MoveError, SpecError
-from ._moving import Move, apply, balanced, least_limit_bytes, lost_devices, move_of, require_movable, require_reduced, why_least
+from ._moving import (
+    Move,
+    apply,
+    balanced,
+    leaf_name,
+    least_limit_bytes,
+    lost_devices,
+    move_of,
+    require_movable,
+    require_reduced,
+    why_least,
+)
 from ._targets import is_array, targets
 from ._transfer import IN_FLIGHT_BYTES
 from ._tree import tree_paths
@@ -26,7 +38,7 @@ def reshard(
     dst: Any,
     *,
     src: Any = None,
-    memory_limit_bytes: int | None = None,
+    memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
     lost: Iterable[Any] = (),
 ) -> Any:
@@ -51,7 +63,8 @@ def reshard(
     - `src`: where traced arrays lie, in the forms of `dst`; needed inside `jit` under Auto axes alone.
     - `memory_limit_bytes`: how much may be used beside the source's and the target's shards, per device (the CPU's
         devices share one memory). One group moves at a time, and an array that needs more moves in slices; where
-        even those need more, that is an error with the least limit that works.
+        even those need more, that is an error with the least limit that works. Inside `jit` it has no effect: there
+        XLA decides over the memory.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read; what stays in place, under another mesh's
         names too, is not deleted: the result shares its buffers.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
@@ -64,9 +77,9 @@ def reshard(
 
     Before anything is moved: `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
     sharding does not divide its array, or has unreduced axes and is not where the array lies; `LeafTypeError` for
-    dtypes that JAX moves wrongly, and if `lost` holds others than devices; `MeshError` if there is no way, or elements
-    are on `lost` devices alone; `MoveError` if `memory_limit_bytes` is less than some array needs in the finest of
-    slices. In the middle: `MoveError`, which says and holds what was moved.
+    dtypes that JAX moves wrongly, and for a `lost` or a limit of another type; `MeshError` if there is no way, or
+    elements are on `lost` devices alone; `MoveError` if `memory_limit_bytes` is less than some array needs in the
+    finest of slices. In the middle: `MoveError`, which says and holds what was moved.
 
     !!! Example
 
@@ -82,16 +95,32 @@ def reshard(
         assert moved["w"].addressable_shards[0].data.shape == (24, 4)
         ```
     """
-    lost = lost_devices(lost)
+    lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     leaves, treedef = jax.tree.flatten(tree)
     wanted = targets(dst, tree, leaves, treedef, "dst")
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         sources = [None] * len(leaves) if src is None else targets(src, tree, leaves, treedef, "src")
         return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, treedef))
     job = _job(leaves, wanted, treedef, lost)
-    if memory_limit_bytes is not None:
-        _require_room(job, memory_limit_bytes)
-    return jax.tree.unflatten(treedef, _done(job, leaves, memory_limit_bytes, donate))
+    if limit_bytes is not None:
+        _require_room(job, limit_bytes)
+    return jax.tree.unflatten(treedef, _done(job, leaves, limit_bytes, donate))
+
+
+def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
+    if memory_limit_bytes is None:
+        return None
+    fix = "give a number of bytes, such as `memory_limit_bytes=1 << 30`, or `None` for no limit."
+    try:
+        limit_bytes = operator.index(memory_limit_bytes)
+    except TypeError as error:
+        kind = type(memory_limit_bytes).__name__
+        raise LeafTypeError(
+            f"`memory_limit_bytes` must be a whole number, not {memory_limit_bytes!r:.80} of type {kind}; {fix}"
+        ) from error
+    if limit_bytes < 0:
+        raise MoveError(f"`memory_limit_bytes={limit_bytes}` is negative. Nothing was moved; {fix}")
+    return limit_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +172,7 @@ def _require_room(job: _Job, limit_bytes: int) -> None:
     worst = max(short, key=lambda move: short[move])
     others = sum(len(job.moves[move]) for move in short) - 1
     raise MoveError(
-        f"leaf `{tree_paths(job.treedef)[job.moves[worst][0]]}`, {worst.dtype}{list(worst.shape)}, needs "
+        f"{leaf_name(tree_paths(job.treedef)[job.moves[worst][0]])}, {worst.dtype}{list(worst.shape)}, needs "
         f"{short[worst]} bytes beside its source and target: {why_least(worst)}; `memory_limit_bytes={limit_bytes}` "
         f"is too little for it{f' and {others} more' if others else ''}. Nothing was moved; "
         f"pass `memory_limit_bytes={short[worst]}` or more."
@@ -156,7 +185,7 @@ def _naming(treedef: Any, at: int) -> Iterator[None]:
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"leaf `{tree_paths(treedef)[at]}`: {error}") from error
+        raise type(error)(f"{leaf_name(tree_paths(treedef)[at])}: {error}") from error
 
 
 def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -> list[Any]:
@@ -235,10 +264,12 @@ def _stopped(
     paths = tree_paths(job.treedef)
     moved = {paths[done]: results[done] for done in arrived if _is_there(results[done])}
     total = len(job.placements) + sum(len(places) for places in job.moves.values())
-    listed = ", ".join(f"`{path}`" for path in list(moved)[:8]) + (", ..." if len(moved) > 8 else "")
+    listed = ", ".join(f"`{path}`" if path else leaf_name(path) for path in list(moved)[:8]) + (
+        ", ..." if len(moved) > 8 else ""
+    )
     kept = "the sources of these were donated" if donate else "the tree itself is untouched"
     return MoveError(
-        f"stopped at leaf `{paths[at]}` ({type(error).__name__}: {str(error).splitlines()[0][:300]}) after "
+        f"stopped at {leaf_name(paths[at])} ({type(error).__name__}: {str(error).splitlines()[0][:300]}) after "
         f"{len(moved)} of {total} leaves: {listed or 'none'}; {kept}, and they are in the error's `moved`.",
         moved,
     )

@@ -16,7 +16,7 @@ from ._content import named_sharding
 from ._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from ._layout import Layout, digits, piece_index
 from ._mesh import MeshSpec
-from ._moving import data_of, decided, lost_devices, require_movable, require_reduced
+from ._moving import data_of, decided, leaf_name, lost_devices, require_movable, require_reduced
 from ._plan import ShardPlan
 from ._redistribute import Redistribution, Step, layout, redistribute
 from ._spec import array_bytes, bits
@@ -183,9 +183,9 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
 
     **Raises:**
 
-    `PlanMismatchError` if the two are of different trees; `SpecError` if a sharding does not divide its array, or
-    has unreduced axes and needs something; `LeafTypeError` for a leaf without a sharding, or of a dtype that JAX moves wrongly, and if `lost` holds others than
-    devices.
+    `PlanMismatchError` if the two are of different trees, shapes or dtypes; `SpecError` if a sharding does not divide
+    its array, or has unreduced axes and needs something; `LeafTypeError` for a leaf without a sharding, or of a dtype
+    that JAX moves wrongly, and if `lost` holds others than devices.
 
     !!! Example
 
@@ -211,7 +211,7 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
     if [leaf.path for leaf in ours] != [leaf.path for leaf in theirs]:
         here, there = ({leaf.path for leaf in leaves} for leaves in (ours, theirs))
         odd = next((leaf.path for leaf in (*ours, *theirs) if (leaf.path in here) != (leaf.path in there)), None)
-        what = "their leaves are in another order" if odd is None else f"`{odd}` is only in one of them"
+        what = "their leaves are in another order" if odd is None else f"{leaf_name(odd)} is only in one of them"
         raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
     leaves = [_leaf_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
     return ReshardPlan(tuple(_balanced(leaves, lost)))
@@ -239,7 +239,7 @@ def _columns(form: Any, what: str) -> list[_Leaf]:
     for path, leaf in arrays:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding is None:
             raise LeafTypeError(
-                f"leaf `{path}` of `{what}` has no sharding; give a plan, or `jax.ShapeDtypeStruct(shape, dtype, "
+                f"{leaf_name(path)} of `{what}` has no sharding; give a plan, or `jax.ShapeDtypeStruct(shape, dtype, "
                 "sharding=...)`."
             )
     return [_Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in arrays]
@@ -254,25 +254,26 @@ def _wanted(src: Any, dst: Any, ours: Sequence[_Leaf]) -> list[_Leaf]:
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
     ]
     structs = jax.tree.leaves(dst)
-    shapes = [leaf.shape for leaf in structs if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)]
-    for leaf, shape in zip(ours, shapes, strict=False) if len(shapes) == len(ours) else ():
-        _require_same(leaf, shape)
+    arrays = [leaf for leaf in structs if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)]
+    for leaf, other in zip(ours, arrays, strict=False) if len(arrays) == len(ours) else ():
+        _require_same(leaf, other.shape, other.dtype)
     return [leaf._replace(sharding=target or leaf.sharding) for leaf, target in zip(ours, wanted, strict=True)]
 
 
-def _require_same(leaf: _Leaf, shape: tuple[int, ...]) -> None:
-    if leaf.shape != tuple(shape):
+def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: Any) -> None:
+    if (leaf.shape, leaf.dtype) != (tuple(shape), dtype):
         raise PlanMismatchError(
-            f"leaf `{leaf.path}` has shape {leaf.shape} in `src` and {tuple(shape)} in `dst`; plan one tree for both."
+            f"{leaf_name(leaf.path)} is {leaf.dtype}{list(leaf.shape)} in `src` and {dtype}{list(shape)} in `dst`; "
+            "a move changes neither: plan one tree for both."
         )
 
 
 def _leaf_move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> LeafMove:
-    _require_same(ours, theirs.shape)
+    _require_same(ours, theirs.shape, theirs.dtype)
     try:
         cost = _cost(ours.shape, ours.dtype, ours.sharding, theirs.sharding, lost, (ours.mesh, theirs.mesh))
     except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"leaf `{ours.path}`: {error}") from error
+        raise type(error)(f"{leaf_name(ours.path)}: {error}") from error
     return LeafMove(path=ours.path, shape=ours.shape, dtype=ours.dtype, src=ours.sharding, dst=theirs.sharding, **cost)
 
 

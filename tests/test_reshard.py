@@ -486,6 +486,43 @@ def test_errors_come_before_anything_moves(leaf, wanted, error, message):
     assert not source["v"].is_deleted()
 
 
+def test_a_tree_that_is_one_array_has_no_path_to_name():
+    source, target = jax.device_put(host((8,)), sharding((8,), "a")), sharding((3,), "a")
+    for move in (reshard, plan_reshard):
+        with pytest.raises(SpecError, match=r"^the array: dim 0 of shape \(8,\)"):
+            move(source, target)
+    with pytest.raises(LeafTypeError, match="^the array of `src` has no sharding"):
+        plan_reshard(jax.ShapeDtypeStruct((8,), jnp.float32), target)
+
+
+def test_a_failure_of_one_array_says_so(through_programs):
+    source = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    with pytest.raises(MoveError, match=r"^the array, float32\[8, 8\], needs "):
+        reshard(source, sharding((4,), None, "a"), memory_limit_bytes=1)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.array, jnp.int32, int], ids=str)
+def test_a_memory_limit_is_any_whole_number(through_programs, number):
+    source, target = jax.device_put(host((24, 16)), sharding((8,), "a")), sharding((4,), "a")
+    with pytest.raises(MoveError, match="needs") as error:
+        reshard(source, target, memory_limit_bytes=number(1))
+    assert "`memory_limit_bytes=1`" in str(error.value)
+    np.testing.assert_array_equal(reshard(source, target, memory_limit_bytes=number(least_in(error))), source)
+
+
+@pytest.mark.parametrize(
+    "limit, error, message",
+    [
+        ("1GB", LeafTypeError, "must be a whole number, not '1GB' of type str; give a number of bytes, such as"),
+        (1e9, LeafTypeError, "must be a whole number, not 1000000000.0 of type float; give a number of bytes"),
+        (-1, MoveError, "`memory_limit_bytes=-1` is negative. Nothing was moved; give a number of bytes, such as"),
+    ],
+)
+def test_a_memory_limit_that_is_none(limit, error, message, as_users_run_it):
+    with pytest.raises(error, match=message):
+        reshard(jax.device_put(host((8,)), sharding((8,), "a")), sharding((8,), "a"), memory_limit_bytes=limit)
+
+
 def test_sums_that_are_not_taken_yet_are_an_error():
     """A move of their summands would read one device's for the sum."""
     end = mesh((2, 4), axis_types=(AxisType.Explicit,) * 2)
@@ -788,9 +825,14 @@ def test_planned_losses_are_listed():
 
 def test_plans_of_different_trees_are_an_error():
     a, b = struct((8,), sharding((8,), "a")), struct((16,), sharding((8,), "a"))
-    with pytest.raises(PlanMismatchError, match="has shape"):
+    with pytest.raises(PlanMismatchError, match=r"leaf `x` is float32\[8\] in `src` and float32\[16\] in `dst`"):
         plan_reshard({"x": a}, {"x": b})
+    small = struct((8,), sharding((4,), "a"), jnp.bfloat16)
+    message = r"leaf `x` is float32\[8\] in `src` and bfloat16\[8\] in `dst`; a move changes neither"
     rules = PathRules([(".*", P("a"))])
+    for target in ({"x": small}, plan({"x": small}, mesh((4,)), paths=rules)):
+        with pytest.raises(PlanMismatchError, match=message):
+            plan_reshard({"x": a}, target)
     with pytest.raises(PlanMismatchError, match="`y` is only in one of them"):
         plan_reshard(plan({"x": a, "y": a}, mesh((8,)), paths=rules), plan({"x": a}, mesh((8,)), paths=rules))
     with pytest.raises(LeafTypeError, match="leaf `x` of `src` has no sharding"):
