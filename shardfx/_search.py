@@ -29,14 +29,16 @@ _MOST_REORDERED = 4  # more factors than that move in the order that they have
 class Problem:
     """A move to plan: `room` bounds how often each dimension can be cut; two worlds, the ends in their layouts.
 
-    `any_order` lets the search permute the factors of a dimension among its other steps too, gather before the
-    permutation and slice after it. Only where factors of different sizes block each other, or some cost more than
-    others, is that of use.
+    `uncut` lets the search gather before the permutation and slice after it, `any_order` permute the factors of a
+    dimension among its other steps too. Both are of use where factors of different sizes block each other, or some
+    cost more than others; the first also where the worlds share no factors: pieces that all devices of a group hold
+    need not be brought to the places that the other world has for them.
     """
 
     room: tuple[int, ...]
     ours: World
     theirs: World
+    uncut: bool = False
     any_order: bool = False
 
 
@@ -84,7 +86,7 @@ class _Side:
         self.least = min(world.layout.pieces, goal.layout.pieces)
         self.goal = goal.layout.counts
         self.layered = len(dict.fromkeys(self.weights)) > 1
-        self.any_order = problem.any_order
+        self.uncut, self.any_order = problem.uncut, problem.any_order
         self.held = Holdings(world)
         self.bound = Bound(self.held, world, goal, forward)
         self.crossing = crossing
@@ -133,8 +135,9 @@ class _Side:
     def neighbours(self, dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
         """The layouts one step away, each with what the step costs: less than `spare`."""
         yield from self._cuts(dims)
-        if self.any_order:
+        if self.uncut:
             yield from self._uncut(dims)
+        if self.any_order:
             yield from self._reordered(dims, spare)
         pieces = self.held.pieces(dims)
         for kept, moving, gainers in _departures(dims):
@@ -192,7 +195,7 @@ class _Side:
         for dim, axes in enumerate(dims):
             for kept in range(len(axes)):
                 run = axes[kept:]
-                several = self.forward and self._is_mixed(run)
+                several = self.forward and (not self.layered or self._is_mixed(run))
                 if (several or len(run) == 1) and pieces // self.held.count(run) >= self.least:
                     cost = self.gather_cost(pieces, run) if self.forward else 0.0
                     yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), cost + _STEP
@@ -304,8 +307,9 @@ def search(problem: Problem, *, most: int | None = None) -> Walk | None:
     path, cost, looked = explore(narrow, most // 2, math.inf)
     kinds = [prime for size in problem.ours.layout.sizes for prime in primes(size)], problem.ours.layout.weights
     mixed = any(len(dict.fromkeys(kind)) > 1 for kind in kinds)
-    wide = dataclasses.replace(problem, any_order=mixed)
-    if path is None or ((mixed or narrow.room != problem.room) and looked < most):
+    uncut = mixed or problem.ours.coordinates is not problem.theirs.coordinates
+    wide = dataclasses.replace(problem, uncut=uncut, any_order=mixed)
+    if path is None or ((uncut or narrow.room != problem.room) and looked < most):
         better, _, _ = explore(wide, most - looked, cost)
         path = better or path
     return path

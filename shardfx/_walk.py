@@ -101,8 +101,14 @@ def _changed(before: Layout, after: Layout) -> list[int]:
 
 
 def _fusible(kind: StepKind, earlier: Stride, before: Layout, after: Layout) -> bool:
-    """Whether a step and the one before it, of one kind, are one operation: gathers are if they join one dimension."""
+    """Whether a step and the one before it, of one kind, are one operation.
+
+    Gathers are if they join one dimension, and along factors of one mesh: what a dropped permutation would lead over
+    to the other's lies between them.
+    """
     if kind != "all_gather":
         return kind != "all_to_all"
+    if earlier.target != before:
+        return False
     pairs = [*zip(earlier.source.dims, earlier.target.dims, strict=True), *zip(before.dims, after.dims, strict=True)]
     return len({index % len(before.dims) for index, (axes, kept) in enumerate(pairs) if axes != kept}) == 1

@@ -19,6 +19,7 @@ from shardfx._factors import refine
 from shardfx._layout import Layout, positions, slice_numbers
 from shardfx._redistribute import layout, redistribute
 from shardfx._search import Problem, explore, search
+from shardfx._walk import walk
 
 
 CATALOGUE = every_layout(16)
@@ -28,6 +29,7 @@ def check(shape: tuple[int, ...], src: Layout, dst: Layout):
     """Runs the plan and compares what is held after every step with the definition of the step's layout."""
     array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     plan = redistribute(shape, 64, src, dst)
+    known = slice_numbers(refine(src, dst)[0].layout)
     held = pieces(array, src, src)
     bytes_of = [held[0].nbytes, pieces(array, dst, src)[0].nbytes]
     wire = 0
@@ -37,7 +39,7 @@ def check(shape: tuple[int, ...], src: Layout, dst: Layout):
         wire += step.wire_bytes
         for mine, right in zip(held, pieces(array, step.target, src), strict=True):
             np.testing.assert_array_equal(mine, right)
-        assert step.dcn_bytes == math.ceil(crossing(step, src, before[0].nbytes))
+        assert step.dcn_bytes == math.ceil(crossing(step, src, known, before[0].nbytes))
         assert step.peak_bytes == before[0].nbytes + held[0].nbytes
         assert step.peak_bytes <= 2 * max(bytes_of)
     for mine, right in zip(held, pieces(array, dst, src), strict=True):
@@ -48,15 +50,18 @@ def check(shape: tuple[int, ...], src: Layout, dst: Layout):
     return plan
 
 
-def crossing(step, like: Layout, piece_bytes: int) -> float:
-    """Bytes that enter a device from other slices, the mean over devices, counted device by device."""
+def crossing(step, like: Layout, known: np.ndarray, piece_bytes: int) -> float:
+    """Bytes that enter a device from other slices, the mean over devices, counted device by device.
+
+    `known` says in which slice each device is by the source's factors.
+    """
     # The layouts of steps say what is slow by the account of both ends of the move.
     slices = np.empty(like.size, int)
     slices[positions(like, step.source)] = slice_numbers(step.source)
     if step.kind == "slice":
         return 0.0
     if step.kind == "permute":
-        return piece_bytes * float(np.mean(slices[permutation(step.source, step.target, like)] != slices))
+        return piece_bytes * float(np.mean(known[permutation(step.source, step.target, like)] != known))
     total, gathers = 0.0, step.kind == "all_gather"
     pairs = gathered(step.source, step.target, like) if gathers else []
     for groups in [groups for _, groups in pairs] or [exchange(step.source, step.target, like).groups]:
@@ -191,6 +196,33 @@ def test_a_path_is_soon_found_where_every_factor_is_prime_and_none_is_shared():
     found, _, looked = explore(Problem((720,), *refine(*ends, prime=True)), most, math.inf)
     assert found is not None
     assert looked <= 2 * most
+
+
+@pytest.mark.parametrize(
+    "sizes, src, dst, order",
+    [
+        ((2,), ((0,),), ((),), (1, 0)),
+        ((8,), ((0,),), ((),), (3, 4, 5, 7, 0, 2, 6, 1)),
+        ((16,), ((0,),), ((),), (1, 0, *range(2, 16))),
+        ((2, 4), ((0,), (1,)), ((0,), ()), (3, 1, 2, 0, 7, 5, 6, 4)),
+    ],
+)
+def test_what_is_gathered_wherever_devices_are_in_the_other_order_is_not_permuted_first(sizes, src, dst, order):
+    rank, devices = len(src), math.prod(sizes)
+    plan = check((16,) * rank, Layout(sizes, src, tuple(range(devices))), Layout(sizes, dst, order))
+    assert [step.kind for step in plan.steps] == ["all_gather"]
+    assert plan.wire_bytes == plan.lower_bound_bytes
+
+
+def test_gathers_along_factors_of_two_meshes_stay_two():
+    # The meshes differ in which of two neighbours is first, and in which axis has which name.
+    ours = [Layout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in ((0, 1, 2), (0, 1))]
+    theirs = [Layout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in ((1, 0), (1,))]
+    found = walk(ours, theirs)
+    assert [(step.kind, step.source, step.target) for step in found.steps] == [
+        ("all_gather", *ours),
+        ("all_gather", *theirs),
+    ]
 
 
 def binary(end: Layout) -> Layout:
