@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import topology
+from shardfx import reshard, topology
 from shardfx._collective import choose, live_program, lowered, move, move_group, steps_program
 from shardfx._errors import LeafTypeError, MeshError, SpecError
 from shardfx._hlo import wire_bytes
@@ -252,6 +252,19 @@ def test_what_vmap_is_mapped_over_stays_sharded():
         assert wire_bytes(program.lower(x).compile().as_text(), 4) == values.nbytes // 4 // 2
     with pytest.raises(SpecError, match=r"mapped over the mesh axes \('a',\).*shards another dimension"):
         jax.jit(jax.vmap(ft.partial(move, dst=NamedSharding(square, P("a"))), in_axes=0))(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_that_are_constants_inside_jit_move_too(kind):
+    here, there = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
+    src, dst = NamedSharding(here, P("a", "b")), NamedSharding(there, P("e", ("d", "c")))
+    x = jax.device_put(VALUES, src)
+    others = {"placed": jax.device_put(2 * VALUES, src), "elsewhere": jnp.asarray(3 * VALUES), "numpy": 4 * VALUES}
+    fn = lambda x: reshard({"traced": x, **others}, dst, src=src)
+    moved = jax.jit(fn, out_shardings=dst)(x)
+    for name, factor in (("traced", 1), ("placed", 2), ("elsewhere", 3), ("numpy", 4)):
+        assert moved[name].sharding == dst
+        np.testing.assert_array_equal(moved[name], factor * VALUES)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e3m4", "float8_e4m3", "float8_e5m2", "bfloat16"])
