@@ -104,7 +104,8 @@ def reshard(
     job = _job(leaves, wanted, treedef, lost)
     if limit_bytes is not None:
         _require_room(job, limit_bytes)
-    return jax.tree.unflatten(treedef, _done(job, leaves, limit_bytes, donate))
+    with _asked_for():
+        return jax.tree.unflatten(treedef, _done(job, leaves, limit_bytes, donate))
 
 
 def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
@@ -186,6 +187,18 @@ def _naming(treedef: Any, at: int) -> Iterator[None]:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
         raise type(error)(f"{leaf_name(tree_paths(treedef)[at])}: {error}") from error
+
+
+@contextlib.contextmanager
+def _asked_for() -> Iterator[None]:
+    """Makes the copies of a move explicit, as `jax.device_put` makes its own: guards that stop or log implicit ones let
+    them through. And the programs of a move are compiled under `jax.disable_jit` too, as it is they that move."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.disable_jit(False))
+        for direction in ("host_to_device", "device_to_device", "device_to_host"):
+            if getattr(jax.config, f"jax_transfer_guard_{direction}") in ("disallow", "log"):
+                stack.enter_context(getattr(jax, f"transfer_guard_{direction}")("allow"))
+        yield
 
 
 def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -> list[Any]:

@@ -174,6 +174,48 @@ def test_a_thousand_programs_do_not_stop_the_runtime(through_programs):
     np.testing.assert_array_equal(moved[999], host((8, 2), 999))
 
 
+def moves_of_all_kinds():
+    """A tree that takes every way, and where it goes to."""
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding((8,), "a"))
+    tree = {
+        "steps": jax.device_put(host((96, 64)), sharding((8,), "a")),
+        "smaller": jax.device_put(host((96, 64)), sharding((8,), "a")),
+        "bits": jax.device_put(host((24, 16)).astype(jnp.bfloat16), sharding((8,), "a")),
+        "empty": jax.device_put(host((0, 8)), sharding((8,), None, "a")),
+        "scalar": jax.device_put(host(()), sharding((8,))),
+        "kind": jax.device_put(host((24, 16)), sharding((8,), "a")),
+        "numpy": host((8,)),
+        "keys": keys,
+    }
+    wanted = dict.fromkeys(tree, sharding((2,), order=(5, 1)))
+    wanted |= {"steps": sharding((2, 4), "b", "a"), "kind": sharding((4,), "a", kind="unpinned_host")}
+    wanted |= dict.fromkeys(("smaller", "bits"), sharding((2, 3), "b", "a", order=(5, 1, 3, 0, 7, 2)))
+    return tree, wanted
+
+
+def surroundings():
+    return jax.transfer_guard("disallow"), jax.transfer_guard("log"), jax.disable_jit()
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 13000])
+@pytest.mark.parametrize("around", range(len(surroundings())), ids=["disallow", "log", "disable_jit"])
+def test_a_move_is_what_was_asked_for(way, around, limit_bytes, capfd):
+    tree, wanted = moves_of_all_kinds()
+    numbers = lambda tree: tree | {"keys": jax.random.key_data(tree["keys"])}
+    expected = jax.tree.map(np.asarray, numbers(tree))
+    with surroundings()[around]:
+        moved = reshard(tree, wanted, memory_limit_bytes=limit_bytes)
+    assert "transfer" not in capfd.readouterr().err
+    assert all(leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim) for name, leaf in moved.items())
+    assert_equal(numbers(moved), expected)
+
+
+def test_guards_against_explicit_copies_stop_a_move():
+    x = jax.device_put(host((8,)), sharding((8,), "a"))
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(MoveError, match="Disallowed host-to-device transfer"):
+        reshard(x, sharding((4,), "a"))
+
+
 def test_donation_frees_what_moved_and_only_that(way):
     source = put(state(), sharding((8,), "a"))
     stays = jax.device_put(host((8,)), sharding((8,), "a"))
@@ -527,7 +569,7 @@ def test_sums_that_are_not_taken_yet_are_an_error():
     """A move of their summands would read one device's for the sum."""
     end = mesh((2, 4), axis_types=(AxisType.Explicit,) * 2)
     left, right = (jax.device_put(host((8, 8)), NamedSharding(end, spec)) for spec in (P("a", "b"), P("b")))
-    unreduced, reduced = NamedSharding(end, P("a", unreduced={"b"})), NamedSharding(end, P("a"))
+    unreduced, reduced = NamedSharding(end, P("a", unreduced=frozenset({"b"}))), NamedSharding(end, P("a"))
     sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(left, right)
     plain = jax.device_put(host((8, 8)), reduced)
     message = r"leaf `w`: .* has the unreduced axes \['b'\].*; add it up first with `jax.sharding.reshard\(x, "
@@ -585,7 +627,7 @@ def test_lost_may_be_any_iterable_of_devices():
     tree = [struct((8,), sharding((8,))), struct((16,), sharding((8,)))]
     for lost in (iter, frozenset, np.array):
         made = plan_reshard(tree, sharding((8,), "a"), lost=lost([gone()]))
-        assert all(0 not in [sender for sender, _ in leaf.tiles.links] for leaf in made.leaves)
+        assert 0 not in [sender for sender, _ in made.links] and made.wire_bytes
         arrays = jax.tree.map(lambda x: jax.device_put(host(x.shape), x.sharding), tree)
         assert_equal(reshard(arrays, sharding((8,), "a"), lost=lost([gone()])), [host((8,)), host((16,))])
 
