@@ -9,7 +9,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from ._collective import move as move_traced
+from ._collective import traced
 from ._errors import LeafTypeError, MeshError, MoveError, SpecError
 from ._moving import (
     Move,
@@ -300,15 +300,15 @@ def _is_there(array: jax.Array) -> bool:
 def _traced(leaves: Sequence[Any], sources: Sequence[Any], wanted: Sequence[Any], treedef: Any) -> list[Any]:
     results = list(leaves)
     for at, (leaf, source, target) in enumerate(zip(leaves, sources, wanted, strict=True)):
-        if target is None or not isinstance(leaf, jax.Array):
+        if target is None or not is_array(leaf):
             continue
         if not isinstance(target, NamedSharding):
             raise SpecError(
-                f"leaf `{tree_paths(treedef)[at]}`: inside `jit` an array can only move to a NamedSharding, not to "
+                f"{leaf_name(tree_paths(treedef)[at])}: inside `jit` an array can only move to a NamedSharding, not to "
                 f"{target}; use `NamedSharding(mesh, spec)`."
             )
         with _naming(treedef, at):
-            results[at] = move_traced(leaf, target, src=source)
+            results[at] = traced(leaf, target, source)
         if target.memory_kind != NamedSharding(target.mesh, target.spec).memory_kind:
             results[at] = jax.device_put(results[at], target)
     return results
