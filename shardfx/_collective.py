@@ -90,9 +90,9 @@ def move_group(
     if not xs:
         return []
     first = xs[0]
-    _require_movable(first.dtype)
     if isinstance(first, Tracer):
         return [traced(x, dst, src) for x in xs]
+    _require_movable(first.dtype)
     run = live_program(first.shape, first.dtype, _source_of(first), dst, donate)
     return [run(x) for x in xs]
 
