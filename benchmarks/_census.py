@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._collective import choose, lowered, steps_program
-from shardfx._hlo import wire_bytes
+from shardfx._reshard.steps.choose import choose, lowered, steps_program
+from shardfx._reshard.steps.hlo import wire_bytes
 
 from ._case import Value
 from ._pairs import MESHES, emulated, every_layout, placed, sharding_of

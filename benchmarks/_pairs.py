@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._collective import choose, steps_program
-from shardfx._layout import Layout
-from shardfx._moving import apply, move_of
-from shardfx._redistribute import redistribute
-from shardfx._reshard import reshard
+from shardfx._reshard.move import apply, move_of
+from shardfx._reshard.reshard import reshard
+from shardfx._reshard.steps.choose import choose, steps_program
+from shardfx._reshard.steps.layout import Layout
+from shardfx._reshard.steps.redistribute import redistribute
 
 from ._case import Value
 from ._machine import fresh_process

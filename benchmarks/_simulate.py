@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from shardfx._exchange import exchange, gathered, join, permutation, split, starts
-from shardfx._layout import Layout
-from shardfx._redistribute import Step
+from shardfx._reshard.steps.groups import exchange, gathered, join, permutation, split, starts
+from shardfx._reshard.steps.layout import Layout
+from shardfx._reshard.steps.redistribute import Step
 
 
 def pieces(array: np.ndarray, end: Layout, like: Layout) -> list[np.ndarray]:

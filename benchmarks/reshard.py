@@ -14,12 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._collective import choose, move
-from shardfx._layout import Layout
 from shardfx._mesh import MeshSpec
-from shardfx._redistribute import layout, redistribute
-from shardfx._reshard import reshard
-from shardfx._reshard_plan import plan_reshard
+from shardfx._reshard.reshard import reshard
+from shardfx._reshard.reshard_plan import plan_reshard
+from shardfx._reshard.steps.choose import choose
+from shardfx._reshard.steps.layout import Layout
+from shardfx._reshard.steps.primitive import move
+from shardfx._reshard.steps.redistribute import layout, redistribute
 
 from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process

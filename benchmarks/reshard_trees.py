@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._moving import move_of
-from shardfx._reshard import reshard
+from shardfx._reshard.move import move_of
+from shardfx._reshard.reshard import reshard
 
 from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
@@ -262,7 +262,7 @@ def _by_programs(tree: Any, dst: NamedSharding, limit: int) -> Any:
     """What accelerators run, where the CPU would copy between the shards in its memory."""
     from unittest import mock
 
-    with mock.patch("shardfx._reshard.move_of", lambda *args: move_of(*args, host=False)):
+    with mock.patch("shardfx._reshard.reshard.move_of", lambda *args: move_of(*args, host=False)):
         return reshard(tree, dst, memory_limit_bytes=limit)
 
 

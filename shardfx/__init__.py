@@ -1,17 +1,17 @@
+"""Sharding plans as plain data, for JAX and Equinox."""
+
 import importlib as _importlib
 import typing as _typing
 
 from . import hosts as hosts, topology as topology
-from ._apply import (
+from ._arrays import (
     constrain as constrain,
+    filter_jit as filter_jit,
     gather as gather,
     shard as shard,
     shardings_of as shardings_of,
     specs_of as specs_of,
 )
-from ._content import LeafPlan as LeafPlan
-from ._correct import correct as correct
-from ._elastic import Replan as Replan, replan as replan
 from ._errors import (
     CheckpointError as CheckpointError,
     LeafTypeError as LeafTypeError,
@@ -24,39 +24,109 @@ from ._errors import (
     UnknownPathError as UnknownPathError,
     UnmatchedError as UnmatchedError,
 )
-from ._follow import follow as follow
-from ._jit import filter_jit as filter_jit
 from ._mesh import MeshSpec as MeshSpec
-from ._paths import (
+from ._plan import (
+    LeafPlan as LeafPlan,
+    Replan as Replan,
+    ReportRow as ReportRow,
+    ShardPlan as ShardPlan,
+    correct as correct,
+    differences as differences,
+    field as field,
+    follow as follow,
+    plan as plan,
+    replan as replan,
+    report as report,
+    report_rows as report_rows,
+)
+from ._reason import Code as Code, Decision as Decision, Reason as Reason
+from ._rules import (
+    AxisRules as AxisRules,
     PathRules as PathRules,
+    atomic as atomic,
     fsdp as fsdp,
     match as match,
     replicate as replicate,
+    resolve as resolve,
 )
-from ._plan import (
-    ShardPlan as ShardPlan,
-    differences as differences,
-)
-from ._planner import plan as plan
-from ._reason import Code as Code, Decision as Decision, Reason as Reason
-from ._report import ReportRow as ReportRow, report as report, report_rows as report_rows
-from ._rules import AxisRules as AxisRules, resolve as resolve
-from ._spec import atomic as atomic, axis_names_of as axis_names_of, canonical as canonical
-from ._tree import field as field
+from ._spec import axis_names_of as axis_names_of, canonical as canonical
 
 
 if _typing.TYPE_CHECKING:
-    from . import checkpoint as checkpoint, presets as presets
-    from ._reshard import reshard as reshard
-    from ._reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
+    from . import checkpoint as checkpoint, interop as interop, presets as presets
+    from ._reshard import (
+        LeafMove as LeafMove,
+        ReshardPlan as ReshardPlan,
+        plan_reshard as plan_reshard,
+        reshard as reshard,
+    )
+
+
+__version__ = "0.1.0"
+# Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
+_LATE = {name: name for name in ("checkpoint", "interop", "presets")} | {
+    name: "_reshard" for name in ("LeafMove", "ReshardPlan", "plan_reshard", "reshard")
+}
+__all__ = [
+    "AxisRules",
+    "CheckpointError",
+    "Code",
+    "Decision",
+    "LeafMove",
+    "LeafPlan",
+    "LeafTypeError",
+    "MeshError",
+    "MeshSpec",
+    "MoveError",
+    "PathRules",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "Reason",
+    "Replan",
+    "ReportRow",
+    "ReshardPlan",
+    "RuleError",
+    "ShardPlan",
+    "SpecError",
+    "UnknownPathError",
+    "UnmatchedError",
+    "atomic",
+    "axis_names_of",
+    "canonical",
+    "checkpoint",
+    "constrain",
+    "correct",
+    "differences",
+    "field",
+    "filter_jit",
+    "follow",
+    "fsdp",
+    "gather",
+    "hosts",
+    "interop",
+    "match",
+    "plan",
+    "plan_reshard",
+    "presets",
+    "replan",
+    "replicate",
+    "report",
+    "report_rows",
+    "reshard",
+    "resolve",
+    "shard",
+    "shardings_of",
+    "specs_of",
+    "topology",
+]
 
 
 def __getattr__(name: str) -> _typing.Any:
-    # Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
-    if name in ("checkpoint", "presets"):
-        return _importlib.import_module(f"{__name__}.{name}")
-    if name in ("LeafMove", "ReshardPlan", "plan_reshard"):
-        return getattr(_importlib.import_module(f"{__name__}._reshard_plan"), name)
-    if name == "reshard":
-        return _importlib.import_module(f"{__name__}._reshard").reshard
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = _importlib.import_module(f"{__name__}.{_LATE[name]}")
+    return room if name == _LATE[name] else getattr(room, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,6 +1,5 @@
 """PartitionSpec algebra over plain axis sizes. No mesh object, no device, no array."""
 
-import dataclasses
 import functools as ft
 import math
 from collections.abc import Iterator, Mapping
@@ -146,54 +145,3 @@ def _axes_in(specs: Any) -> Iterator[str]:
             raise SpecError(f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor a NamedSharding.")
         for entry in entries_of(spec):
             yield from entry_axes(entry)
-
-
-@dataclasses.dataclass(frozen=True)
-class Atomic:
-    """A name, or a spec, that may only be cut between units; made by [`shardfx.atomic`][]."""
-
-    target: Any
-    unit: int | tuple[int, ...]
-
-    @property
-    def units(self) -> tuple[int, ...]:
-        return self.unit if isinstance(self.unit, tuple) else (self.unit,)
-
-
-def atomic(target: Any, unit: int | tuple[int, ...]) -> Atomic:
-    """Says that a dimension of `n * unit` elements may only be cut between units, whatever divides it.
-
-    **Arguments:**
-
-    - `target`: a logical name (as an entry of a leaf's names), or the whole target of a path rule: a
-        PartitionSpec or a tuple of names.
-    - `unit`: for a name, how many elements make one unit, `head_dim` for fused heads. For the target of a path
-        rule, a tuple with one int per dimension; 1 where any cut will do.
-
-    **Returns:**
-
-    A value to use in place of `target`.
-
-    **Raises:**
-
-    `SpecError` for a unit smaller than 1, or one of the wrong kind for its target.
-
-    !!! Example
-
-        ```python
-        from jax.sharding import PartitionSpec as P
-        from shardfx import PathRules, atomic
-
-        PathRules([("k_proj/weight", atomic(P("fsdp", "tensor"), (1, 128))), (".*", P())])
-        ```
-    """
-    whole = isinstance(target, PartitionSpec | tuple)
-    sizes = unit if isinstance(unit, tuple) else (unit,)
-    if whole != isinstance(unit, tuple):
-        raise SpecError(
-            f"`atomic({target!r}, {unit!r})`: a name takes one int, a whole spec or tuple of names takes a tuple "
-            "of ints, one per dimension."
-        )
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
-        raise SpecError(f"`atomic({target!r}, {unit!r})`: a unit is a positive number of elements.")
-    return Atomic(target, unit)

@@ -61,46 +61,6 @@ def tree_paths(treedef: Any) -> list[str]:
     return _root(treedef).paths
 
 
-def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = (), **kwargs: Any) -> Any:
-    """`equinox.field` for an attribute whose arrays have logical names.
-
-    **Arguments:**
-
-    - `names`: the logical names of the attribute's dimensions, as in [`shardfx.resolve`][]; for an attribute that
-        is itself a tree, of each array in it that declares no names of its own.
-    - `stacked`: names that go before those of every array below this attribute: of the leading dimensions that
-        `jax.vmap` adds where layers are stacked.
-    - `kwargs`: passed on to `equinox.field`.
-
-    **Returns:**
-
-    A dataclass field. [`shardfx.plan`][] reads the names where it is given `axes`.
-
-    !!! Example
-
-        ```python
-        import equinox as eqx
-        import jax
-        import shardfx
-        from shardfx import AxisRules, MeshSpec
-
-        class Dense(eqx.Module):
-            weight: jax.Array = shardfx.field(names=("mlp", "embed"))
-            bias: jax.Array = shardfx.field(names=("mlp",))
-
-        class Model(eqx.Module):
-            layers: Dense = shardfx.field(stacked=("layers",))
-
-        model = Model(Dense(jax.numpy.ones((12, 64, 16)), jax.numpy.ones((12, 64))))
-        rules = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("layers", None)])
-        made = shardfx.plan(model, MeshSpec({"fsdp": 2, "tensor": 4}), axes=rules)
-        assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
-        ```
-    """
-    metadata = {**kwargs.pop("metadata", {}), _METADATA: (names, tuple(stacked))}
-    return eqx.field(metadata=metadata, **kwargs)
-
-
 def _refuse_specs(leaves: list[Any], paths: list[str]) -> None:
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, PartitionSpec | Sharding):

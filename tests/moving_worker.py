@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshError, MoveError
-from shardfx._reshard import reshard
-from shardfx._reshard_plan import plan_reshard
-from shardfx._transfer import transfer_of
+from shardfx._reshard.reshard import reshard
+from shardfx._reshard.reshard_plan import plan_reshard
+from shardfx._reshard.tiles.transfer import transfer_of
 
 
 def values(shape, dtype="float32"):

@@ -1,8 +1,7 @@
-from ._load import (
-    load_model as load_model,
-    load_optimizer as load_optimizer,
-    load_rules as load_rules,
-    preset_names as preset_names,
-)
-from ._slice import Slice as Slice, order_text as order_text, parse_slice as parse_slice
-from ._usage import UsageError as UsageError, calling as calling, in_flags as in_flags, one_line as one_line
+"""`python -m shardfx`: plan a model for a mesh that is not here, or train one under a plan.
+
+It may import every room. It never plans by itself: it reads words, calls what the library exports, and prints. What a
+user got wrong ends in one line on stderr.
+"""
+
+from .main import main as main

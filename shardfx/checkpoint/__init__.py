@@ -1,3 +1,9 @@
+"""Checkpoints, read and written shard by shard: safetensors, Orbax, zarr, eformer.
+
+It may import `_plan` and what is below it. It never trusts a file: sizes, names and claims are checked before a byte is
+read or an array is made.
+"""
+
 from ._entry import ArrayEntry as ArrayEntry
 from ._index import Index as Index, read_index as read_index, structs as structs
 from ._load import load as load

@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 
-from .._alike import between_numbers, joined
 from .._errors import CheckpointError, UnknownPathError
-from .._table import array_text, bytes_text, table
+from .._text import array_text, between_numbers, bytes_text, joined, table
 from . import _eformer as eformer, _orbax as orbax, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry
 from ._files import Place, inside, place, read_json

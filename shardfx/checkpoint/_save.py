@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._content import check_columns
 from .._errors import CheckpointError, LeafTypeError
-from .._plan import ShardPlan
+from .._plan.content import check_columns
+from .._plan.shard_plan import ShardPlan
 from .._tree import flatten
 from . import _agree as agree, _safetensors as safetensors
 from ._files import inside, place, read_json

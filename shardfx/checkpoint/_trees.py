@@ -6,12 +6,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._correct import correct
 from .._errors import CheckpointError, LeafTypeError, MeshError, PlanMismatchError, SpecError
 from .._mesh import MeshSpec
-from .._paths import PathRules
-from .._planner import plan
-from .._rules import AxisRules
+from .._plan.correct import correct
+from .._plan.planner import plan
+from .._rules.axis_rules import AxisRules
+from .._rules.path_rules import PathRules
 from .._spec import canonical, entries_of
 from .._tree import tree_paths
 from ._entry import ArrayEntry

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from .._errors import CheckpointError, PlanMismatchError, UnknownPathError
-from .._plan import ShardPlan
+from .._plan.shard_plan import ShardPlan
 from .._tree import flatten
 from ._entry import ArrayEntry
 from ._index import Index, struct

@@ -1,3 +1,9 @@
+"""What each of many processes owns of an array, a batch or a mesh: integers in, integers out.
+
+It may import `_plan` and what is below it. It never moves an array between processes; `global_batch` puts together what
+each of them has.
+"""
+
 from ._batch import global_batch as global_batch
 from ._chunk import (
     DataLayout as DataLayout,

@@ -7,9 +7,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
-from .._content import canonical_dtype
 from .._errors import PlanMismatchError
-from .._plan import ShardPlan
+from .._plan.leaf import canonical_dtype
+from .._plan.shard_plan import ShardPlan
 from .._spec import entries_of
 from .._tree import flatten
 

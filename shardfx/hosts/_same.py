@@ -7,7 +7,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._errors import PlanMismatchError
-from .._plan import ShardPlan, differences
+from .._plan.differences import differences
+from .._plan.shard_plan import ShardPlan
 
 
 def assert_same_plan(plan: ShardPlan) -> None:

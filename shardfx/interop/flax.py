@@ -9,9 +9,9 @@ from flax.core import meta
 from flax.linen.spmd import LogicallyPartitioned
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._axis_rules import AxisRules
 from .._errors import SpecError
 from .._mesh import MeshSpec
+from .._rules.axis_rules import AxisRules
 from .._spec import entries_of
 
 

@@ -1,3 +1,8 @@
+"""Ready sets of rules, as data: T5X's, eformer's, and those for models under Hugging Face's names.
+
+It may import the rules and the ground values. It never plans: a preset is a value, to be given to `plan`.
+"""
+
 from .eformer import Layout as Layout, eformer as eformer, infer_mode as infer_mode
 from .hf import (
     bert as bert,

@@ -4,8 +4,8 @@ import dataclasses
 import enum
 from typing import Any, Final
 
-from .._axis_rules import AxisRules
 from .._errors import RuleError, SpecError
+from .._rules.axis_rules import AxisRules
 
 
 class _Unset(enum.Enum):

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from jax.sharding import PartitionSpec as P
 
-from .._paths import Fsdp, PathRules, fsdp as fsdp_strategy
-from .._spec import atomic
+from .._rules.path_rules import PathRules
+from .._rules.strategies import Fsdp, atomic, fsdp as fsdp_strategy
 
 
 # One mesh axis or several, for example `("data", "fsdp")`.

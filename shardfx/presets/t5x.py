@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .._axis_rules import AxisRules
 from .._errors import RuleError
+from .._rules.axis_rules import AxisRules
 
 
 _SHARDED = (("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None), ("joined_kv", "model"))

@@ -1,3 +1,8 @@
+"""The order of devices on real hardware, as integers: coordinates, slices, tori, submeshes.
+
+It may import the errors alone. It never starts a backend: devices come in as arguments, or as their coordinates.
+"""
+
 from ._order import DeviceOrder as DeviceOrder, device_order as device_order
 from ._place import bounds as bounds, coords as coords, positions as positions, slices as slices
 from ._submesh import (

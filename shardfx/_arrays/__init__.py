@@ -1,0 +1,10 @@
+"""Arrays under a plan: placed, constrained, compiled for, gathered, and read back.
+
+It may import `_plan` and what is below it. It never decides how an array is sharded, beyond correcting what
+`constrain` is asked to the shape at hand; and it never moves an array from one plan to another, which `_reshard` does.
+"""
+
+from .constrain import constrain as constrain
+from .jit import filter_jit as filter_jit
+from .place import gather as gather, shard as shard
+from .read_back import shardings_of as shardings_of, specs_of as specs_of

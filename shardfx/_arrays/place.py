@@ -1,0 +1,104 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from .._plan.content import check_columns
+from .._plan.shard_plan import ShardPlan, check_plan, devices_shardings
+from .._tree import flatten
+
+
+def shard(tree: Any, plan: ShardPlan) -> Any:
+    """Puts every array of a tree where the plan says: the same on one process and on many.
+
+    **Arguments:**
+
+    - `tree`: the planned tree, of JAX or NumPy arrays. On many processes, NumPy arrays and arrays that one process
+        holds must be the whole array, equal on all; each process copies its shards out of it.
+    - `plan`: its plan, on a jax Mesh.
+
+    **Returns:**
+
+    The tree with sharded arrays. Leaves that are no arrays come back as they are.
+
+    **Raises:**
+
+    `PlanMismatchError` before anything is moved, if the tree is not the planned one or the plan has no devices.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan, shard
+
+        tree = {"w": jnp.arange(64.0).reshape(8, 8)}
+        made = plan(tree, MeshSpec({"data": 8}).build(jax.devices()), paths=PathRules.parse("w->data"))
+        assert shard(tree, made)["w"].addressable_shards[0].data.shape == (1, 8)
+        ```
+    """
+    check_plan("plan", plan)
+    flat = flatten(tree)
+    check_columns(plan.content, flat.paths, flat.leaves, flat.is_array)
+    shardings = devices_shardings(plan)
+    leaves = list(flat.leaves)
+    moved = [
+        at
+        for at, (sharding, shaped) in enumerate(zip(shardings, flat.is_array, strict=True))
+        if shaped and sharding is not None
+    ]
+    for at, array in zip(moved, placed([leaves[at] for at in moved], [shardings[at] for at in moved]), strict=True):
+        leaves[at] = array
+    return jax.tree.unflatten(flat.treedef, leaves)
+
+
+def gather(tree: Any) -> Any:
+    """Brings every array of a tree whole to the host: the same on one process and on many.
+
+    **Arguments:**
+
+    - `tree`: any tree. On many processes, all must call this.
+
+    **Returns:**
+
+    The tree with NumPy arrays in the place of JAX arrays; PRNG keys, which NumPy cannot hold, as JAX arrays on one
+    device. Leaves that are no arrays come back as they are.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import gather
+
+        assert gather({"w": jnp.ones(3)})["w"].tolist() == [1.0, 1.0, 1.0]
+        ```
+    """
+    return jax.tree.map(lambda leaf: _gathered(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.device_put(leaves, shardings)
+    return [_placed_across(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+
+
+def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
+    """One array on a mesh of several processes, from one that is global already or whole on each process."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _placed_across(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _gathered(leaf: jax.Array) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return np.asarray(leaf)
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

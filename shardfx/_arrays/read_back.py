@@ -1,0 +1,74 @@
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .._errors import LeafTypeError, PlanMismatchError
+from .._spec import canonical
+
+
+def specs_of(tree: Any) -> Any:
+    """The PartitionSpec of every array of a tree, in canonical form.
+
+    **Arguments:**
+
+    - `tree`: any tree of arrays or ShapeDtypeStructs; inside `jax.jit`, of traced ones.
+
+    **Returns:**
+
+    The tree with a PartitionSpec at each array, `PartitionSpec()` for NumPy arrays, structs without a sharding and
+    arrays of rank 0, and `None` at leaves that are no arrays.
+
+    **Raises:**
+
+    `LeafTypeError` for a JAX array that lies on one device, or is sharded without a mesh: it has no PartitionSpec.
+    """
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec | None:
+        sharding = sharding_of(leaf)
+        if isinstance(sharding, NamedSharding):
+            return canonical(sharding.spec)
+        if isinstance(leaf, jax.Array) and leaf.ndim:
+            raise LeafTypeError(
+                f"array `{jax.tree_util.keystr(path, simple=True, separator='/')}`, shape {leaf.shape}, lies on "
+                f"{sharding}, which has no PartitionSpec; place it with `shard(tree, plan)`, or use `shardings_of`."
+            )
+        return PartitionSpec() if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else None
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
+    """The Sharding of every leaf of a tree that has one.
+
+    **Arguments:**
+
+    - `tree`: any tree; its leaves may be arrays, ShapeDtypeStructs, Shardings or PartitionSpecs.
+    - `mesh`: the mesh for bare PartitionSpecs; needed only if there are any.
+
+    **Returns:**
+
+    The tree with a Sharding at each such leaf, and `None` at all others.
+
+    **Raises:**
+
+    `PlanMismatchError` for a bare PartitionSpec without `mesh`.
+    """
+
+    def sharding(leaf: Any) -> Sharding | None:
+        if not isinstance(leaf, PartitionSpec):
+            return leaf if isinstance(leaf, Sharding) else sharding_of(leaf)
+        if mesh is None:
+            raise PlanMismatchError(f"the tree holds the bare spec {leaf}; pass the mesh that it is for: `mesh=`.")
+        return NamedSharding(mesh, leaf)
+
+    return jax.tree.map(sharding, tree)
+
+
+def sharding_of(leaf: Any) -> Sharding | None:
+    """The sharding of an array or struct; of a traced array the one in its type."""
+    if isinstance(leaf, Tracer):
+        return jax.typeof(leaf).sharding
+    return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None

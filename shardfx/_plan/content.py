@@ -1,0 +1,173 @@
+"""What a plan holds: its rows, shared by the leaves that are planned alike, and what is worked out from them."""
+
+import functools as ft
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from .._errors import PlanFormatError, PlanMismatchError
+from .._mesh import MeshSpec
+from .._rules.axis_rules import AxisRules
+from .._tree import flatten
+from . import codec, plan_json
+from .leaf import LeafPlan, canonical_dtype, named_sharding
+
+
+class Content:
+    """What a plan holds: compared and hashed by its digest, so that an equal plan costs JAX nothing.
+
+    Leaves that are planned alike share one row; `index` says which row each leaf of the tree has, and is -1 at
+    leaves that are no arrays. Everything below is made on first use.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        jax_mesh: Mesh | None,
+        axes: AxisRules | None,
+        mode: str | None,
+        rows: Sequence[LeafPlan],
+        index: Sequence[int],
+        paths: Sequence[str],
+        treedef: Any,
+        order: Sequence[int] | None = None,
+        structure: Any = None,
+    ):
+        self.mesh, self.jax_mesh, self.axes, self.mode = mesh, jax_mesh, axes, mode
+        self.rows, self.index = _in_order_of_use(rows, index)
+        self.paths, self.treedef, self.order, self._structure = paths, treedef, order, structure
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Content) and self.digest == other.digest and self.jax_mesh == other.jax_mesh
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @ft.cached_property
+    def _hash(self) -> int:
+        return hash((self.digest, self.jax_mesh))
+
+    @ft.cached_property
+    def structure(self) -> Any:
+        return codec.encode_structure(self.treedef) if self._structure is None else self._structure
+
+    @ft.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(plan_json.written(self._payload()).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return plan_json.written({**self._payload(), "digest": self.digest})
+
+    def _payload(self) -> dict[str, Any]:
+        leaves = zip(self.paths, self.index, strict=True)
+        return plan_json.payload(self.mesh, self.axes, self.mode, self.rows, leaves, self.structure)
+
+    @ft.cached_property
+    def leaves(self) -> tuple[LeafPlan, ...]:
+        # `dataclasses.replace` validates what is known to be right, and takes five times as long.
+        rows = [dict(vars(row)) for row in self.rows]
+        return tuple(
+            LeafPlan(**{**rows[i], "path": path}) for i, path in zip(self.index, self.paths, strict=True) if i >= 0
+        )
+
+    @ft.cached_property
+    def by_path(self) -> dict[str, LeafPlan]:
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    @ft.cached_property
+    def shardings(self) -> Any:
+        mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
+        return self.tree([named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows])
+
+    @ft.cached_property
+    def specs(self) -> Any:
+        return self.tree([row.spec for row in self.rows])
+
+    def tree(self, values: Sequence[Any], other: Any = None) -> Any:
+        """The planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are no arrays."""
+        table = [*values, other]
+        column = [table[i] for i in self.index]
+        if self.order is not None:
+            column = [column[i] for i in self.order]
+        return jax.tree.unflatten(self.treedef, column)
+
+    def replaced(self, **changes: Any) -> "Content":
+        names = ("mesh", "jax_mesh", "axes", "mode", "rows", "index", "paths", "treedef", "order")
+        return Content(**{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes})
+
+
+def _in_order_of_use(rows: Sequence[LeafPlan], index: Sequence[int]) -> tuple[tuple[LeafPlan, ...], tuple[int, ...]]:
+    """The rows that are used, each once, in the order in which leaves first use them."""
+    merged: dict[LeafPlan, int] = {}
+    renumbered = {-1: -1}
+    for i in dict.fromkeys(index):
+        if i >= 0:
+            renumbered[i] = merged.setdefault(rows[i], len(merged))
+    if all(i == number for i, number in renumbered.items()):
+        return tuple(merged), tuple(index)
+    return tuple(merged), tuple([renumbered[i] for i in index])
+
+
+def read_json(text: str) -> Content:
+    """The content of a plan that was written as JSON."""
+    data = plan_json.parsed(text)
+    content = Content(**plan_json.decoded(data))
+    if data.get("digest", content.digest) != content.digest:
+        raise PlanFormatError(
+            "the plan's JSON was edited: its digest is not that of its content; write it with `plan.to_json()`, or "
+            "take out its `digest` to accept the edit."
+        )
+    return content
+
+
+def shaped_like(content: Content, like: Any) -> Content:
+    flat = flatten(like)
+    check_columns(content, flat.paths, flat.leaves, flat.is_array)
+    return content.replaced(treedef=flat.treedef, order=None)
+
+
+def check_columns(
+    content: Content,
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    is_array: Iterable[bool],
+    *,
+    dtypes: bool = True,
+) -> None:
+    """Raises unless a tree has the plan's leaves; names the first one that differs."""
+    if list(content.paths) != list(paths):
+        _raise_other_tree(content.paths, paths)
+    for path, leaf, shaped, i in zip(paths, leaves, is_array, content.index, strict=True):
+        row = content.rows[i] if i >= 0 else None
+        if row is None:
+            continue
+        if not shaped:
+            raise PlanMismatchError(
+                f"leaf `{path}` is {type(leaf).__name__} {leaf!r:.60}, but the plan has an array of shape {row.shape} "
+                "there; plan the tree that you use."
+            )
+        if tuple(leaf.shape) != row.shape or (dtypes and not _same_dtype(leaf.dtype, row.dtype)):
+            raise PlanMismatchError(
+                f"leaf `{path}` is {leaf.dtype}{list(leaf.shape)}, but the plan is for {row.dtype}{list(row.shape)}; "
+                "plan the tree that you use."
+            )
+
+
+def _same_dtype(leaf: Any, planned: Any) -> bool:
+    return leaf == planned or canonical_dtype(leaf) == planned
+
+
+def _raise_other_tree(planned: Sequence[str], given: Sequence[str]) -> None:
+    known, present = set(planned), set(given)
+    extra = [path for path in given if path not in known]
+    missing = [path for path in planned if path not in present]
+    found = [f"the plan has no `{path}`" for path in extra[:1]] + [f"the tree has no `{path}`" for path in missing[:1]]
+    raise PlanMismatchError(
+        f"this tree is not the one that was planned ({len(extra)} leaves more, {len(missing)} missing): "
+        f"{'; '.join(found) or 'the leaves are in another order'}. Plan the tree that you use."
+    )

@@ -1,0 +1,54 @@
+import dataclasses
+
+from .leaf import LeafPlan
+from .shard_plan import ShardPlan, check_plan
+
+
+def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
+    """How two plans differ, a line for each leaf; empty exactly if their digests are equal.
+
+    **Arguments:**
+
+    - `a`, `b`: the plans.
+
+    **Returns:**
+
+    Lines such as "leaf `w`: spec is P('data',) in one, P() in the other", in the order of `a`.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, differences, plan
+
+        mesh, tree = MeshSpec({"data": 2}), {"w": jnp.ones((4, 4))}
+        a = plan(tree, mesh, paths=PathRules.parse("w->data"))
+        b = plan(tree, mesh, paths=PathRules.parse("w->None.data"))
+        print(*differences(a, b), sep="\\n")
+        ```
+    """
+    check_plan("a", a)
+    check_plan("b", b)
+    if a.digest == b.digest:
+        return ()
+    lines = [
+        f"{what} is {one} in one plan, {other} in the other"
+        for what, one, other in (
+            ("the mesh", a.mesh, b.mesh),
+            ("the mode", a.mode, b.mode),
+            ("axes", a.axes, b.axes),
+        )
+        if one != other
+    ]
+    there, here = b.content.by_path, a.content.by_path
+    for leaf in a.leaves:
+        lines += _leaf_differences(leaf, there.get(leaf.path))
+    lines += [f"leaf `{path}` is only in the other plan" for path in there if path not in here]
+    return tuple(lines) or ("the trees are built of other containers, or their leaves are in another order",)
+
+
+def _leaf_differences(leaf: LeafPlan, other: LeafPlan | None) -> list[str]:
+    if other is None:
+        return [f"leaf `{leaf.path}` is only in one plan"]
+    pairs = ((field.name, vars(leaf)[field.name], vars(other)[field.name]) for field in dataclasses.fields(LeafPlan))
+    return [f"leaf `{leaf.path}`: {name} is {one} in one, {two} in the other" for name, one, two in pairs if one != two]

@@ -1,0 +1,89 @@
+import dataclasses
+import functools as ft
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._errors import RuleError
+from .._reason import Reason
+from .._spec import array_bytes, pinned, shard_shape
+
+
+# The kinds of memory that XLA has; which of them a device has, only the device knows.
+MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """How one array of a tree is placed, and why.
+
+    **Arguments:**
+
+    - `path`: where it is in the tree, as `layers/0/attn/q_proj/weight`.
+    - `shape`, `dtype`: of the whole array.
+    - `names`: its logical names, if names decided.
+    - `requested`: the spec that the rule asked for.
+    - `spec`: the spec that it gets, in canonical form.
+    - `rule`: what decided: a path rule by index and regex, `names`, or what it follows; `None` where nothing did.
+    - `reasons`: why `spec` is not `requested`; see [`shardfx.Reason`][].
+    - `memory_kind`: `None` for the device's default memory.
+    - `units`: per dimension, how many elements may not be cut apart; `None` where any cut will do.
+    - `strategies`: the `fsdp(...)` steps that refined `requested`.
+    - `bytes`, `bytes_per_device`: of the whole array, and of one shard.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[Any, ...] | None
+    requested: PartitionSpec
+    spec: PartitionSpec
+    rule: str | None
+    reasons: tuple[Reason, ...]
+    memory_kind: str | None
+    units: tuple[int, ...] | None
+    strategies: tuple[Any, ...]
+    bytes: int
+    bytes_per_device: int
+
+
+def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:
+    """The pairs of a regex and a memory kind, each of a kind that exists."""
+    pairs = tuple(given or ())
+    for regex, kind in pairs:
+        if kind not in MEMORY_KINDS:
+            raise RuleError(
+                f"`memory_kinds` maps {regex!r} to {kind!r}; a memory kind is one of {', '.join(MEMORY_KINDS)}."
+            )
+    return pairs
+
+
+def leaf_plan(
+    sizes: Mapping[str, int], *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any
+) -> LeafPlan:
+    """A LeafPlan without its path, its bytes counted."""
+    shard = shard_shape(shape, pinned(spec), sizes)
+    return LeafPlan(
+        path="",
+        spec=spec,
+        shape=shape,
+        dtype=dtype,
+        bytes=array_bytes(shape, dtype),
+        bytes_per_device=array_bytes(shard, dtype),
+        **fields,
+    )
+
+
+@ft.lru_cache(maxsize=4096)
+def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
+    """The sharding that JAX gets for a planned array; making one costs more than planning the array."""
+    return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """The dtype that JAX gives to a NumPy array of `dtype`."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)

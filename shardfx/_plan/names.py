@@ -1,0 +1,112 @@
+"""A tree of logical names, or a prefix of one, as one entry per leaf."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from .._errors import RuleError
+from .._rules.axis_rules import AxisRules
+from .._rules.strategies import Atomic
+from .._spec import UNCONSTRAINED, entries_of
+from .._tree import _METADATA, Flat
+
+
+def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = (), **kwargs: Any) -> Any:
+    """`equinox.field` for an attribute whose arrays have logical names.
+
+    **Arguments:**
+
+    - `names`: the logical names of the attribute's dimensions, as in [`shardfx.resolve`][]; for an attribute that
+        is itself a tree, of each array in it that declares no names of its own.
+    - `stacked`: names that go before those of every array below this attribute: of the leading dimensions that
+        `jax.vmap` adds where layers are stacked.
+    - `kwargs`: passed on to `equinox.field`.
+
+    **Returns:**
+
+    A dataclass field. [`shardfx.plan`][] reads the names where it is given `axes`.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import shardfx
+        from shardfx import AxisRules, MeshSpec
+
+        class Dense(eqx.Module):
+            weight: jax.Array = shardfx.field(names=("mlp", "embed"))
+            bias: jax.Array = shardfx.field(names=("mlp",))
+
+        class Model(eqx.Module):
+            layers: Dense = shardfx.field(stacked=("layers",))
+
+        model = Model(Dense(jax.numpy.ones((12, 64, 16)), jax.numpy.ones((12, 64))))
+        rules = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("layers", None)])
+        made = shardfx.plan(model, MeshSpec({"fsdp": 2, "tensor": 4}), axes=rules)
+        assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
+        ```
+    """
+    metadata = {**kwargs.pop("metadata", {}), _METADATA: (names, tuple(stacked))}
+    return eqx.field(metadata=metadata, **kwargs)
+
+
+def _is_names(node: Any) -> bool:
+    """Whether a node of a names tree is the names of an array, and no container."""
+    if node is None:
+        return True
+    if isinstance(node, PartitionSpec):
+        return True
+    return type(node) in (tuple, list) and all(_is_name(entry) for entry in node)
+
+
+def _is_name(entry: Any) -> bool:
+    if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
+        return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
+    return entry is None or entry is UNCONSTRAINED or isinstance(entry, str | Atomic)
+
+
+def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
+    """The logical names of each leaf, from the names tree or from the modules' fields."""
+    if names is None:
+        return flat.names if axes is not None else [None] * len(flat.leaves)
+    column = _broadcast(names, tree)
+    for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
+        if shaped and not _is_names(node):
+            raise RuleError(
+                f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
+            )
+    return [node if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+
+
+def _broadcast(names: Any, node: Any) -> list[Any]:
+    """The names of each leaf below `node`, from a prefix of its tree."""
+    parts = jtu.default_registry.flatten_one_level(node)
+    # Names are tuples too: where the tree itself has a tuple or list, one of names for each of its parts wins.
+    container = parts is not None and type(names) is type(node) and len(parts[0]) == _length(names)
+    if _is_names(names) and not (container and all(entry is None or _is_names(entry) for entry in names or ())):
+        return [_hashable(names)] * len(jax.tree.leaves(node))
+    if parts is None:
+        return [names]
+    given = jtu.default_registry.flatten_one_level(names)
+    if not container or given is None or (isinstance(node, dict) and set(names) != set(node)):
+        raise RuleError(
+            f"`names` is no prefix of the tree: it has {names!r:.80} where the tree has {node!r:.80}. At each array it "
+            "must have a tuple of logical names, or `None` for a whole subtree without names."
+        )
+    return [entry for pair in zip(given[0], parts[0], strict=True) for entry in _broadcast(*pair)]
+
+
+def _length(names: Any) -> int:
+    given = jtu.default_registry.flatten_one_level(names)
+    return -1 if given is None else len(given[0])
+
+
+def _hashable(node: Any) -> Any:
+    if isinstance(node, PartitionSpec):
+        return entries_of(node)
+    return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node

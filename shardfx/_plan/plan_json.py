@@ -1,0 +1,141 @@
+"""A plan as JSON text, and back: versioned, and checked field by field where it is read."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from .._errors import MeshError, PlanFormatError
+from .._mesh import MeshSpec
+from .._rules.axis_rules import AxisRules
+from . import codec
+from .correct import correct
+from .leaf import MEMORY_KINDS, LeafPlan, leaf_plan
+
+
+_FORMAT = "shardfx.plan"
+_VERSION = 1
+
+
+def payload(
+    mesh: MeshSpec,
+    axes: AxisRules | None,
+    mode: str | None,
+    rows: Sequence[LeafPlan],
+    leaves: Iterable[tuple[str, int]],
+    structure: Any,
+) -> dict[str, Any]:
+    """What the text of a plan says, its digest apart; `leaves` are pairs of a path and the number of its row."""
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "mesh": codec.encode_mesh(mesh),
+        "axes": codec.encode_rules(axes),
+        "mode": mode,
+        "rows": [_encode_row(row) for row in rows],
+        "leaves": [list(pair) for pair in leaves],
+        "structure": structure,
+    }
+
+
+def written(payload: dict[str, Any]) -> str:
+    return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
+
+
+def _encode_row(row: LeafPlan) -> dict[str, Any]:
+    return {
+        "shape": list(row.shape),
+        "dtype": codec.encode_dtype(row.dtype),
+        "names": None if row.names is None else codec.encode_entry(row.names),
+        "requested": codec.encode_spec(row.requested),
+        "spec": codec.encode_spec(row.spec),
+        "rule": row.rule,
+        "reasons": [codec.encode_reason(why) for why in row.reasons],
+        "memory_kind": row.memory_kind,
+        "units": row.units if row.units is None else list(row.units),
+        "strategies": [codec.encode_strategy(strategy) for strategy in row.strategies],
+    }
+
+
+def _decode_row(data: dict[str, Any], mesh: MeshSpec) -> LeafPlan:
+    spec, shape = codec.decode_spec(data["spec"]), tuple(data["shape"])
+    if data["memory_kind"] not in (None, *MEMORY_KINDS):
+        raise PlanFormatError(f"memory kind {data['memory_kind']!r} is none of {', '.join(MEMORY_KINDS)}.")
+    valid = correct(spec, shape, mesh)
+    if valid.spec != spec:
+        raise PlanFormatError(f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}.")
+    return leaf_plan(
+        mesh.shape,
+        spec=spec,
+        shape=shape,
+        dtype=codec.decode_dtype(data["dtype"]),
+        names=None if data["names"] is None else codec.decode_entry(data["names"]),
+        requested=codec.decode_spec(data["requested"]),
+        rule=data["rule"],
+        reasons=tuple(codec.decode_reason(why) for why in data["reasons"]),
+        memory_kind=data["memory_kind"],
+        units=None if data["units"] is None else tuple(data["units"]),
+        strategies=tuple(codec.decode_strategy(strategy) for strategy in data["strategies"]),
+    )
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """The JSON of a plan of this version."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanFormatError(
+            f"this is no whole JSON text ({error.msg} at character {error.pos} of {len(text)}); was the file truncated?"
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise PlanFormatError(
+            f"this JSON is no plan: its `format` is not {_FORMAT!r}; write plans with `plan.to_json()`."
+        )
+    if data.get("version") != _VERSION:
+        raise PlanFormatError(
+            f"the plan has version {data.get('version')!r}, and this shardfx reads version {_VERSION}; "
+            "update shardfx, or write the plan again."
+        )
+    return data
+
+
+def decoded(data: dict[str, Any]) -> dict[str, Any]:
+    """What `payload` was made from: the fields of a plan's content, without devices."""
+    try:
+        return _decode(data)
+    except PlanFormatError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
+
+
+def _decode(data: dict[str, Any]) -> dict[str, Any]:
+    mesh = codec.decode_mesh(data["mesh"])
+    if -1 in mesh.axis_sizes:
+        raise MeshError("the mesh has an axis of unknown size")
+    if mesh.size >= 2**31:
+        raise MeshError(f"the mesh {mesh} has more devices than JAX can number")
+    rows = [_decode_row(codec.checked_row(number, row), mesh) for number, row in enumerate(data["rows"])]
+    paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
+    if not all(isinstance(path, str) for path in paths) or not all(
+        type(i) is int and -1 <= i < len(rows) for i in index
+    ):
+        raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
+    order, treedef = jax.tree.flatten(codec.decode_structure(data["structure"], paths))
+    if sorted(order) != list(range(len(paths))):
+        raise PlanFormatError(f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}")
+    if data["mode"] is not None and not isinstance(data["mode"], str):
+        raise PlanFormatError(f"`mode` is {data['mode']!r}; it must be a string or null")
+    return {
+        "mesh": mesh,
+        "jax_mesh": None,
+        "axes": codec.decode_rules(data["axes"]),
+        "mode": data["mode"],
+        "rows": rows,
+        "index": index,
+        "paths": paths,
+        "treedef": treedef,
+        "order": order,
+        "structure": data["structure"],
+    }

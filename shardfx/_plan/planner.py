@@ -1,0 +1,257 @@
+"""Match, then resolve, then correct, per leaf: here and nowhere else."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from .._errors import LeafTypeError, RuleError, SpecError
+from .._mesh import MeshSpec
+from .._reason import Code, reason, refined_reasons
+from .._rules.axis_rules import AxisRules, check_axis_rules
+from .._rules.digits import is_digit_blind
+from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match, is_callable
+from .._rules.resolve import check_rank, resolve, units_of
+from .._rules.strategies import Atomic, Pipeline, Replicate
+from .._tree import Flat, flatten
+from .complaints import raise_cut, raise_errors, raise_unmatched, raise_unused
+from .content import Content
+from .decide import Request, decided
+from .leaf import LeafPlan, canonical_dtype, memory_kind_pairs
+from .names import names_of_leaves
+from .replan import refined
+from .shard_plan import ShardPlan
+
+
+_NO_RULES = PathRules(())
+
+
+def plan(
+    tree: Any,
+    mesh: MeshSpec | Mesh | AbstractMesh,
+    *,
+    paths: PathRules | None = None,
+    names: Any = None,
+    axes: AxisRules | None = None,
+    mode: str | None = None,
+    min_bytes: int = 0,
+    memory_kinds: Iterable[tuple[str, str]] | None = None,
+    unmatched: Literal["raise", "replicate"] = "raise",
+    strict: bool = False,
+    refine: bool = False,
+) -> ShardPlan:
+    """Plans how every array of a tree is sharded on a mesh. Nothing is allocated, and no device is needed.
+
+    **Arguments:**
+
+    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as the functions in an Equinox
+        module, are passed over.
+    - `mesh`: a MeshSpec, or a jax Mesh (whose devices the plan then has), or an AbstractMesh.
+    - `paths`: rules from a leaf's path to its sharding.
+    - `names`: a tree, or prefix of one, of logical names: at each leaf a tuple with one entry per dimension as in
+        [`shardfx.resolve`][], or `None`. Without it, the names that modules declare with [`shardfx.field`][] are used
+        if `axes` is given. A leaf that has names does not ask `paths`.
+    - `axes`: rules from logical names to mesh axes.
+    - `mode`: the mode in which `axes` are read.
+    - `min_bytes`: arrays of fewer bytes are replicated.
+    - `memory_kinds`: pairs of a regex and a memory kind, as `("opt/.*mu", "pinned_host")`; the first that matches an
+        array's path holds.
+    - `unmatched`: "raise": an array that neither names nor a path rule covers is an error, and so is a regex that no
+        path matches. "replicate": it is replicated, with a reason.
+    - `strict`: raise where a rule's sharding would have been cut down to fit. With `refine`, an array that takes only
+        some parts of an axis is still cut down.
+    - `refine`: split mesh axes of which a dimension takes only part: 8 kv heads on `tensor=16` become sharded 8 ways
+        over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules then name the parts, devices
+        stay in place, and all other arrays keep their layout. A PartitionSpec that [`shardfx.constrain`][] gets with
+        the plan must name the parts too: `("tensor_0", "tensor_1")` is what `"tensor"` was.
+
+    **Returns:**
+
+    A [`shardfx.ShardPlan`][].
+
+    **Raises:**
+
+    `UnmatchedError` with all the arrays that no rule covers, largest first; `RuleError` for rules that cannot be
+    applied; `SpecError` with all the arrays whose spec or names do not fit their rank.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, PathRules, fsdp, plan
+
+        tree = {"embed": jax.ShapeDtypeStruct((50257, 768), jnp.float32), "head": jnp.ones((768, 8))}
+        rules = PathRules([("embed", P("tensor", "fsdp")), (".*", fsdp("fsdp"))])
+        made = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
+        assert made["embed"].spec == P(None, "fsdp")
+        print(made["embed"].reasons[0])  # dim 0: size 50257 is not divisible by `tensor` (2); ...
+        ```
+    """
+    if unmatched not in ("raise", "replicate"):
+        raise RuleError(f'`unmatched={unmatched!r}` is no policy of `plan`; use "raise" or "replicate".')
+    if paths is not None:
+        check_path_rules("paths", paths)
+    if axes is not None:
+        check_axis_rules("axes", axes)
+    mesh_spec = MeshSpec.of(mesh).filled()
+    flat = flatten(tree)
+    given = names_of_leaves(names, tree, flat, axes)
+    kinds = memory_kind_pairs(memory_kinds)
+    kind_rules = PathRules((regex, ()) for regex, _ in kinds) if kinds else _NO_RULES
+    planner = _Planner(mesh_spec, _NO_RULES if paths is None else paths, axes, mode, min_bytes, kinds, kind_rules)
+    index, rows = planner.columns(flat, given)
+    if unmatched == "raise":
+        raise_unmatched(flat, index, rows, planner.rules)
+        raise_unused("rule", planner.patterns, planner.used_paths, flat)
+        raise_unused("`memory_kinds` entry", planner.kind_patterns, planner.used_kinds, flat)
+    jax_mesh = mesh if isinstance(mesh, Mesh) else None
+    made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef))
+    if refine:
+        content = refined(made, min_bytes).content
+        rows = [dataclasses.replace(row, reasons=refined_reasons(row.reasons)) for row in content.rows]
+        made = ShardPlan(content.replaced(rows=rows))
+    if strict:
+        raise_cut(flat, made.content.index, made.content.rows, None if made.mesh == mesh_spec else made.mesh)
+    return made
+
+
+class _Planner:
+    """The rules of one call of `plan`, and what it has decided so far."""
+
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        paths: PathRules,
+        axes: AxisRules | None,
+        mode: str | None,
+        min_bytes: int,
+        kinds: tuple[tuple[str, str], ...],
+        kind_rules: PathRules,
+    ):
+        self.sizes, self.has_auto = mesh.shape, AxisType.Auto in mesh.axis_types
+        self.rules, self.axes, self.mode, self.min_bytes, self.kinds = paths.rules, axes, mode, min_bytes, kinds
+        self.patterns, self.kind_patterns = compiled(paths), compiled(kind_rules)
+        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        self.digits_matter = not (is_digit_blind(paths) and is_digit_blind(kind_rules))
+        self.called = any(is_callable(target) for _, target in paths.rules)
+        self.used_paths: dict[int, None] = {}
+        self.used_kinds: dict[int, None] = {}
+        self.decided: dict[Any, LeafPlan] = {}
+
+    def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[LeafPlan]]:
+        """For each leaf the number of its row, and the rows. Leaves that are planned alike share one."""
+        keys = flat.paths if self.digits_matter or self.called else flat.templates
+        alike = _alike(keys, flat, given)
+        numbers: dict[Any, int] = {None: -1}
+        index, rows, errors = [], [], []
+        for kind in alike:
+            number = numbers.get(kind)
+            if number is None:
+                number, at = len(numbers) - 1, len(index)
+                numbers[kind] = number
+                try:
+                    rows.append(self.row(flat.paths[at], flat.leaves[at], given[at]))
+                except (SpecError, RuleError, LeafTypeError) as error:
+                    errors.append((flat.paths[at], error))
+            index.append(number)
+        raise_errors(errors)
+        return index, rows
+
+    def row(self, path: str, leaf: Any, names: Any) -> LeafPlan:
+        kind = first_match(path, self.kind_patterns)
+        number = first_match(path, self.patterns) if names is None else None
+        if kind is not None:
+            self.used_kinds[kind] = None
+        if number is not None:
+            self.used_paths[number] = None
+        called = number is not None and is_callable(self.rules[number][1])
+        key = (number, kind, names, leaf.shape, leaf.dtype, path if called else None)
+        found = self.decided.get(key)
+        if found is None:
+            shape, dtype = tuple(leaf.shape), _dtype(leaf)
+            request = self.request(path, leaf, names, number)
+            memory_kind = None if kind is None else self.kinds[kind][1]
+            found = decided(request, shape, dtype, self.sizes, self.has_auto, self.min_bytes, memory_kind)
+            self.decided[key] = found
+        return found
+
+    def request(self, path: str, leaf: Any, names: Any, number: int | None) -> Request:
+        if names is not None:
+            return self.named(names, len(leaf.shape), "names", None, ())
+        if not leaf.shape:
+            rule = None if number is None else _rule_text(number, self.rules)
+            return Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
+        if number is None:
+            return Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
+        target = self.rules[number][1]
+        first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
+        rule = _rule_text(number, self.rules)
+        if is_callable(target):
+            first = _called(first, path, leaf, rule)
+        units = None
+        if isinstance(first, Atomic):
+            first, units = first.target, first.units
+        if isinstance(first, tuple):
+            return self.named(first, len(leaf.shape), rule, units, tuple(strategies))
+        if isinstance(first, Replicate):
+            first = PartitionSpec()
+        elif not isinstance(first, PartitionSpec):
+            strategies, first = [first, *strategies], PartitionSpec()
+        return Request(None, first, rule, _padded(units, len(leaf.shape)), tuple(strategies), ())
+
+    def named(
+        self, names: Any, rank: int, rule: str, units: tuple[int, ...] | None, strategies: tuple[Any, ...]
+    ) -> Request:
+        if self.axes is None and all(name is None for name in names):
+            return Request(None, PartitionSpec(), rule, _padded(units, rank), strategies, ())
+        if self.axes is None:
+            raise RuleError(
+                f"the names {names} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`."
+            )
+        names = tuple(names)
+        check_rank(names, rank)
+        found = resolve(names, self.axes, mode=self.mode)
+        units = _padded(units_of(names[:rank], self.axes) if units is None else units, rank)
+        return Request(names, found.spec, rule, units, strategies, found.reasons)
+
+
+def _alike(keys: Sequence[str], flat: Flat, given: Sequence[Any]) -> Iterable[Any]:
+    """For each array what decides how it is planned; `None` for what is no array."""
+    if all(flat.is_array):
+        shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
+        return zip(keys, shapes, dtypes, given, strict=True)
+    columns = zip(keys, flat.leaves, given, flat.is_array, strict=True)
+    return [(key, leaf.shape, leaf.dtype, names) if shaped else None for key, leaf, names, shaped in columns]
+
+
+def _dtype(leaf: Any) -> Any:
+    """The dtype that the array has on a device."""
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype
+    if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
+        raise LeafTypeError(f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree.")
+    return canonical_dtype(leaf.dtype)
+
+
+def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
+    result = function(path, leaf)
+    if not isinstance(result, PartitionSpec):
+        raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")
+    return result
+
+
+def _rule_text(number: int, rules: Sequence[Any]) -> str:
+    return f"paths[{number}] {rules[number][0]}"
+
+
+def _padded(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    if units is None:
+        return None
+    if any(unit > 1 for unit in units[rank:]):
+        raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
+    return (*units[:rank], *[1] * (rank - len(units)))

@@ -1,0 +1,272 @@
+import collections
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from .._errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
+from .._mesh import MeshSpec
+from .._rules.axis_rules import AxisRules
+from .content import Content, read_json, shaped_like
+from .leaf import LeafPlan, named_sharding
+
+
+class ShardPlan(eqx.Module):
+    """For every array of a tree: its PartitionSpec, the reason for it, its bytes per device.
+
+    Made by [`shardfx.plan`][].
+
+    A value: it can be printed, stored, compared, hashed, closed over, and passed to a jitted function as an
+    argument, where an equal plan (one read back from JSON, for example) does not compile again.
+    """
+
+    content: Content = eqx.field(static=True)
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """The mesh that the plan is for."""
+        return self.content.mesh
+
+    @property
+    def jax_mesh(self) -> Mesh | None:
+        """The mesh of devices, if the plan has one; see [`shardfx.ShardPlan.on`][]."""
+        return self.content.jax_mesh
+
+    @property
+    def axes(self) -> AxisRules | None:
+        """The rules by which [`shardfx.constrain`][] resolves logical names."""
+        return self.content.axes
+
+    @property
+    def mode(self) -> str | None:
+        """The mode in which names are resolved."""
+        return self.content.mode
+
+    @property
+    def leaves(self) -> tuple[LeafPlan, ...]:
+        """One [`shardfx.LeafPlan`][] per array, in the tree's order."""
+        return self.content.leaves
+
+    @property
+    def specs(self) -> Any:
+        """The tree with a PartitionSpec at each array, and `None` at leaves that are no arrays."""
+        return self.content.specs
+
+    @property
+    def shardings(self) -> Any:
+        """The tree with a NamedSharding at each array: on the plan's jax Mesh, or else on an AbstractMesh."""
+        return self.content.shardings
+
+    @property
+    def structs(self) -> Any:
+        """The tree with a `jax.ShapeDtypeStruct` at each array that has the array's sharding."""
+        mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
+        return self.content.tree([_struct(row, mesh) for row in self.content.rows])
+
+    @property
+    def bytes_total(self) -> int:
+        """How many bytes all the arrays have, each counted once."""
+        return sum(row.bytes * count for row, count in self._counts())
+
+    @property
+    def bytes_per_device(self) -> int:
+        """How many bytes each device holds; all hold the same."""
+        return sum(row.bytes_per_device * count for row, count in self._counts())
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the plan, in hex: the same on every process."""
+        return self.content.digest
+
+    def _counts(self) -> list[tuple[LeafPlan, int]]:
+        counts = collections.Counter(self.content.index)
+        return [(row, counts[i]) for i, row in enumerate(self.content.rows)]
+
+    def __getitem__(self, path: str) -> LeafPlan:
+        found = self.content.by_path.get(path)
+        if found is None:
+            near = difflib.get_close_matches(path, self.content.by_path, n=3, cutoff=0.5)
+            raise UnknownPathError(
+                f"the plan has no leaf `{path}`"
+                + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ".")
+            )
+        if collections.Counter(self.content.paths)[path] > 1:
+            raise UnknownPathError(f"several leaves have the path `{path}`; read them from `plan.leaves`.")
+        return found
+
+    def on(self, jax_mesh: Mesh) -> "ShardPlan":
+        """The same plan on a mesh of devices, so that `plan.shardings` can be used with arrays.
+
+        **Arguments:**
+
+        - `jax_mesh`: a mesh with the plan's axes, sizes and axis types; `plan.mesh.build(devices)` makes one.
+
+        **Returns:**
+
+        A plan with the same digest, on these devices.
+
+        **Raises:**
+
+        `PlanMismatchError` if the mesh is another one; `MeshError` for what is no jax Mesh.
+        """
+        fix = "make one of devices with `plan.on(plan.mesh.build(devices))`"
+        check_type("jax_mesh", jax_mesh, Mesh, MeshError, fix)
+        mesh = MeshSpec.of(jax_mesh)
+        if mesh.axis_names != self.mesh.axis_names or mesh.axis_sizes != self.mesh.axis_sizes:
+            raise PlanMismatchError(
+                f"the plan is for the mesh {self.mesh}, not for {mesh}; make the mesh with `plan.mesh.build(devices)`, "
+                "or plan again for this one."
+            )
+        if mesh.axis_types != self.mesh.axis_types:
+            raise PlanMismatchError(
+                f"the plan's mesh has the axis types {_type_names(self.mesh)}, this one {_type_names(mesh)} "
+                "(`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto ones); make the mesh with "
+                "`plan.mesh.build(devices)`, or plan with `MeshSpec(..., axis_types=...)`."
+            )
+        return ShardPlan(self.content.replaced(jax_mesh=jax_mesh))
+
+    @staticmethod
+    def join(**plans: "ShardPlan") -> "ShardPlan":
+        """One plan of a dict of trees, from the plans of the trees.
+
+        **Arguments:**
+
+        - `plans`: plans for the same mesh, by the key that their tree has in the dict.
+
+        **Returns:**
+
+        The plan of `{"params": ..., "opt": ...}` for `ShardPlan.join(params=..., opt=...)`.
+
+        **Raises:**
+
+        `PlanMismatchError` if the plans are for different meshes, rules or modes.
+        """
+        if not plans:
+            raise PlanMismatchError(
+                "`join` needs at least one plan: `ShardPlan.join(params=params_plan, opt=opt_plan)`."
+            )
+        for name, plan in plans.items():
+            check_plan(name, plan)
+        contents = {name: plans[name].content for name in sorted(plans)}
+        first = next(iter(contents.values()))
+        for what in ("mesh", "jax_mesh", "mode"):
+            _require_same(what, {name: vars(content)[what] for name, content in contents.items()})
+        axes = {name: content.axes for name, content in contents.items() if content.axes is not None}
+        _require_same("axes", axes)
+        rows, index, paths = [], [], []
+        for name, content in contents.items():
+            index += [i + len(rows) if i >= 0 else -1 for i in _ordered(content, content.index)]
+            paths += [f"{name}/{path}" if path else name for path in _ordered(content, content.paths)]
+            rows += content.rows
+        trees = {name: jax.tree.unflatten(c.treedef, range(c.treedef.num_leaves)) for name, c in contents.items()}
+        treedef = jax.tree.structure(trees)
+        joined_axes = next(iter(axes.values()), None)
+        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, paths, treedef))
+
+    def select(self, regex: str) -> "ShardPlan":
+        """The plan of the same tree with only the arrays whose path matches.
+
+        **Arguments:**
+
+        - `regex`: searched in each path with `re.search`.
+
+        **Returns:**
+
+        A plan with `None` in the place of all other arrays.
+
+        **Raises:**
+
+        `RuleError` if the regex does not compile, or matches no path.
+        """
+        pattern = _compile(regex)
+        index = [
+            i if pattern.search(path) else -1 for i, path in zip(self.content.index, self.content.paths, strict=True)
+        ]
+        if max(index, default=-1) < 0:
+            raise RuleError(f"`select({regex!r})` matches no path of the plan; paths look like `{self._example()}`.")
+        return ShardPlan(self.content.replaced(index=index))
+
+    def _example(self) -> str:
+        return next((path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0), "")
+
+    def to_json(self) -> str:
+        """The plan as JSON text: versioned, with its digest; the devices of a jax Mesh are left out."""
+        return self.content.to_json()
+
+    @staticmethod
+    def from_json(text: str, like: Any = None) -> "ShardPlan":
+        """Reads what [`shardfx.ShardPlan.to_json`][] wrote.
+
+        **Arguments:**
+
+        - `text`: the JSON.
+        - `like`: a tree of the planned structure, arrays or ShapeDtypeStructs. Without it, dicts, lists and tuples
+            come back as they were, and nodes of other kinds, modules for example, as dicts.
+
+        **Returns:**
+
+        A plan that equals the one that was written.
+
+        **Raises:**
+
+        `PlanFormatError` if the text is truncated, of another version, or was edited into something invalid;
+        `PlanMismatchError` if `like` is another tree.
+        """
+        content = read_json(text)
+        return ShardPlan(content if like is None else shaped_like(content, like))
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardPlan({sum(i >= 0 for i in self.content.index)} arrays, mesh {self.mesh}, {self.bytes_total} bytes, "
+            f"{self.bytes_per_device} per device{'' if self.jax_mesh is None else ', on devices'})"
+        )
+
+
+def check_plan(what: str, given: Any) -> None:
+    """Raises unless the argument named `what` is a plan."""
+    check_type(what, given, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
+
+
+def _ordered(content: Content, column: Sequence[Any]) -> Sequence[Any]:
+    return column if content.order is None else [column[i] for i in content.order]
+
+
+def _require_same(what: str, values: dict[str, Any]) -> None:
+    (first, expected), *rest = values.items() or [("", None)]
+    for name, value in rest:
+        if value != expected:
+            raise PlanMismatchError(
+                f"`join`: the plans `{first}` and `{name}` differ in their {what} ({expected} and {value}); "
+                "make both for the same mesh, rules and mode."
+            )
+
+
+def _type_names(mesh: MeshSpec) -> str:
+    return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"
+
+
+def _struct(row: LeafPlan, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
+    sharding = named_sharding(mesh, row.spec, row.memory_kind)
+    return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
+
+
+def _compile(regex: str) -> re.Pattern[str]:
+    try:
+        return re.compile(regex)
+    except re.error as error:
+        raise RuleError(f"the regex {regex!r} does not compile: {error}") from error
+
+
+def devices_shardings(plan: ShardPlan) -> list[Any]:
+    """The sharding of each leaf of the planned tree on the plan's devices, `None` at leaves that are no arrays."""
+    if plan.jax_mesh is None:
+        raise PlanMismatchError(
+            f"the plan is for the mesh {plan.mesh} and has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
+        )
+    rows = [named_sharding(plan.jax_mesh, row.spec, row.memory_kind) for row in plan.content.rows]
+    table = [*rows, None]
+    return [table[i] for i in plan.content.index]

@@ -1,0 +1,75 @@
+"""Where a tree's arrays shall lie, in all the forms that it can be said in: a plan, a sharding, a tree of shardings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from .._errors import LeafTypeError, PlanMismatchError
+from .._plan.content import check_columns
+from .._plan.shard_plan import ShardPlan, devices_shardings
+from .._tree import flatten, tree_paths
+
+
+def targets(form: Any, tree: Any, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:
+    """The sharding of each leaf, `None` for those that no array is or that are to be left alone.
+
+    **Arguments:**
+
+    - `form`: a plan with devices, a sharding, or a tree or prefix of shardings, of `None`, and of structs with them.
+    - `tree`: the tree of arrays; `leaves`, `treedef`: as flattened by JAX.
+    - `what`: the name of the argument, for messages.
+
+    **Returns:**
+
+    One entry per leaf.
+
+    **Raises:**
+
+    `PlanMismatchError` if the form is for another tree, or a plan without devices; `LeafTypeError` for entries that are
+    no shardings.
+    """
+    if isinstance(form, ShardPlan):
+        flat = flatten(tree)
+        check_columns(form.content, flat.paths, flat.leaves, flat.is_array)
+        return devices_shardings(form)
+    if isinstance(form, Sharding):
+        return [form] * len(leaves)
+    try:
+        entries = treedef.flatten_up_to(form)
+    except ValueError:
+        entries = _broadcast(form, tree, what)
+    known: dict[int, Sharding | None] = {}
+    return [
+        known[id(entry)] if id(entry) in known else _sharding(entry, at, treedef, what, known)
+        for at, entry in enumerate(entries)
+    ]
+
+
+def _broadcast(form: Any, tree: Any, what: str) -> list[Any]:
+    try:
+        whole = jax.tree.broadcast(form, tree, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        raise PlanMismatchError(
+            f"`{what}` is no prefix of the tree: {str(error).splitlines()[0]}; give a plan of this tree, one sharding, "
+            "or a tree of shardings of its structure."
+        ) from error
+    return jax.tree.leaves(whole, is_leaf=lambda node: node is None)
+
+
+def _sharding(entry: Any, at: int, treedef: Any, what: str, known: dict[int, Sharding | None]) -> Sharding | None:
+    found = entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry
+    if found is not None and not isinstance(found, Sharding):
+        raise LeafTypeError(
+            f"`{what}` holds {found!r:.80} at `{tree_paths(treedef)[at]}`, which is no sharding; use "
+            "`NamedSharding(mesh, spec)`, or a plan: `plan(tree, mesh, ...)`."
+        )
+    known[id(entry)] = found
+    return found
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf can be moved."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)

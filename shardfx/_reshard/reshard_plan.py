@@ -1,0 +1,465 @@
+"""What a move of a tree would do, as a value: nothing is moved, and no device is needed."""
+
+import collections
+import dataclasses
+import functools as ft
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from .._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._mesh import MeshSpec
+from .._plan.leaf import named_sharding
+from .._plan.shard_plan import ShardPlan
+from .._spec import array_bytes, bits
+from .._text import between_numbers, joined, table
+from .._tree import flatten
+from .destinations import targets
+from .move import data_of, decided, leaf_name, lost_devices, require_movable, require_reduced
+from .steps.layout import Layout, digits, piece_index
+from .steps.redistribute import Redistribution, Step, layout, redistribute
+from .tiles.host_copies import as_box
+from .tiles.tile_map import Box, TileMap, tile_map
+from .tiles.transfer import in_device_memory, spread, transfer_of
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafMove:
+    """How one array of a tree is moved, and what that costs.
+
+    **Arguments:**
+
+    - `path`, `shape`, `dtype`: of the array.
+    - `src`, `dst`: its shardings.
+    - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set) or "tiles"
+        (between device sets).
+    - `steps`: the collectives, for "steps".
+    - `tiles`: which device takes which elements from which, for "tiles". A device is its id where it is known, else
+        its place in the mesh.
+    - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
+    - `dcn_bytes`: those of them that come from another slice (or node), for "steps"; at most, where slices do not line
+        up with mesh axes.
+    - `lower_bound_bytes`: the same for the best algorithm there could be.
+    - `source_bytes`, `target_bytes`: of a device's shard before and afterwards.
+    - `peak_bytes`: the most that a device's memory holds of this array while it moves, source and target included. What
+        lies in host memory counts only while it is copied to the device to change its layout there.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    src: Sharding
+    dst: Sharding
+    how: str
+    steps: tuple[Step, ...]
+    tiles: TileMap | None
+    wire_bytes: int
+    dcn_bytes: int
+    lower_bound_bytes: int
+    source_bytes: int
+    target_bytes: int
+    peak_bytes: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether no byte of this array moves."""
+        return self.how in ("in place", "relabel")
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """Of `source_bytes` and `target_bytes` those in the device's own memory."""
+        source, target = (0 if _hosted(end) else 1 for end in (self.src, self.dst))
+        return source * self.source_bytes, target * self.target_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan:
+    """What [`shardfx.reshard`][] would do with a tree; made by [`shardfx.plan_reshard`][]. `print` shows it as a table.
+
+    **Arguments:**
+
+    - `leaves`: one [`shardfx.LeafMove`][] per array, in the tree's order.
+    """
+
+    leaves: tuple[LeafMove, ...]
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """The paths of the arrays that need nothing."""
+        return tuple(leaf.path for leaf in self.leaves if leaf.idle)
+
+    @property
+    def steps(self) -> dict[str, tuple[Step, ...]]:
+        """The collectives of each array that needs some, by path."""
+        return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
+
+    @property
+    def moves(self) -> int:
+        """How many different moves there are; arrays with the same move share a program."""
+        return len({(leaf.shape, str(leaf.dtype), leaf.src, leaf.dst) for leaf in self.leaves if not leaf.idle})
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter a device over all arrays, the mean over devices."""
+        return sum(leaf.wire_bytes for leaf in self.leaves)
+
+    @property
+    def dcn_bytes(self) -> int:
+        """Those of them that come from another slice (or node), where source and target have the same devices."""
+        return sum(leaf.dcn_bytes for leaf in self.leaves)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """The least bytes that must enter a device, whatever the algorithm."""
+        return sum(leaf.lower_bound_bytes for leaf in self.leaves)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in a device's memory, the whole source and target included, one array moving at a time."""
+        held = [(leaf, sum(leaf.held_bytes)) for leaf in self.leaves if not leaf.idle]
+        idle = sum(leaf.held_bytes[0] for leaf in self.leaves if leaf.idle)
+        return idle + sum(size for _, size in held) + max([0, *[leaf.peak_bytes - size for leaf, size in held]])
+
+    @property
+    def peak_bytes_donated(self) -> int:
+        """The same where each source is given up once its array has moved (`donate=True`)."""
+        held = peak = sum(leaf.held_bytes[0] for leaf in self.leaves)
+        moving = [leaf for leaf in self.leaves if not leaf.idle]
+        for leaf in sorted(moving, key=lambda leaf: leaf.target_bytes - leaf.source_bytes):
+            source, target = leaf.held_bytes
+            peak = max(peak, held - source + max(leaf.peak_bytes, source + target))
+            held += target - source
+        return peak
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory for a device's shards, the whole source and target included."""
+        ends = [(leaf.source_bytes, 0 if leaf.idle else leaf.target_bytes, leaf.held_bytes) for leaf in self.leaves]
+        return sum(source - here[0] + (target - here[1] if target else 0) for source, target, here in ends)
+
+    @ft.cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """Bytes per (sender, receiver) between device sets, over all arrays."""
+        links: dict[tuple[int, int], int] = {}
+        for leaf in self.leaves:
+            for pair, count in leaf.tiles.links.items() if leaf.tiles is not None else ():
+                links[pair] = links.get(pair, 0) + count
+        return links
+
+    @property
+    def busiest_sender(self) -> tuple[int, int] | None:
+        """The device that sends most between device sets, and its bytes; `None` if there is no such traffic."""
+        sent: dict[int, int] = {}
+        for (sender, _), count in self.links.items():
+            sent[sender] = sent.get(sender, 0) + count
+        return max(sent.items(), key=lambda item: item[1]) if sent else None
+
+    @property
+    def missing(self) -> dict[str, tuple[Box, ...]]:
+        """Per array the elements that only lost devices hold, as boxes of (start, stop) per dimension."""
+        return {leaf.path: leaf.tiles.missing for leaf in self.leaves if leaf.tiles is not None and leaf.tiles.missing}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan:
+    """Plans a move without making it: steps, bytes and memory, per array and in total.
+
+    **Arguments:**
+
+    - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
+        devices: where one has none, its devices are taken to be numbered by their place in the mesh. Slices are those
+        of the devices, or else by the `dcn` of a plan's MeshSpec.
+    - `lost`: jax devices whose shards will not be read.
+
+    **Returns:**
+
+    A [`shardfx.ReshardPlan`][].
+
+    **Raises:**
+
+    `PlanMismatchError` if the two are of different trees, shapes or dtypes; `SpecError` if a sharding does not divide
+    its array, or has unreduced axes and needs something; `LeafTypeError` for a leaf without a sharding, or of a dtype
+    that JAX moves wrongly, and if `lost` holds others than devices.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, PathRules, plan, plan_reshard
+
+        tree = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
+        trainer = plan(tree, MeshSpec({"fsdp": 16}), paths=PathRules([("w", P("fsdp"))]))
+        server = plan(tree, MeshSpec({"data": 4, "tensor": 4}), paths=PathRules([("w", P(None, "tensor"))]))
+        moving = plan_reshard(trainer, server)
+        assert moving.wire_bytes <= 1.25 * moving.lower_bound_bytes
+        print(moving)
+        ```
+    """
+    lost = lost_devices(lost)
+    ours = _columns(src, "src")
+    theirs = (
+        _columns(dst, "dst") if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan) else _wanted(src, dst, ours)
+    )
+    if [leaf.path for leaf in ours] != [leaf.path for leaf in theirs]:
+        here, there = ({leaf.path for leaf in leaves} for leaves in (ours, theirs))
+        odd = next((leaf.path for leaf in (*ours, *theirs) if (leaf.path in here) != (leaf.path in there)), None)
+        what = "their leaves are in another order" if odd is None else f"{leaf_name(odd)} is only in one of them"
+        raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
+    leaves = [_leaf_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
+    return ReshardPlan(tuple(_balanced(leaves, lost)))
+
+
+class _Leaf(NamedTuple):
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+    mesh: MeshSpec | None = None  # of a plan without devices
+
+
+def _columns(form: Any, what: str) -> list[_Leaf]:
+    if isinstance(form, ShardPlan):
+        mesh = form.mesh.abstract() if form.jax_mesh is None else form.jax_mesh
+        rows = [(row, named_sharding(mesh, row.spec, row.memory_kind)) for row in form.content.rows]
+        return [
+            _Leaf(path, rows[at][0].shape, rows[at][0].dtype, rows[at][1], None if form.jax_mesh else form.mesh)
+            for path, at in zip(form.content.paths, form.content.index, strict=True)
+            if at >= 0
+        ]
+    flat = flatten(form)
+    arrays = [(path, leaf) for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if shaped]
+    for path, leaf in arrays:
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding is None:
+            raise LeafTypeError(
+                f"{leaf_name(path)} of `{what}` has no sharding; give a plan, or `jax.ShapeDtypeStruct(shape, dtype, "
+                "sharding=...)`."
+            )
+    return [_Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in arrays]
+
+
+def _wanted(src: Any, dst: Any, ours: Sequence[_Leaf]) -> list[_Leaf]:
+    """The leaves of `src` as `dst` wants them, where neither is a plan."""
+    leaves, treedef = jax.tree.flatten(src)
+    wanted = [
+        target
+        for leaf, target in zip(leaves, targets(dst, src, leaves, treedef, "dst"), strict=True)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    ]
+    structs = jax.tree.leaves(dst)
+    arrays = [leaf for leaf in structs if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)]
+    for leaf, other in zip(ours, arrays, strict=False) if len(arrays) == len(ours) else ():
+        _require_same(leaf, other.shape, other.dtype)
+    return [leaf._replace(sharding=target or leaf.sharding) for leaf, target in zip(ours, wanted, strict=True)]
+
+
+def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: Any) -> None:
+    if (leaf.shape, leaf.dtype) != (tuple(shape), dtype):
+        raise PlanMismatchError(
+            f"{leaf_name(leaf.path)} is {leaf.dtype}{list(leaf.shape)} in `src` and {dtype}{list(shape)} in `dst`; "
+            "a move changes neither: plan one tree for both."
+        )
+
+
+def _leaf_move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> LeafMove:
+    _require_same(ours, theirs.shape, theirs.dtype)
+    try:
+        cost = _cost(ours.shape, ours.dtype, ours.sharding, theirs.sharding, lost, (ours.mesh, theirs.mesh))
+    except (SpecError, MeshError, LeafTypeError) as error:
+        raise type(error)(f"{leaf_name(ours.path)}: {error}") from error
+    return LeafMove(path=ours.path, shape=ours.shape, dtype=ours.dtype, src=ours.sharding, dst=theirs.sharding, **cost)
+
+
+@ft.lru_cache(maxsize=4096)
+def _cost(
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Sharding,
+    dst: Sharding,
+    lost: tuple[Any, ...],
+    meshes: tuple[MeshSpec | None, MeshSpec | None],
+) -> dict[str, Any]:
+    require_movable(shape, dtype, dst)
+    if lost or src != dst:
+        require_reduced(src, dst)
+    shape, dtype = data_of(shape, dtype)
+    how, found = _how(shape, dtype, src, dst, lost, meshes)
+    ends = [array_bytes(end.shard_shape(shape), dtype) for end in (src, dst)]
+    nothing = {"steps": (), "tiles": None, "wire_bytes": 0, "dcn_bytes": 0, "lower_bound_bytes": 0}
+    costs = {**nothing, "how": how, "source_bytes": ends[0], "target_bytes": ends[1]}
+    if found is not None:
+        # Programs compute on devices: what lies in host memory at either end is copied to them and from them.
+        wire = {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
+        wire["lower_bound_bytes"] = found.lower_bound_bytes
+        return {**costs, **wire, "steps": found.steps, "peak_bytes": max(found.peak_bytes, *ends)}
+    if how == "tiles":
+        tiles, _ = _tiles(shape, dtype, src, dst, lost, {})
+        wire = -(-tiles.wire_bytes // max(1, dst.num_devices))
+        wires = {"wire_bytes": wire, "lower_bound_bytes": wire}
+        return {**costs, **wires, "tiles": tiles, "peak_bytes": sum(ends) + _beside(tiles)}
+    here = [size for end, size in zip((src, dst), ends, strict=True) if not _hosted(end)]
+    return {**costs, "peak_bytes": max([0, *here])}
+
+
+def _how(
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Sharding,
+    dst: Sharding,
+    lost: tuple[Any, ...],
+    meshes: tuple[MeshSpec | None, MeshSpec | None],
+) -> tuple[str, Redistribution | None]:
+    """How an array moves, and the steps if it takes some."""
+    if _have_devices(src, dst):
+        move = decided(shape, dtype, src, dst, lost, False)
+        return (move.how, move.plan) if move.transfer is None else ("tiles", None)
+    layouts = [
+        layout(mesh or end.mesh, end.spec, len(shape))
+        for end, mesh in zip((src, dst), meshes, strict=True)
+        if isinstance(end, NamedSharding)
+    ]
+    if lost or len(layouts) < 2 or not _same_devices(*layouts):
+        return "tiles", None
+    found = redistribute(shape, bits(dtype), *layouts)
+    if found.steps:
+        return "steps", found
+    if src.memory_kind != dst.memory_kind:
+        return "memory kind", None
+    return "in place" if src == dst else "relabel", None
+
+
+def _have_devices(*ends: Sharding) -> bool:
+    return not any(isinstance(end, NamedSharding) and isinstance(end.mesh, AbstractMesh) for end in ends)
+
+
+@ft.lru_cache(maxsize=1024)
+def _hosted(sharding: Sharding) -> bool:
+    """Whether an array lies in the host's memory, not in its devices'."""
+    if _have_devices(sharding):
+        return in_device_memory(sharding) is not sharding
+    return sharding.memory_kind not in (None, "device")
+
+
+def _beside(tiles: TileMap) -> int:
+    """What a device holds beside its shards while pieces of an array are cut and received."""
+    return 2 * max([0, *tiles.links.values()])
+
+
+def _same_devices(ours: Layout, theirs: Layout) -> bool:
+    if ours.order is None or theirs.order is None:
+        return ours.size == theirs.size
+    return ours.order == theirs.order or sorted(ours.order) == sorted(theirs.order)
+
+
+def _balanced(leaves: list[LeafMove], lost: tuple[Any, ...]) -> list[LeafMove]:
+    """The leaves with senders chosen over all of them, as `reshard` does: once per move, by what those before send."""
+    if not any(leaf.tiles is not None and leaf.tiles.replicas for leaf in leaves):
+        return leaves
+    keys = [(leaf.shape, leaf.dtype, leaf.src, leaf.dst) for leaf in leaves]
+    counts = collections.Counter(key for key, leaf in zip(keys, leaves, strict=True) if leaf.tiles is not None)
+    sent: dict[Any, int] = {}
+    chosen: dict[Any, TileMap] = {}
+    for key, count in counts.items():
+        shape, dtype, source, target = key
+        chosen[key], senders = _tiles(*data_of(shape, dtype), source, target, lost, sent)
+        for device, size in senders.items():
+            sent[device] = sent.get(device, 0) + count * size
+    return [
+        leaf
+        if leaf.tiles is None
+        else dataclasses.replace(
+            leaf, tiles=chosen[key], peak_bytes=leaf.source_bytes + leaf.target_bytes + _beside(chosen[key])
+        )
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+
+
+def _tiles(
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...], sent: Mapping[Any, int]
+) -> tuple[TileMap, dict[Any, int]]:
+    """The tile map in terms of device ids, and the bytes that each device sends, by whatever `sent` names it with."""
+    if _have_devices(src, dst):
+        made = spread(transfer_of(shape, dtype, src, dst, lost), sent)
+        ids = [device.id for device in made.devices]
+        # Devices of two platforms may share ids; their places tell them apart.
+        names = ids if len(set(ids)) == len(ids) else list(range(len(ids)))
+        tiles = [tile._replace(sender=names[tile.sender], receiver=names[tile.receiver]) for tile in made.tiles.tiles]
+        replicas = tuple(tuple(names[place] for place in holders) for holders in made.tiles.replicas)
+        senders = {made.devices[place]: size for place, size in made.tiles.sent_bytes.items()}
+        return dataclasses.replace(made.tiles, tiles=tuple(tiles), replicas=replicas), senders
+    gone = {device.id for device in lost}
+    sources, wanted = ([pair for pair in _boxes(end, shape)] for end in (src, dst))
+    made = ft.partial(tile_map, bits(dtype), [pair for pair in sources if pair[0] not in gone], wanted)
+    tiles = made()
+    ahead = tiles.ahead(sent)
+    tiles = made(ahead=ahead) if ahead else tiles
+    return tiles, tiles.sent_bytes
+
+
+def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+    """The box of each device, by id or place; without asking JAX, which needs devices for it."""
+    if not isinstance(sharding, NamedSharding):
+        indices = sharding.devices_indices_map(shape).items()
+        return [(device.id, as_box(index or (), shape)) for device, index in indices]
+    end = layout(sharding.mesh, sharding.spec, len(shape))
+    where = digits(end.sizes, np.arange(end.size))
+    columns = []
+    for size, count, axes in zip(shape, end.counts, end.dims, strict=True):
+        width = size // count
+        columns.append([(int(at) * width, (int(at) + 1) * width) for at in piece_index(end.sizes, where, axes)])
+    boxes = list(zip(*columns, strict=True)) if columns else [()] * end.size
+    return list(zip(range(end.size) if end.order is None else end.order, boxes, strict=True))
+
+
+_HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")
+
+
+def _lines(made: ReshardPlan) -> Iterable[str]:
+    groups: dict[Any, list[LeafMove]] = {}
+    for leaf in made.leaves:
+        if not leaf.idle:
+            groups.setdefault(_alike(leaf), []).append(leaf)
+    yield from table([_HEAD, *map(_row, groups.values())], right=set())
+    idle = made.in_place
+    yield (
+        f"{len(made.leaves) - len(idle)} arrays move by {made.moves} different moves; per device "
+        f"{_size(made.wire_bytes)} enter (at least {_size(made.lower_bound_bytes)} must), "
+        f"{_size(made.peak_bytes)} at the peak"
+        + (f"; {_size(made.dcn_bytes)} of what enters come from other slices" if made.dcn_bytes else "")
+    )
+    if idle:
+        shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
+        yield f"{len(idle)} arrays need nothing: {shown}"
+    if made.busiest_sender is not None:
+        yield f"busiest sender: device {made.busiest_sender[0]} with {_size(made.busiest_sender[1])}"
+        links = sorted(made.links.items(), key=lambda link: -link[1])
+        shown = ", ".join(f"{sender} -> {receiver}: {_size(count)}" for (sender, receiver), count in links[:8])
+        yield f"{len(links)} links: {shown}" + (", ..." if len(links) > 8 else "")
+    for path, boxes in made.missing.items():
+        text = ", ".join("[" + ", ".join(f"{a}:{b}" for a, b in box) + "]" for box in boxes[:3])
+        yield f"lost: `{path}` {text}" + (", ..." if len(boxes) > 3 else "")
+
+
+def _alike(leaf: LeafMove) -> tuple[Any, ...]:
+    return between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst
+
+
+def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
+    leaf, name = leaves[0], joined([leaf.path for leaf in leaves])
+    how = " > ".join(step.kind for step in leaf.steps) or leaf.how
+    totals = [sum(column) for column in zip(*[(one.wire_bytes, one.lower_bound_bytes) for one in leaves], strict=True)]
+    shape = f"{leaf.dtype}{list(leaf.shape)}"
+    return (name, str(len(leaves)), shape, how, _size(totals[0]), _size(totals[1]), _size(leaf.peak_bytes))
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count} B"

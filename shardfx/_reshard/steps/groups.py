@@ -1,0 +1,154 @@
+"""What each step of a Redistribution does on a device: who talks to whom, and how a piece is cut and joined.
+
+Everything is worked out from layouts alone, with devices numbered by their place in the source's mesh; the same
+functions cut and join numpy arrays and traced ones.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from .factors import World, coordinates, levels
+from .layout import Layout, piece_index
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """An all-to-all within groups of devices: `groups[i]` lists the members of one, in the order of its pieces.
+
+    **Arguments:**
+
+    - `groups`: an integer array of shape `(groups, members)`.
+    - `sizes`: the sizes of the factors that move, major first; their product is the number of members.
+    - `splits`: per dimension of the piece the moving factors that will cut it, major first.
+    - `joins`: per dimension of the piece the moving factors that did cut it, major first.
+    """
+
+    groups: np.ndarray
+    sizes: tuple[int, ...]
+    splits: tuple[tuple[int, ...], ...]
+    joins: tuple[tuple[int, ...], ...]
+
+
+def groups_of(layout: Layout, factors: tuple[int, ...], like: Layout) -> np.ndarray:
+    """The devices that differ in `factors` alone: one group a row, its members in the factors' order."""
+    where = coordinates(layout, like)
+    others = tuple(axis for axis in range(len(layout.sizes)) if axis not in factors)
+    member = piece_index(layout.sizes, where, factors)
+    group = piece_index(layout.sizes, where, others)
+    members = math.prod(layout.sizes[factor] for factor in factors)
+    return np.lexsort((member, group)).reshape(-1, members)
+
+
+def exchange(source: Layout, target: Layout, like: Layout) -> Exchange:
+    """The all-to-all that leads from `source` to `target`, two layouts on one mesh with as many pieces each."""
+    before = {factor: dim for dim, axes in enumerate(source.dims) for factor in axes}
+    after = {factor: dim for dim, axes in enumerate(target.dims) for factor in axes}
+    moving = tuple(factor for axes in source.dims for factor in axes if before[factor] != after[factor])
+    rank = {factor: index for index, factor in enumerate(moving)}
+    return Exchange(
+        groups=groups_of(source, moving, like),
+        sizes=tuple(source.sizes[factor] for factor in moving),
+        splits=tuple(tuple(rank[f] for f in axes if before[f] != dim) for dim, axes in enumerate(target.dims)),
+        joins=tuple(tuple(rank[f] for f in axes if after[f] != dim) for dim, axes in enumerate(source.dims)),
+    )
+
+
+def split(piece: Any, how: Exchange) -> Any:
+    """A piece cut into one part for each member of its group, the parts along a new first dimension."""
+    shape, front = [], []
+    for size, factors in zip(piece.shape, how.splits, strict=True):
+        count = math.prod(how.sizes[factor] for factor in factors)
+        front += [len(shape)] if factors else []
+        shape += [count, size // count] if factors else [size]
+    rest = [axis for axis in range(len(shape)) if axis not in front]
+    # Whole cuts come to the front first, and then the factors in their order: a piece that is reshaped to all factors
+    # where it is takes one copy more on TPUs, whose tiles do not fit such small dimensions.
+    parts = piece.reshape(shape).transpose((*front, *rest))
+    parts = parts.reshape((math.prod(how.sizes), *parts.shape[len(front) :]))
+    order = [factor for factors in how.splits for factor in factors]
+    apart = parts.reshape((*[how.sizes[factor] for factor in order], *parts.shape[1:]))
+    axes = (*np.argsort(order).tolist(), *range(len(order), len(apart.shape)))
+    return apart.transpose(axes).reshape(parts.shape)
+
+
+def join(parts: Any, how: Exchange) -> Any:
+    """The inverse of cutting: the parts that came from each member of the group, put together."""
+    sizes = parts.shape[1:]
+    parts = parts.reshape((*how.sizes, *sizes))
+    order, shape = [], []
+    for dim, factors in enumerate(how.joins):
+        order += [*factors, len(how.sizes) + dim]
+        shape.append(sizes[dim] * math.prod(how.sizes[factor] for factor in factors))
+    return parts.transpose(order).reshape(shape)
+
+
+def starts(source: Layout, target: Layout, like: Layout) -> np.ndarray:
+    """Per device and dimension, which part of its piece a slice keeps: an array of shape `(devices, rank)`."""
+    where = coordinates(target, like)
+    parts = [
+        piece_index(target.sizes, where, axes) % (count // had)
+        for axes, count, had in zip(target.dims, target.counts, source.counts, strict=True)
+    ]
+    return np.stack(parts, axis=1)
+
+
+def gathered(source: Layout, target: Layout, like: Layout) -> list[tuple[int, np.ndarray]]:
+    """The dimensions that an all-gather joins, each with its groups."""
+    return [
+        (dim, groups_of(source, have[len(axes) :], like))
+        for dim, (have, axes) in enumerate(zip(source.dims, target.dims, strict=True))
+        if have != axes
+    ]
+
+
+def permutation(source: Layout, target: Layout, like: Layout) -> np.ndarray:
+    """Per device, whose piece it gets."""
+    ends = (World(end, coordinates(end, like)) for end in (source, target))
+    return senders(*ends)
+
+
+def senders(ours: World, theirs: World) -> np.ndarray:
+    """Whom each device gets its piece from: itself where it can, else the nearest that has it to give.
+
+    **Arguments:**
+
+    - `ours`, `theirs`: the layouts before and after, with equal counts along every dimension.
+
+    **Returns:**
+
+    A permutation of the devices, numbered by their place in the source's mesh.
+    """
+    have, want = ours.held(), theirs.held()
+    source = np.where(have == want, np.arange(len(have)), -1)
+    span = int(max(have.max(), want.max())) + 1
+    for _, group in levels(ours):
+        free = np.setdiff1d(np.arange(len(have)), source)
+        lacking = np.flatnonzero(source < 0)
+        _match(source, lacking, (group * span + want)[lacking], free, (group * span + have)[free])
+    return source
+
+
+def _match(source: np.ndarray, lacking: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
+    """Pairs the k-th device that wants a piece with the k-th that holds it."""
+    lacking, wanted = _ranked(lacking, wanted)
+    free, held = _ranked(free, held)
+    pair = len(source) + 1
+    _, here, there = np.intersect1d(
+        wanted * pair + _rank_among_equals(wanted),
+        held * pair + _rank_among_equals(held),
+        assume_unique=True,
+        return_indices=True,
+    )
+    source[lacking[here]] = free[there]
+
+
+def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    order = np.argsort(what, kind="stable")
+    return who[order], what[order]
+
+
+def _rank_among_equals(ascending: np.ndarray) -> np.ndarray:
+    return np.arange(len(ascending)) - np.searchsorted(ascending, ascending, side="left")

@@ -1,0 +1,120 @@
+"""Where the pieces of an array lie, as plain integers: what the step planner of resharding reads."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from ..._errors import MeshError, SpecError
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """An array's placement: mesh axis sizes, the devices in mesh order, and the axes that cut each dimension.
+
+    **Arguments:**
+
+    - `sizes`: the mesh axis sizes, slowest first.
+    - `dims`: per dimension of the array the indices of the mesh axes that cut it, major first.
+    - `order`: device ids in row-major order of the mesh; `None` where both ends of a move list their devices
+        in the same order.
+    - `weights`: the cost of a byte along each mesh axis; `()` where all cost 1. One above 1 is of an axis between
+        slices (or nodes).
+    """
+
+    sizes: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...] | None = None
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        used = [axis for axes in self.dims for axis in axes]
+        if len(set(used)) < len(used) or not all(0 <= axis < len(self.sizes) for axis in used):
+            raise SpecError(
+                f"layout dims {self.dims} must name each of {len(self.sizes)} mesh axes at most once; "
+                "write the axes of each dimension as indices into `sizes`."
+            )
+        if self.order is not None and (len(self.order) != self.size or len(set(self.order)) != self.size):
+            raise MeshError(
+                f"a mesh of axis sizes {self.sizes} has {self.size} devices, but its order lists "
+                f"{len(set(self.order))} different ids; give every device once."
+            )
+        if len(self.weights) not in (0, len(self.sizes)) or not all(weight > 0 for weight in self.weights):
+            raise MeshError(f"weights {self.weights} must be positive, one per mesh axis of {self.sizes}, or `()`.")
+        # Hashing thousands of ids on each look-up would cost more than the look-up.
+        object.__setattr__(self, "_hash", hash((self.sizes, self.dims, self.order, self.weights)))
+
+    def __hash__(self) -> int:
+        return object.__getattribute__(self, "_hash")
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return math.prod(self.sizes)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Into how many pieces each dimension is cut."""
+        return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dims)
+
+    @property
+    def pieces(self) -> int:
+        """How many different pieces the array is cut into."""
+        return math.prod(self.counts)
+
+    def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that one device holds of an array of `shape`."""
+        return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
+
+
+def positions(layout: Layout, like: Layout) -> np.ndarray:
+    """Where the devices of `like`, in its mesh order, sit in the mesh order of `layout`.
+
+    **Arguments:**
+
+    - `layout`, `like`: layouts over the same devices; one without an order has that of the other.
+
+    **Returns:**
+
+    An integer array with one entry per device.
+
+    **Raises:**
+
+    `MeshError` if the devices are not the same.
+    """
+    if layout.size != like.size:
+        raise MeshError(
+            f"the meshes of a move must have the same devices, but one has {like.size} (axis sizes {like.sizes}) "
+            f"and the other {layout.size} (axis sizes {layout.sizes}); move between device sets with `jax.device_put`."
+        )
+    if layout.order is None or like.order is None or layout.order == like.order:
+        return np.arange(layout.size)
+    place = {device: index for index, device in enumerate(layout.order)}
+    missing = [device for device in like.order if device not in place]
+    if missing:
+        raise MeshError(
+            f"the meshes of a move must have the same devices, but device {missing[0]} is in one of them alone; "
+            "move between device sets with `jax.device_put`."
+        )
+    return np.asarray([place[device] for device in like.order])
+
+
+def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
+    """The coordinates of devices at `position` in a mesh of `sizes`: one row per axis."""
+    if not sizes:
+        return np.zeros((0, len(position)), np.int64)
+    return np.stack(np.unravel_index(position, sizes))
+
+
+def slice_numbers(layout: Layout) -> np.ndarray:
+    """Which slice each device is in, in mesh order: devices that differ along slow axes are in different ones."""
+    slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
+    return piece_index(layout.sizes, digits(layout.sizes, np.arange(layout.size)), slow)
+
+
+def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Which piece of a dimension cut by `axes` each device holds, from its mesh coordinates."""
+    index = np.zeros(coordinates.shape[1], np.int64)
+    for axis in axes:
+        index = index * sizes[axis] + coordinates[axis]
+    return index

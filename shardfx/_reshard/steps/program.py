@@ -1,0 +1,149 @@
+"""The steps of a Redistribution as a traced program: one `shard_map` over the source's own mesh.
+
+Collectives name their groups of devices one by one, so no refined mesh is built, and a step that belongs to the
+factors of the target's mesh runs there as well as one of the source's.
+"""
+
+import functools as ft
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+from ..small_floats import moved, on_bits
+from .groups import exchange, gathered, join, permutation, split, starts
+from .layout import Layout
+from .redistribute import Step
+
+
+def program(
+    x: Shaped[Array, "..."], src: NamedSharding, dst: NamedSharding, steps: tuple[Step, ...], like: Layout
+) -> Shaped[Array, "..."]:
+    """`x`, which lies in `src`, moved to `dst`; to be traced.
+
+    **Arguments:**
+
+    - `x`: of rank 1 or more if there are steps.
+    - `src`, `dst`: shardings on meshes that list the same devices in the same order.
+    - `steps`: of the Redistribution between the two.
+    - `like`: the layout of `src`, which numbers the devices.
+
+    **Returns:**
+
+    The array in `dst`.
+    """
+    if not steps:
+        return placed(x, dst)
+    x = placed(x, src)
+    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names))
+    if abstract(src.mesh) == abstract(dst.mesh):
+        return _mapped(body, src.mesh, src.spec, dst.spec)(x)
+    # Laid end to end, the pieces of all devices mean the same on either mesh: nothing moves in between.
+    x = _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
+    return _mapped(_same, dst.mesh, flat(dst.mesh), dst.spec)(placed(x, NamedSharding(dst.mesh, flat(dst.mesh))))
+
+
+def flat_program(
+    x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[Step, ...], like: Layout
+) -> Shaped[Array, "..."]:
+    """As `program`, but the pieces come out laid end to end along the first dimension, in the source's order."""
+    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names))
+    return _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
+
+
+def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The spec that cuts the first dimension over all devices of a mesh."""
+    return PartitionSpec(tuple(mesh.axis_names))
+
+
+def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """The mesh without its devices."""
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def is_explicit(sharding: NamedSharding) -> bool:
+    """Whether types carry the sharding of arrays on this mesh."""
+    return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+
+
+def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, "..."]:
+    """A traced `x` with `sharding`, whatever the axis types; XLA finds the way if it lies elsewhere."""
+    with jax.sharding.use_abstract_mesh(abstract(sharding.mesh)):
+        if is_explicit(sharding):
+            return jax.sharding.reshard(x, sharding)
+        return lax.with_sharding_constraint(x, sharding)
+
+
+def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec):
+    def run_on(x):
+        with jax.sharding.use_abstract_mesh(abstract(mesh)):
+            # Replication is what the steps establish, and not for the type system to infer.
+            return jax.shard_map(body, mesh=mesh, in_specs=source, out_specs=target, check_vma=False)(x)
+
+    return run_on
+
+
+def _same(piece: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    return piece
+
+
+def run(
+    piece: Shaped[Array, "..."], *, steps: tuple[Step, ...], like: Layout, axes: tuple[str, ...]
+) -> Shaped[Array, "..."]:
+    """What one device does: its piece through all steps. To be traced inside `shard_map` over all `axes`."""
+    for step in steps:
+        piece = _RUN[step.kind](piece, step, like, axes)
+    return piece
+
+
+def _slice(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+    part = jnp.asarray(starts(step.source, step.target, like), jnp.int32)[lax.axis_index(axes)]
+    sizes = [
+        size * have // want
+        for size, have, want in zip(piece.shape, step.source.counts, step.target.counts, strict=True)
+    ]
+    start = [part[dim] * size for dim, size in enumerate(sizes)]
+    return moved(ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), piece)
+
+
+def _permute(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+    senders = permutation(step.source, step.target, like)
+    pairs = [(int(sender), device) for device, sender in enumerate(senders)]
+    return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), piece)
+
+
+def _all_gather(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+    for dim, groups in gathered(step.source, step.target, like):
+        gather = ft.partial(lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist())
+        piece = _either(piece, ft.partial(gather, axis=dim, tiled=True), ft.partial(_stacked, gather, dim))
+    return piece
+
+
+def _stacked(gather: Callable[[Array], Array], dim: int, piece: Array) -> Array:
+    return jnp.moveaxis(gather(piece), 0, dim).reshape(*piece.shape[:dim], -1, *piece.shape[dim + 1 :])
+
+
+def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
+    """A collective along any dimension at once; or along a new first one, with a transposition of its own, on bits.
+
+    XLA's CPU compiler does the first in a buffer with the dimensions in another order, and copies that element by
+    element. TPUs do it well, and the second reads and writes the pieces once more there.
+    """
+    return lax.platform_dependent(piece, cpu=on_bits(stacked), default=at_once)
+
+
+def _all_to_all(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+    how = exchange(step.source, step.target, like)
+    swap = ft.partial(lax.all_to_all, axis_name=axes, tiled=True, axis_index_groups=how.groups.tolist())
+    stacked = lambda piece: join(swap(split(piece, how), split_axis=0, concat_axis=0), how)
+    members = tuple(range(len(how.sizes)))
+    if how.splits.count(members) == 1 and how.joins.count(members) == 1:
+        ends = {"split_axis": how.splits.index(members), "concat_axis": how.joins.index(members)}
+        return _either(piece, ft.partial(swap, **ends), stacked)
+    return moved(stacked, piece)
+
+
+_RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to_all": _all_to_all}

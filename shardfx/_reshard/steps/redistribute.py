@@ -1,0 +1,222 @@
+"""From one layout to another in bounded memory and with little traffic: the pure planner, no devices.
+
+The steps are those of Rink et al. 2021 (arXiv 2112.01075); the search is a bidirectional A* over them.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from fractions import Fraction
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ... import topology
+from ..._errors import SpecError
+from ..._mesh import MeshSpec
+from ..._spec import entries_of, entry_axes
+from .factors import refine
+from .layout import Layout
+from .lower_bound import lacking
+from .path import StepKind, Walk, walk
+from .search import Problem, search
+
+
+# What a byte between slices (or nodes) costs in bytes within one. Of a TPU v5p a link carries 100 GB/s each way and
+# its part of the data centre's network 6.25, 16 times less (https://cloud.google.com/tpu/docs/v5p); of an H100,
+# NVLink carries 450 GB/s and its network card 50, 9 times less.
+_DCN_WEIGHT = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One collective (or local slice), over factors of the mesh axes.
+
+    **Arguments:**
+
+    - `kind`: "slice" (local), "all_to_all", "permute" or "all_gather".
+    - `source`, `target`: the layouts before and after, on meshes whose axes are factors of the given mesh
+        axes; the two differ in their mesh only where a permute or a slice leads from one factorisation to another.
+    - `wire_bytes`: bytes that enter a device, the mean over devices, rounded up.
+    - `dcn_bytes`: those of them that come from another slice (or node); at most, where slices do not line up with axes.
+    - `peak_bytes`: bytes of the pieces that a device holds during the step.
+    """
+
+    kind: StepKind
+    source: Layout
+    target: Layout
+    wire_bytes: int
+    dcn_bytes: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Redistribution:
+    """How one array gets from one layout to another.
+
+    **Arguments:**
+
+    - `steps`: in order; empty if every device already holds what it should.
+    - `wire_bytes`: bytes that enter a device over all steps, the mean over devices, rounded up.
+    - `dcn_bytes`: those of them that come from another slice (or node); at most, where slices do not line up with axes.
+    - `peak_bytes`: the most bytes of pieces a device holds at one time.
+    - `lower_bound_bytes`: bytes that must enter a device, in the mean, whatever the algorithm: what it needs
+        less what it has.
+    """
+
+    steps: tuple[Step, ...]
+    wire_bytes: int
+    dcn_bytes: int
+    peak_bytes: int
+    lower_bound_bytes: int
+
+
+@ft.lru_cache(maxsize=4096)
+def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> Layout:
+    """The `Layout` of an array of `rank` dimensions under `spec`.
+
+    A mesh axis that spans slices becomes two: one between slices, whose bytes cost more, and one within.
+
+    **Arguments:**
+
+    - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open. The devices of a Mesh say in
+        which slices they are, a MeshSpec by its `dcn`; an AbstractMesh is in one slice.
+    - `spec`: its UNCONSTRAINED entries count as not sharded.
+    - `rank`: how many dimensions the array has.
+
+    **Returns:**
+
+    A Layout, cached: equal arguments give the same object.
+
+    **Raises:**
+
+    `SpecError` for a spec longer than the rank, or one that names an axis the mesh lacks.
+    """
+    names = tuple(mesh.axis_names)
+    entries = tuple(entry_axes(entry) for entry in entries_of(spec))
+    if any(entries[rank:]):
+        raise SpecError(f"{spec} has more entries than the array's {rank} dimensions; drop those at the end.")
+    for axis in (axis for axes in entries for axis in axes):
+        if axis not in names:
+            raise SpecError(f"{spec} names mesh axis `{axis}`, but the mesh has {names}; use one of those.")
+    sizes, weights, parts = [], [], {}
+    for name, spans in zip(names, _spans(mesh), strict=True):
+        size = mesh.shape[name]
+        cut = [(spans, _DCN_WEIGHT), (size // spans, 1.0)] if spans > 1 else [(size, 1.0)]
+        cut = cut[:1] if spans == size else cut
+        parts[name] = range(len(sizes), len(sizes) + len(cut))
+        sizes += [part for part, _ in cut]
+        weights += [weight for _, weight in cut]
+    dims = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in entries[:rank])
+    return Layout(
+        sizes=tuple(sizes),
+        dims=dims + ((),) * (rank - len(dims)),
+        order=_ids(mesh) if isinstance(mesh, Mesh) else None,
+        weights=tuple(weights) if max(weights, default=1.0) > 1 else (),
+    )
+
+
+def _spans(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Into how many parts each axis is cut by the ends of slices."""
+    if isinstance(mesh, MeshSpec):
+        return mesh.dcn_sizes
+    return (1,) * len(mesh.axis_names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
+
+
+@ft.lru_cache(maxsize=256)
+def _device_spans(mesh: Mesh) -> tuple[int, ...]:
+    number = np.zeros(mesh.devices.size, np.int64)
+    for index, members in enumerate(topology.slices(mesh.devices)):
+        number[list(members)] = index
+    number = number.reshape(mesh.devices.shape)
+    return tuple(_parts(np.moveaxis(number, axis, 0)) for axis in range(number.ndim))
+
+
+def _parts(number: np.ndarray) -> int:
+    """The fewest equal parts of the first axis that lie in one slice each, wherever one is on the other axes."""
+    size = len(number)
+    blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
+    return next(count for count, block in blocks if (block == block[:, :1]).all())
+
+
+@ft.lru_cache(maxsize=256)
+def _ids(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(device.id for device in mesh.devices.flat)
+
+
+@ft.lru_cache(maxsize=4096)
+def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: Layout, dst: Layout) -> Redistribution:
+    """Plans the move of one array: the least traffic whose memory stays bounded.
+
+    No step holds more than twice the larger of the two ends' pieces: what it reads and what it writes.
+
+    **Arguments:**
+
+    - `shape`: of the whole array; every dimension must divide into the pieces of both layouts.
+    - `itemsize_bits`: bits per element.
+    - `src`, `dst`: layouts over the same devices, made by `layout`.
+
+    **Returns:**
+
+    The `Redistribution`, from a bounded cache where the same move was planned before.
+
+    **Raises:**
+
+    `MeshError` if the two layouts are not over the same devices; `SpecError` if a layout does not fit the shape.
+    """
+    for end in (src, dst):
+        _require_fit(shape, end)
+    # Shapes matter to the search only by what divides them, so that the leaves of a tree share their paths.
+    room = tuple(math.gcd(size, src.size) for size in shape)
+    path, bound = _walk(room, src, dst)
+    return _measured(shape, itemsize_bits, path, bound)
+
+
+def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
+    if len(end.dims) != len(shape):
+        raise SpecError(f"a layout of {len(end.dims)} dimensions does not fit an array of shape {shape}.")
+    for dim, (size, count) in enumerate(zip(shape, end.counts, strict=True)):
+        if size % count:
+            raise SpecError(
+                f"dim {dim} of an array of shape {shape} does not divide into {count} pieces; "
+                f"pad it to {-(-size // count) * count}, or use axes whose product divides {size}."
+            )
+
+
+@ft.lru_cache(maxsize=4096)
+def _walk(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Walk, Fraction]:
+    ours, theirs = refine(src, dst)
+    bound = lacking(ours, theirs)
+    if not bound:  # every device has what it needs, and keeps that of its piece
+        return walk([ours.layout], [theirs.layout]), bound
+    path = search(Problem(room, ours, theirs)) or search(Problem(room, *refine(src, dst, prime=True)))
+    if path is None:
+        raise AssertionError("slices, exchanges and gathers of prime factors lead everywhere; please report this move")
+    return path, bound
+
+
+def _measured(shape: tuple[int, ...], bits: int, path: Walk, bound: Fraction) -> Redistribution:
+    total = math.prod(shape) * bits
+    steps = tuple(
+        Step(
+            kind=step.kind,
+            source=step.source,
+            target=step.target,
+            wire_bytes=_bytes(total * step.wire_share),
+            dcn_bytes=_bytes(total * step.dcn_share),
+            peak_bytes=_bytes(Fraction(total, step.source.pieces)) + _bytes(Fraction(total, step.target.pieces)),
+        )
+        for step in path.steps
+    )
+    ends = max(_bytes(Fraction(total, end.pieces)) for end in (path.source, path.target))
+    return Redistribution(
+        steps=steps,
+        wire_bytes=_bytes(total * sum(step.wire_share for step in path.steps)),
+        dcn_bytes=_bytes(total * sum(step.dcn_share for step in path.steps)),
+        peak_bytes=max((step.peak_bytes for step in steps), default=ends),
+        lower_bound_bytes=_bytes(total * bound),
+    )
+
+
+def _bytes(bits: Fraction | int) -> int:
+    return math.ceil(Fraction(bits) / 8)

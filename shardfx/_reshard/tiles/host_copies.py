@@ -1,0 +1,306 @@
+"""Putting shards together in host memory: the copies of a tile map as NumPy assignments, in an order that frees early.
+
+On the CPU backend a shard is host memory that NumPy can look at, and an aligned NumPy buffer is a shard that JAX can
+look at, so each byte is copied once, from the old shard to the new one.
+"""
+
+import dataclasses
+import functools as ft
+import itertools as it
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from .tile_map import Box, Tile, TileMap, volume
+
+
+Order = Literal["target", "source", "staged"]
+
+_ALIGNMENT = 64  # what XLA's CPU client asks of a buffer that it takes over without a copy
+_PARALLEL_BYTES = 8 << 20
+_BLOCK_BYTES = 1 << 20
+# The kernel backs large buffers with huge pages, so a smaller piece touches a whole one.
+_PAGE_BYTES = 2 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """A tile map, replicas taken out: they share one buffer, as JAX itself does for replicated host arrays.
+
+    **Arguments:**
+
+    - `targets`: the box of every different shard to make.
+    - `tiles`: per target the tiles it is made of.
+    - `readers`: per sender, how many tiles are read from it.
+    """
+
+    targets: tuple[Box, ...]
+    tiles: tuple[tuple[Tile, ...], ...]
+    readers: dict[int, int]
+
+    @ft.cached_property
+    def order(self) -> Order:
+        """The order of copies that keeps the least memory where the source is freed on the way."""
+        if all(_run_bytes(tile, box) >= _PAGE_BYTES for box, tiles in self.pairs for tile in tiles):
+            return "source"
+        by_target, staged = self.peak_bytes("target"), self.peak_bytes("staged")
+        return "target" if by_target <= 1.25 * staged else "staged"
+
+    @ft.cached_property
+    def copies(self) -> tuple[tuple[tuple[int, Any, Any], ...], ...]:
+        """Per target and tile the sender, and what NumPy indexes the target and the sender's shard with."""
+        return tuple(
+            tuple((tile.sender, slices(tile.target), slices(tile.source)) for tile in tiles) for tiles in self.tiles
+        )
+
+    @ft.cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each target."""
+        return tuple(_sizes(box) for box in self.targets)
+
+    @property
+    def pairs(self) -> Iterable[tuple[Box, tuple[Tile, ...]]]:
+        return zip(self.targets, self.tiles, strict=True)
+
+    def peak_bytes(self, order: Order) -> int:
+        """The most bytes beside the source's own, when each of its shards is freed after its last use."""
+        shards = {tile.sender: 0 for tiles in self.tiles for tile in tiles}
+        for tiles in self.tiles:
+            for tile in tiles:
+                shards[tile.sender] += tile.bytes
+        held = peak = 0
+        if order in ("source", "staged"):
+            for count in shards.values():
+                peak = max(peak, held + count)
+        if order == "source":
+            return peak
+        left = dict(self.readers)
+        for tiles in self.tiles:
+            held += sum(tile.bytes for tile in tiles)
+            peak = max(peak, held)
+            for tile in tiles:
+                left[tile.sender] -= 1
+                if order == "staged":
+                    held -= tile.bytes
+                elif not left[tile.sender]:
+                    held -= shards[tile.sender]
+        return peak
+
+
+def assembly(tile_map: TileMap, targets: Sequence[tuple[int, Box]]) -> Assembly:
+    """The copies for `targets`, pairs of device and box; replicas of a box are made once."""
+    first = {box: device for device, box in reversed(targets)}
+    wanted = {device: [] for device in first.values()}
+    for tile in tile_map.tiles:
+        if tile.receiver in wanted:
+            wanted[tile.receiver].append(tile)
+    boxes = tuple(dict.fromkeys(box for _, box in targets))
+    tiles = tuple(tuple(wanted[first[box]]) for box in boxes)
+    readers: dict[int, int] = {}
+    for each in tiles:
+        for tile in each:
+            readers[tile.sender] = readers.get(tile.sender, 0) + 1
+    return Assembly(boxes, tiles, readers)
+
+
+def assemble(
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: jax.sharding.Sharding,
+    plan: Assembly,
+    shards: Mapping[int, Any],
+    free: Callable[[int], None] | None = None,
+) -> jax.Array:
+    """Makes an array on the CPU backend from the shards of another.
+
+    **Arguments:**
+
+    - `shape`, `dtype`, `sharding`: of the array.
+    - `plan`: the copies.
+    - `shards`: the source's shards as single-device arrays, by device number.
+    - `free`: called with each device number when its shard is not read any more; keeps the source if not given.
+
+    **Returns:**
+
+    The array, whose shards are buffers that were filled once; where each is a whole shard of the source, they share
+    the source's memory. JAX knows that it is shared and will not write to it if one of the two is donated.
+    """
+    if all(
+        len(tiles) == 1 and shards[tiles[0].sender].shape == size
+        for tiles, size in zip(plan.tiles, plan.sizes, strict=True)
+    ):
+        built = [np.asarray(shards[tile.sender]) for (tile,) in plan.tiles]
+        if free is not None:
+            for sender in shards:
+                free(sender)
+    elif free is None:
+        built = _in_one_go(plan, np.dtype(dtype), shards)
+    else:
+        built = _freeing(plan, np.dtype(dtype), shards, free)
+    if len(built) == 1:
+        return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)
+    buffers = dict(zip(plan.targets, built, strict=True))  # JAX asks once per device, by index
+    return jax.make_array_from_callback(shape, sharding, lambda index: buffers[as_box(index or (), shape)], dtype=dtype)
+
+
+def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """A tuple of slices as start and stop per dimension."""
+    return tuple(
+        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True)
+    )
+
+
+def slices(box: Box) -> tuple[Any, ...]:
+    """A box as what NumPy indexes with; the ellipsis makes it a view at rank 0 too."""
+    return (*[slice(start, stop) for start, stop in box], ...)
+
+
+def _in_one_go(plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any]) -> list[np.ndarray]:
+    views = {sender: np.asarray(shards[sender]) for sender in plan.readers}
+    built = _buffers(plan.sizes, dtype)
+    if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES:
+        for buffer, copies in zip(built, plan.copies, strict=True):
+            for sender, target, source in copies:
+                buffer[target] = views[sender][source]
+        return built
+    tasks = [
+        [(buffer[target], views[sender][source]) for sender, target, source in copies]
+        for buffer, copies in zip(built, plan.copies, strict=True)
+    ]
+    # Two threads that fill one new shard often touch the same large page first, and the kernel clears it for both. But
+    # where the shards do not come out even, the last ones would leave threads without work.
+    threads = os.cpu_count() or 1
+    even = len(tasks) % threads == 0 or len(tasks) >= 4 * threads
+    _run(tasks if even else [[pair] for task in tasks for pair in task])
+    return built
+
+
+def _freeing(
+    plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any], free: Callable[[int], None]
+) -> list[np.ndarray]:
+    for sender in shards:
+        if sender not in plan.readers:
+            free(sender)
+    if plan.order == "target":
+        return _target_by_target(plan, shards, dtype, free)
+    # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
+    built = [_buffer(_sizes(box), dtype) for box in plan.targets]
+    if plan.order == "source":
+        _source_by_source(_parts(plan, built), shards, free)
+        return built
+    _source_by_source(_pieces(plan, built), shards, free)
+    for place, (box, tiles) in enumerate(plan.pairs):
+        buffer = _buffer(_sizes(box), dtype)
+        _copy_all(list(zip([buffer[slices(t.target)] for t in tiles], _split(built[place], tiles), strict=True)))
+        built[place] = buffer
+    return built
+
+
+def _source_by_source(
+    places: dict[int, list[tuple[Tile, np.ndarray]]], shards: Mapping[int, Any], free: Callable[[int], None]
+) -> None:
+    for sender, uses in places.items():
+        view = np.asarray(shards[sender])
+        _copy_all([(place, view[slices(tile.source)]) for tile, place in uses])
+        del view
+        free(sender)
+
+
+def _parts(plan: Assembly, built: list[np.ndarray]) -> dict[int, list[tuple[Tile, np.ndarray]]]:
+    """Per sender its tiles, each with the part of the new shard where it belongs."""
+    parts: dict[int, list[tuple[Tile, np.ndarray]]] = {sender: [] for sender in plan.readers}
+    for buffer, tiles in zip(built, plan.tiles, strict=True):
+        for tile in tiles:
+            parts[tile.sender].append((tile, buffer[slices(tile.target)]))
+    return parts
+
+
+def _pieces(plan: Assembly, built: list[np.ndarray]) -> dict[int, list[tuple[Tile, np.ndarray]]]:
+    """As `_parts`, but each tile's bytes lie together: one tile after another in the memory of its new shard."""
+    pieces: dict[int, list[tuple[Tile, np.ndarray]]] = {sender: [] for sender in plan.readers}
+    for buffer, tiles in zip(built, plan.tiles, strict=True):
+        for tile, piece in zip(tiles, _split(buffer, tiles), strict=True):
+            pieces[tile.sender].append((tile, piece))
+    return pieces
+
+
+def _split(buffer: np.ndarray, tiles: Sequence[Tile]) -> list[np.ndarray]:
+    flat, start, pieces = buffer.reshape(-1), 0, []
+    for tile in tiles:
+        stop = start + volume(tile.box)
+        pieces.append(flat[start:stop].reshape(_sizes(tile.box)))
+        start = stop
+    return pieces
+
+
+def _target_by_target(
+    plan: Assembly, shards: Mapping[int, Any], dtype: np.dtype, free: Callable[[int], None]
+) -> list[np.ndarray]:
+    built = []
+    left = dict(plan.readers)
+    for box, tiles in plan.pairs:
+        buffer = _buffer(_sizes(box), dtype)
+        _copy_all([(buffer[slices(t.target)], np.asarray(shards[t.sender])[slices(t.source)]) for t in tiles])
+        built.append(buffer)
+        for tile in tiles:
+            left[tile.sender] -= 1
+            if not left[tile.sender]:
+                free(tile.sender)
+    return built
+
+
+def _copy_all(copies: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies each pair's second array into its first, large ones on all cores: NumPy lets other threads run."""
+    if len(copies) < 2 or sum(target.nbytes for target, _ in copies) < _PARALLEL_BYTES:
+        _copy(copies)
+    else:
+        _run([[pair] for pair in copies])
+
+
+def _run(tasks: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> None:
+    with ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1)) as pool:
+        list(pool.map(_copy, tasks))
+
+
+def _copy(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    for target, source in copies:
+        np.copyto(target, source)
+
+
+def _buffers(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
+    """Memory for several shards; those of a small array lie in one block."""
+    counts = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    if sum(counts) > _BLOCK_BYTES:
+        return [_buffer(shape, dtype) for shape in shapes]
+    room = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
+    block = _buffer((sum(room),), np.dtype(np.uint8))
+    starts = it.accumulate(room, initial=0)
+    return [np.ndarray(shape, dtype, block, start) for shape, start in zip(shapes, starts, strict=False)]
+
+
+def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory for a shard, at an address that XLA takes without copying it."""
+    count = math.prod(shape) * dtype.itemsize
+    memory = np.empty(count + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return np.ndarray(shape, dtype, memory, start)
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _run_bytes(tile: Tile, box: Box) -> int:
+    """How many bytes of a tile lie together in the shard that it goes to."""
+    sizes, whole = _sizes(tile.target), _sizes(box)
+    run = 1
+    for size, all_of_it in zip(reversed(sizes), reversed(whole), strict=True):
+        run *= size
+        if size != all_of_it:
+            break
+    return run * tile.bytes // max(1, math.prod(sizes))

@@ -1,0 +1,293 @@
+"""Ordered rules from logical axis names to mesh axes, as a value, and the values that are made from it."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import equinox as eqx
+
+from .._errors import RuleError, check_type
+from .._spec import UNCONSTRAINED, canonical_entry, entry_axes
+
+
+# `None`, a mesh axis, several mesh axes, or UNCONSTRAINED.
+Target: TypeAlias = Any
+Rule: TypeAlias = tuple[str, Target]
+RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
+
+
+class AxisRules(eqx.Module):
+    """Which mesh axes each logical axis name may use, in order of priority.
+
+    A value: it hashes, compares with `==`, and can be closed over or passed to a jitted function. Nothing can
+    change it; every method returns another one.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import AxisRules, resolve
+
+        rules = AxisRules(
+            [("batch", ("data", "fsdp")), ("heads", "tensor"), ("embed", "fsdp"), ("embed", "tensor")],
+            modes={"decode": [("batch", None)]},
+        )
+        assert resolve(("batch", "heads"), rules).spec == P(("data", "fsdp"), "tensor")
+        assert resolve(("batch", "embed"), rules).spec == P(("data", "fsdp"), "tensor")
+        assert resolve(("batch", "embed"), rules, mode="decode").spec == P(None, "fsdp")
+        ```
+    """
+
+    rules: tuple[Rule, ...] = eqx.field(static=True)
+    modes: tuple[tuple[str, tuple[Rule, ...]], ...] = eqx.field(static=True)
+    units: tuple[tuple[str, int], ...] = eqx.field(static=True)
+    aliases: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        rules: RulesLike = (),
+        *,
+        modes: Mapping[str, Any] | Iterable[Any] | None = None,
+        units: Mapping[str, int] | Iterable[Any] | None = None,
+        aliases: Mapping[str, str] | Iterable[Any] | None = None,
+    ):
+        """**Arguments:**
+
+        - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a
+            tuple of them, `None` (replicate, and stop looking) or `PartitionSpec.UNCONSTRAINED`. A name may
+            occur several times: its later rules are fallbacks.
+        - `modes`: mapping from a mode, as "train" or "decode", to rules that come before `rules` in that mode. A
+            name that a mode does not mention behaves as in `rules`; one that it maps to `None` is replicated.
+        - `units`: mapping from a logical name to how many elements must stay together, `head_dim` for fused
+            heads.
+        - `aliases`: mapping from a name to the name whose rules it shares, in every mode.
+
+        **Raises:**
+
+        `RuleError` for a rule that is no pair, a target that is none of the above or repeats a mesh axis, a
+        unit that is no positive integer, and for aliases that go in a circle.
+        """
+        self.rules = _rules(rules, "rules")
+        by_mode = _pairs(modes or (), "modes")
+        self.modes = tuple((mode, _rules(given, f"mode {mode!r}")) for mode, given in by_mode)
+        self.units = tuple(_pairs(units or (), "units"))
+        self.aliases = tuple(_pairs(aliases or (), "aliases"))
+
+    def __check_init__(self):
+        for what, pairs in (("modes", self.modes), ("units", self.units), ("aliases", self.aliases)):
+            if twice := repeated([key for key, _ in pairs]):
+                raise RuleError(f"`{what}` gives {twice[0]!r} twice; give it once.")
+        for name, unit in self.units:
+            if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
+                raise RuleError(f"`units[{name!r}]` is {unit!r}; a unit is a positive number of elements.")
+        for name, of in self.aliases:
+            if not isinstance(of, str):
+                raise RuleError(f"the alias {name!r} is of {of!r}; it shares the rules of one logical name.")
+            if name in dict(self.rules):
+                raise RuleError(f"{name!r} is to be an alias of {of!r}, but has rules; use `rules.without({name!r})`.")
+            alias_chain(name, self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every logical name that has a rule or is an alias, in order of first appearance."""
+        listed = [*self.rules, *(rule for _, rules in self.modes for rule in rules), *self.aliases]
+        return tuple(dict.fromkeys(name for name, _ in listed))
+
+    def extend(self, rules: RulesLike = (), *, modes: Any = None) -> "AxisRules":
+        """New AxisRules: these, then `rules` as fallbacks with less priority.
+
+        **Arguments:**
+
+        - `rules`: as in `AxisRules(...)`.
+        - `modes`: mode to rules, each put after the rules that the mode has; a new mode is added.
+        """
+        return _stacked(self, AxisRules(rules, modes=modes))
+
+    def prepend(self, rules: RulesLike = (), *, modes: Any = None) -> "AxisRules":
+        """New AxisRules: `rules` with priority, then these. So a rule can override one that is there.
+
+        **Arguments:**
+
+        - `rules`: as in `AxisRules(...)`.
+        - `modes`: mode to rules, each put before the rules that the mode has; a new mode is added.
+        """
+        return _stacked(AxisRules(rules, modes=modes), self)
+
+    def without(self, *names: str) -> "AxisRules":
+        """New AxisRules: these, with every rule, unit and alias of `names` taken out, in all modes.
+
+        **Arguments:**
+
+        - `names`: logical names or aliases. Aliases of a removed name stay, and share what rules it gets.
+
+        **Raises:**
+
+        `RuleError` for a name that has neither rules nor a unit.
+        """
+        known = dict.fromkeys([*self.names, *(name for name, _ in self.units)])
+        for name in names:
+            if name not in known:
+                raise RuleError(f"`without({name!r})`: no rule has that name{near(name, tuple(known))}.")
+        return self._with(
+            rules=_drop(self.rules, names),
+            modes=tuple((mode, _drop(rules, names)) for mode, rules in self.modes),
+            units=_drop(self.units, names),
+            aliases=_drop(self.aliases, names),
+        )
+
+    def with_alias(self, name: str, of: str) -> "AxisRules":
+        """New AxisRules in which `name` shares the rules of `of`, in every mode, and its unit.
+
+        Where an array uses several names that share rules, `of` comes first, then its aliases in the order in
+        which they were made.
+
+        **Arguments:**
+
+        - `name`: the new name. It must have no rules of its own, save what a mode puts before those of `of`.
+        - `of`: a logical name or another alias, looked up when names are resolved: it may get rules later.
+
+        **Raises:**
+
+        `RuleError` if `name` is taken, or if the aliases would go in a circle.
+        """
+        return self._with(aliases=(*self.aliases, (name, of)))
+
+    def merge(self, other: "AxisRules") -> "AxisRules":
+        """These rules and those of `other`, fallbacks kept, if they do not contradict each other.
+
+        **Arguments:**
+
+        - `other`: the rules to add. Where both have rules for a name (in one mode), one list of targets must
+            begin with the other; the longer one holds.
+
+        **Returns:**
+
+        New AxisRules: these rules in their order, then what only `other` has.
+
+        **Raises:**
+
+        `RuleError` that names the contradiction, in rules, modes, units or aliases.
+        """
+        check_axis_rules("other", other)
+        modes, others = dict(self.modes), dict(other.modes)
+        merged = {
+            mode: _merged(modes.get(mode, ()), others.get(mode, ()), f"mode {mode!r}") for mode in {**modes, **others}
+        }
+        return AxisRules(
+            _merged(self.rules, other.rules, "rules"),
+            modes=merged,
+            units=_agreed(self.units, other.units, "unit of"),
+            aliases=_agreed(self.aliases, other.aliases, "alias"),
+        )
+
+    @classmethod
+    def last_wins(cls, rules: RulesLike) -> "AxisRules":
+        """AxisRules read as a dictionary: the last target given for a name is its only one.
+
+        **Arguments:**
+
+        - `rules`: as in `AxisRules(...)`. The rule of a name stands where the name came first.
+        """
+        return cls(dict(_rules(rules, "rules")))
+
+    def _with(self, **fields: Any) -> "AxisRules":
+        given = {"modes": self.modes, "units": self.units, "aliases": self.aliases, **fields}
+        return AxisRules(given.pop("rules", self.rules), **given)
+
+
+def check_axis_rules(what: str, given: Any) -> None:
+    """Raises unless the argument named `what` is AxisRules."""
+    check_type(what, given, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
+
+
+def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
+    """`name`, the name that it is an alias of, and so on."""
+    aliases = dict(rules.aliases)
+    chain = (name,)
+    while chain[-1] in aliases:
+        chain = (*chain, aliases[chain[-1]])
+        if chain[-1] in chain[:-1]:
+            circle = " -> ".join(repr(link) for link in chain)
+            raise RuleError(f"the aliases go in a circle: {circle}; let one of them name a mesh axis.")
+    return chain
+
+
+def near(name: str, known: tuple[str, ...]) -> str:
+    """A question after the names in `known` that look like `name`, or nothing."""
+    close = difflib.get_close_matches(name, known, n=3)
+    return f" (did you mean {' or '.join(repr(match) for match in close)}?)" if close else ""
+
+
+def _pairs(given: Any, what: str) -> list[tuple[str, Any]]:
+    pairs = given.items() if isinstance(given, Mapping) else given
+    checked = []
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise RuleError(f"`{what}`: {pair!r} is no pair that begins with a name; write (name, value).")
+        checked.append((pair[0], pair[1]))
+    return checked
+
+
+def _rules(given: Any, what: str) -> tuple[Rule, ...]:
+    return tuple((name, _target(name, target, what)) for name, target in _pairs(given, what))
+
+
+def _target(name: str, target: Any, what: str) -> Target:
+    several = isinstance(target, list | tuple) and all(isinstance(axis, str) for axis in target)
+    if not (several or target is None or target is UNCONSTRAINED or isinstance(target, str)):
+        raise RuleError(
+            f"`{what}`: ({name!r}, {target!r}) has no valid target; use a mesh axis, a tuple of mesh axes, "
+            "`None` or `PartitionSpec.UNCONSTRAINED`."
+        )
+    if twice := repeated(entry_axes(target)):
+        raise RuleError(f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{twice[0]}` twice; use it once.")
+    return canonical_entry(target)
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    """Those of `names` that came before, in order."""
+    return [name for i, name in enumerate(names) if name in names[:i]]
+
+
+def _drop(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(pair for pair in pairs if pair[0] not in names)
+
+
+def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
+    one, two = dict(first.modes), dict(second.modes)
+    return AxisRules(
+        first.rules + second.rules,
+        modes={mode: one.get(mode, ()) + two.get(mode, ()) for mode in {**one, **two}},
+        units=first.units + second.units,
+        aliases=first.aliases + second.aliases,
+    )
+
+
+def _merged(one: tuple[Rule, ...], two: tuple[Rule, ...], what: str) -> tuple[Rule, ...]:
+    known: dict[str, list[Target]] = {}
+    for name, target in one:
+        known.setdefault(name, []).append(target)
+    added = []
+    for name, target in two:
+        # Each rule of `two` meets the next one of the same name in `one`, until that side has no more.
+        left = known.get(name)
+        if not left:
+            added.append((name, target))
+        elif left.pop(0) != target:
+            mine, theirs = ([to for key, to in rules if key == name] for rules in (one, two))
+            raise RuleError(
+                f"`merge`: {what} map {name!r} to {mine} on one side and to {theirs} on the other; "
+                f"use `without({name!r})` on the side that should give way."
+            )
+    return one + tuple(added)
+
+
+def _agreed(one: tuple[Any, ...], two: tuple[Any, ...], what: str) -> dict[str, Any]:
+    merged = dict(one)
+    for name, value in two:
+        if merged.setdefault(name, value) != value:
+            raise RuleError(
+                f"`merge`: the {what} {name!r} is {merged[name]!r} on one side and {value!r} on the other; "
+                f"use `without({name!r})` on the side that should give way."
+            )
+    return merged

@@ -1,0 +1,184 @@
+import functools as ft
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import PartitionSpec
+
+from .._errors import RuleError, check_type
+from .._spec import UNCONSTRAINED
+from .._tree import flatten
+from .compact import parsed
+from .strategies import Atomic, Fsdp, Pipeline, Replicate, replicate
+
+
+class PathRules(eqx.Module):
+    """Ordered rules from a leaf's path to how it is sharded; the first rule that matches decides.
+
+    A path joins dict keys, attribute names and indices by "/", as in `layers/0/attn/q_proj/weight`; a rule
+    matches if `re.search` finds its regex in it.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import PathRules, fsdp
+
+        rules = PathRules(
+            [
+                (r"(q|k|v|up|gate)_proj/weight", P("tensor", "fsdp")),
+                (r"(o|down)_proj/weight", P("fsdp", "tensor")),
+                (r"embed", ("vocab", "embed")),  # logical names: AxisRules decide
+                (r".*", fsdp("fsdp", min_bytes=4096)),
+            ]
+        )
+        ```
+    """
+
+    rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+    def __init__(self, rules: Iterable[Any]):
+        """**Arguments:**
+
+        - `rules`: pairs of a regex and a target. A target is a PartitionSpec; a tuple of logical names; a
+            strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of
+            them in [`shardfx.atomic`][]; or a callable `(path, leaf) -> PartitionSpec`. Specs and names
+            shorter than the rank leave the rest replicated, so `()` replicates, and so does `None`.
+
+        **Raises:**
+
+        `RuleError` that names the rule by its index, and the position in a regex that does not compile.
+        """
+        self.rules = tuple(_checked(index, rule) for index, rule in enumerate(rules))
+
+    @classmethod
+    def parse(cls, text: str) -> "PathRules":
+        """Reads the compact form, `"attention|mlp->data.model, .*->fsdp(data)"`.
+
+        Rules are separated by commas. Left of `->` is a regex; right of it mesh axes, one dimension from the
+        next by ".", several on one dimension by "+", `None` for a replicated one; or `replicate`, or
+        `fsdp(axis)`, alone or after `|`.
+
+        **Arguments:**
+
+        - `text`: the rules.
+
+        **Returns:**
+
+        The rules.
+
+        **Raises:**
+
+        `RuleError` that shows where the text is malformed.
+
+        !!! Example
+
+            ```python
+            from shardfx import PathRules
+
+            rules = PathRules.parse("attn|mlp -> data.model, embed -> None.data+model, .* -> fsdp(data)")
+            assert rules.rules[0][0] == "attn|mlp"
+            ```
+        """
+        return cls(parsed(text))
+
+
+def match(tree: Any, rules: PathRules) -> Any:
+    """Which rule matches each array of a tree.
+
+    **Arguments:**
+
+    - `tree`: any tree of arrays or ShapeDtypeStructs.
+    - `rules`: the rules.
+
+    **Returns:**
+
+    The tree with the index of the first rule that matches at each array, and `None` where none does and at
+    leaves that are no arrays.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import PathRules, match
+
+        rules = PathRules([("weight", ("embed",)), ("bias", ())])
+        assert match({"weight": jnp.ones((4, 4)), "scale": jnp.ones(4)}, rules) == {"weight": 0, "scale": None}
+        ```
+    """
+    check_path_rules("rules", rules)
+    flat, patterns = flatten(tree), compiled(rules)
+    indices = [
+        first_match(path, patterns) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)
+    ]
+    return jax.tree.unflatten(flat.treedef, indices)
+
+
+def check_path_rules(what: str, given: Any) -> None:
+    """Raises unless the argument named `what` is PathRules."""
+    fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
+    check_type(what, given, PathRules, RuleError, fix)
+
+
+@ft.lru_cache(maxsize=256)
+def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
+    """The rules' regexes, compiled once."""
+    return tuple(re.compile(pattern) for pattern, _ in rules.rules)
+
+
+def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
+    """The index of the first regex that is found in `path`."""
+    for index, pattern in enumerate(patterns):
+        if pattern.search(path):
+            return index
+    return None
+
+
+def is_callable(target: Any) -> bool:
+    """Whether a rule's target must be called for each path."""
+    first = target.steps[0] if isinstance(target, Pipeline) else target
+    return callable(first) and not isinstance(first, PartitionSpec)
+
+
+def _checked(index: int, rule: Any) -> tuple[str, Any]:
+    if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
+        raise RuleError(f"rule {index} is {rule!r}; a path rule is a pair of a regex and a target.")
+    pattern, target = rule
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        position = error.pos or 0
+        raise RuleError(
+            f"rule {index}: the regex does not compile: {error.msg} at position {position}:\n"
+            f"    {pattern}\n    {' ' * position}^"
+        ) from error
+    return pattern, _checked_target(index, pattern, target)
+
+
+def _checked_target(index: int, pattern: str, target: Any) -> Any:
+    if target is None:
+        return replicate
+    if isinstance(target, list):
+        target = tuple(target)
+    inner = target.target if isinstance(target, Atomic) else target
+    if isinstance(inner, tuple):
+        _check_names(index, pattern, inner)
+    elif not isinstance(inner, PartitionSpec | Fsdp | Replicate | Pipeline) and not callable(inner):
+        raise RuleError(
+            f"rule {index} ({pattern!r}) has the target {target!r}; it must be a PartitionSpec, a tuple of logical "
+            "names, `fsdp(...)`, `replicate`, or a callable `(path, leaf) -> PartitionSpec`. "
+            f"For one mesh axis write `PartitionSpec({target!r})`."
+        )
+    return target
+
+
+def _check_names(index: int, pattern: str, names: tuple[Any, ...]) -> None:
+    for name in names:
+        members = name if isinstance(name, tuple) else (name,)
+        if not all(member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic) for member in members):
+            raise RuleError(
+                f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical name; use a string, `None`, "
+                "UNCONSTRAINED, `atomic(name, unit)`, or a tuple of names."
+            )

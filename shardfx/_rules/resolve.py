@@ -1,0 +1,233 @@
+"""Logical names to a PartitionSpec: the one function that reads AxisRules."""
+
+import dataclasses
+import functools as ft
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast
+
+from jax.sharding import PartitionSpec
+
+from .._errors import RuleError, SpecError, UnmatchedError
+from .._reason import Code, Decision, Reason, reason
+from .._spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, near, repeated
+from .strategies import Atomic
+
+
+Policy: TypeAlias = Literal["replicate", "keep", "unconstrained", "raise"]
+
+
+def resolve(
+    names: Sequence[Any] | PartitionSpec,
+    rules: AxisRules,
+    *,
+    mode: str | None = None,
+    unmatched: Policy = "replicate",
+) -> Decision:
+    """The PartitionSpec that `rules` give to an array whose dimensions have these logical names.
+
+    Rules are read in order. One applies if its name is among `names`, has no target yet, and none of its mesh
+    axes is taken. So the order of the rules decides who gets an axis, never the order of the dimensions. This
+    is the algorithm of `flax.linen.logical_to_mesh_axes`.
+
+    **Arguments:**
+
+    - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`,
+        `atomic(name, unit)`, or a tuple of names, whose axes are joined on the dimension in their order.
+    - `rules`: the rules.
+    - `mode`: which of the modes of `rules` applies; `None` for the base rules alone.
+    - `unmatched`: what becomes of a name without any rule. "replicate": `None`, with a reason. "keep": it is
+        taken as a mesh axis, which no rule may use then. "unconstrained": the compiler decides. "raise": an
+        error.
+
+    **Returns:**
+
+    A [`shardfx.Decision`][]: the spec, and a reason for each name that got no axis although it asked for one.
+
+    **Raises:**
+
+    `RuleError` for rules that are no AxisRules and for an unknown mode or policy, `SpecError` for a name that occurs
+    twice or an entry of another kind, `UnmatchedError` under "raise".
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import AxisRules, resolve
+
+        decision = resolve(("vocab", "embed", "typo"), AxisRules([("vocab", "tensor"), ("embed", "tensor")]))
+        assert decision.spec == P("tensor")
+        assert [reason.code.name for reason in decision.reasons] == ["blocked", "unmatched"]
+        ```
+    """
+    check_axis_rules("rules", rules)
+    return _resolve(_entries(names), rules, mode, unmatched)
+
+
+def units_of(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[int, ...] | None:
+    """How many elements of each dimension must stay together, from `atomic` entries and the rules' units.
+
+    **Arguments:**
+
+    - `names`: as in [`shardfx.resolve`][].
+    - `rules`: their `units` count for the names they mention and for aliases of these.
+
+    **Returns:**
+
+    One int per dimension, the least common multiple where several names lie on one; `None` if all are 1.
+    """
+    return _units_of(_entries(names), rules)
+
+
+def check_rank(names: Sequence[Any], rank: int) -> None:
+    """Raises if `names` name more dimensions than an array has; those without a name need not be there."""
+    if any(name is not None for name in names[rank:]):
+        raise SpecError(f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """One logical name of an array: where it stands, and the names whose rules it obeys."""
+
+    name: str
+    dim: int
+    chain: tuple[str, ...]
+
+
+# Bounded, and over values alone: the plan of a model asks for the same few dozen kinds of leaf all the time.
+@ft.lru_cache(maxsize=4096)
+def _resolve(entries: tuple[Any, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
+    if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
+        raise RuleError(f'`unmatched={unmatched!r}`: use "replicate", "keep", "unconstrained" or "raise".')
+    active = _active(rules, mode)
+    slots = _slots(entries, rules)
+    ruled = {name for name, _ in active}
+    orphans = [slot for slot in slots if ruled.isdisjoint(slot.chain)]
+    if orphans and unmatched == "raise":
+        _raise_unmatched(orphans, rules)
+    given: dict[str, Target] = {}
+    user: dict[str, _Slot] = {}
+    if unmatched == "keep":
+        # The last of two aliases of one axis comes first here, so that the first one overwrites it.
+        user = {slot.chain[-1]: slot for slot in reversed(orphans)}
+        given = {slot.name: axis for axis, slot in user.items()}
+    elif unmatched == "unconstrained":
+        given = {slot.name: UNCONSTRAINED for slot in orphans}
+    _assign(active, slots, given, user)
+    spec = trimmed([_entry(entry, given) for entry in entries])
+    reasons = [why for slot in slots if given.get(slot.name) is None for why in _reasons(slot, active, user)]
+    return Decision(spec, tuple(sorted(reasons, key=lambda why: why.dim or 0)))
+
+
+def _assign(
+    active: tuple[Rule, ...], slots: tuple[_Slot, ...], given: dict[str, Target], user: dict[str, _Slot]
+) -> None:
+    for name, target in active:
+        for slot in slots:
+            if name not in slot.chain or slot.name in given:
+                continue
+            axes = entry_axes(target)
+            if any(axis in user for axis in axes):
+                continue
+            given[slot.name] = target
+            user.update((axis, slot) for axis in axes)
+
+
+def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> list[Reason]:
+    """Why `slot` got nothing: it has no rule, or all were blocked before one said `None` or the rules ended."""
+    targets = [target for name, target in active if name in slot.chain]
+    if not targets:
+        return [reason(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]
+    wanted = itertools.takewhile(lambda target: target is not None, targets)
+    axes = tuple(dict.fromkeys(axis for target in wanted for axis in entry_axes(target)))
+    taken = ", ".join(
+        f"`{axis}` is used by `{user[axis].name}` on dim {user[axis].dim}" for axis in axes if axis in user
+    )
+    return [reason(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")] if axes else []
+
+
+def _entry(entry: Any, given: Mapping[str, Target]) -> Any:
+    if entry is None or entry is UNCONSTRAINED:
+        return entry
+    targets = [given.get(name) for name in _members(entry)]
+    axes = tuple(axis for target in targets for axis in entry_axes(target))
+    # An axis that a rule demands outweighs a member that leaves the choice to the compiler.
+    return UNCONSTRAINED if not axes and UNCONSTRAINED in targets else axes
+
+
+def _slots(entries: tuple[Any, ...], rules: AxisRules) -> tuple[_Slot, ...]:
+    """The names in `entries`; those that share rules are in an order that no dimension has a part in."""
+    placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
+    slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
+    if twice := repeated([slot.name for slot in slots]):
+        raise SpecError(
+            f"logical name `{twice[0]}` occurs twice in {entries}; one mesh axis cannot shard two "
+            "dimensions, so give the second a name of its own (`rules.with_alias(...)` makes one), or `None`."
+        )
+    order = {name: i for i, (name, _) in enumerate(rules.aliases)}
+    return tuple(sorted(slots, key=lambda slot: order.get(slot.name, -1)))
+
+
+def _entries(names: Any) -> tuple[Any, ...]:
+    """`names` as hashable values, each entry of a known kind."""
+    if isinstance(names, PartitionSpec):
+        names = entries_of(names)
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise SpecError(
+            f"the names of an array are a tuple with one entry per dimension, not {names!r}; "
+            f"write `({names!r},)` for an array of rank 1."
+        )
+    entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in names)
+    try:
+        hash(entries)
+    except TypeError:
+        [_members(entry) for entry in entries]  # Raises: a list in a tuple, or a dict, is no entry.
+    return entries
+
+
+def _members(entry: Any) -> tuple[str, ...]:
+    """The logical names of one entry, in order; `None` in a tuple stands for nothing."""
+    if entry is None or entry is UNCONSTRAINED:
+        return ()
+    members = entry if isinstance(entry, tuple) else (entry,)
+    names = tuple(member.target if isinstance(member, Atomic) else member for member in members if member is not None)
+    if not all(isinstance(name, str) for name in names):
+        raise SpecError(
+            f"{entry!r} is no entry of an array's names; use a logical name, a flat tuple of names, `None`, "
+            "`PartitionSpec.UNCONSTRAINED` or `atomic(name, unit)`."
+        )
+    return names
+
+
+@ft.lru_cache(maxsize=4096)
+def _units_of(entries: tuple[Any, ...], rules: AxisRules) -> tuple[int, ...] | None:
+    units = dict(rules.units)
+    found = []
+    for entry in entries:
+        members = entry if isinstance(entry, tuple) else (entry,)
+        own = [cast(int, member.unit) for member in members if isinstance(member, Atomic)]
+        named = [units.get(name, 1) for member in _members(entry) for name in alias_chain(member, rules)]
+        found.append(math.lcm(*own, *named))
+    return tuple(found) if any(unit > 1 for unit in found) else None
+
+
+@ft.lru_cache(maxsize=256)
+def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
+    """The rules in force: those of the mode, then the base rules."""
+    modes = dict(rules.modes)
+    if mode is not None and mode not in modes:
+        raise RuleError(
+            f"mode {mode!r} is unknown; these rules have {tuple(modes)}{near(mode, tuple(modes))}. "
+            f"Add it with `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
+        )
+    return rules.rules if mode is None else modes[mode] + rules.rules
+
+
+def _raise_unmatched(orphans: list[_Slot], rules: AxisRules) -> None:
+    lines = [f"`{slot.name}` (dim {slot.dim}){near(slot.name, rules.names)}" for slot in orphans]
+    raise UnmatchedError(
+        f"no rule for the logical names {', '.join(lines)}. The rules have {rules.names}; "
+        f'add one with `rules.extend([({orphans[0].name!r}, None)])`, or pass `unmatched="replicate"`.'
+    )

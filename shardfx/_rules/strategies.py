@@ -1,0 +1,138 @@
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._errors import RuleError, SpecError
+
+
+@dataclasses.dataclass(frozen=True)
+class Atomic:
+    """A name, or a spec, that may only be cut between units; made by [`shardfx.atomic`][]."""
+
+    target: Any
+    unit: int | tuple[int, ...]
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return self.unit if isinstance(self.unit, tuple) else (self.unit,)
+
+
+def atomic(target: Any, unit: int | tuple[int, ...]) -> Atomic:
+    """Says that a dimension of `n * unit` elements may only be cut between units, whatever divides it.
+
+    **Arguments:**
+
+    - `target`: a logical name (as an entry of a leaf's names), or the whole target of a path rule: a
+        PartitionSpec or a tuple of names.
+    - `unit`: for a name, how many elements make one unit, `head_dim` for fused heads. For the target of a path
+        rule, a tuple with one int per dimension; 1 where any cut will do.
+
+    **Returns:**
+
+    A value to use in place of `target`.
+
+    **Raises:**
+
+    `SpecError` for a unit smaller than 1, or one of the wrong kind for its target.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import PathRules, atomic
+
+        PathRules([("k_proj/weight", atomic(P("fsdp", "tensor"), (1, 128))), (".*", P())])
+        ```
+    """
+    whole = isinstance(target, PartitionSpec | tuple)
+    sizes = unit if isinstance(unit, tuple) else (unit,)
+    if whole != isinstance(unit, tuple):
+        raise SpecError(
+            f"`atomic({target!r}, {unit!r})`: a name takes one int, a whole spec or tuple of names takes a tuple "
+            "of ints, one per dimension."
+        )
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
+        raise SpecError(f"`atomic({target!r}, {unit!r})`: a unit is a positive number of elements.")
+    return Atomic(target, unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fsdp:
+    """A strategy: shard the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
+
+    axes: tuple[str, ...]
+    min_bytes: int = 0
+
+    def __or__(self, other: Any) -> "Pipeline":
+        return pipeline(self, other)
+
+    def __ror__(self, other: Any) -> "Pipeline":
+        return pipeline(other, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate:
+    """A strategy: every device holds the whole array; its one value is [`shardfx.replicate`][]."""
+
+    def __or__(self, other: Any) -> "Pipeline":
+        return pipeline(self, other)
+
+    def __ror__(self, other: Any) -> "Pipeline":
+        return pipeline(other, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Several targets, applied from left to right; made by `|`."""
+
+    steps: tuple[Any, ...]
+
+    def __or__(self, other: Any) -> "Pipeline":
+        return pipeline(self, other)
+
+    def __ror__(self, other: Any) -> "Pipeline":
+        return pipeline(other, self)
+
+
+replicate = Replicate()
+
+
+def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
+    """The strategy of fully sharded data parallelism: cut the largest free dimension that divides.
+
+    **Arguments:**
+
+    - `axes`: the mesh axis, or axes, to shard over.
+    - `min_bytes`: arrays of fewer bytes are left as they are.
+
+    **Returns:**
+
+    A target for [`shardfx.PathRules`][]. After another target, `P(None, "tensor") | fsdp("data")`, it adds its
+    axes to a dimension that the other one left free.
+
+    !!! Example
+
+        ```python
+        from shardfx import PathRules, fsdp
+
+        PathRules([("norm|bias", ()), (".*", fsdp("data", min_bytes=2**20))])
+        ```
+    """
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise RuleError(f"`fsdp({axes!r})` needs the name of one mesh axis, or of several different ones.")
+    if min_bytes < 0:
+        raise RuleError(f"`fsdp(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
+    return Fsdp(axes, min_bytes)
+
+
+def pipeline(left: Any, right: Any) -> Pipeline:
+    steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
+    if any(not isinstance(step, Fsdp) for step in steps[1:]):
+        raise RuleError(
+            f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
+            "the ones after `|` refine it, as `fsdp(...)` does."
+        )
+    return Pipeline(steps)

@@ -1,0 +1,93 @@
+"""Text for a person: tables, sizes and arrays in few characters, and one path for many that differ in numbers."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+# A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`.
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]+(?![A-Za-z0-9])")
+_SHOWN_RUNS = 3
+
+
+def between_numbers(path: str) -> tuple[str, ...]:
+    """The parts of a path around its numbers: equal for paths that differ in numbers only."""
+    return tuple(_NUMBER.split(path))
+
+
+def joined(paths: Sequence[str]) -> str:
+    """One text for paths that differ in numbers only, with ranges: `layers/{0..31}/attn/q_proj/weight`."""
+    if len(paths) == 1:
+        return paths[0]
+    columns = zip(*[map(int, _NUMBER.findall(path)) for path in paths], strict=True)
+    texts = iter([_ranges(sorted(set(column))) for column in columns])
+    return _NUMBER.sub(lambda _: next(texts), paths[0])
+
+
+def _ranges(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    starts = [n for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
+    stops = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or n + 1 != numbers[i + 1]]
+    runs = [str(a) if a == b else f"{a}..{b}" for a, b in zip(starts, stops, strict=True)]
+    if len(runs) > _SHOWN_RUNS:
+        runs = [*runs[: _SHOWN_RUNS - 1], "..", runs[-1]]
+    return "{" + ",".join(runs) + "}"
+
+
+_KINDS = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+def table(rows: Sequence[tuple[str, ...]], *, right: set[str], width: int | None = None) -> list[str]:
+    """Lines of aligned columns under the header `rows[0]`; the columns named in `right` are aligned there.
+
+    With a `width` the first column (a path) and the last one (why) are cut where the lines would be longer.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if width is not None:
+        widths = _fitted(widths, width)
+    aligned = [str.rjust if name in right else str.ljust for name in rows[0]]
+    return [
+        "  ".join(
+            align(_cut(cell, size, keep_end=column == 0), size)
+            for column, (align, cell, size) in enumerate(zip(aligned, row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def bytes_text(count: int) -> str:
+    """`count` bytes for a person: `512 B`, `32.0 KiB`, `1.5 TiB`."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(int(math.log2(count)) // 10, 6)
+    return f"{count / 1024**power:,.1f} {'KMGTPE'[power - 1]}iB"
+
+
+def array_text(dtype: Any, shape: Sequence[int]) -> str:
+    """A dtype and shape as `bf16[1024,4096]`."""
+    name = str(dtype) if not jnp.issubdtype(dtype, np.number) else jnp.dtype(dtype).name
+    letters = re.match("[a-z]*", name)
+    kind = letters.group() if letters else ""
+    return f"{_KINDS.get(kind, kind)}{name[len(kind) :]}[{','.join(map(str, shape))}]"
+
+
+def _fitted(widths: list[int], width: int) -> list[int]:
+    """Column widths that fit if they can: the last column (why) and the first (path) give way in turn."""
+    widths = list(widths)
+    for column, least in ((-1, 16), (0, 32), (-1, 12), (0, 16)):
+        excess = sum(widths) + 2 * (len(widths) - 1) - width
+        widths[column] -= max(0, min(excess, widths[column] - least))
+    return widths
+
+
+def _cut(text: str, size: int, *, keep_end: bool) -> str:
+    """`text` in at most `size` characters; what tells paths apart is mostly their end."""
+    if len(text) <= size:
+        return text
+    tail = (size - 2) * 4 // 5 if keep_end else 0
+    return f"{text[: size - 2 - tail]}..{text[len(text) - tail :]}"

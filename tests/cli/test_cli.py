@@ -1,0 +1,431 @@
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import shardfx
+from shardfx import ShardPlan
+from shardfx.__main__ import main
+
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = itertools.count()
+MODEL = """
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from shardfx import AxisRules, PathRules, field, fsdp
+
+def make(key):
+    return eqx.nn.MLP(1024, 1024, 4096, 2, key=key)
+
+def huge():
+    return {"w": jnp.zeros((1 << 20, 1 << 20))}
+
+def positional(key, /):
+    return make(key)
+
+def many():
+    return {f"a_{i}_w": jnp.zeros((4, i + 1)) for i in range(3000)}
+
+class Dense(eqx.Module):
+    weight: jax.Array = field(names=("embed", "mlp"))
+
+    def __init__(self, size=64, *, key):
+        self.weight = jax.random.normal(key, (size, 4 * size))
+
+class Nested:
+    make = staticmethod(make)
+
+def configured(config, depth, *, key):
+    return make(key)
+
+def failing():
+    return jnp.zeros((2, 3)) @ jnp.zeros((2, 3))
+
+def calls_back(path, leaf):
+    return P({}[path])
+
+STRUCTS = {"w": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
+PATHS = PathRules([("bias", P()), ("weight", fsdp("fsdp"))])
+NAMED = PathRules([("bias", P()), ("weight", ("mlp", "embed"))])
+AXES = AxisRules([("mlp", "tensor"), ("embed", "fsdp")], modes={"decode": [("embed", None)]})
+PAIR = (AXES, NAMED)
+CALLABLE = PathRules([(".*", calls_back)])
+TWICE = (PATHS, PATHS)
+
+def rules():
+    return NAMED, AXES
+
+def failing_rules():
+    return {}["missing"]
+
+def number():
+    return 3
+
+OPTIMIZER = optax.adam(1e-3)
+
+def optimizer():
+    return OPTIMIZER
+
+def needs_more(rate):
+    return OPTIMIZER
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module, in the current directory, that holds MODEL; each test has its own."""
+    name = f"cli_model_{next(NUMBERS)}"
+    (tmp_path / f"{name}.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def run(*arguments):
+    """The exit code of the command line; argparse exits by itself."""
+    try:
+        return main(arguments)
+    except SystemExit as done:
+        return done.code
+
+
+def failure(capsys, *arguments):
+    """The one line on stderr of a command that fails with exit code 2."""
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "Traceback" not in err
+    return err.strip()
+
+
+def test_plan_of_a_model_for_a_mesh_that_is_not_here(module, capsys):
+    assert run("plan", f"{module}:make", "--mesh", "data=64,fsdp=16,tensor=8", "--rules", f"{module}:rules") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["path", "arrays", "shape", "spec", "bytes/device", "why"]
+    assert lines[1].split(maxsplit=6)[:5] == ["layers/0/weight", "1", "f32[4096,1024]", "tensor,fsdp", "128.0"]
+    assert "(8,192 devices)" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "rules, spec",
+    [
+        ("{}:PATHS", "fsdp"),
+        ("{}:PAIR", "tensor,fsdp"),
+        ("{}:rules", "tensor,fsdp"),
+        ("bias->replicate, weight->None.tensor+fsdp", "-,tensor+fsdp"),
+    ],
+)
+def test_kinds_of_rules(rules, spec, module, capsys):
+    assert run("plan", f"{module}:make", "--mesh", "fsdp=4,tensor=2", "--rules", rules.format(module)) == 0
+    assert f"  {spec}  " in capsys.readouterr().out.splitlines()[1]
+
+
+@pytest.mark.parametrize("name", ["make", "positional", "Nested.make"])
+def test_callables_that_take_a_key(name, module, capsys):
+    assert run("plan", f"{module}:{name}", "--mesh", "fsdp=4", "--rules", f"{module}:PATHS") == 0
+    assert "6 arrays" in capsys.readouterr().out
+
+
+def test_names_on_fields_and_modes(module, capsys):
+    arguments = ("plan", f"{module}:Dense", "--mesh", "fsdp=4,tensor=2", "--rules", f"{module}:AXES")
+    assert run(*arguments) == 0
+    assert "f32[64,256]  fsdp,tensor" in capsys.readouterr().out
+    assert run(*arguments, "--mode", "decode") == 0
+    assert "f32[64,256]  -,tensor" in capsys.readouterr().out
+    assert "decoed" in failure(capsys, *arguments, "--mode", "decoed")
+
+
+def test_nothing_is_allocated_and_no_backend_starts(module, tmp_path):
+    code = f"""
+        import sys
+        from jax._src import xla_bridge
+        from shardfx.__main__ import main
+        code = main(["plan", "{module}:huge", "--mesh", "fsdp=4096", "--rules", "w->fsdp"])
+        sys.exit(code or xla_bridge.backends_are_initialized())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "4.0 TiB" in done.stdout and "1.0 GiB per device" in done.stdout
+
+
+def test_python_m_finds_modules_of_the_current_directory(module, tmp_path):
+    command = [sys.executable, "-m", "shardfx", "plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules", "w->fsdp"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bf16[64,32]" in done.stdout
+
+
+def test_json_to_stdout_and_to_a_file(module, capsys):
+    arguments = ("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules", "w->fsdp", "--json")
+    assert run(*arguments) == 0
+    made = ShardPlan.from_json(capsys.readouterr().out)
+    assert made["w"].spec == jax.P("fsdp")
+    assert run(*arguments, "plan.json") == 0
+    assert "bf16[64,32]" in capsys.readouterr().out
+    assert ShardPlan.from_json(Path("plan.json").read_text()) == made
+    assert json.loads(Path("plan.json").read_text())["format"] == "shardfx.plan"
+
+
+def test_an_optimizer_is_planned_with_its_model(module, capsys):
+    arguments = ("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules", "w->fsdp", "--optimizer")
+    for name in ("OPTIMIZER", "optimizer"):
+        assert run(*arguments, f"{module}:{name}") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[1:5]] == [
+            "model/w",
+            "optimizer/0/count",
+            "optimizer/0/mu/w",
+            "optimizer/0/nu/w",
+        ]
+        assert "4 arrays, 12.0 KiB, on mesh fsdp=4 (4 devices): 3.0 KiB per device" in "\n".join(lines)
+    for name in ("optax:adamw", "optax:sgd", "optax:adafactor"):
+        assert run(*arguments, name) == 0
+        assert "model/w" in capsys.readouterr().out
+    assert "it must be an optimizer, with `init`" in failure(capsys, *arguments, f"{module}:number")
+    assert "needs_more" in failure(capsys, *arguments, f"{module}:needs_more")
+
+
+def save_llama(directory, layers=3, width=64, head_dim=16, hidden=128):
+    shapes = {
+        "self_attn.q_proj": (4 * head_dim, width),
+        "self_attn.k_proj": (2 * head_dim, width),
+        "self_attn.v_proj": (2 * head_dim, width),
+        "self_attn.o_proj": (width, 4 * head_dim),
+        "mlp.gate_proj": (hidden, width),
+        "mlp.up_proj": (hidden, width),
+        "mlp.down_proj": (width, hidden),
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+    }
+    arrays = {f"model.layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in shapes.items()}
+    arrays |= {"model.embed_tokens.weight": (96, width), "model.norm.weight": (width,)}
+    directory.mkdir()
+    save_file({name: np.zeros(shape, np.float16) for name, shape in arrays.items()}, directory / "model.safetensors")
+
+
+def test_a_directory_of_safetensors(tmp_path, monkeypatch, capsys):
+    save_llama(tmp_path / "model-dir")
+    monkeypatch.chdir(tmp_path)
+    arguments = ("plan", "./model-dir", "--mesh", "fsdp=8,tensor=4")
+    assert run(*arguments, "--preset", "llama:head_dim=16") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (key,) = [line for line in lines if "layers.{0..2}.self_attn.k_proj.weight" in line]
+    assert key.split()[1:4] == ["3", "f16[32,64]", "-,fsdp"]
+    assert "32 elements are 2 units of 16" in "\n".join(lines)
+    assert run(*arguments, "--preset", "llama:head_dim=16", "--refine") == 0
+    assert "on mesh fsdp=8,tensor_0=2,tensor_1=2" in capsys.readouterr().out
+    assert "unexpected keyword argument 'heads'" in failure(capsys, *arguments, "--preset", "llama:heads=16")
+    assert "not of the form NAME" in failure(capsys, *arguments, "--preset", "llama:heads")
+
+
+def test_a_truncated_checkpoint(tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    monkeypatch.chdir(tmp_path)
+    line = failure(capsys, "plan", "model.safetensors", "--mesh", "fsdp=8", "--preset", "llama")
+    assert "model.safetensors" in line
+
+
+@pytest.mark.parametrize(
+    "target, mesh, devices",
+    [
+        ("tpu:v5p:8x8x8", "data=4,fsdp=16,tensor=8", 512),
+        ("tpu:v5e:16x16", "data=2,fsdp=16,tensor=8", 256),
+        ("tpu:v4:2x2x2", "data=1,fsdp=1,tensor=8", 8),
+        ("tpu:v6e:4x4", "data=1,fsdp=2,tensor=8", 16),
+        ("tpu:v3:4x4", "data=1,fsdp=4,tensor=8", 32),
+    ],
+)
+def test_a_target_fills_the_mesh_and_orders_its_devices(target, mesh, devices, module, capsys):
+    given = ",".join(["data=-1", *mesh.split(",")[1:]])
+    assert run("plan", f"{module}:STRUCTS", "--mesh", given, "--rules", "w->fsdp", "--target", target) == 0
+    out = capsys.readouterr().out
+    assert f"on mesh {mesh} ({devices} devices)" in out
+    assert f"On {target}: {devices} devices, ordered by" in out and "mean hops: data" in out
+
+
+def test_a_number_of_devices_fills_the_mesh(module, capsys):
+    arguments = ("plan", f"{module}:STRUCTS", "--mesh", "data=-1,fsdp=4", "--rules", "w->fsdp")
+    assert run(*arguments, "--devices", "32") == 0
+    assert "on mesh data=8,fsdp=4 (32 devices)" in capsys.readouterr().out
+
+
+def test_min_bytes_unmatched_and_width(module, capsys):
+    arguments = ("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules")
+    assert run(*arguments, "w->fsdp", "--min-bytes", "10000") == 0
+    assert "fewer than the 10000 asked for" in capsys.readouterr().out
+    assert run(*arguments, "x->fsdp", "--unmatched", "replicate", "--width", "72") == 0
+    out = capsys.readouterr().out
+    assert "no rule covers the array" in out and max(map(len, out.splitlines())) <= 72
+
+
+def place(text):
+    """How the line of MODEL that holds `text` is named."""
+    return f".py, line {MODEL[: MODEL.index(text)].count(chr(10)) + 1}"
+
+
+BAD = {
+    "no such module": (("nowhere:make", "fsdp=4", "w->fsdp"), "there is no module `nowhere`"),
+    "no such package": (("no.where:make", "fsdp=4", "w->fsdp"), "No module named 'no'"),
+    "no such name": (("{}:makes", "fsdp=4", "w->fsdp"), "has no `makes`"),
+    "another case": (("{}:Make", "fsdp=4", "w->fsdp"), "has no `Make`; did you mean `make`?"),
+    "a near name": (("{}:mak", "fsdp=4", "w->fsdp"), "has no `mak`; did you mean `make`"),
+    "a near name in a class": (("{}:Nested.makes", "fsdp=4", "w->fsdp"), "has no `Nested.makes`; did you mean `make`?"),
+    "no near name": (("{}:xyz", "fsdp=4", "w->fsdp"), "has no `xyz`; it has AXES, CALLABLE, Dense, NAMED, Nested,"),
+    "a file": (("{}.py:make", "fsdp=4", "w->fsdp"), ".py' is a file; name its module, `cli_model_"),
+    "no name": (("{}:", "fsdp=4", "w->fsdp"), "is not of the form MODULE:NAME"),
+    "no such directory": (("./nowhere", "fsdp=4", "w->fsdp"), "'./nowhere'"),
+    "arguments": (("{}:configured", "fsdp=4", "w->fsdp"), "needs the arguments config, depth, key"),
+    "a failing model": (("{}:failing", "fsdp=4", "w->fsdp"), f"{place('@')}: TypeError"),
+    "a model that is none": (("{}:P", "fsdp=4", "w->fsdp"), "P"),
+    "bad mesh": (("{}:make", "fsdp", "w->fsdp"), "is not of the form `name=size`"),
+    "bad size": (("{}:make", "fsdp=four", "w->fsdp"), "is not of the form `name=size`"),
+    "zero": (("{}:make", "fsdp=0", "w->fsdp"), "has size 0"),
+    "axis twice": (("{}:make", "fsdp=2,fsdp=2", "w->fsdp"), "occurs twice"),
+    "two unknown sizes": (("{}:make", "a=-1,b=-1", "w->fsdp"), "are both -1"),
+    "unknown size": (("{}:make", "data=-1", "w->fsdp"), "say what fills it"),
+    "no such rules": (("{}:make", "fsdp=4", "{}:RULES"), "has no `RULES`; did you mean `rules`?"),
+    "rules that are none": (("{}:make", "fsdp=4", "{}:number"), "it must be PathRules, AxisRules"),
+    "rules twice": (("{}:make", "fsdp=4", "{}:TWICE"), "one of each in a tuple"),
+    "failing rules": (("{}:make", "fsdp=4", "{}:failing_rules"), f"{place('missing')}: KeyError: 'missing'"),
+    "a failing callable": (("{}:make", "fsdp=4", "{}:CALLABLE"), f"{place('P({}')}: KeyError: 'layers/0/weight'"),
+    "neither name nor text": (("{}:make", "fsdp=4", "fsdp"), "neither MODULE:NAME nor a text"),
+    "bad regex": (("{}:make", "fsdp=4", "a(->fsdp"), "has no `->`"),
+    "bad text": (("{}:make", "fsdp=4", "[->fsdp"), "at position 0"),
+    "unmatched": (("{}:make", "fsdp=4", "bias->fsdp"), "no rule covers 3 of"),
+    "advice": (("{}:make", "fsdp=4", "bias->fsdp"), "or pass `--unmatched replicate`"),
+    "unused": (("{}:make", "fsdp=4", "wieght->fsdp,.*->fsdp"), "matches no path of the tree; the nearest path is"),
+    "names without rules": (("{}:make", "fsdp=4", "{}:NAMED"), "need rules that say which mesh axes they use"),
+    "spec longer than rank": (("{}:make", "fsdp=4", ".*->fsdp.None.None.fsdp"), "leaf `layers/0/weight`"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case, module, capsys):
+    (model, mesh, rules), message = BAD[case]
+    line = failure(capsys, "plan", model.format(module), "--mesh", mesh, "--rules", rules.format(module))
+    assert line.startswith("shardfx plan: error: ") and message in line
+
+
+FLAGS = {
+    "no command": ((), "required: COMMAND"),
+    "no such command": (("plans",), "invalid choice: 'plans'"),
+    "no mesh": (("plan", "m:m", "--rules", "w->fsdp"), "required: --mesh"),
+    "no rules": (("plan", "m:m", "--mesh", "fsdp=4"), "one of the arguments --rules --preset is required"),
+    "no such preset": (("plan", "m:m", "--mesh", "fsdp=4", "--preset", "lama"), "there is no preset 'lama'"),
+    "no number": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--devices", "0"), "is no positive integer"),
+    "no steps": (("demo", "--steps", "many"), "is no positive integer"),
+    "no axis type": (("demo", "--axis-types", "manual"), "invalid choice: 'manual'"),
+    "no kind": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v9:8"), "no kind 'v9'"),
+    "no target": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "v5p"), "of the form tpu:KIND"),
+    "dimensions": (
+        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v5p:8x8"),
+        "v5p has 3 dimensions, as in 4x4x4",
+    ),
+    "another number": (
+        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v5e:4x4", "--devices", "8"),
+        "has 16 devices, not 8",
+    ),
+    "does not divide": (
+        ("plan", "m:m", "--mesh", "a=-1,b=3", "--preset", "llama", "--target", "tpu:v5e:4x4"),
+        "does not divide 16 devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_bad_flags_are_one_line_and_exit_code_2(case, capsys):
+    arguments, message = FLAGS[case]
+    assert message in failure(capsys, *arguments)
+
+
+def test_a_module_that_does_not_import(module, tmp_path, capsys):
+    for name, text, message in (
+        ("syntax", "x = (", "line 1: SyntaxError"),
+        ("leaves", "import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
+        ("raises", "class Odd(Exception): pass\nraise Odd('no')", "line 2: Odd: no"),
+        ("needs", "import nowhere", "line 1: ModuleNotFoundError: No module named 'nowhere'"),
+    ):
+        (tmp_path / f"cli_{name}.py").write_text(text)
+        line = failure(capsys, "plan", f"cli_{name}:make", "--mesh", "fsdp=4", "--rules", "w->fsdp")
+        assert message in line
+
+
+def test_an_interrupt_stays_one(module, tmp_path):
+    (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        main(["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"])
+
+
+def test_a_reader_that_has_enough(module, tmp_path):
+    code = f"""
+        import sys
+        from shardfx.__main__ import main
+        sys.exit(main(["plan", "{module}:many", "--mesh", "fsdp=4", "--rules", ".*->fsdp", "--json"]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+        assert running.wait(timeout=120) == 0
+
+
+def test_a_file_that_cannot_be_written(module, capsys):
+    assert run("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules", "w->fsdp", "--json", "no/where.json") == 2
+    assert "writing 'no/where.json' failed: FileNotFoundError" in capsys.readouterr().err
+
+
+def test_strict(module, capsys):
+    line = failure(capsys, "plan", f"{module}:STRUCTS", "--mesh", "fsdp=5", "--rules", "w->fsdp", "--strict")
+    assert "`--strict`, and these leaves" in line and "size 64 is not divisible by `fsdp` (5)" in line
+
+
+@pytest.mark.parametrize("command", [(), ("demo",), ("plan",)])
+def test_help(command, capsys):
+    assert run(*command, "--help") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: shardfx") and max(map(len, out.splitlines())) < 110
+
+
+def test_every_preset_is_offered(capsys):
+    run("plan", "--help")
+    out = " ".join(capsys.readouterr().out.split())
+    for name in ("eformer", "llama", "deepseek_v3", "t5x", "gpt2"):
+        assert name in vars(shardfx.presets) and name in out
+    assert "infer_mode" not in out and "Layout" not in out
+
+
+def demo(*arguments, setup=""):
+    code = f"import sys\n{setup}\nfrom shardfx.__main__ import main\nsys.exit(main({['demo', *arguments]}))"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_the_demo_from_the_command_line():
+    done = demo("--cpu-devices", "4", "--axis-types", "explicit", "--steps", "3", "--batch", "4")
+    assert done.returncode == 0, done.stderr
+    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in done.stdout
+    assert "Explicit axes" in done.stdout and "The curves are the same up to rounding." in done.stdout
+
+
+def test_the_demo_without_optax():
+    done = demo(setup="sys.modules['optax'] = None")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "shardfx demo: error: the demo needs optax; install it with: pip install 'shardfx[demo]'\n"
+
+
+def test_the_demo_on_a_mesh_that_does_not_fit():
+    done = demo("--mesh", "data=3,fsdp=-1", "--cpu-devices", "8")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "does not divide 8 devices" in done.stderr

@@ -1,0 +1,454 @@
+"""Every vector measured on flax's two rule readers, its boxes and its constraints.
+
+A "conform" vector gives what was measured. A "deviate" one gives what is stated here beside its id, with the reason;
+docs/migrating_flax.md says the same for readers.
+"""
+
+import contextlib
+import json
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnmatchedError,
+    canonical,
+    constrain,
+    follow,
+    plan,
+    resolve,
+    specs_of,
+)
+from shardfx._spec import shard_shape
+from shardfx.interop import flax as interop
+
+
+U = P.UNCONSTRAINED
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "flax.json").read_text())
+XY = MeshSpec({"x": 2, "y": 4})
+SKIPPED = {
+    "flax-0094": "rules in a thread-local; here they are an argument",
+    "flax-0095": "rules in a context manager; here they are an argument",
+    "flax-0111": "the mesh of a legacy `with mesh:`; here it is an argument",
+    "flax-0112": "the mesh of jax.set_mesh; here it is an argument",
+}
+RUN: set[str] = set()
+
+
+class Raises(types.SimpleNamespace):
+    """What a deviation gives where it raises."""
+
+
+def raises(error, match):
+    return Raises(error=error, match=match)
+
+
+# id -> (what shardfx gives, why not what flax gives)
+DEVIATIONS: dict[str, tuple[Any, str]] = {
+    "flax-0028": (P(("x", "y")), "as flax, with a reason; a rule ('b', 'w') after it is the fallback (B86)"),
+    "flax-0029": (raises(RuleError, "uses mesh axis `x` twice"), "B86: an axis twice in one rule"),
+    "flax-0044": (P("x", "y"), "the members of a tuple are names like others"),
+    "flax-0045": (raises(SpecError, "is no entry of an array's names"), "names are strings"),
+    "flax-0053": (P("x"), "a mapping is an ordered list of pairs"),
+    "flax-0056": (raises(SpecError, "`a` occurs twice"), "B80: one axis cannot shard two dimensions"),
+    "flax-0057": (P("x"), "B80: the second name is blocked, with a reason"),
+    "flax-0059": (P(("x", "y"), "z"), "the members of a tuple are names like others"),
+    "flax-0060": (P("y"), "last_wins reads rules as flax.core does; AxisRules(rules) reads them as linen does (B29)"),
+    "flax-0066": (raises(SpecError, "is no entry of an array's names"), "B80: names are not made with str()"),
+    "flax-0067": (P("x"), "any string is a name"),
+    "flax-0069": (P(U), "B80: names are not made with str()"),
+    "flax-0070": (P(("a", "b")), "B80: names are not made with str()"),
+    "flax-0078": ((("a", "x"), ("a", "y"), ("b", "z")), "B29: fallbacks are kept"),
+    "flax-0080": ((("a", "x"), ("a", "y")), "B29: rules that begin alike agree"),
+    "flax-0081": (raises(RuleError, "map 'a' to"), "B29: they disagree about the first choice, so nothing is dropped"),
+    "flax-0082": ((("a", ("x", "y")),), "a list and a tuple are equal"),
+    "flax-0092": (P(), "B81: no names resolve to P()"),
+    "flax-0093": (P("x"), "B81: lists are sequences of names"),
+    "flax-0098": (P(None, "y"), "a name that is no axis replicates, with a reason; unmatched='raise' is the error"),
+    "flax-0100": (P(None, "y"), "corrected; strict=True raises"),
+    "flax-0101": (P("x"), "B80: corrected; the name that lost has a reason"),
+    "flax-0104": (P("x", "y"), "B83: inside shard_map the manual axes are left out"),
+    "flax-0110": (P(), "B82: () replicates; None leaves the array as it is"),
+    "flax-0116": (P("x"), "B87: blocked is not unmatched; each is its own reason"),
+    "flax-0128": ({"w": P("x", "y")}, "B30: a tuple of strings is the names of an array"),
+    "flax-0129": ({"w": P("x", "y")}, "B30"),
+    "flax-0137": (["in", "out", "layers"], "B88: -1 is the last dimension of the result"),
+    "flax-0140": (raises(SpecError, "has no such name"), "B88: no assert, also under python -O"),
+    "flax-0141": (["in", "out"], "B88: padding is undone"),
+}
+
+
+def test_every_public_symbol_is_on_the_page_for_those_who_come_from_flax():
+    page = (Path(__file__).parents[2] / "docs" / "migrating_flax.md").read_text()
+    symbols = """
+        get_pspec map_sharding get_mesh apply_rules shard_value set_logical_axis_rules get_logical_axis_rules
+        logical_axis_rules composite_rules from_sharding_rules logical_to_mesh_axes logical_to_mesh
+        logical_to_mesh_sharding RulesFallback AXIS_IS_UNSHARDED RAISE_ERROR NO_CONSTRAINT with_logical_constraint
+        LogicallyPartitioned with_logical_partitioning Partitioned with_partitioning add_axis remove_axis
+        get_partition_spec get_sharding get_named_sharding get_global_mesh global_mesh_defined unbox out_sharding
+        sharding_rules PARTITION_NAME
+    """.split()
+    assert [name for name in symbols if not re.search(rf"\b{name}\b", page)] == []
+
+
+def vectors(*functions):
+    chosen = [v for v in VECTORS if v["function"] in functions and v["id"] not in SKIPPED]
+    assert chosen, functions
+    RUN.update(v["id"] for v in chosen)
+    return pytest.mark.parametrize("vector", [pytest.param(v, id=v["id"]) for v in chosen])
+
+
+def test_every_vector_is_run_or_named_with_a_reason():
+    ids = [v["id"] for v in VECTORS]
+    assert len(set(ids)) == len(ids) == len(RUN) + len(SKIPPED)
+    assert set(ids) == RUN | set(SKIPPED)
+    assert set(SKIPPED) <= {v["id"] for v in VECTORS if v["tag"] == "context"}
+    assert set(DEVIATIONS) == {v["id"] for v in VECTORS if v["tag"] == "deviate"}
+
+
+def entry(value) -> Any:
+    return U if value == "<UNCONSTRAINED>" else tuple(value) if isinstance(value, list) else value
+
+
+def spec_of(entries) -> P:
+    return canonical(P(*map(entry, entries)))
+
+
+def rules_of(vector, key="rules") -> Any:
+    return [(name, entry(target)) for name, target in vector["inputs"].get(key) or ()]
+
+
+def measured(given) -> Any:
+    if not isinstance(given, dict):
+        return given
+    if "raises" in given:
+        return raises((ValueError, TypeError), ".")
+    entries = given.get("spec", given.get("named_sharding"))
+    return given if entries is None else spec_of(entries)
+
+
+@contextlib.contextmanager
+def outcome(vector) -> Iterator[Any]:
+    """Yields what is expected, measured or stated above; where that is an error, demands it of the block."""
+    wanted = DEVIATIONS[vector["id"]][0] if vector["id"] in DEVIATIONS else measured(vector["expected"])
+    if isinstance(wanted, Raises):
+        with pytest.raises(wanted.error, match=wanted.match):
+            yield None
+    else:
+        yield wanted
+
+
+# --- rules
+
+
+@vectors("logical_to_mesh_axes", "linen.spmd.with_logical_constraint -> spec passed down")
+def test_logical_to_mesh_axes(vector):
+    names = vector["inputs"].get("array_dim_names", vector["inputs"].get("names"))
+    rules = {"a": "x"} if vector["id"] == "flax-0053" else rules_of(vector)
+    if names is None:
+        # No names: nothing is asked of the rules, and the leaf is left to path rules.
+        made = plan(jnp.ones(2), XY, names=None, axes=AxisRules(rules), unmatched="replicate")
+        assert made.leaves[0].names is vector["expected"] is None
+        return
+    names = P("a", "b") if names == "PartitionSpec('a','b')" else [entry(name) for name in names]
+    with outcome(vector) as wanted:
+        decision = resolve(names, AxisRules(rules))
+        assert decision.spec == wanted
+    if vector["id"] == "flax-0028":
+        assert [(why.code.name, why.axes) for why in decision.reasons] == [("blocked", ("y", "w"))]
+        assert resolve(names, AxisRules([*rules, ("b", "w")])).spec == P(("x", "y"), "w")
+
+
+@vectors("core.spmd.from_sharding_rules")
+def test_from_sharding_rules(vector):
+    names = [entry(name) for name in vector["inputs"]["sharding"]]
+    rules = AxisRules.last_wins(rules_of(vector))
+    with outcome(vector) as wanted:
+        wanted = wanted if isinstance(wanted, P) or wanted is None else spec_of(wanted)
+        assert resolve(names, rules, unmatched="keep").spec == wanted
+        # With a mesh the same is said by rules that `plan` takes.
+        mesh = MeshSpec(dict.fromkeys(("x", "y", "z", "a", "b"), 2))
+        ruled = interop.core_rules(rules_of(vector), mesh)
+        assert resolve(names, ruled).spec == wanted
+
+
+@vectors("core.spmd.composite_rules")
+def test_composite_rules(vector):
+    with outcome(vector) as wanted:
+        merged = interop.composite_rules(rules_of(vector, "rule1"), rules_of(vector, "rule2"))
+        assert merged.rules == tuple((name, entry(target)) for name, target in wanted)
+        assert merged == AxisRules(rules_of(vector, "rule1")).merge(AxisRules(rules_of(vector, "rule2")))
+
+
+@vectors("core.spmd.get_pspec", "logical rules + per-variable rules")
+def test_rules_of_the_model_and_of_a_variable(vector):
+    given = vector["inputs"]
+    names = ["a"] if given["sharding"] == "list ['a']" else given["sharding"] or []
+    rules = interop.composite_rules(rules_of(vector, "context_rules"), rules_of(vector, "sharding_rules"))
+    with outcome(vector) as wanted:
+        assert resolve(names, AxisRules.last_wins(rules.rules), unmatched="keep").spec == wanted
+        if vector["function"] == "core.spmd.get_pspec":
+            return
+        mesh = MeshSpec([tuple(axis) for axis in given["mesh"]])
+        variable = nnx.Param(
+            jnp.ones((4, 4)), out_sharding=tuple(names), sharding_rules=given["sharding_rules"], eager_sharding=False
+        )
+        axes = interop.composite_rules(rules_of(vector, "context_rules"), interop.rules_of({"w": variable}))
+        made = plan({"w": jnp.ones((4, 4))}, mesh, names=interop.names_of({"w": variable}), axes=axes)
+        assert made["w"].spec == wanted
+
+
+# --- constraints
+
+
+@vectors("core.spmd.shard_value")
+def test_shard_value(vector):
+    given = vector["inputs"]
+    kinds = given.get("axis_types", "Auto")
+    kind = AxisType.Explicit if kinds == ["Explicit", "Explicit"] else AxisType.Auto
+    mesh = MeshSpec({"x": 2, "y": 4}, axis_types=kind).build(jax.devices())
+    x = jnp.ones(given.get("value_shape", (8, 8)))
+    axes = interop.core_rules(rules_of(vector, "sharding_rules"), XY)
+    sharding = given["sharding"]
+    sharding = P(*sharding["spec"]) if isinstance(sharding, dict) else sharding and tuple(sharding)
+    sharding = () if sharding == [] else sharding
+    # flax-0108: without a mesh, which means without devices here.
+    place = MeshSpec({"x": 2, "y": 4}) if "mesh" in given and given["mesh"] is None else mesh
+    made = plan(x, place, paths=PathRules([("", P())]), axes=axes)
+    with outcome(vector) as wanted:
+        if kinds == ["Manual", "Manual"]:
+            body = lambda x: constrain(x, sharding, made)
+            out = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=wanted, out_specs=wanted))(x)
+            assert canonical(out.sharding.spec) == wanted
+            return
+        out = constrain(x, sharding, made)
+        if vector["expected"] == 1 and vector["id"] not in DEVIATIONS:
+            assert out is x and sharding is None
+            return
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, wanted), x.ndim)
+    if vector["id"] == "flax-0098":
+        with pytest.raises(UnmatchedError, match="no rule for the logical names `a`"):
+            resolve(given["sharding"], axes, unmatched="raise")
+    if vector["id"] == "flax-0100":
+        with pytest.raises(SpecError, match="not divisible"):
+            constrain(x, sharding, made, strict=True)
+
+
+@vectors("linen.spmd.with_logical_constraint")
+def test_with_logical_constraint(vector):
+    given = vector["inputs"]
+    mesh = XY.build(jax.devices())
+    x = jnp.ones((8, 8))
+    axes = AxisRules(rules_of(vector))
+    made = plan(x, mesh, paths=PathRules([("", P())]), axes=axes)
+    # Without names, or without rules to read them by, flax leaves the array as it is; that is said by None.
+    names = tuple(map(entry, given["names"])) if given.get("names") and given["rules"] else None
+    with outcome(vector) as wanted:
+        if given.get("fallback") == "RAISE_ERROR":
+            assert names is not None
+            decision = resolve(names, axes, unmatched="raise")
+            assert bool(decision.reasons) == (vector["id"] in DEVIATIONS)
+        out = constrain(x, names, made)
+        if names is None:
+            assert (out is x) == wanted
+            return
+        assert canonical(out.sharding.spec) == wanted
+        inside = jax.jit(lambda x: constrain(x, names, made))(x)
+        if U not in names:
+            assert inside.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
+
+
+@vectors("linen.spmd.logical_to_mesh")
+def test_logical_to_mesh(vector):
+    tree = {key: tuple(v["spec"] if isinstance(v, dict) else v) for key, v in vector["inputs"]["tree"].items()}
+    with outcome(vector) as wanted:
+        made = plan({key: jnp.ones((8, 8)) for key in tree}, XY, names=tree, axes=AxisRules(rules_of(vector)))
+        plain = {key: spec if isinstance(spec, P) else spec_of(spec["spec"]) for key, spec in wanted.items()}
+        assert made.specs == plain
+
+
+# --- boxes
+
+
+@vectors("core.meta.Partitioned.add_axis")
+def test_add_axis(vector):
+    given = vector["inputs"]
+    names = tuple(given["names"])
+    with outcome(vector) as wanted:
+        assert list(interop.add_axis(names, given["index"], given["partition_name"])) == wanted
+
+
+@vectors("core.meta.Partitioned.remove_axis")
+def test_remove_axis(vector):
+    given = vector["inputs"]
+    with outcome(vector) as wanted:
+        assert list(interop.remove_axis(tuple(given["names"]), given["index"], given["partition_name"])) == wanted
+
+
+@vectors("core.meta add_axis(4) then remove_axis(4)")
+def test_remove_axis_undoes_padding(vector):
+    names = tuple(vector["inputs"]["names"])
+    with outcome(vector) as wanted:
+        assert list(interop.remove_axis(interop.add_axis(names, 4, "layers"), 4, "layers")) == wanted
+
+
+@vectors("transform_metadata")
+def test_transform_metadata(vector):
+    given, wanted = vector["inputs"], {key: tuple(names) for key, names in vector["expected"].items()}
+    name, inside, outside = given["partition"], given["in_axes"], given["out_axes"]
+    inner = interop.remove_axis(tuple(given["v"]), inside, name)
+    assert inner == wanted["v_inner"]
+    assert interop.add_axis(inner, inside, name) == wanted["v_after"]
+    assert interop.add_axis(tuple(given["v2_inner"]), outside, name) == wanted["v2_outer"]
+
+
+@vectors("lifted transform axis metadata")
+def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.ones_init(), tuple(vector["inputs"]["names"]))
+
+            class Layer(nn.Module):
+                @nn.compact
+                def __call__(self, x, _):
+                    return nn.Dense(4, kernel_init=init, use_bias=False)(x), None
+
+            scanned = nn.scan(
+                Layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=8,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            return scanned()(x, None)[0]
+
+    boxed = jax.eval_shape(Layers().init, jax.random.key(0), jnp.ones((2, 4)))
+    found = jax.tree.leaves(interop.names_of(boxed), is_leaf=lambda node: isinstance(node, tuple))
+    wanted = tuple(vector["expected"])
+    assert found == [wanted] == [interop.add_axis(tuple(vector["inputs"]["names"]), 0, "layers")]
+
+
+@vectors("core.meta.get_partition_spec")
+def test_get_partition_spec(vector):
+    assert specs_of(vector["inputs"]["tree"]) == vector["expected"]
+
+
+@vectors("core.meta.get_sharding")
+def test_get_sharding(vector):
+    mesh = XY.build(jax.devices())
+    boxed = {"bias": jnp.ones(8), "kernel": nn.Partitioned(jnp.ones((8, 8)), ("x", "y"))}
+    for tree in (interop.unboxed(boxed), boxed):
+        names = interop.names_of(boxed, default=())
+        made = plan(tree, mesh, names=names, axes=interop.core_rules((), mesh))
+        found = dict(zip(("bias", "kernel"), jax.tree.leaves(made.shardings), strict=True))
+        for name, wanted in vector["expected"].items():
+            assert found[name] == NamedSharding(mesh, spec_of(wanted["named_sharding"]))
+
+
+# --- what flax and shardfx both stand on
+
+
+@vectors("shard_shape", "jax NamedSharding.shard_shape")
+def test_shard_shape(vector):
+    given = vector["inputs"]
+    mesh = MeshSpec([tuple(axis) for axis in given["mesh"]])
+    shape, spec = tuple(given["shape"]), spec_of(given["spec"]["spec"])
+    assert shard_shape(shape, spec, mesh.shape) == tuple(vector["expected"])
+    assert NamedSharding(mesh.abstract(), spec).shard_shape(shape) == tuple(vector["expected"])
+
+
+@vectors("optimizer state inherits spec")
+def test_optimizer_state_inherits_the_spec(vector):
+    params = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    spec = spec_of(vector["inputs"]["param_spec"]["spec"])
+    made = plan(params, MeshSpec({"row": 2, "col": 4}), paths=PathRules([("w", spec)]))
+    (state, _) = follow(optax.adam(1e-3).init, made).specs
+    for name, wanted in vector["expected"].items():
+        assert getattr(state, name)["w"] == spec_of(wanted["spec"])
+
+
+@vectors("axis types")
+def test_axis_types(vector):
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = MeshSpec({"row": 2, "col": 4}, axis_types=kind).build(jax.devices())
+        made = plan(jnp.ones((8, 8)), mesh, names=("row", "col"), axes=interop.core_rules((), mesh))
+        assert made.leaves[0].spec == spec_of(vector["expected"]["spec"])
+        out = constrain(jnp.ones((8, 8)), ("row", "col"), made)
+        assert canonical(out.sharding.spec) == made.leaves[0].spec
+
+
+@vectors("per-variable meshes")
+def test_a_plan_per_mesh(vector):
+    devices = jax.devices()
+    for at, (name, given) in enumerate(sorted(vector["inputs"].items())):
+        mesh = MeshSpec(dict.fromkeys(given["mesh"], 2)).build(devices[4 * at : 4 * at + 4])
+        x = jnp.ones((4, 4))
+        made = plan(x, mesh, names=tuple(given["spec"]), axes=interop.core_rules((), mesh))
+        assert made.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
+        assert constrain(x, made.leaves[0].spec, made).sharding.mesh == mesh
+
+
+@vectors("explicit mesh type string")
+def test_explicit_types(vector):
+    mesh = MeshSpec({"X": 2, "Y": 2}, axis_types=AxisType.Explicit).build(jax.devices()[:4])
+    x, w = jnp.ones((2, 2)), jnp.ones((2, 4))
+    made = plan(x, mesh, paths=PathRules([("", P("X"))]))
+    seen = {}
+
+    def linear(x, w):
+        out = x @ w
+        seen["no out_sharding"] = str(jax.typeof(out))
+        seen["out_sharding P('X','Y')"] = str(jax.typeof(constrain(out, P("X", "Y"), made)))
+        return out
+
+    jax.jit(linear)(constrain(x, P("X"), made), constrain(w, P(), made))
+    assert seen == vector["expected"]
+
+
+@vectors("jax PartitionSpec canonicalisation", "jax.make_mesh default axis_types")
+def test_facts_about_jax(vector):
+    if vector["function"].startswith("jax.make_mesh"):
+        mesh = jax.make_mesh(tuple(vector["inputs"]["shape"]), ("x", "y"))
+        assert [kind.name for kind in MeshSpec.of(mesh).axis_types] == vector["expected"]
+        return
+    measured = [P(("a",)), P(()), P(["a", "b"]), P("a") == P("a", None), P(None) == P(), isinstance(P("a"), tuple)]
+    wanted = [P(*map(entry, item["spec"])) if isinstance(item, dict) else item for item in vector["expected"]]
+    assert measured == wanted
+    # What JAX tells apart although it is one layout, `canonical` does not.
+    assert canonical(P("a", None)) == canonical(P(("a",))) == P("a") and canonical(P(None)) == P()
+
+
+def test_the_error_of_a_plan_without_devices():
+    made = plan(jnp.ones((8, 8)), XY, paths=PathRules([("", P())]))
+    with pytest.raises(PlanMismatchError, match="the plan has none"):
+        constrain(jnp.ones((8, 8)), P("x"), made)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_mesh_that_python_code_runs_under_makes_no_difference():
+    # B85, B90: flax sees jax.set_mesh and not a legacy `with mesh:`, and does nothing where it sees none.
+    mesh = XY.build(jax.devices())
+    made = plan(jnp.ones((8, 8)), mesh, paths=PathRules([("", P())]), axes=AxisRules({"a": "x"}))
+    step = lambda x: constrain(x, ("a",), made)
+    # jax.set_mesh takes effect where it is called, so it is called last.
+    for ambient in (contextlib.nullcontext, lambda: mesh, lambda: jax.set_mesh(mesh)):
+        with ambient():
+            for place in (step, jax.jit(step)):
+                assert place(jnp.ones((8, 8))).sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)

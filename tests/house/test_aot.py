@@ -1,0 +1,237 @@
+"""Real TPU topologies, described and compiled for by libtpu: `pip install -e ".[aot,test]"`, no TPU needed.
+
+Run it alone, since libtpu reads the environment once:
+`JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 pytest tests/house/test_aot.py`.
+"""
+
+import importlib.util
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import MeshError, MeshSpec, topology
+from shardfx._demo.train import Run, make_optimizer, make_plans, make_step
+from shardfx._reshard.steps.choose import choose, lowered, steps_program
+from shardfx._reshard.steps.hlo import wire_bytes
+from shardfx.interop import tpu
+
+
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed: pip install 'shardfx[aot]'")
+
+# Topology, JAX's name of the kind, bounds, processes.
+TOPOLOGIES = [
+    ("v4:2x2x2", "TPU v4", (2, 2, 2, 2), 2),
+    ("v5e:4x4", "TPU v5 lite", (4, 4, 1, 1), 4),
+    ("v5e:16x16", "TPU v5 lite", (16, 16, 1, 1), 64),
+    ("v5p:4x4x4", "TPU v5", (4, 4, 4, 1), 16),
+    ("v5p:8x8x8", "TPU v5", (8, 8, 8, 1), 128),
+    ("v6e:16x16", "TPU v6 lite", (16, 16, 1, 1), 64),
+]
+
+
+def places(array):
+    return np.array([topology.coords(device, 1) for device in array.flat]).reshape(*array.shape, -1)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "kind", "bounds", "processes"), TOPOLOGIES)
+def test_descriptions_are_read(name, kind, bounds, processes):
+    devices = tpu.devices_of(f"tpu:{name}")
+    assert topology.bounds(devices) == bounds and {device.device_kind for device in devices} == {kind}
+    assert sorted(topology.positions(devices).ravel()) == list(range(math.prod(bounds)))
+    assert len({device.process_index for device in devices}) == processes
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "kind", "bounds", "processes"), TOPOLOGIES)
+@pytest.mark.parametrize("model", [2, 4, 8, 16])
+def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, model):
+    devices, closed = tpu.devices_of(name), topology.wraps(kind, bounds)
+    order = MeshSpec({"data": -1, "model": model}).order(devices)
+    assert {device.id for device in order.devices.flat} == {device.id for device in devices}
+    assert order.devices.size == len(devices)
+    own = topology.mean_hops(places(order.devices), 1, bounds, closed)
+    assert order.mean_hops is not None and own == order.mean_hops[1] == 1.0
+    box = topology.default_submesh(kind, model, bounds)
+    rows = topology.submesh_order(bounds, (1, 1, 1, bounds[3]), box, tile_by_host=False)
+    t5x = topology.mean_hops(rows, 1, bounds, closed)
+    theirs = "none"
+    if bounds[3] == 1:
+        array = mesh_utils.create_device_mesh((len(devices) // model, model), devices, allow_split_physical_axes=True)
+        theirs = f"{topology.mean_hops(places(array), 1, bounds, closed):.2f}"
+    print(f"{name} model={model}: mean hops {own:.2f} ({order.method}), mesh_utils {theirs}, T5X {t5x:.2f}")
+
+
+def collectives(mesh):
+    """The algorithms that the TPU's compiler picks for an all-gather, and for a reduction, over `model`."""
+    wide = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model")))
+    rows = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model")))
+    whole = NamedSharding(mesh, P())
+    found = []
+    for function, arguments, out in ((lambda w: 2 * w, (wide,), whole), (jnp.matmul, (rows, wide), whole)):
+        jitted = jax.jit(function, out_shardings=out)
+        text = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text() or ""
+        found.append(
+            sorted(re.findall(r'"collective_algorithm_config":\{"emitter":"(\w+)"(?:,"strategy":"(\w+)")?', text))
+        )
+    return found
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("v5e:4x4", {"data": 2, "model": 8}),
+        ("v5p:4x4x4", {"data": 4, "model": 16}),
+        ("v5p:4x4x4", {"data": 1, "model": 64}),
+    ],
+)
+def test_a_walk_costs_collectives_nothing(name, sizes):
+    """Why axes may walk their boxes: the compiler finds the same algorithms as in the order row by row."""
+    devices = tpu.devices_of(name)
+    order = MeshSpec(sizes).order(devices)
+    rows = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    assert list(order.devices.flat) != list(rows.flat)
+    walked, row_by_row = (collectives(Mesh(array, tuple(sizes))) for array in (order.devices, rows))
+    print(f"{name} {sizes}: {walked}")
+    assert walked == row_by_row and all(walked)
+
+
+@needs_libtpu
+def test_slices_are_ordered_one_by_one():
+    spec = MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2})
+    mesh = tpu.mesh_of("v5e:4x4", spec)
+    assert dict(mesh.shape) == {"replica": 2, "data": 4, "model": 4}
+    for number, piece in enumerate(mesh.devices):
+        assert {device.slice_index for device in piece.flat} == {number}
+
+
+def compiled_steps(shape, src, dst, dtype="bfloat16"):
+    fn = steps_program(shape, jnp.dtype(dtype), src, dst)
+    return lowered(fn, shape, jnp.dtype(dtype), src, dst).compile()
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("source", "target", "how"),
+    [
+        (P(("replica", "data", "model")), P(), "xla"),
+        (P("replica", ("data", "model")), P(None, "model"), "xla"),
+        (P("replica", "data"), P("data", "replica"), "steps"),
+        (P(("replica", "data")), P("data", "replica"), "steps"),
+    ],
+)
+def test_between_two_slices_what_is_compiled_sends_what_is_planned(source, target, how):
+    mesh = tpu.mesh_of("v5e:4x4", MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2}))
+    src, dst, shape = NamedSharding(mesh, source), NamedSharding(mesh, target), (8192, 8192)
+    choice = choose(shape, jnp.dtype("bfloat16"), src, dst)
+    text = compiled_steps(shape, src, dst).as_text()
+    slices = np.arange(32) // 16
+    assert (wire_bytes(text, 32), wire_bytes(text, 32, slices)) == (choice.plan.wire_bytes, choice.plan.dcn_bytes)
+    assert choice.how == how and choice.xla_dcn_bytes is not None and choice.plan.dcn_bytes > 0
+    print(f"{source} to {target}: {choice.plan.dcn_bytes:,} bytes cross, by XLA {choice.xla_dcn_bytes:,}")
+    assert (choice.xla_dcn_bytes <= choice.plan.dcn_bytes) == (how == "xla")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "sizes"), [("v5e:8x8", (4, 16)), ("v5p:4x4x4", (4, 16))])
+def test_what_a_permutation_takes_beside_two_pieces_is_of_one_size_for_all_arrays(name, sizes):
+    devices = np.array(tpu.devices_of(f"tpu:{name}"))
+    here, there = Mesh(devices.reshape(sizes), ("a", "b")), Mesh(devices.reshape(2, 8, 4), ("a", "b", "c"))
+    src, dst = NamedSharding(here, P("b", "a")), NamedSharding(there, P(None, ("b", "c", "a")))
+    beside = []
+    for size in (8192, 16384):
+        memory = compiled_steps((size, size), src, dst).memory_analysis()
+        assert memory is not None
+        beside.append(memory.temp_size_in_bytes - 2 * 2 * size * size // 64)
+    print(f"{name}: {beside} bytes beside two pieces")
+    assert max(beside) <= 32 * 1024
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "source", "target"),
+    [
+        # XLA's own program takes 16 shards here: the array as a whole.
+        ("v5e:4x4", ((2, 4, 2), P("b", ("a", "c"))), ((2, 2, 4), P(None, ("a", "c")))),
+        # All-to-alls of 32 and more chips whose factors have another order afterwards, then gathers.
+        ("v5p:4x4x4", ((2, 8, 4), P(("a", "c", "b"))), ((2, 4, 8), P(None, ("b", "c")))),
+        ("v5p:4x4x4", ((2, 8, 4), P(("b", "c", "a"))), ((4, 4, 4), P(None, ("c", "b")))),
+        # And back, where they are in order before.
+        ("v5p:4x4x4", ((2, 4, 8), P(None, ("b", "c"))), ((2, 8, 4), P(("a", "c", "b")))),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_move_takes_more_than_two_shards(name, source, target, dtype):
+    devices, shape = np.array(tpu.devices_of(f"tpu:{name}")), (8192, 8192)
+    src, dst = (NamedSharding(Mesh(devices.reshape(sizes), ("a", "b", "c")), spec) for sizes, spec in (source, target))
+    memory = compiled_steps(shape, src, dst, dtype).memory_analysis()
+    assert memory is not None
+    shard = max(math.prod(end.shard_shape(shape)) for end in (src, dst)) * jnp.dtype(dtype).itemsize
+    # Beside pointers of a few bytes and the compiler's scratch for a permutation, whatever the size of its pieces.
+    assert memory.temp_size_in_bytes <= 2 * shard + 4096 + 32 * 1024
+
+
+def padded_bytes(struct, layout):
+    """What a TPU allocates for a shard: its last dimensions rounded up to the layout's tile, then 512 bytes."""
+    shape = struct.sharding.shard_shape(struct.shape)
+    sizes = [shape[dim] for dim in layout.major_to_minor]
+    tile = layout.tiling[0][-len(sizes) :] if sizes else ()
+    for back, unit in enumerate(reversed(tile), start=1):
+        sizes[-back] = -(-sizes[-back] // unit) * unit
+    return -(-math.prod(sizes) * struct.dtype.itemsize // 512) * 512
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [
+        ("tpu:v5e:4x4", MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})),
+        ("tpu:v5p:4x4x4", MeshSpec({"data": 8, "fsdp": 4, "tensor": 2})),
+    ],
+)
+def test_a_train_step_compiles_to_the_planned_bytes(target, spec):
+    run = Run(batch_size=64)
+    plans = make_plans(tpu.mesh_of(target, spec), run)
+    step = make_step(make_optimizer(run), plans.model)
+    arguments = (plans.model.structs, plans.optimizer.structs, plans.batch.structs)
+    shardings = (plans.model.shardings, plans.optimizer.shardings, None)
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+        .trace(*arguments)
+        .lower(lowering_platforms=("tpu",))
+        .compile()
+    )
+    structs = jax.tree.leaves(arguments)
+    planned = plans.model.bytes_per_device + plans.optimizer.bytes_per_device + plans.batch.bytes_per_device
+    held = [math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize for struct in structs]
+    assert sum(held) == planned
+    formats = jax.tree.leaves(compiled.input_formats[0])
+    padded = [padded_bytes(struct, form.layout) for struct, form in zip(structs, formats, strict=True)]
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    actual = analysis.argument_size_in_bytes
+    print(f"{target}: {planned:,} bytes planned, {sum(padded):,} with tile padding, {actual:,} compiled")
+    assert actual == sum(padded)
+    # Every argument is sharded as planned: XLA did not choose another layout over devices.
+    for struct, form in zip(structs, formats, strict=True):
+        assert form.sharding.is_equivalent_to(struct.sharding, len(struct.shape))
+
+
+@pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
+def test_without_libtpu_it_is_said_how_to_get_it():
+    with pytest.raises(MeshError, match=r"'v5e:4x4'.*pip install \"shardfx\[aot\]\""):
+        tpu.devices_of("tpu:v5e:4x4")
+
+
+@needs_libtpu
+def test_a_topology_that_there_is_not():
+    with pytest.raises(MeshError, match="no description of the TPU topology 'v5e:3x7'.*not divisible"):
+        tpu.mesh_of("tpu:v5e:3x7", MeshSpec({"data": 21}))

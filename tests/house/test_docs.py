@@ -1,0 +1,127 @@
+"""Every example runs: the pages of docs/, the README, and the docstrings of the package.
+
+A fence that opens with exactly "```python" runs; the blocks of one page (or one docstring) share a namespace,
+top to bottom. A "```text" fence right after one must equal what that block printed (`...` stands for
+anything). Fences of any other language, "```py" among them, are only shown.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import doctest
+import io
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = sorted((ROOT / "shardfx").rglob("*.py"))
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.DOTALL | re.MULTILINE
+)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    code: str
+    line: int
+    printed: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    fences = list(FENCE.finditer(text))
+    found = []
+    for fence, following in itertools.zip_longest(fences, fences[1:]):
+        if fence["language"] != "python":
+            continue
+        between = "no output follows" if following is None else text[fence.end() : following.start()]
+        shows_output = following is not None and following["language"] == "text" and not between.strip()
+        printed = textwrap.dedent(following["body"]) if following is not None and shows_output else None
+        found.append(Block(textwrap.dedent(fence["body"]), text[: fence.start()].count("\n") + 1, printed))
+    return found
+
+
+def run(found: list[Block], where: str) -> None:
+    namespace = {"__name__": "example"}
+    for block in found:
+        source = "\n" * block.line + block.code
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(source, where, "exec"), namespace)
+        if block.printed is not None:
+            checker, wanted, got = doctest.OutputChecker(), block.printed, out.getvalue()
+            message = f"{where}:{block.line}: wanted\n{wanted}\nbut it printed\n{got}"
+            assert checker.check_output(wanted, got, FLAGS), message
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:
+    """The blocks of every docstring whose owner, and whose owner's owners, have public names."""
+
+    def visit(node: ast.AST, name: str) -> Iterator[tuple[str, list[Block]]]:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            found = blocks(ast.get_docstring(node) or "")
+            if found:
+                yield name, found
+            for child in node.body:
+                if isinstance(child, ast.ClassDef | ast.FunctionDef) and is_public(child.name):
+                    yield from visit(child, f"{name}.{child.name}")
+
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    yield from visit(ast.parse(path.read_text()), module)
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_") or name == "__init__"
+
+
+EXAMPLES = [example for path in SOURCES for example in docstrings(path)]
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Examples that write files write them here."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: str(p.relative_to(ROOT)))
+def test_page(page, scratch):
+    assert len(jax.devices()) >= 8
+    run(blocks(page.read_text()), str(page))
+
+
+@pytest.mark.parametrize("name, found", EXAMPLES, ids=[name for name, _ in EXAMPLES])
+def test_docstring(name, found, scratch):
+    run(found, name)
+
+
+def test_every_fence_is_closed():
+    for page in PAGES:
+        assert page.read_text().count("```") % 2 == 0, page
+        ends = [m.group() for m in FENCE.finditer(page.read_text())]
+        assert 2 * len(ends) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)), page
+
+
+def test_a_wrong_example_is_noticed():
+    page = "```python\nx = 1\n```\n    ```python\n    print(x + 1)\n    ```\n    ```text\n    {}\n    ```\n"
+    run(blocks(page.format("2")), "good")
+    with pytest.raises(AssertionError, match=r"but it printed\s+2"):
+        run(blocks(page.format("3")), "bad")
+    with pytest.raises(NameError):
+        run(blocks("```python\nmissing\n```"), "bad")
+    assert blocks("```py\nmissing\n```\n```text\n```") == []
+
+
+def test_readme_commands_name_what_exists():
+    readme = (ROOT / "README.md").read_text()
+    extras = re.findall(r"\.\[([a-z,]+)\]", readme)
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert extras
+    for extra in ",".join(extras).split(","):
+        assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), extra

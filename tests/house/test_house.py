@@ -1,0 +1,271 @@
+"""The house rules, read off the source: who imports whom, what may not be there, what must be documented."""
+
+import ast
+import importlib
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import draw_house
+import pytest
+
+import shardfx
+
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = draw_house.PACKAGE
+SOURCES = draw_house.sources()
+RUNTIME = {"jax", "equinox", "jaxtyping", "numpy", "shardfx"}
+FORBIDDEN_NAMES = {
+    "ContextVar",
+    "environ",
+    "getenv",
+    "set_mesh",
+    "use_mesh",
+    "hasattr",
+}
+# JAX's error for a sharding that it cannot type is not public; and each jitted function owns one small cache.
+EXCUSED = {"follow.py": ["broad except"], "jit.py": ["unbounded cache"]}
+FORBIDDEN_MODULES = {"threading.local", "contextvars", "__future__", "pickle"}
+
+
+def test_the_house_is_small_and_has_no_circle():
+    graph = draw_house.rooms()
+    storeys = draw_house.floors(graph)  # a circle would be a RecursionError
+    assert len(graph) <= 20
+    assert len(storeys) == len(draw_house.FLOORS) <= 9, "say in docs/draw_house.py what each floor is for"
+
+
+def test_a_circle_would_be_noticed():
+    with pytest.raises(RecursionError):
+        draw_house.floors({"a": {"b"}, "b": {"a"}})
+
+
+def test_the_picture_of_the_house_is_true():
+    assert draw_house.PICTURE.read_text() == draw_house.drawn(draw_house.rooms()), "run python docs/draw_house.py"
+
+
+@pytest.mark.parametrize("room", [p for p in SOURCES if p.name == "__init__.py"], ids=lambda p: p.parent.name)
+def test_a_room_says_what_it_is(room):
+    words = ast.get_docstring(ast.parse(room.read_text()))
+    assert words, f"{room}: say what lives here, what it may import, what it never does"
+    if room.parent != PACKAGE:
+        assert "may import" in words and "never" in words, room
+
+
+def test_no_cycles_inside_a_package():
+    graph = {
+        draw_house.module_of(path): {target for target, _ in draw_house.imports(path)}
+        for path in SOURCES
+        if len(draw_house.module_of(path)) > 1
+    }
+    done: set[tuple[str, ...]] = set()
+
+    def visit(module: tuple[str, ...], trail: tuple[tuple[str, ...], ...]) -> None:
+        assert module not in trail, f"import cycle: {trail}"
+        if module in graph and module not in done:
+            for target in sorted(graph[module]):
+                visit(target, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name == "__init__.py"], ids=lambda p: p.parent.name)
+def test_init_is_a_table_of_contents(path):
+    body = ast.parse(path.read_text()).body
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    if path.parent == PACKAGE:
+        # Some parts load when they are first named; nothing else may stand beside the table.
+        late = [type(node).__name__ for node in body if not isinstance(node, ast.ImportFrom)]
+        assert late == ["Import", "Import", "If", "Assign", "Assign", "Assign", "FunctionDef", "FunctionDef"]
+        body = [node for node in body if isinstance(node, ast.ImportFrom)]
+    for node in body:
+        assert isinstance(node, ast.ImportFrom), f"line {node.lineno}"
+        if path.parent == PACKAGE:
+            assert all(alias.asname == alias.name for alias in node.names), f"line {node.lineno}: write `x as x`"
+
+
+def test_the_parts_that_load_late_are_there():
+    code = """
+        import sys
+        import shardfx
+        late = ("checkpoint", "interop", "presets", "_reshard")
+        assert not [name for name in late if f"shardfx.{name}" in sys.modules]
+        from shardfx import LeafMove, ReshardPlan, plan_reshard, reshard
+        assert shardfx.checkpoint.read_index and shardfx.presets.t5x()
+        try:
+            shardfx.nothing
+        except AttributeError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout == "module 'shardfx' has no attribute 'nothing'\n"
+
+
+def test_every_public_name_is_listed():
+    named = {
+        alias.asname
+        for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    space: dict = {}
+    exec("from shardfx import *", space)
+    assert named == set(shardfx.__all__) == set(space) - {"__builtins__"} == set(dir(shardfx)) - {"__version__"}
+    assert shardfx.__version__ == importlib.metadata.version("shardfx")
+
+
+def ambient(source: str) -> list[str]:
+    """What keeps state outside of values, hides an error, or probes instead of knowing."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Global():
+                found.append(f"{node.lineno}: global")
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in FORBIDDEN_NAMES:
+                found.append(f"{node.lineno}: {name}")
+            case ast.Raise(exc=ast.Call(func=ast.Name(id="NotImplementedError")) | ast.Name(id="NotImplementedError")):
+                found.append(f"{node.lineno}: NotImplementedError")
+            case ast.ImportFrom(module=str(module)) if module in FORBIDDEN_MODULES:
+                found.append(f"{node.lineno}: {module}")
+            case ast.Import() if any(alias.name in FORBIDDEN_MODULES for alias in node.names):
+                found.append(f"{node.lineno}: {node.names[0].name}")
+            case ast.ExceptHandler(type=None) | ast.ExceptHandler(type=ast.Name(id="Exception" | "BaseException")):
+                found.append(f"{node.lineno}: broad except")
+            case ast.Attribute(value=ast.Name(id="threading"), attr="local"):
+                found.append(f"{node.lineno}: threading.local")
+            case ast.Attribute(attr="cache", value=ast.Name(id="functools" | "ft")):
+                found.append(f"{node.lineno}: unbounded cache")
+            case ast.keyword(arg="maxsize", value=ast.Constant(value=None)):
+                found.append(f"{node.value.lineno}: unbounded cache")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_ambient(path):
+    found = [line.split(": ")[1] for line in ambient(path.read_text())]
+    assert found == EXCUSED.get(path.name, [])
+
+
+def test_ambient_state_would_be_noticed():
+    for line in (
+        "import os; os.environ['A']",
+        "from contextvars import ContextVar",
+        "def f():\n    global x",
+        "jax.set_mesh(m)",
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept:\n    pass",
+        "@ft.lru_cache(maxsize=None)\ndef f(): ...",
+        "@ft.cache\ndef f(): ...",
+        "threading.local()",
+        "from __future__ import annotations",
+    ):
+        assert ambient(line), line
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_small_and_finished(path):
+    text = path.read_text()
+    assert text.count("\n") <= 500
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
+    assert not path.stem.endswith("_utils")
+
+
+def test_optional_libraries_stay_in_their_files():
+    """At their top, modules import the runtime dependencies alone; interop/ and _demo/ may import more."""
+    for path in SOURCES:
+        if draw_house.module_of(path)[0] in ("interop", "_demo"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            for top in (name.split(".")[0] for name in names):
+                assert top in RUNTIME or top in sys.stdlib_module_names, f"{path}:{node.lineno} imports {top}"
+
+
+# Runs in a process of its own: the runtime dependencies first, then it records every read of the environment.
+WATCH = """
+import json, os, sys
+import equinox, jax, jaxtyping, numpy
+from jax.sharding import AbstractMesh
+from jax._src import xla_bridge
+
+reads = []
+kind = type(os.environ)
+original, before = kind.__getitem__, set(sys.modules)
+kind.__getitem__ = lambda self, key: (reads.append(key), original(self, key))[1]
+exec(sys.argv[1])
+kind.__getitem__ = original
+new = sorted({name.split(".")[0] for name in sys.modules} - {name.split(".")[0] for name in before})
+print(json.dumps({"reads": reads, "backend": xla_bridge.backends_are_initialized(), "new": new}))
+"""
+
+
+def watched(statement: str) -> dict:
+    command = [sys.executable, "-c", textwrap.dedent(WATCH), statement]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_import_starts_nothing_and_loads_nothing():
+    seen = watched("import shardfx")
+    assert seen["reads"] == []
+    assert not seen["backend"]
+    assert [name for name in seen["new"] if name not in sys.stdlib_module_names] == ["shardfx"]
+
+
+def test_a_bad_import_would_be_noticed():
+    seen = watched("import os, jax, pytest; os.getenv('HOME'); jax.devices()")
+    assert "HOME" in seen["reads"]
+    assert seen["backend"]
+    assert "pytest" in seen["new"]
+
+
+def documented() -> set[str]:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    return set(re.findall(r"^::: (shardfx[\w.]*)", pages, re.MULTILINE))
+
+
+def exported(package: Path) -> set[str]:
+    """What a package's `__init__` exports, subpackages apart."""
+    nodes = ast.walk(ast.parse((package / "__init__.py").read_text()))
+    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {".".join((*package.relative_to(ROOT).parts, alias.name)) for node in imported for alias in node.names}
+
+
+def public() -> set[str]:
+    """What the package and its public subpackages export; where an `__init__` is empty, what its modules define."""
+    packages = [path.parent for path in SOURCES if path.name == "__init__.py" and not path.parent.name.startswith("_")]
+    names: set[str] = set()
+    for package in packages:
+        found = exported(package)
+        for path in [] if found else sorted(package.glob("[!_]*.py")):
+            defined = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+            prefix = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found |= {f"{prefix}.{node.name}" for node in defined if not node.name.startswith("_")}
+        names |= found
+    return names
+
+
+def test_every_public_name_is_documented():
+    assert sorted(public() - documented()) == []
+
+
+def test_every_documented_name_exists():
+    for path in sorted((PACKAGE / "interop").glob("[!_]*.py")):
+        importlib.import_module(f"shardfx.interop.{path.stem}")
+    for name in sorted(documented()):
+        thing = shardfx
+        for part in name.split(".")[1:]:
+            thing = getattr(thing, part)
+        assert thing.__doc__, name

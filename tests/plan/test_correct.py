@@ -1,0 +1,139 @@
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, strategies as st
+from jax.sharding import AxisType, PartitionSpec as P
+
+from shardfx import Code, MeshSpec, SpecError, correct
+from shardfx._plan.correct import spread
+from shardfx._spec import entries_of
+
+
+U = P.UNCONSTRAINED
+MESH = MeshSpec({"data": 2, "tensor": 4, "one": 1})
+
+
+def codes(decision):
+    return [why.code for why in decision.reasons]
+
+
+@pytest.mark.parametrize(
+    "spec, shape, expected, why",
+    [
+        (P("data", "tensor"), (8, 8), P("data", "tensor"), []),
+        (P(("data", "tensor")), (4, 3), P("tensor"), [Code.indivisible]),
+        (P(("data", "gone")), (4,), P("data"), [Code.absent]),
+        (P("data", "data"), (4, 4), P("data"), [Code.duplicate]),
+        (P(("data", "data")), (4,), P("data"), [Code.duplicate]),
+        (P("data", "data"), (3, 4), P(None, "data"), [Code.indivisible]),
+        (P(("one", "data")), (3,), P("one"), [Code.indivisible]),
+        (P("tensor"), (0,), P("tensor"), []),
+        (P("data", None, None), (2,), P("data"), []),
+        (P(), (), P(), []),
+        (P(None), (), P(), []),
+        (P(U, "data"), (3, 2), P(U, "data"), []),
+    ],
+)
+def test_correct(spec, shape, expected, why):
+    decision = correct(spec, shape, MESH)
+    assert decision.spec == expected
+    assert codes(decision) == why
+
+
+def test_unconstrained_needs_an_auto_axis():
+    explicit = MeshSpec({"data": 2}, axis_types=AxisType.Explicit)
+    decision = correct(P(U, "data"), (3, 2), explicit)
+    assert decision.spec == P(None, "data") and codes(decision) == [Code.absent]
+    assert "no Auto axis" in decision.reasons[0].message
+
+
+def test_unreduced_axes_are_kept_and_shard_nothing_else():
+    decision = correct(P("tensor", unreduced=frozenset({"data"})), (8,), MESH)
+    assert decision.spec == P("tensor", unreduced=frozenset({"data"}))
+    absent = correct(P("tensor", unreduced=frozenset({"gone"})), (8,), MESH)
+    assert absent.spec == P("tensor") and codes(absent) == [Code.absent]
+
+
+def test_units_are_never_cut():
+    assert correct(P("tensor"), (8 * 128,), MESH, units=(128,)).spec == P("tensor")
+    decision = correct(P(("data", "tensor")), (2 * 128,), MESH, units=(128,))
+    assert decision.spec == P("data") and codes(decision) == [Code.unit]
+    assert "2 units of 128" in decision.reasons[0].message
+    uneven = correct(P("data"), (10,), MESH, units=(4,))
+    assert uneven.spec == P() and "no whole number of units" in uneven.reasons[0].message
+
+
+def test_small_arrays_are_replicated():
+    assert correct(P("data"), (8,), MESH, min_bytes=32, dtype=jnp.float32).spec == P("data")
+    decision = correct(P("data"), (8,), MESH, min_bytes=33, dtype=jnp.float32)
+    assert decision.spec == P() and codes(decision) == [Code.small]
+
+
+def test_accepts_jax_meshes():
+    assert correct(P("x"), (4,), jax.sharding.AbstractMesh((2,), ("x",))).spec == P("x")
+
+
+def test_messages_of_reasons():
+    (why,) = correct(P(("data", "tensor")), (4,), MESH).reasons
+    assert str(why) == (
+        "dim 0: size 4 is not divisible by `data` (2) x `tensor` (4); pad it to 8, or use axes whose product divides 4"
+    )
+    assert why.axes == ("data",) and why.dim == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, keywords, message",
+    [
+        ((P("data", "tensor"), (8,)), {}, r"has 2 entries, but shape \(8,\) has 1 dimensions; write `\w+\('data',?\)`"),
+        ((("data",), (8,)), {}, "expected a PartitionSpec"),
+        ((P("data"), (8,)), {"min_bytes": 1}, "`min_bytes` needs the array's dtype"),
+        ((P("data"), (8,)), {"units": (1, 2)}, "one positive int for each dimension"),
+        ((P("data"), (7,)), {"strict": True}, r"on mesh data=2,tensor=4,one=1: dim 0: size 7 is not divisible"),
+        ((P("gone"), (8,)), {"strict": True}, "the mesh has no axis `gone`"),
+    ],
+)
+def test_errors(arguments, keywords, message):
+    with pytest.raises(SpecError, match=message):
+        correct(arguments[0], arguments[1], MESH, **keywords)
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), min_size=1, max_size=5),
+    st.integers(0, 64),
+    st.sampled_from([1, 2, 3]),
+)
+def test_the_largest_subset_that_divides_is_kept(sizes, count, unit):
+    mesh = MeshSpec([(f"a{i}", size) for i, size in enumerate(sizes)])
+    kept = correct(P(tuple(mesh.axis_names)), (count * unit,), mesh, units=(unit,)).spec
+    given = entries_of(kept)[0] if entries_of(kept) else ()
+    given = (given,) if isinstance(given, str) else given
+    large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
+    choices = [
+        combination
+        for n in range(len(large) + 1)
+        for combination in itertools.combinations(range(len(large)), n)
+        if count % math.prod(mesh.shape[large[i]] for i in combination) == 0
+    ]
+    best = min(choices, key=lambda c: (-math.prod(mesh.shape[large[i]] for i in c), c))
+    assert tuple(name for name in given if name in large) == tuple(large[i] for i in best)
+    assert [name for name in given if name not in large] == [n for n in mesh.axis_names if mesh.shape[n] == 1]
+
+
+def test_spread_takes_the_largest_free_dimension_that_divides():
+    sizes = {"data": 2, "tensor": 4}
+    assert spread(P(), (6, 8, 4), sizes, ("data",), None, 1, 0).spec == P(None, "data")
+    assert spread(P(None, "tensor"), (6, 8, 4), sizes, ("data",), None, 1, 0).spec == P("data", "tensor")
+    assert spread(P(), (3, 5), sizes, ("data",), None, 1, 0).spec == P()
+    assert spread(P(), (4, 6), sizes, ("data", "tensor"), None, 1, 0).spec == P("tensor")
+    assert spread(P(), (6, 4), sizes, ("tensor",), (6, 1), 1, 0).spec == P(None, "tensor")
+
+
+def test_spread_says_why_not():
+    sizes = {"data": 2, "tensor": 4}
+    assert codes(spread(P("data"), (4, 4), sizes, ("data",), None, 1, 0)) == [Code.duplicate]
+    assert codes(spread(P(), (4,), sizes, ("gone",), None, 1, 0)) == [Code.absent]
+    assert codes(spread(P(), (4,), sizes, ("data",), None, 1, 2)) == [Code.small]
+    assert codes(spread(P(), (3,), sizes, ("data",), None, 1, 0)) == [Code.indivisible]

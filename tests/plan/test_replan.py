@@ -1,0 +1,132 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx._errors import MeshError
+from shardfx._mesh import MeshSpec
+from shardfx._plan.follow import follow
+from shardfx._plan.planner import plan
+from shardfx._plan.replan import replan
+from shardfx._plan.shard_plan import ShardPlan
+from shardfx._reshard.reshard import reshard
+from shardfx._rules.path_rules import PathRules
+
+
+RULES = PathRules([("in/w", P("model", None)), ("out/w", P(None, "model")), ("b", P("model"))])
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return {
+        "in": {"w": rng.normal(size=(24, 12)).astype(np.float32), "b": np.zeros(24, np.float32)},
+        "out": {"w": rng.normal(size=(4, 24)).astype(np.float32), "b": np.zeros(4, np.float32)},
+    }
+
+
+def batches(count):
+    rng = np.random.default_rng(1)
+    return [
+        (rng.normal(size=(24, 12)).astype(np.float32), rng.normal(size=(24, 4)).astype(np.float32))
+        for _ in range(count)
+    ]
+
+
+def trainer(mesh, state_plan):
+    """A step of Adam with its state under the plan and its batch over the data axis."""
+    optimizer = optax.adam(0.05)
+    batch = NamedSharding(mesh, P("data"))
+
+    def loss(params, x, y):
+        hidden = jax.nn.tanh(x @ params["in"]["w"].T + params["in"]["b"])
+        return jnp.mean((hidden @ params["out"]["w"].T + params["out"]["b"] - y) ** 2)
+
+    def step(state, x, y):
+        value, grads = jax.value_and_grad(loss)(state["params"], x, y)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    shardings = state_plan.shardings
+    return jax.jit(step, in_shardings=(shardings, batch, batch), out_shardings=(shardings, None))
+
+
+def start(mesh):
+    """A trained state's plan, and the state before the first step."""
+    made = plan(params(), mesh, paths=RULES)
+    state_plan = ShardPlan.join(params=made, opt=follow(optax.adam(0.05).init, made))
+    state = {"params": params(), "opt": optax.adam(0.05).init(jax.tree.map(jnp.asarray, params()))}
+    return state_plan, jax.device_put(state, state_plan.shardings)
+
+
+def test_training_goes_on_after_the_loss_of_two_devices():
+    devices = np.asarray(jax.devices())
+    mesh = Mesh(devices.reshape(4, 2), ("data", "model"))
+    state_plan, state = start(mesh)
+    step, undisturbed, steady = trainer(mesh, state_plan), [], state
+    for x, y in batches(6):
+        steady, value = step(steady, x, y)
+        undisturbed.append(float(value))
+
+    losses = []
+    for x, y in batches(6)[:3]:
+        state, value = step(state, x, y)
+        losses.append(float(value))
+    # Devices 2 and 7 are gone: one replica of each half of the model. What is left is read from the other replicas.
+    lost = devices[[2, 7]]
+    left = [device for device in devices if device not in lost]
+    smaller = Mesh(np.asarray(left).reshape(3, 2), ("data", "model"))
+    again = replan(state_plan, smaller)
+    state = reshard(state, again.plan, lost=lost)
+    for leaf in jax.tree.leaves(state):
+        assert not set(leaf.sharding.device_set) & set(lost)
+    step = trainer(smaller, again.plan)
+    for x, y in batches(6)[3:]:
+        state, value = step(state, x, y)
+        losses.append(float(value))
+    np.testing.assert_allclose(losses, undisturbed, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state, steady)
+
+
+def test_growing_back_gives_the_first_plan_again():
+    mesh = MeshSpec({"data": 4, "model": 2})
+    made = plan(params(), mesh, paths=RULES)
+    smaller = replan(made, MeshSpec({"data": 1, "model": 5})).plan
+    assert smaller["in/w"].spec == P() and smaller["in/b"].spec == P()
+    back = replan(smaller, mesh)
+    assert back.plan.digest == made.digest
+
+
+def test_a_replan_is_the_plan_that_the_rules_give_there():
+    made = plan(params(), MeshSpec({"data": 4, "model": 2}), paths=RULES)
+    for axes in ({"data": 2, "model": 3}, {"data": 6}, {"model": 8}):
+        assert replan(made, MeshSpec(axes)).plan.specs == plan(params(), MeshSpec(axes), paths=RULES).specs
+
+
+def test_what_changed_is_said_per_leaf():
+    made = plan(params(), MeshSpec({"data": 4, "model": 2}), paths=RULES)
+    changed = replan(made, MeshSpec({"data": 2, "model": 3}))
+    assert changed.changes[0] == "mesh: data=4,model=2 -> data=2,model=3"
+    text = str(changed)
+    assert f"leaf `in/w`: {P('model')} stays, 576 -> 384 bytes per device" in text
+    assert f"leaf `out/b`: {P('model')} -> {P()}, 8 -> 16 bytes per device: dim 0: size 4" in text
+    assert changed.changes[-1].startswith("all arrays: ")
+    assert [line.split("`")[1] for line in changed.changes[1:-1]] == ["in/b", "in/w", "out/b", "out/w"]
+
+
+def test_the_same_mesh_changes_nothing():
+    made = plan(params(), MeshSpec({"data": 4, "model": 2}), paths=RULES)
+    again = replan(made, made.mesh)
+    assert again.plan.digest == made.digest and again.changes == () and str(again) == "nothing changed"
+
+
+def test_the_only_copy_lost_is_an_error_that_names_the_leaf():
+    mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1), ("model", "data"))
+    made = plan(params(), mesh, paths=RULES)
+    state = jax.device_put(params(), made.shardings)
+    smaller = Mesh(np.asarray(jax.devices())[:6].reshape(6, 1), ("model", "data"))
+    with pytest.raises(
+        MeshError, match="leaf `in/b`: 6 of 24 elements are on lost devices only.*load it from a checkpoint"
+    ):
+        reshard(state, replan(made, smaller).plan, lost=jax.devices()[6:])

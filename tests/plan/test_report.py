@@ -1,0 +1,190 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, strategies as st
+from jax.sharding import AxisType, PartitionSpec as P
+
+from shardfx import AxisRules, MeshSpec, PathRules, follow, fsdp, plan, replicate, report, report_rows
+from shardfx._text import bytes_text
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+MESH = MeshSpec({"data": 2, "tensor": 4})
+
+
+def test_repeated_layers_are_one_row():
+    layer = {"w": struct(8, 16), "b": struct(16)}
+    made = plan({"layers": [layer] * 32, "head": struct(8, 8)}, MESH, paths=PathRules([(".*", fsdp("tensor"))]))
+    rows = {row.path: row for row in report_rows(made)}
+    assert list(rows) == ["head", "layers/{0..31}/b", "layers/{0..31}/w"]
+    assert rows["layers/{0..31}/w"].count == 32
+    assert rows["layers/{0..31}/w"].bytes == 32 * 8 * 16 * 4
+    assert rows["layers/{0..31}/w"].bytes_per_device == 32 * 8 * 16
+    assert rows["layers/{0..31}/w"].leaf == made["layers/0/w"]
+
+
+def test_arrays_that_are_planned_differently_are_not_joined():
+    tree = [struct(8), struct(8), struct(6), struct(8)]
+    made = plan(tree, MESH, paths=PathRules([("1", P()), (".*", P("tensor"))]))
+    assert [(row.path, row.count) for row in report_rows(made)] == [("{0,3}", 2), ("1", 1), ("2", 1)]
+
+
+@pytest.mark.parametrize(
+    "numbers, text",
+    [
+        ([0], "layers/0/w"),
+        ([0, 1], "layers/{0..1}/w"),
+        ([7, 3, 5, 4], "layers/{3..5,7}/w"),
+        ([0, 1, 3, 5, 6, 8], "layers/{0..1,3,..,8}/w"),
+    ],
+)
+def test_ranges(numbers, text):
+    tree = {"layers": {str(number): {"w": struct(8)} for number in numbers}}
+    (row,) = report_rows(plan(tree, MESH, paths=PathRules([(".*", P())])))
+    assert row.path == text
+
+
+def test_several_numbers_in_one_path():
+    tree = {"h": [{"experts": [{"w": struct(8)}] * 3}] * 2}
+    (row,) = report_rows(plan(tree, MESH, paths=PathRules([(".*", P())])))
+    assert row.path == "h/{0..1}/experts/{0..2}/w" and row.count == 6
+
+
+def test_numbers_that_are_part_of_a_name_stay():
+    tree = {"fc1": struct(8), "fc2": struct(8), "h.0.w": struct(8), "h.1.w": struct(8), "block_0": struct(8)}
+    rows = report_rows(plan(tree, MESH, paths=PathRules([(".*", P())])))
+    assert [row.path for row in rows] == ["block_0", "fc1", "fc2", "h.{0..1}.w"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.sampled_from([6, 8])), max_size=30))
+def test_rows_cover_every_array_once(leaves):
+    tree = {f"{name}/{number}": struct(size) for name, number, size in leaves}
+    made = plan(tree, MESH, paths=PathRules([(".*", P("tensor"))]), unmatched="replicate")
+    rows = report_rows(made)
+    assert sum(row.count for row in rows) == len(made.leaves)
+    assert sum(row.bytes for row in rows) == made.bytes_total
+    assert sum(row.bytes_per_device for row in rows) == made.bytes_per_device
+
+
+def test_the_whole_table():
+    class Model(eqx.Module):
+        table: object
+        blocks: list
+        act: object
+
+    block = {"w": struct(64, 12, dtype=jnp.bfloat16), "scale": struct(64)}
+    model = Model(struct(1003, 64), [block] * 3, jax.nn.relu)
+    rules = PathRules([("table", ("vocab", "embed")), ("w", P(("data", "tensor"), None)), ("scale", replicate)])
+    axes = AxisRules([("vocab", "tensor"), ("embed", "data")])
+    text = report(plan(model, MESH, paths=rules, axes=axes))
+    assert (
+        text
+        == """\
+path                 arrays  shape         spec         bytes/device  why
+table                     1  f32[1003,64]  -,data          125.4 KiB  [1] paths[0] table (vocab, embed)
+blocks/{0..2}/scale       3  f32[64]       -                   768 B  paths[2] scale
+blocks/{0..2}/w           3  bf16[64,12]   data+tensor         576 B  paths[1] w
+
+[1] dim 0: size 1003 is not divisible by `tensor` (4); pad it to 1004, or use axes whose product divides 1003.
+
+7 arrays, 256.0 KiB, on mesh data=2,tensor=4 (8 devices): 126.7 KiB per device, 3.96 x an even split.
+
+Replicated, 768 B on every device: blocks/{0..2}/scale (768 B)."""
+    )
+
+
+def test_the_state_of_repeated_layers_is_grouped_as_they_are():
+    layer = {"w": struct(8, 16), "norm": struct(16)}
+    rules = PathRules([("w", P("data", "tensor")), ("norm", P())])
+    made = follow(optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules))
+    assert [(row.path, row.count, row.leaf.rule) for row in report_rows(made)] == [
+        ("0/count", 1, None),
+        ("0/mu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
+        ("0/mu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),
+        ("0/nu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
+        ("0/nu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),
+    ]
+
+
+def test_a_star_in_a_path_is_no_number():
+    made = plan({"h": {"*": struct(8), "0": struct(8), "1": struct(8)}}, MESH, paths=PathRules([(".*", P())]))
+    assert [row.path for row in report_rows(made)] == ["h/*", "h/{0..1}"]
+
+
+def test_a_reason_is_told_once():
+    made = plan([struct(6)] * 2 + [struct(6, 8)] * 2, MESH, paths=PathRules([(".*", P("tensor"))]))
+    assert report(made).count("not divisible") == 1
+
+
+def test_the_largest_replicated_come_first():
+    tree = {name: struct(8 * (i + 1)) for i, name in enumerate("abcdefg")}
+    last = report(plan(tree, MESH, paths=PathRules([(".*", P())]))).splitlines()[-1]
+    assert last == ("Replicated, 896 B on every device: g (224 B), f (192 B), e (160 B), d (128 B), c (96 B), 2 more.")
+
+
+def test_scalars_and_unmatched_arrays():
+    made = plan({"count": struct(), "w": struct(8)}, MESH, unmatched="replicate")
+    lines = report(made).splitlines()
+    assert lines[1].split() == ["count", "f32[]", "-", "4", "B", "-"]
+    assert lines[2].split() == ["w", "f32[8]", "-", "32", "B", "[1]"]
+    assert "[1] no rule covers the array" in report(made)
+
+
+def test_memory_kinds_axis_types_and_unconstrained_are_shown():
+    mesh = MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit})
+    rules = PathRules([(".*", P(P.UNCONSTRAINED, "tensor"))])
+    text = report(plan({"w": struct(8, 8)}, mesh, paths=rules, memory_kinds=[("w", "pinned_host")]))
+    assert "any,tensor" in text and "in pinned_host" in text and "Auto/Explicit axes" in text
+
+
+def test_an_empty_plan():
+    assert report(plan({}, MESH)) == (
+        "path  shape  spec  bytes/device  why\n\n"
+        "0 arrays, 0 B, on mesh data=2,tensor=4 (8 devices): 0 B per device, nothing to hold."
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_it_fits_the_width(width):
+    layer = {"self_attention": {"query_projection": {"weight": struct(6, 8)}}}
+    tree = {"model": {"layers": [layer] * 3, "a_rather_long_name_for_an_embedding_table": struct(8, 8)}}
+    made = plan(tree, MESH, paths=PathRules([("query_projection|a_rather_long_name_for_an_embedding", P("tensor"))]))
+    lines = report(made, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.split("  ")[0].endswith("weight") for line in lines)
+    assert max(map(len, report(made).splitlines())) > 80
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 << 20, "1.5 GiB"),
+        (1 << 60, "1.0 EiB"),
+        (1 << 70, "1,024.0 EiB"),
+    ],
+)
+def test_bytes_text(count, text):
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    "dtype, text",
+    [
+        (jnp.int4, "i4[8]"),
+        (jnp.uint8, "u8[8]"),
+        (jnp.float8_e4m3fn, "f8_e4m3fn[8]"),
+        (jnp.bool_, "bool[8]"),
+        (jnp.complex64, "c64[8]"),
+        (jax.eval_shape(lambda: jax.random.key(0)).dtype, "key<fry>[8]"),
+    ],
+)
+def test_short_dtypes(dtype, text):
+    assert f"  {text}  " in report(plan({"w": struct(8, dtype=dtype)}, MESH, paths=PathRules([(".*", P())])))

@@ -1,0 +1,302 @@
+import inspect
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfx import MeshSpec, RuleError, SpecError, canonical, correct, plan, presets, resolve
+from shardfx.presets import Layout, eformer, infer_mode, t5x
+from shardfx.presets.eformer import (
+    BATCH,
+    DP,
+    EMBED,
+    EMPTY,
+    EP,
+    FSDP,
+    GENERATION_MODES,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_LENGTH,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    MODE_DECODE,
+    MODE_INSERT,
+    MODE_PREFILL,
+    MODE_TRAIN,
+    QUERY_LENGTH,
+    SP,
+    TOKENS,
+    TP,
+    VOCAB,
+    AttnKVSharding,
+    ColumnWise,
+    HiddenStateSharding,
+    UnifiedExpertColumnWise,
+)
+
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "t5x.json").read_text())
+MODES = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
+PRESETS = {
+    "eformer": eformer(),
+    **{f"t5x({a}, {p})": t5x(a, p) for a in (1, 2) for p in (1, 2)},
+}
+
+
+def of(function):
+    found = [v for v in VECTORS if v["function"] == function]
+    assert found
+    return [pytest.param(v["inputs"], v["expected"], id=v["id"]) for v in found]
+
+
+def spec(*names, mode=None, **fields):
+    return resolve(names, eformer(**fields), mode=mode).spec
+
+
+# --- every preset
+
+
+@pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
+def test_every_name_of_a_preset_resolves_to_its_first_rule(rules):
+    for mode in (None, *dict(rules.modes)):
+        active = [*dict(rules.modes).get(mode, ()), *rules.rules]
+        for name in rules.names:
+            first = next(target for key, target in active if key == name)
+            assert resolve((name,), rules, mode=mode).spec == canonical(P(first))
+
+
+@pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
+def test_presets_are_equal_values(rules):
+    rebuilt = type(rules)(rules.rules, modes=rules.modes, units=rules.units, aliases=rules.aliases)
+    assert rebuilt == rules and hash(rebuilt) == hash(rules)
+
+
+# --- T5X
+
+
+@pytest.mark.parametrize(("given", "expected"), of("standard_logical_axis_rules"))
+def test_t5x_has_the_standard_rules_in_their_order(given, expected):
+    dims = given["activation_partitioning_dims"], given["parameter_partitioning_dims"]
+    if "raises" in expected:
+        with pytest.raises(RuleError, match="T5X shards one or two dimensions of each; use 1 or 2"):
+            t5x(*dims)
+        return
+    rules = t5x(*dims, additional_rules=given["additional_rules"] or ())
+    wanted = tuple((name, target) for name, target in expected)
+    assert rules.rules[-len(wanted) :] == wanted
+    assert len(rules.rules) == len(t5x(*dims).rules) + len(given["additional_rules"] or ())
+
+
+def test_t5x_rule_counts():
+    assert [len(t5x(a, p).rules) for a, p in ((1, 1), (1, 2), (2, 1), (2, 2))] == [13, 13, 13, 14]
+
+
+@pytest.mark.parametrize(("given", "expected"), of("standard_rules->logical_to_mesh_axes"))
+def test_t5x_resolves_as_t5x(given, expected):
+    rules = t5x(given["activation_partitioning_dims"], given["parameter_partitioning_dims"])
+    assert resolve(given["array_dim_names"], rules).spec == canonical(P(*expected["spec"]))
+
+
+def test_t5x_additional_rules_can_override_by_going_first():
+    # B76: appended, they come after `embed -> None` and say nothing.
+    assert resolve(("embed",), t5x(additional_rules=[("embed", "model")])).spec == P()
+    assert resolve(("embed",), t5x().prepend([("embed", "model")])).spec == P("model")
+
+
+def test_t5x_takes_axis_rules_with_modes_as_additional_rules():
+    rules = t5x(additional_rules=presets.t5x().without("batch").extend({"x": "data"}, modes={"decode": {"x": None}}))
+    assert resolve(("x",), rules, mode="decode").spec == P()
+    assert resolve(("x",), rules).spec == P("data")
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (3, 1), (1, 3)])
+def test_t5x_with_other_dims(dims):
+    with pytest.raises(RuleError, match="T5X shards one or two dimensions of each; use 1 or 2"):
+        t5x(*dims)
+
+
+# --- eformer: fields
+
+
+def test_eformer_has_the_27_fields():
+    fields = list(inspect.signature(eformer).parameters)
+    assert len(fields) == 27
+    decode = [field for field in fields if field.startswith("decode_")]
+    assert len(decode) == 7
+    assert set(TOKENS) == set(fields) - set(decode)
+    assert {field.removeprefix("decode_") for field in decode} < set(TOKENS)
+    assert len(set(TOKENS.values())) == 20
+
+
+@pytest.mark.parametrize("field", TOKENS)
+def test_every_field_decides_its_token(field):
+    token = TOKENS[field]
+    assert spec(token, **{field: "other"}) == P("other")
+    if not field.endswith("parallel_axis"):
+        assert spec(token, **{field: ("x", "y")}) == P(("x", "y"))
+        assert spec(token, **{field: None}) == P()
+
+
+@pytest.mark.parametrize("field", [f for f in inspect.signature(eformer).parameters if f.startswith("decode_")])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_decode_field_decides_its_token_in_the_generation_modes(field, mode):
+    base = field.removeprefix("decode_")
+    token = TOKENS[base]
+    assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P("gen" if mode in GENERATION_MODES else "base")
+    # B38: three states. `None` replicates, which eformer's own tokens could not say.
+    wanted = P() if mode in GENERATION_MODES else P("base")
+    assert spec(token, mode=mode, **{base: "base", field: None}) == wanted
+
+
+def test_decode_fields_that_are_not_given_follow_the_base_fields():
+    for base in ("batch_axis", "head_axis", "kv_head_axis", "key_sequence_axis"):
+        assert spec(TOKENS[base], mode=MODE_DECODE, **{base: "z"}) == P("z")
+    # eformer's documented default of these three is `None`, whatever the base field is.
+    for base in ("query_sequence_axis", "attention_dim_axis", "attention_kv_dim_axis"):
+        assert spec(TOKENS[base], mode=MODE_DECODE, **{base: "z"}) == P()
+
+
+def test_derived_fields_follow_a_renamed_mesh_axis():
+    # B44: `replace(tensor_parallel_axis="model")` left `head_axis` behind.
+    for token in (HEAD, KV_HEAD, EMBED, MLP_INTERMEDIATE, VOCAB, TP):
+        assert spec(token, tensor_parallel_axis="model") == P("model")
+    assert spec(BATCH, data_parallel_axis="data") == P(("fsdp", "data"))
+
+
+def test_one_mesh_axis_may_be_for_data_and_for_parameters():
+    rules = eformer(data_parallel_axis="data", fully_sharded_data_parallel_axis="data")
+    assert resolve((BATCH, EMBED), rules).spec == resolve((FSDP, TP), rules).spec == P("data", "tp")
+
+
+def test_unknown_modes_are_errors():
+    # B40: eformer takes any unknown mode for training.
+    for mode in ("bogus", "__train__"):
+        with pytest.raises(RuleError, match="mode .* is unknown; these rules have .'train', 'prefill'"):
+            spec(BATCH, mode=mode)
+
+
+def test_one_mesh_axis_for_several_tokens():
+    # B6: eformer gives tp to all three, and jax refuses the spec.
+    decision = resolve((BATCH, EMBED, HEAD), eformer())
+    assert decision.spec == P(("fsdp", "dp"), "tp")
+    assert [(why.code.name, why.dim) for why in decision.reasons] == [("blocked", 2)]
+
+
+def test_the_default_batch_is_sharded_without_fsdp():
+    # B4: an absent member of a tuple drops that member alone.
+    mesh = MeshSpec({"dp": 2, "tp": 4})
+    assert correct(spec(BATCH, EMBED), (8, 8), mesh).spec == P("dp", "tp")
+
+
+# --- eformer: the registry's place
+
+
+def test_register_an_alias_keeps_its_decode_rule():
+    # B39: eformer's alias of a token loses it.
+    rules = eformer(decode_query_sequence_axis="dp").with_alias("S", QUERY_LENGTH)
+    assert resolve(("S",), rules).spec == P("sp")
+    assert resolve(("S",), rules, mode=MODE_DECODE).spec == P("dp")
+
+
+def test_register_none():
+    # B37: accepted by eformer, then unknown when it is resolved.
+    assert resolve(("A",), eformer().extend({"A": None}), unmatched="raise").spec == P()
+
+
+def test_names_of_python_attributes_are_ordinary_axes():
+    # B36: eformer resolved "replace" and "register" to bound methods.
+    rules = eformer(batch_axis="replace").extend({"A": "register"})
+    assert resolve((BATCH, "A"), rules).spec == P("replace", "register")
+
+
+def test_overriding_is_explicit_and_part_of_the_value():
+    # B35, B46: eformer's registry is outside the hash, and aliases the caller's lists.
+    rules = eformer()
+    with pytest.raises(RuleError, match="has rules; use `rules.without"):
+        rules.with_alias(DP, TP)
+    changed = rules.without(DP).with_alias(DP, TP)
+    assert changed != rules and hash(changed) != hash(rules)
+    resolved = jax.jit(lambda x, given: x * len(resolve((DP,), given).spec[0] or ""), static_argnums=1)
+    assert int(resolved(1, rules.prepend({DP: "d"}))) == 1
+    assert int(resolved(1, changed.prepend({TP: "tensor"}))) == 6
+
+
+def test_rules_can_be_closed_over_passed_and_mapped():
+    # B31 to B34, B44: nothing is ambient, and a tree operation has no effect.
+    rules = eformer()
+    assert jax.tree.map(lambda leaf: leaf, rules) == rules
+    assert jax.jit(lambda given: given)(rules) == rules
+
+
+def test_composites_join_and_none_in_them_is_nothing():
+    # B43: eformer leaves "_" and None in the tuple, and nests BATCH.
+    assert spec((FSDP, EMPTY)) == P("fsdp")
+    assert spec((FSDP, None)) == P("fsdp")
+    assert spec((BATCH, SP)) == P(("fsdp", "dp", "sp"))
+
+
+# --- eformer: layouts and the mode of a shape
+
+
+def test_layouts_are_all_there():
+    layouts = {name: value for name, value in vars(inspect.getmodule(eformer)).items() if isinstance(value, Layout)}
+    assert len(layouts) == 17
+    for name, layout in layouts.items():
+        assert resolve(layout.axes, eformer(), unmatched="raise").reasons == (), name
+        dims = {"HiddenStateSharding", "AttnQSharding", "AttnKVSharding"}
+        assert (layout.mode_dim == 1) == (name in dims)
+
+
+def test_some_layouts():
+    assert spec(*ColumnWise.axes) == P(("fsdp", "sp"), "tp")
+    assert spec(*UnifiedExpertColumnWise.axes) == P(("fsdp", "sp", "ep"), None, "tp")
+    assert AttnKVSharding.axes[1:3] == (KV_LENGTH, KV_HEAD)
+
+
+def test_infer_mode():
+    assert infer_mode((2, 1, 32), 1) == infer_mode((2, 32, 1), -1) == MODE_DECODE
+    assert infer_mode((2, 8, 32), 1) == infer_mode((2, 1), None) == infer_mode(None, None) == MODE_TRAIN
+
+
+@pytest.mark.parametrize(
+    ("length", "fields", "wanted"),
+    [
+        (8, {}, P(("fsdp", "dp"), "sp", "tp")),
+        # B42: in eformer a query of length 1 asks for sp by default.
+        (1, {}, P(("fsdp", "dp"), None, "tp")),
+        (1, {"decode_query_sequence_axis": "x"}, P(("fsdp", "dp"), "x", "tp")),
+        # dp is the batch's: eformer says P(("fsdp", "dp"), "dp", "tp"), which JAX refuses.
+        (1, {"decode_query_sequence_axis": "dp"}, P(("fsdp", "dp"), None, "tp")),
+        (1, {"decode_query_sequence_axis": "dp", "decode_batch_axis": "fsdp"}, P("fsdp", "dp", "tp")),
+    ],
+)
+def test_the_mode_of_a_hidden_state_follows_from_its_shape(length, fields, wanted):
+    mode = infer_mode((2, length, 32), HiddenStateSharding.mode_dim)
+    assert resolve(HiddenStateSharding.axes, eformer(**fields), mode=mode).spec == wanted
+
+
+def test_a_generation_rule_that_is_blocked_does_not_fall_back_to_training():
+    decision = resolve((KV_LENGTH, HEAD), eformer(decode_head_axis="sp"), mode=MODE_DECODE)
+    assert decision.spec == P("sp")
+    assert [(why.code.name, why.dim, why.axes) for why in decision.reasons] == [("blocked", 1, ("sp",))]
+
+
+def test_infer_mode_messages():
+    with pytest.raises(RuleError, match="the mode depends on the size of dim 1; pass the shape"):
+        infer_mode(None, 1)
+    with pytest.raises(RuleError, match="the dimension is an int, not a bool; use 1"):
+        infer_mode((2, 1), True)
+    for dim in (2, -3):
+        with pytest.raises(SpecError, match=r"the shape has no dim -?\d; use one below 2"):
+            infer_mode((2, 1), dim)
+
+
+def test_a_plan_reads_presets():
+    mesh = MeshSpec({"dp": 2, "fsdp": 2, "tp": 2})
+    tree = {"wq": jax.ShapeDtypeStruct((64, 32), "float32"), "norm": jax.ShapeDtypeStruct((64,), "float32")}
+    made = plan(tree, mesh, names={"wq": (FSDP, HEAD), "norm": (HEAD_DIM,)}, axes=eformer(), mode=MODE_TRAIN)
+    assert made["wq"].spec == P("fsdp", "tp") and made["norm"].spec == P()
+    assert made.axes == eformer() and {LENGTH, EP, DP} < set(eformer().names)

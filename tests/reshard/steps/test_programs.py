@@ -1,0 +1,443 @@
+import contextlib
+import functools as ft
+import math
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import reshard, topology
+from shardfx._errors import LeafTypeError, MeshError, SpecError
+from shardfx._reshard.steps.choose import choose, lowered, steps_program
+from shardfx._reshard.steps.hlo import wire_bytes
+from shardfx._reshard.steps.live import live_program, move_group
+from shardfx._reshard.steps.primitive import move
+
+
+DTYPES = ("bool", "int4", "uint4", "int8", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+DTYPES += ("float4_e2m1fn", "bfloat16", "float16", "complex64")
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+def mesh(kind: AxisType = AxisType.Auto, order=None, **sizes: int) -> Mesh:
+    devices = np.array(jax.devices())[: math.prod(sizes.values())]
+    devices = devices if order is None else devices[np.asarray(order)]
+    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def assert_lies(x: jax.Array, values: np.ndarray, sharding: NamedSharding):
+    """Bitwise, shard by shard: what each device holds, and the label that the array carries."""
+    assert x.sharding == sharding
+    assert x.dtype == values.dtype
+    for shard in x.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(values[shard.index]).tobytes()
+
+
+def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
+    """A move that needs several steps: XLA alone would replicate the array."""
+    source, target = mesh(kind, a=2, b=4), mesh(kind, c=4, d=2)
+    return NamedSharding(source, P("b", "a")), NamedSharding(target, P(None, ("d", "c")))
+
+
+VALUES = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
+
+
+@st.composite
+def ends(draw):
+    """Two meshes over the eight devices, each with a spec of one rank, and the least shape that both divide."""
+    rank = draw(st.integers(0, 4))
+    found = []
+    for _ in range(2):
+        sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (4, 1, 2)]))
+        dims = [[] for _ in range(rank)]
+        for axis in draw(st.permutations(list(range(len(sizes))))):
+            dim = draw(st.integers(0, rank))
+            if dim < rank:
+                dims[dim].append("abc"[axis])
+        order = draw(st.permutations(list(range(8)))) if draw(st.booleans()) else None
+        found.append((sizes, tuple(map(tuple, dims)), order))
+    return rank, found, draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank))
+
+
+@given(ends(), st.sampled_from(KINDS), st.sampled_from(KINDS))
+@settings(max_examples=40, deadline=None)
+def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_kind):
+    rank, found, spare = ends
+    shardings, counts = [], []
+    for (sizes, dims, order), kind in zip(found, (source_kind, target_kind), strict=True):
+        m = mesh(kind, order, **dict(zip("abc", sizes, strict=False)))
+        shardings.append(NamedSharding(m, P(*[axes if len(axes) > 1 else axes[0] if axes else None for axes in dims])))
+        counts.append([int(np.prod([m.shape[axis] for axis in axes])) for axes in dims])
+    shape = tuple(int(np.lcm(a, b)) * more for a, b, more in zip(*counts, spare, strict=True))
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    src, dst = shardings
+    x = put(values, src)
+    assert_lies(move(x, dst), values, dst)
+    assert_lies(x, values, src)
+
+
+@pytest.mark.parametrize("target", ["same", "other", "permuted"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_keeps_its_bits(dtype, target):
+    src, dst = pair()
+    if target == "same":
+        dst = NamedSharding(src.mesh, P(None, ("b", "a")))
+    if target == "permuted":
+        dst = NamedSharding(mesh(order=[3, 1, 4, 0, 5, 2, 6, 7], c=4, d=2), P("d", "c"))
+    values = any_bits(jnp.dtype(dtype))
+    assert_lies(move(put(values, src), dst), values, dst)
+
+
+def any_bits(dtype: np.dtype) -> np.ndarray:
+    """Elements of all kinds, among them NaNs that arithmetic would replace by others."""
+    raw = np.random.default_rng(0).integers(0, 256, (16, 32 * dtype.itemsize)).astype(np.uint8)
+    return (raw % 8).astype(dtype) if dtype.name in ("bool", "int4", "uint4", "float4_e2m1fn") else raw.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("spec", [P(), P(None, "b"), P("a", "b")])
+def test_small_floats_are_sent_as_what_they_are(dtype, spec):
+    src = NamedSharding(mesh(a=2, b=4), P("b", "a"))
+    dst = NamedSharding(src.mesh, spec)
+    steps = steps_program((16, 32), jnp.dtype(dtype), src, dst)
+    text = lowered(steps, (16, 32), jnp.dtype(dtype), src, dst).compile().as_text()
+    assert wire_bytes(text, 8) == choose((16, 32), jnp.dtype(dtype), src, dst).plan.wire_bytes
+
+
+def test_random_keys_move():
+    src, dst = pair()
+    keys = jax.random.split(jax.random.key(3), (16, 32))
+    moved = move(jax.device_put(keys, src), dst)
+    assert moved.sharding == dst
+    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2])
+def test_two_bit_integers_are_refused(dtype):
+    src, dst = pair()
+    x = jax.ShapeDtypeStruct((16, 32), dtype, sharding=src)
+    with pytest.raises(LeafTypeError, match=r"int2 cannot be moved.*corrupts memory.*astype\(jnp.int4\)"):
+        move(x, dst)
+
+
+def concrete(sharding: NamedSharding) -> Mesh:
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_set", [False, True])
+def test_traced_values_and_their_gradients_move(kind, is_set):
+    src, dst = pair(kind)
+    x = put(VALUES, src)
+    weights = np.random.default_rng(0).standard_normal(VALUES.shape).astype(np.float32)
+    there = put(weights, dst)
+
+    def moved(x):
+        return move(x, dst, src=src)
+
+    def loss(x, there):
+        return jnp.sum(moved(x) * there)
+
+    with jax.set_mesh(concrete(src)) if is_set else contextlib.nullcontext():
+        y = jax.jit(moved, out_shardings=dst)(x)
+    assert_lies(y, VALUES, dst)
+    with jax.set_mesh(concrete(dst)) if is_set else contextlib.nullcontext():
+        gradient = jax.jit(jax.grad(loss), out_shardings=src)(x, there)
+    assert_lies(gradient, weights, src)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_moved_back_by_the_planned_steps(kind):
+    src, dst = pair(kind)
+
+    def pull(x, y):
+        return jax.vjp(lambda x: move(x, dst, src=src), x)[1](y)[0]
+
+    structs = (jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=end) for end in (src, dst))
+    text = jax.jit(pull, out_shardings=src).lower(*structs).compile().as_text()
+    assert text is not None
+    plan = choose(
+        VALUES.shape,
+        jnp.dtype("float32"),
+        NamedSharding(mesh(c=4, d=2), dst.spec),
+        NamedSharding(mesh(a=2, b=4), src.spec),
+    )
+    assert wire_bytes(text, 8) <= plan.plan.wire_bytes
+    assert plan.plan.steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
+    m = mesh(kind, a=2, b=4)
+    src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("a", "b"))
+    x = put(VALUES, src)
+    there, back = ft.partial(move, dst=dst, src=src), ft.partial(move, dst=src, src=dst)
+
+    def scanned(x):
+        def body(x, _):
+            return jax.checkpoint(lambda x: back(jnp.sin(there(x))))(x), None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    def plain(x):
+        return jnp.sin(jnp.sin(jnp.sin(x)))
+
+    def total(fn):
+        return lambda x: jnp.sum(fn(x))
+
+    right = jax.jit(jax.grad(total(plain)))(VALUES)
+    np.testing.assert_allclose(jax.jit(jax.grad(total(scanned)))(x), right, rtol=1e-6)
+    tangent = jax.jit(lambda x: jax.jvp(there, (x,), (2 * x,))[1], out_shardings=dst)(x)
+    assert_lies(tangent, 2 * VALUES, dst)
+    stacked = jax.jit(lambda x: jax.vmap(there)(jnp.stack([x, 2 * x])))(x)
+    np.testing.assert_array_equal(stacked, np.stack([VALUES, 2 * VALUES]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outside_of_jit_a_value_lies_where_it_lies_whatever_src_says(kind):
+    here, there = mesh(kind, a=2, b=2), mesh(kind, x=2, y=2)
+    rows, columns = NamedSharding(here, P("a")), NamedSharding(here, P("b"))
+    weights = jax.device_put(VALUES, columns)
+
+    for target in (NamedSharding(there, P("x")), NamedSharding(there, P(None, ("y", "x"))), rows):
+        # The cotangent comes in the sharding of the weights, which JAX lets `multiply` keep under Auto axes.
+        move_out = lambda x, target=target: move(x, target, src=rows)
+        ones = jax.device_put(np.ones_like(VALUES), rows)
+        moved, back = jax.vjp(move_out, ones)
+        cotangents = [jax.device_put(VALUES, moved.sharding), jnp.asarray(VALUES)]
+        cotangents += [weights] if kind == AxisType.Auto else []
+        assert moved.sharding == target
+        for cotangent in cotangents if kind == AxisType.Auto else cotangents[:1]:
+            (gradient,) = back(cotangent)
+            np.testing.assert_array_equal(gradient, VALUES)
+            assert gradient.sharding.is_equivalent_to(rows, 2)
+        stacked = jax.vmap(move_out)(jnp.stack([ones, 2 * ones]))
+        np.testing.assert_array_equal(stacked, np.stack([np.ones_like(VALUES), 2 * np.ones_like(VALUES)]))
+        if kind == AxisType.Auto:  # an untrue source
+            np.testing.assert_array_equal(jax.jvp(move_out, (weights,), (weights,))[0], VALUES)
+
+
+@pytest.mark.parametrize("target", [P("b"), P("b", "a"), P(None, ("b", "a")), P()])
+def test_where_jit_is_disabled_arrays_move_all_the_same(target):
+    square = mesh(a=2, b=2)
+    x = jax.device_put(VALUES, NamedSharding(square, P("a")))
+    with jax.disable_jit():
+        moved = move(x, NamedSharding(square, target))
+    assert moved.sharding == NamedSharding(square, target)
+    np.testing.assert_array_equal(moved, VALUES)
+    for shard in moved.addressable_shards:
+        np.testing.assert_array_equal(shard.data, VALUES[shard.index])
+
+
+def test_what_vmap_is_mapped_over_stays_sharded():
+    for kind, names in ((AxisType.Auto, "a"), (AxisType.Explicit, None)):
+        square = mesh(kind, a=2, b=2)
+        src, dst = NamedSharding(square, P(None, "b")), NamedSharding(square, P("b"))
+        values = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
+        x = jax.device_put(values, NamedSharding(square, P("a", None, "b")))
+        fn = jax.vmap(ft.partial(move, dst=dst, src=src), spmd_axis_name=names)
+        program = jax.jit(fn, out_shardings=NamedSharding(square, P("a", "b")))
+        np.testing.assert_array_equal(program(x), values)
+        # An all-to-all of half a shard each way; gathered over `a` it would be more than all of the array.
+        text = program.lower(x).compile().as_text()
+        assert text is not None
+        assert wire_bytes(text, 4) == values.nbytes // 4 // 2
+    with pytest.raises(SpecError, match=r"mapped over the mesh axes \('a',\).*shards another dimension"):
+        jax.jit(jax.vmap(ft.partial(move, dst=NamedSharding(square, P("a"))), in_axes=0))(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_that_are_constants_inside_jit_move_too(kind):
+    here, there = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
+    src, dst = NamedSharding(here, P("a", "b")), NamedSharding(there, P("e", ("d", "c")))
+    x = jax.device_put(VALUES, src)
+    others = {"placed": jax.device_put(2 * VALUES, src), "elsewhere": jnp.asarray(3 * VALUES), "numpy": 4 * VALUES}
+    fn = lambda x: reshard({"traced": x, **others}, dst, src=src)
+    moved = jax.jit(fn, out_shardings=dst)(x)
+    for name, factor in (("traced", 1), ("placed", 2), ("elsewhere", 3), ("numpy", 4)):
+        assert moved[name].sharding == dst
+        np.testing.assert_array_equal(moved[name], factor * VALUES)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e3m4", "float8_e4m3", "float8_e5m2", "bfloat16"])
+def test_numbers_that_are_none_keep_their_bits_in_xlas_own_program(dtype):
+    square, dtype = mesh(a=2, b=2), jnp.dtype(dtype)
+    integer = np.dtype(f"uint{8 * dtype.itemsize}")
+    values = np.arange(256, dtype=integer) + (0x7F00 if dtype.itemsize == 2 else 0)
+    for source, target in ((P(), P("a")), (P("a"), P(("a", "b")))):
+        src, dst = NamedSharding(square, source), NamedSharding(square, target)
+        assert choose((256,), dtype, src, dst).how == "xla"
+        x = jax.device_put(values.view(dtype), src)
+        traced = jax.jit(lambda x, src=src, dst=dst: move(x, dst, src=src), out_shardings=dst)(x)
+        for moved in (move(x, dst), traced):
+            np.testing.assert_array_equal(np.asarray(moved).view(integer), values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_mesh_that_is_set_changes_nothing(kind):
+    here, other = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
+    src, dst = NamedSharding(here, P("a", "b")), NamedSharding(here, P("b", "a"))
+    with jax.set_mesh(other):
+        moved = jax.jit(lambda x: move(x, dst, src=src), out_shardings=dst)(jax.device_put(VALUES, src))
+    assert moved.sharding == dst
+    np.testing.assert_array_equal(moved, VALUES)
+
+
+def test_sums_that_are_due_are_left_to_jax():
+    square = mesh(AxisType.Explicit, a=2, b=2)
+    src, dst = NamedSharding(square, P(None, None, unreduced=frozenset({"b"}))), NamedSharding(square, P(None, None))
+    rows = jax.device_put(VALUES, NamedSharding(square, P(None, "b")))
+    columns = jax.device_put(VALUES.T, NamedSharding(square, P("b", None)))
+    product = jax.jit(lambda x, y: move(jnp.einsum("ij,jk->ik", x, y, out_sharding=src), dst))(rows, columns)
+    np.testing.assert_allclose(product, VALUES @ VALUES.T, rtol=1e-5)
+
+
+def test_the_types_say_where_an_explicit_array_lies_afterwards():
+    src, dst = pair(AxisType.Explicit)
+    out = jax.eval_shape(lambda x: move(x, dst), jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=src))
+    assert out.sharding.spec == P(None, ("d", "c"))
+    assert out.sharding.mesh == dst.mesh.abstract_mesh
+
+
+def test_a_group_shares_one_program_and_keeps_its_order():
+    src, dst = pair()
+    xs = [put(VALUES * factor, src) for factor in (1, 2, 3)]
+    before = live_program.cache_info().misses
+    for factor, y in zip((1, 2, 3), move_group(xs, dst), strict=True):
+        assert_lies(y, VALUES * factor, dst)
+    assert live_program.cache_info().misses <= before + 1
+    assert move_group([], dst) == []
+
+
+@pytest.mark.parametrize("spec", [P(None, ("d", "c")), P("d", ("c",))])
+def test_donated_arrays_are_gone(spec):
+    src, dst = pair()
+    dst = NamedSharding(dst.mesh, spec)
+    x = put(VALUES, src)
+    y = move(x, dst, donate=True)
+    assert x.is_deleted()
+    assert_lies(y, VALUES, dst)
+
+
+def test_nothing_moves_where_every_device_has_its_piece():
+    a, b = mesh(a=2, b=4), mesh(c=2, d=2, e=2)
+    src, dst = NamedSharding(a, P("a")), NamedSharding(b, P(("c",), None))
+    x = put(VALUES, src)
+    assert choose(x.shape, x.dtype, src, dst).how == "none"
+    y = move(x, dst)
+    assert_lies(y, VALUES, dst)
+    pointers = [[shard.data.unsafe_buffer_pointer() for shard in z.addressable_shards] for z in (x, y)]
+    assert pointers[0] == pointers[1]
+    assert move(x, src) is x
+
+
+def test_memory_kinds_are_reached():
+    src, dst = pair()
+    host = dst.with_memory_kind("pinned_host")
+    x = put(VALUES, src)
+    assert_lies(move(x, host), VALUES, host)
+    assert_lies(move(move(x, host), src), VALUES, src)
+
+
+def test_xla_is_used_where_it_does_no_worse_and_the_steps_where_it_replicates():
+    m = mesh(a=2, b=4)
+    plain = choose((256, 256), jnp.dtype("float32"), NamedSharding(m, P("a")), NamedSharding(m, P(None, "a")))
+    assert plain.how == "xla"
+    assert plain.xla_wire_bytes == plain.plan.wire_bytes
+    src, dst = pair()
+    hard = choose((256, 256), jnp.dtype("float32"), src, dst)
+    assert hard.how == "steps"
+    assert hard.xla_wire_bytes is not None and hard.xla_wire_bytes > hard.plan.wire_bytes
+    compiled = lowered(
+        steps_program((256, 256), jnp.dtype("float32"), src, dst), (256, 256), jnp.dtype("float32"), src, dst
+    ).compile()
+    assert wire_bytes(compiled.as_text(), 8) == hard.plan.wire_bytes
+
+
+def test_between_slices_the_planned_steps_run_where_xla_sends_more_across(monkeypatch):
+    monkeypatch.setattr(topology, "slices", lambda devices: ((0, 1, 2, 3), (4, 5, 6, 7)))
+    m = mesh(slices=2, a=2, b=2)
+    src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("slices", "a"))
+    choice = choose((256, 256), jnp.dtype("float32"), src, dst)
+    assert choice.how == "steps" and choice.xla_wire_bytes == choice.xla_dcn_bytes == 256 * 256 * 4 // 8
+    # The other half of a row's columns is in the own slice: nothing need cross.
+    assert choice.plan.wire_bytes == 256 * 256 * 4 // 4 and choice.plan.dcn_bytes == 0
+    steps = steps_program((256, 256), jnp.dtype("float32"), src, dst)
+    text = lowered(steps, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text()
+    assert wire_bytes(text, 8) == choice.plan.wire_bytes
+    assert wire_bytes(text, 8, [0, 0, 0, 0, 1, 1, 1, 1]) == 0
+    assert_lies(move(put(VALUES, src), dst), VALUES, dst)
+    whole = choose((256, 256), jnp.dtype("float32"), src, NamedSharding(m, P("b")))
+    assert whole.how == "xla" and whole.xla_dcn_bytes == 0
+
+
+def test_errors_say_what_to_do():
+    src, dst = pair()
+    with pytest.raises(SpecError, match="pass `src=` with its sharding"):
+        jax.jit(lambda x: move(x, dst))(put(VALUES, src))
+    with pytest.raises(SpecError, match="lies in host memory as ndarray.*jax.device_put"):
+        move(VALUES, dst)
+    permuted = NamedSharding(mesh(order=[1, 0, 2, 3, 4, 5, 6, 7], c=4, d=2), P("c"))
+    with pytest.raises(MeshError, match="different orders.*reshard outside"):
+        jax.jit(lambda x: move(x, permuted, src=src))(put(VALUES, src))
+    typed = pair(AxisType.Explicit)[1]
+    with pytest.raises(SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"):
+        jax.jit(lambda x: move(x, typed, src=src))(put(VALUES, src))
+    with pytest.raises(SpecError, match=r"dim 1 .*\(16, 30\) does not divide into 8 pieces.*pad it to 32"):
+        move(put(VALUES[:, :30], NamedSharding(src.mesh, P("a"))), dst)
+    few = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",)), P("a"))
+    with pytest.raises(MeshError, match=r"one has 8 .* the other 4 .*jax.device_put"):
+        move(put(VALUES, src), few)
+    with pytest.raises(SpecError, match="inside `shard_map`.*outside"):
+        jax.jit(jax.shard_map(lambda x: move(x, dst), mesh=src.mesh, in_specs=src.spec, out_specs=src.spec))(
+            put(VALUES, src)
+        )
+
+
+def test_a_sample_of_all_moves_on_16_devices_in_a_process_of_its_own():
+    script = textwrap.dedent(
+        """
+        import itertools as it, random
+        import jax, numpy as np
+        jax.config.update("jax_num_cpu_devices", 16)
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        from shardfx._reshard.steps.choose import (lowered, steps_program)
+        from shardfx._reshard.steps.primitive import move
+
+        devices = np.array(jax.devices())
+        shardings = []
+        for sizes in ((16,), (4, 4), (2, 8), (8, 2), (2, 2, 4), (4, 2, 2), (2, 4, 2)):
+            mesh = Mesh(devices.reshape(sizes), tuple("abc"[: len(sizes)]))
+            for where in it.product(range(3), repeat=len(sizes)):
+                groups = [[n for n, dim in zip(mesh.axis_names, where) if dim == wanted] for wanted in (0, 1)]
+                for order in it.product(*map(it.permutations, groups)):
+                    shardings.append(NamedSharding(mesh, P(*[axes or None for axes in order])))
+        assert len(shardings) == 183
+        values = np.arange(16 * 48, dtype=np.int32).reshape(16, 48)
+        rng = random.Random(4)
+        for number in range(40):
+            src, dst = rng.choice(shardings), rng.choice(shardings)
+            x = jax.make_array_from_callback(values.shape, src, lambda index: values[index])
+            steps = steps_program(values.shape, values.dtype, src, dst)
+            forced = jax.jit(steps, out_shardings=dst)(x)
+            for y in (forced, move(x, dst)) if number % 4 == 0 else (forced,):
+                assert y.sharding == dst
+                for shard in y.addressable_shards:
+                    np.testing.assert_array_equal(shard.data, values[shard.index], err_msg=f"{src} {dst}")
+        print("moved")
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "moved\n", done.stderr

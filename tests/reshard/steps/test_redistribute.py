@@ -1,0 +1,520 @@
+import heapq
+import itertools as it
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from _devices import chips, objects
+from hypothesis import assume, given, settings, strategies as st
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+
+from benchmarks._pairs import all_layouts, every_layout
+from benchmarks._simulate import pieces, simulate
+from shardfx import MeshSpec
+from shardfx._errors import MeshError, SpecError
+from shardfx._reshard.steps.factors import refine
+from shardfx._reshard.steps.groups import exchange, gathered, permutation
+from shardfx._reshard.steps.layout import Layout, positions, slice_numbers
+from shardfx._reshard.steps.path import walk
+from shardfx._reshard.steps.redistribute import layout, redistribute
+from shardfx._reshard.steps.search import Problem, explore, search
+
+
+CATALOGUE = every_layout(16)
+
+
+def check(shape: tuple[int, ...], src: Layout, dst: Layout):
+    """Runs the plan and compares what is held after every step with the definition of the step's layout."""
+    array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
+    plan = redistribute(shape, 64, src, dst)
+    known = slice_numbers(refine(src, dst)[0].layout)
+    held = pieces(array, src, src)
+    bytes_of = [held[0].nbytes, pieces(array, dst, src)[0].nbytes]
+    wire = 0
+    for step in plan.steps:
+        before = held
+        held = simulate(array, held, step, src)
+        wire += step.wire_bytes
+        for mine, right in zip(held, pieces(array, step.target, src), strict=True):
+            np.testing.assert_array_equal(mine, right)
+        assert step.dcn_bytes == math.ceil(crossing(step, src, known, before[0].nbytes))
+        assert step.peak_bytes == before[0].nbytes + held[0].nbytes
+        assert step.peak_bytes <= 2 * max(bytes_of)
+    for mine, right in zip(held, pieces(array, dst, src), strict=True):
+        np.testing.assert_array_equal(mine, right)
+    assert plan.lower_bound_bytes <= plan.wire_bytes <= wire
+    assert (plan.wire_bytes > 0) == (plan.lower_bound_bytes > 0)
+    assert plan.peak_bytes == max([step.peak_bytes for step in plan.steps], default=max(bytes_of))
+    return plan
+
+
+def crossing(step, like: Layout, known: np.ndarray, piece_bytes: int) -> float:
+    """Bytes that enter a device from other slices, the mean over devices, counted device by device.
+
+    `known` says in which slice each device is by the source's factors.
+    """
+    # The layouts of steps say what is slow by the account of both ends of the move.
+    slices = np.empty(like.size, int)
+    slices[positions(like, step.source)] = slice_numbers(step.source)
+    if step.kind == "slice":
+        return 0.0
+    if step.kind == "permute":
+        return piece_bytes * float(np.mean(known[permutation(step.source, step.target, like)] != known))
+    total, gathers = 0.0, step.kind == "all_gather"
+    pairs = gathered(step.source, step.target, like) if gathers else []
+    for groups in [groups for _, groups in pairs] or [exchange(step.source, step.target, like).groups]:
+        members = slices[groups]
+        if gathers:  # a piece enters a slice once
+            total += np.mean([len(np.unique(row)) - 1 for row in members]) * piece_bytes
+        else:
+            total += (members[:, :, None] != members[:, None, :]).sum() / groups.size * piece_bytes / groups.shape[1]
+    return float(total)
+
+
+def lower_bound(shape: tuple[int, ...], src: Layout, dst: Layout) -> float:
+    """What devices need and do not have, counted element by element; in bytes of 64-bit elements."""
+    array = np.arange(math.prod(shape)).reshape(shape)
+    have, want = pieces(array, src, src), pieces(array, dst, src)
+    return 8 * float(np.mean([np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)]))
+
+
+def test_every_step_puts_every_piece_where_its_layout_says():
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        src, dst = (CATALOGUE[index] for index in rng.integers(len(CATALOGUE), size=2))
+        plan = check((16, 32), src, dst)
+        assert plan.lower_bound_bytes == math.ceil(lower_bound((16, 32), src, dst))
+
+
+@pytest.mark.parametrize("sizes", [((2, 4, 3), (3, 4, 2)), ((2, 2, 3), (3, 2, 2))])
+def test_what_every_device_has_is_cut_out_of_its_piece_whatever_the_factors_are(sizes):
+    found = 0
+    for src, dst in it.product(*map(all_layouts, sizes)):
+        if not redistribute((144, 24), 64, src, dst).lower_bound_bytes:
+            found += 1
+            assert {step.kind for step in check((144, 24), src, dst).steps} <= {"slice"}
+    assert found > 50
+
+
+@st.composite
+def ends(draw, count: int, rank: int):
+    """The fields of a random layout over `count` devices."""
+    sizes, left = [], count
+    while left > 1:
+        sizes.append(draw(st.sampled_from([size for size in range(2, left + 1) if left % size == 0])))
+        left //= sizes[-1]
+    if draw(st.booleans()):
+        sizes.insert(draw(st.integers(0, len(sizes))), 1)
+    dims = [[] for _ in range(rank)]
+    for axis in draw(st.permutations(list(range(len(sizes))))):
+        dim = draw(st.integers(0, rank))
+        if dim < rank:
+            dims[dim].append(axis)
+    order = draw(st.permutations(list(range(count)))) if draw(st.booleans()) else range(count)
+    weights = [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes] if draw(st.booleans()) else ()
+    return tuple(sizes), tuple(map(tuple, dims)), tuple(order), tuple(weights)
+
+
+@st.composite
+def moves(draw):
+    """An array's spare room per dimension and two layouts over the same devices, ranks 0 to 4."""
+    count = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36]))
+    rank = draw(st.integers(0, 4))
+    spare = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 3]), min_size=rank, max_size=rank))
+    return spare, draw(ends(count, rank)), draw(ends(count, rank))
+
+
+@given(moves())
+@settings(max_examples=150, deadline=None)
+def test_any_ranks_factors_orders_and_empty_dimensions(move):
+    spare, src, dst = move[0], Layout(*move[1]), Layout(*move[2])
+    # The least shape that both ends divide leaves no room for a detour.
+    shape = tuple(math.lcm(a, b) * more for a, b, more in zip(src.counts, dst.counts, spare, strict=True))
+    assume(math.prod(shape) <= 5000)
+    check(shape, src, dst)
+
+
+@pytest.mark.parametrize(
+    "shape, src, dst",
+    [
+        ((1, 15, 10), Layout((5, 2, 3), ((), (0, 2), (1,))), Layout((10, 3), ((), (1,), (0,)))),
+        ((12, 15), Layout((12, 5), ((0,), (1,))), Layout((15, 4), ((), (0,)))),
+        ((20, 6), Layout((5, 3, 4), ((2, 0), (1,))), Layout((2, 3, 10), ((2,), (0, 1)))),
+        (
+            (6, 10),
+            Layout((10, 3), ((), (0,)), tuple(range(30))),
+            Layout((5, 2, 3), ((1, 2), ()), tuple(range(30))[::-1]),
+        ),
+    ],
+)
+def test_factors_that_block_each_other_are_permuted_first(shape, src, dst):
+    check(shape, src, dst)
+
+
+@pytest.mark.parametrize(
+    "shape, src, dst",
+    [
+        ((12,), Layout((12, 16), ((0,),)), Layout((32, 6), ((1,),))),
+        ((12, 5), Layout((12, 16), ((0,), ())), Layout((32, 6), ((1,), ()))),
+        ((96,), Layout((24, 32), ((0,),)), Layout((24, 32), ((1,),))),
+    ],
+)
+def test_joined_factors_that_dimensions_have_no_room_for_are_taken_apart(shape, src, dst):
+    assert search(Problem(tuple(math.gcd(size, src.size) for size in shape), *refine(src, dst))) is None
+    check(shape, src, dst)
+
+
+def test_dimensions_without_spare_room_on_devices_of_many_prime_factors():
+    rng = random.Random(0)
+    for _ in range(40):
+        count = rng.choice((192, 288, 384, 480))
+        src, dst = (tightly(rng, count) for _ in range(2))
+        shape = tuple(map(math.lcm, src.counts, dst.counts))
+        if math.prod(shape) <= 5000:
+            check(shape, src, dst)
+
+
+def tightly(rng: random.Random, count: int) -> Layout:
+    """A random layout over `count` devices in a random order, of two dimensions."""
+    sizes, left = [], count
+    while left > 1:
+        sizes.append(rng.choice([size for size in range(2, left + 1) if left % size == 0]))
+        left //= sizes[-1]
+    dims = [[], [], []]
+    for axis in rng.sample(range(len(sizes)), len(sizes)):
+        dims[rng.randrange(3)].append(axis)
+    return Layout(tuple(sizes), tuple(map(tuple, dims[:2])), tuple(rng.sample(range(count), count)))
+
+
+def test_a_path_is_soon_found_where_every_factor_is_prime_and_none_is_shared():
+    # Six slices in some order: the estimates of all layouts between the ends are alike.
+    order = np.random.default_rng(0).permutation(2880).tolist()
+    ends = Layout((288, 2, 5), ((2,),), tuple(range(2880))), Layout((36, 4, 20), ((0, 2),), tuple(order))
+    most = 500
+    found, _, looked = explore(Problem((720,), *refine(*ends, prime=True)), most, math.inf)
+    assert found is not None
+    assert looked <= 2 * most
+
+
+@pytest.mark.parametrize(
+    "sizes, src, dst, order",
+    [
+        ((2,), ((0,),), ((),), (1, 0)),
+        ((8,), ((0,),), ((),), (3, 4, 5, 7, 0, 2, 6, 1)),
+        ((16,), ((0,),), ((),), (1, 0, *range(2, 16))),
+        ((2, 4), ((0,), (1,)), ((0,), ()), (3, 1, 2, 0, 7, 5, 6, 4)),
+    ],
+)
+def test_what_is_gathered_wherever_devices_are_in_the_other_order_is_not_permuted_first(sizes, src, dst, order):
+    rank, devices = len(src), math.prod(sizes)
+    plan = check((16,) * rank, Layout(sizes, src, tuple(range(devices))), Layout(sizes, dst, order))
+    assert [step.kind for step in plan.steps] == ["all_gather"]
+    assert plan.wire_bytes == plan.lower_bound_bytes
+
+
+def test_gathers_along_factors_of_two_meshes_stay_two():
+    # The meshes differ in which of two neighbours is first, and in which axis has which name.
+    ours = [Layout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in ((0, 1, 2), (0, 1))]
+    theirs = [Layout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in ((1, 0), (1,))]
+    found = walk(ours, theirs)
+    assert [(step.kind, step.source, step.target) for step in found.steps] == [
+        ("all_gather", *ours),
+        ("all_gather", *theirs),
+    ]
+
+
+def binary(end: Layout) -> Layout:
+    """`end` with every axis split into factors of 2."""
+    start = np.cumsum([0, *[size.bit_length() - 1 for size in end.sizes]])
+    dims = tuple(tuple(f for axis in axes for f in range(start[axis], start[axis + 1])) for axes in end.dims)
+    return Layout((2,) * int(start[-1]), dims)
+
+
+def steps_from(dims, factors: int, slow: int):
+    """Every layout that one slice, gather or all-to-all of factors of 2 leads to, with what it costs."""
+    share = 2.0 ** -sum(map(len, dims))
+    for dim, axes in enumerate(dims):
+        for factor in set(range(factors)) - {axis for axes in dims for axis in axes}:
+            yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), 0.0
+        for kept in range(len(axes)):
+            far = 2 ** sum(factor < slow for factor in axes[kept:])
+            cost = share * (DEAR * (far - 1) + 2 ** (len(axes) - kept) - far)
+            yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), cost
+    for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
+        kept = [axes[: len(axes) - length] for axes, length in zip(dims, lengths, strict=True)]
+        moving = [f for axes, length in zip(dims, lengths, strict=True) for f in axes[len(axes) - length :]]
+        gainers = [dim for dim, length in enumerate(lengths) if not length]
+        if not moving or not gainers:
+            continue
+        near = 2.0 ** -sum(factor < slow for factor in moving)
+        cost = share * (DEAR * (1 - near) + near - 2.0 ** -len(moving))
+        for order in it.permutations(moving):
+            for cuts in it.combinations_with_replacement(range(len(order) + 1), len(gainers) - 1):
+                after = list(kept)
+                for dim, first, last in zip(gainers, (0, *cuts), (*cuts, len(order)), strict=True):
+                    after[dim] = (*kept[dim], *order[first:last])
+                yield tuple(after), cost
+
+
+DEAR = 10
+
+
+def exhaustive(factors: int, src: Layout, dst: Layout, limit: float = math.inf, slow: int = 0) -> float:
+    """The least cost over all sequences of steps in bounded memory, per byte of the array.
+
+    Dijkstra over every layout of factors of 2 for two dimensions, of which the first `slow` lie between slices;
+    `limit` cuts off what costs as much.
+    """
+    where = np.stack(np.unravel_index(np.arange(2**factors), (2,) * factors))
+    slices = np.arange(2**factors) >> (factors - slow)
+    states = [end.dims for end in all_layouts((2,) * factors)]
+    tiles = np.array([_tile(dims, where) for dims in states])
+    index = {dims: number for number, dims in enumerate(states)}
+    alike = {}
+    for number, dims in enumerate(states):
+        alike.setdefault(tuple(map(len, dims)), []).append(number)
+    first, last = binary(src).dims, binary(dst).dims
+    least = min(sum(map(len, first)), sum(map(len, last)))
+    best, heap = {first: 0.0}, [(0.0, first)]
+    while heap:
+        cost, now = heapq.heappop(heap)
+        if now == last:
+            return cost
+        if cost > best[now]:
+            continue
+        ways = [way for way in steps_from(now, factors, slow) if sum(map(len, way[0])) >= least]
+        have, same = tiles[index[now]], alike[tuple(map(len, now))]
+        share = 2.0 ** -sum(map(len, now))
+        ways += [(states[number], permuted(have, tiles[number], slices) * share) for number in same]
+        for after, extra in ways:
+            if cost + extra < min(best.get(after, math.inf), limit) - 1e-12:
+                best[after] = cost + extra
+                heapq.heappush(heap, (cost + extra, after))
+    return limit
+
+
+def permuted(have: np.ndarray, want: np.ndarray, slices: np.ndarray) -> float:
+    """The cost per device, in pieces, if each gives its piece to one other, in its slice where one wants it there."""
+    lacking = have != want
+    if not slices.any():
+        return float(lacking.mean())
+    wanted, given = (Counter(zip(slices[lacking], tiles[lacking], strict=True)) for tiles in (want, have))
+    near = (wanted & given).total()
+    return (near + DEAR * (lacking.sum() - near)) / len(have)
+
+
+def _tile(dims, where: np.ndarray) -> np.ndarray:
+    number = np.zeros(where.shape[1], int)
+    for axes in dims:
+        for axis in axes:
+            number = number * 2 + where[axis]
+    return number
+
+
+def test_no_sequence_of_steps_has_less_traffic_on_16_devices():
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        src, dst = (CATALOGUE[index] for index in rng.integers(len(CATALOGUE), size=2))
+        plan = redistribute((16, 16), 64, src, dst)
+        assert plan.wire_bytes == math.ceil(exhaustive(4, src, dst) * 16 * 16 * 8)
+
+
+@pytest.mark.parametrize(
+    "src, dst",
+    [
+        (Layout((4, 4, 4), ((), (2, 0))), Layout((64,), ((0,), ()))),
+        (Layout((16, 4), ((), (0,))), Layout((8, 8), ((1,), (0,)))),
+    ],
+)
+def test_no_sequence_of_steps_has_less_traffic_on_64_devices(src, dst):
+    plan = redistribute((64, 64), 64, src, dst)
+    share = plan.wire_bytes / (64 * 64 * 8)
+    assert plan.wire_bytes > plan.lower_bound_bytes
+    assert exhaustive(6, src, dst, share) == share
+
+
+@pytest.mark.parametrize(
+    "src, dst",
+    [
+        (Layout((16, 2, 2), ((), (2,), (1, 0))), Layout((2, 32), ((1,), (0,), ()))),
+        (Layout((4, 32, 32), ((), (1, 2), (0,))), Layout((2, 512, 4), ((1,), (0, 2), ()))),
+        (Layout((16, 16, 16), ((0, 2), (1,), ())), Layout((1024, 2, 2), ((), (1,), (2, 0)))),
+    ],
+)
+def test_two_exchanges_are_found_where_a_layout_finer_than_both_ends_lies_between_them(src, dst):
+    plan = redistribute((65536,) * 3, 16, src, dst)
+    assert [step.kind for step in plan.steps] == ["all_to_all", "all_to_all"]
+    assert plan.wire_bytes < 2 * plan.lower_bound_bytes
+
+
+def test_of_paths_of_equal_traffic_the_one_that_permutes_the_source_itself_is_taken():
+    src, dst = Layout((4, 4, 4), ((0, 1, 2), ())), Layout((16, 4), ((1,), (0,)))
+    plan = redistribute((64, 64), 64, src, dst)
+    assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
+
+
+@pytest.mark.parametrize("devices", [64, 512, 4096])
+def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
+    rng = np.random.default_rng(devices)
+    power = devices.bit_length() - 1
+    for _ in range(12):
+        ends = []
+        for _ in range(2):
+            cuts = [0, *sorted(rng.choice(range(1, power), rng.integers(3), replace=False).tolist()), power]
+            dims = [[], [], []]
+            for axis in rng.permutation(len(cuts) - 1).tolist():
+                dims[rng.integers(3)].append(axis)
+            ends.append(Layout(tuple(2 ** (b - a) for a, b in it.pairwise(cuts)), tuple(map(tuple, dims[:2]))))
+        plan = redistribute((65536, 65536), 16, *ends)
+        bound = 2 * max(2 * 65536**2 // end.pieces for end in ends)
+        assert plan.peak_bytes <= bound
+        assert plan.lower_bound_bytes <= plan.wire_bytes <= 2 * plan.lower_bound_bytes
+        held = ends[0].counts
+        for step in plan.steps:
+            assert step.source.counts == held
+            held = step.target.counts
+        assert held == ends[1].counts
+
+
+def in_slices(sizes: tuple[int, ...], dims, slices: int) -> Layout:
+    """A layout on a mesh whose slowest axis spans slices of consecutive devices."""
+    names = "abcd"[: len(sizes)]
+    mesh = MeshSpec(zip(names, sizes, strict=True), dcn={"a": slices})
+    return layout(mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims))
+
+
+def test_some_path_is_soon_found_on_many_devices_in_slices():
+    # The source is cut finely enough only by factors of the dear axis, which seem to lead away from the target.
+    ends = [
+        layout(MeshSpec(dict(zip("abcd", sizes, strict=True)), dcn={"a": 4}), spec, 2)
+        for sizes, spec in (((4, 32, 2, 16), P("c", "d")), ((4, 2, 64, 8), P(("a", "b", "c"), "d")))
+    ]
+    problem = Problem((512, 16), *refine(*ends))
+    most = 500
+    found, cost, looked = explore(problem, most, math.inf)
+    assert found is not None
+    assert looked <= most + 1
+    assert cost < math.inf
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_no_sequence_of_steps_costs_less_on_16_devices_in_slices(slices):
+    rng = np.random.default_rng(slices)
+    ends = [in_slices(end.sizes, end.dims, slices) for end in CATALOGUE if end.sizes[0] % slices == 0]
+    for _ in range(20):
+        src, dst = (ends[index] for index in rng.integers(len(ends), size=2))
+        plan = check((16, 16), src, dst)
+        cost = plan.wire_bytes + (DEAR - 1) * plan.dcn_bytes
+        assert cost == pytest.approx(exhaustive(4, src, dst, slow=slices.bit_length() - 1) * 16 * 16 * 8, abs=DEAR)
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_what_is_gathered_crosses_into_a_slice_once(axes):
+    plan = redistribute((64,), 64, *(in_slices((2, 8), dims, 2) for dims in ((axes,), ((),))))
+    assert [(step.kind, step.wire_bytes) for step in plan.steps] == [("all_gather", 15 * 4 * 8)]
+    # The half that a slice lacks, shared by eight devices.
+    assert plan.dcn_bytes == 64 * 8 // 2 // 8
+
+
+def test_copies_in_the_own_slice_are_taken():
+    # Each slice holds every piece twice, and wants half of them four times.
+    plan = redistribute((16, 16), 64, *(in_slices((2, 2, 2, 2), ((), dim), 2) for dim in ((3, 2), (1, 0))))
+    flat = redistribute((16, 16), 64, *(Layout((2, 2, 2, 2), ((), dim)) for dim in ((3, 2), (1, 0))))
+    slices = np.arange(16) // 8
+    [step] = flat.steps
+    crossed = np.mean(slices[permutation(step.source, step.target, step.source)] != slices) * step.wire_bytes
+    assert plan.dcn_bytes == 0 < crossed
+
+
+def test_a_move_between_slices_alone_takes_each_byte_once():
+    plan = redistribute((16, 16), 64, in_slices((2, 8), ((0,), (1,)), 2), in_slices((2, 8), ((), (1, 0)), 2))
+    assert [step.kind for step in plan.steps] == ["all_to_all"]
+    assert plan.wire_bytes == plan.dcn_bytes == plan.lower_bound_bytes
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_slices_that_one_end_alone_knows_of_count_for_both(known):
+    ends = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
+    both = [in_slices(sizes, dims, 2) for sizes, dims in ends]
+    one = [both[at] if at == known else Layout(sizes, dims) for at, (sizes, dims) in enumerate(ends)]
+    costs = [(plan.wire_bytes, plan.dcn_bytes) for plan in (redistribute((16, 16), 64, *pair) for pair in (both, one))]
+    assert costs[0] == costs[1] and costs[0][1] > 0
+
+
+def test_layouts_of_meshes_and_specs():
+    mesh = AbstractMesh((2, 4), ("a", "b"))
+    found = layout(mesh, P("b", ("a",)), 3)
+    assert found == Layout((2, 4), ((1,), (0,), ()))
+    assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == found
+    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == Layout((2, 4), ((), (0,)))
+    assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
+    assert found.pieces == 8 and found.counts == (4, 2, 1) and found.piece_shape((8, 8, 8)) == (2, 4, 8)
+
+
+def test_an_axis_that_spans_slices_is_two():
+    mesh = MeshSpec({"a": 8, "b": 2, "c": 3}, dcn={"a": 2, "b": 2})
+    assert layout(mesh, P("b", ("c", "a")), 2) == Layout((2, 4, 2, 3), ((2,), (3, 0, 1)), None, (10.0, 1.0, 10.0, 1.0))
+    assert layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1) == Layout((8,), ((0,),), None, (10.0,))
+
+
+@pytest.mark.parametrize(
+    "order, sizes, weights",
+    [
+        (np.arange(16), (2, 2, 4), (10.0, 1.0, 1.0)),
+        (np.arange(16).reshape(2, 4, 2).transpose(1, 0, 2).ravel(), (4, 2, 2), (1.0, 10.0, 1.0)),
+        # Where no cut of an axis leaves its parts in one slice each, all of it counts as slow.
+        (np.arange(16).reshape(2, 8).T.ravel(), (4, 4), (1.0, 10.0)),
+    ],
+)
+def test_devices_say_in_which_slice_they_are(order, sizes, weights):
+    devices = objects(chips((4, 2, 1, 1), slices=2))[order]
+    mesh = Mesh(devices.reshape(4, 4), ("a", "b"))
+    end = layout(mesh, P(("a", "b")), 1)
+    assert end == Layout(sizes, (tuple(range(len(sizes))),), tuple(order.tolist()), weights)
+    assert layout(Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1).weights == ()
+
+
+def test_equal_moves_are_planned_once():
+    src, dst = Layout((2, 4), ((0,), (1,))), Layout((4, 2), ((), (0,)))
+    assert redistribute((8, 8), 32, src, dst) is redistribute((8, 8), 32, Layout((2, 4), ((0,), (1,))), dst)
+    # Another shape with the same room for cuts shares the path, and only the bytes differ.
+    large = redistribute((80, 8), 32, src, dst)
+    assert large.wire_bytes == 10 * redistribute((8, 8), 32, src, dst).wire_bytes
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: Layout((2, 4), ((0, 0),)), SpecError, r"layout dims \(\(0, 0\),\) must name each of 2 mesh axes"),
+        (lambda: Layout((2,), ((1,),)), SpecError, "at most once; write the axes of each dimension as indices"),
+        (lambda: Layout((2,), (), (3, 3)), MeshError, "has 2 devices, but its order lists 1 different ids"),
+        (lambda: Layout((2,), (), None, (0.0,)), MeshError, r"weights \(0.0,\) must be positive, one per mesh axis"),
+        (lambda: layout(AbstractMesh((2,), ("a",)), P(None, "a"), 1), SpecError, "more entries than the array's 1 dim"),
+        (lambda: layout(AbstractMesh((2,), ("a",)), P("b"), 1), SpecError, "names mesh axis `b`, but the mesh has"),
+        (
+            lambda: redistribute((4,), 8, Layout((2,), ((0,),)), Layout((3,), ((),))),
+            MeshError,
+            r"one has 2 \(axis sizes \(2,\)\) and the other 3 .*jax.device_put",
+        ),
+        (
+            lambda: redistribute((4,), 8, Layout((2,), ((0,),), (0, 1)), Layout((2,), ((),), (1, 2))),
+            MeshError,
+            "device 0 is in one of them alone",
+        ),
+        (
+            lambda: redistribute((5,), 8, Layout((2,), ((0,),)), Layout((2,), ((),))),
+            SpecError,
+            r"dim 0 of an array of shape \(5,\) does not divide into 2 pieces; pad it to 6",
+        ),
+        (
+            lambda: redistribute((4, 4), 8, Layout((2,), ((0,),)), Layout((2,), ((),))),
+            SpecError,
+            r"a layout of 1 dimensions does not fit an array of shape \(4, 4\)",
+        ),
+    ],
+)
+def test_errors_say_what_to_do(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

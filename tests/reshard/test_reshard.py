@@ -1,0 +1,888 @@
+import importlib
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx._errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
+from shardfx._mesh import MeshSpec
+from shardfx._plan.planner import plan
+from shardfx._reshard import move as move_module
+from shardfx._reshard.reshard import reshard
+from shardfx._reshard.reshard_plan import plan_reshard
+from shardfx._reshard.steps import choose as choose_module
+from shardfx._reshard.within_limit import slices_of
+from shardfx._rules.path_rules import PathRules
+
+
+reshard_module = importlib.import_module("shardfx._reshard.reshard")
+
+
+@pytest.fixture
+def through_programs(monkeypatch):
+    """Live arrays take the programs that accelerators take, where the CPU would copy in its memory."""
+    monkeypatch.setattr(reshard_module, "move_of", lambda *args: move_module.move_of(*args, host=False))
+
+
+@pytest.fixture(params=["copies", "programs"])
+def way(request):
+    if request.param == "programs":
+        request.getfixturevalue("through_programs")
+    return request.param
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the type checks that the tests put round every function, which would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def mesh(sizes, names="ab", order=None, **types):
+    devices = np.asarray(jax.devices())[np.arange(np.prod(sizes)) if order is None else list(order)]
+    return Mesh(devices.reshape(sizes), tuple(names[: len(sizes)]), **types)
+
+
+def sharding(sizes, *entries, order=None, kind=None):
+    return NamedSharding(mesh(sizes, order=order), P(*entries), memory_kind=kind)
+
+
+def host(shape, start=0, dtype=np.float32):
+    return (start + np.arange(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+def state(layers=3):
+    return {
+        "layers": [{"w": host((24, 16), i), "b": host((24,), i)} for i in range(layers)],
+        "step": host(()),
+        "name": "model",
+    }
+
+
+def put(tree, target):
+    return jax.tree.map(lambda x: jax.device_put(x, target) if isinstance(x, np.ndarray) and x.ndim else x, tree)
+
+
+def assert_equal(tree, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, expected)
+
+
+def targets(tree, matrix, vector):
+    def target(x):
+        return None if isinstance(x, str) or not x.ndim else matrix if x.ndim == 2 else vector
+
+    return jax.tree.map(target, tree)
+
+
+def test_a_tree_moves_to_a_tree_of_shardings(way):
+    source = put(state(), sharding((8,), "a"))
+    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4)))
+    moved = reshard(source, wanted)
+    assert_equal(moved, state())
+    assert moved["name"] == "model"
+    for leaf, target in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=False):
+        if isinstance(leaf, jax.Array):
+            assert leaf.sharding == target
+
+
+def test_a_tree_moves_to_a_plan_on_fewer_devices():
+    source = put(state(), sharding((8,), "a"))
+    made = plan(source, mesh((2, 3), "xy"), paths=PathRules([("w", P("y", "x")), ("b", P("x")), ("step", P())]))
+    moved = reshard(source, made)
+    assert_equal(moved, state())
+    assert moved["layers"][1]["w"].sharding == made.shardings["layers"][1]["w"]
+
+
+def test_one_sharding_is_for_all_arrays_and_a_prefix_for_those_below():
+    source = put({"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))}, sharding((8,), "a"))
+    target, other = sharding((4,), "a", order=(7, 6, 1, 0)), sharding((2,), "a")
+    assert {x.sharding for x in jax.tree.leaves(reshard(source, target))} == {target}
+    moved = reshard(source, {"p": target, "q": other})
+    assert {x.sharding for x in jax.tree.leaves(moved["p"])} == {target} and moved["q"].sharding == other
+    half = reshard(source, {"p": None, "q": other})
+    assert half["p"]["w"] is source["p"]["w"] and half["q"].sharding == other
+
+
+def test_what_is_in_place_is_not_touched():
+    source = put(state(), sharding((8,), "a"))
+    again = reshard(source, {"layers": sharding((8,), "a"), "step": None, "name": None}, donate=True)
+    for before, after in zip(jax.tree.leaves(source["layers"]), jax.tree.leaves(again["layers"]), strict=True):
+        assert before is after and not after.is_deleted()
+
+
+def test_a_mesh_of_other_names_relabels_without_a_copy():
+    x = jax.device_put(host((8, 4)), sharding((4, 2), "a"))
+    target = NamedSharding(mesh((4, 2), "pq"), P("p"))
+    moved = reshard(x, target)
+    assert moved.sharding == target
+    pointers = [[shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards] for array in (x, moved)]
+    assert pointers[0] == pointers[1]
+
+
+def test_numpy_leaves_are_placed():
+    target = sharding((4,), "a")
+    moved = reshard({"w": host((8,))}, target)
+    assert moved["w"].sharding == target
+    assert_equal(moved, {"w": host((8,))})
+
+
+def count_compilations(fn):
+    with jax.log_compiles(False):
+        events = []
+
+        def listen(event, duration_secs, **kwargs):
+            if event == "/jax/core/compile/backend_compile_duration":
+                events.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            fn()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    return len(events)
+
+
+def test_a_thousand_leaves_with_twenty_moves_take_twenty_programs_or_fewer(through_programs):
+    shapes = [(8 * (i + 1), 16) for i in range(10)]
+    source = [jax.device_put(host(shapes[i % 10]), sharding((8,), "a")) for i in range(1000)]
+    wanted = [sharding((2, 4), *[("b", "a"), (None, "b")][i // 10 % 2]) for i in range(1000)]
+    moves = {(x.shape, target) for x, target in zip(source, wanted, strict=True)}
+    assert len(moves) == 20
+    job = reshard_module._job(source, wanted, jax.tree.structure(source), ())
+    assert sum(map(len, job.moves.values())) == 1000 and len(job.moves) == 20
+    jax.block_until_ready(reshard(source[:200], wanted[:200]))
+    moved = []
+    # Whatever the 20 moves compiled, the other 800 leaves compile nothing.
+    assert count_compilations(lambda: moved.extend(reshard(source[200:], wanted[200:]))) == 0
+    assert_equal(moved, [np.asarray(x) for x in source[200:]])
+
+
+def test_five_thousand_small_leaves_move():
+    source = [jax.device_put(host((8,)), sharding((8,), "a"))] * 2500
+    source += [jax.device_put(host((8,)), sharding((8,), "a")) for _ in range(2500)]
+    moved = reshard(source, sharding((4,), "a", order=(7, 5, 3, 1)))
+    assert len(moved) == 5000 and moved[0] is moved[2499]
+    np.testing.assert_array_equal(moved[-1], host((8,)))
+
+
+def test_a_thousand_programs_do_not_stop_the_runtime(through_programs):
+    source = [jax.device_put(host((8, 2), i), sharding((8,), "a")) for i in range(1000)]
+    moved = reshard(source, sharding((8,), None, None))
+    np.testing.assert_array_equal(moved[999], host((8, 2), 999))
+
+
+def moves_of_all_kinds():
+    """A tree that takes every way, and where it goes to."""
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding((8,), "a"))
+    tree = {
+        "steps": jax.device_put(host((96, 64)), sharding((8,), "a")),
+        "smaller": jax.device_put(host((96, 64)), sharding((8,), "a")),
+        "bits": jax.device_put(host((24, 16)).astype(jnp.bfloat16), sharding((8,), "a")),
+        "empty": jax.device_put(host((0, 8)), sharding((8,), None, "a")),
+        "scalar": jax.device_put(host(()), sharding((8,))),
+        "kind": jax.device_put(host((24, 16)), sharding((8,), "a")),
+        "numpy": host((8,)),
+        "keys": keys,
+    }
+    wanted = dict.fromkeys(tree, sharding((2,), order=(5, 1)))
+    wanted |= {"steps": sharding((2, 4), "b", "a"), "kind": sharding((4,), "a", kind="unpinned_host")}
+    wanted |= dict.fromkeys(("smaller", "bits"), sharding((2, 3), "b", "a", order=(5, 1, 3, 0, 7, 2)))
+    return tree, wanted
+
+
+def surroundings():
+    return jax.transfer_guard("disallow"), jax.transfer_guard("log"), jax.disable_jit()
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 13000])
+@pytest.mark.parametrize("around", range(len(surroundings())), ids=["disallow", "log", "disable_jit"])
+def test_a_move_is_what_was_asked_for(way, around, limit_bytes, capfd):
+    tree, wanted = moves_of_all_kinds()
+    numbers = lambda tree: tree | {"keys": jax.random.key_data(tree["keys"])}
+    expected = jax.tree.map(np.asarray, numbers(tree))
+    with surroundings()[around]:
+        moved = reshard(tree, wanted, memory_limit_bytes=limit_bytes)
+    assert "transfer" not in capfd.readouterr().err
+    assert all(leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim) for name, leaf in moved.items())
+    assert_equal(numbers(moved), expected)
+
+
+def test_guards_against_explicit_copies_stop_a_move():
+    x = jax.device_put(host((8,)), sharding((8,), "a"))
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(MoveError, match="Disallowed host-to-device transfer"):
+        reshard(x, sharding((4,), "a"))
+
+
+def test_donation_frees_what_moved_and_only_that(way):
+    source = put(state(), sharding((8,), "a"))
+    stays = jax.device_put(host((8,)), sharding((8,), "a"))
+    moved = reshard(
+        {"s": source, "t": stays},
+        {"s": targets(source, sharding((2, 4), "b", "a"), None), "t": sharding((8,), "a")},
+        donate=True,
+    )
+    assert all(layer["w"].is_deleted() and not layer["b"].is_deleted() for layer in source["layers"])
+    assert not stays.is_deleted()
+    assert_equal(moved["s"], state())
+
+
+def test_an_array_that_is_in_the_tree_twice_is_donated_once(way):
+    shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    first, second = sharding((2, 4), "b", "a"), sharding((2, 4), None, "b")
+    moved = reshard({"a": shared, "b": shared, "c": shared}, {"a": first, "b": second, "c": first}, donate=True)
+    assert moved["a"] is moved["c"] and shared.is_deleted()
+    assert_equal(moved, dict.fromkeys("abc", host((8, 8))))
+
+
+@pytest.mark.parametrize("stay", ["in place", "relabel"])
+def test_an_array_that_also_stays_is_not_donated(way, stay):
+    shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    here = shared.sharding if stay == "in place" else NamedSharding(mesh((8,), "z"), P("z"))
+    wanted = {"moves": sharding((2, 4), "b", "a"), "held": here, "parked": sharding((8,), "a", kind="pinned_host")}
+    moved = reshard(dict.fromkeys(wanted, shared), wanted, donate=True)
+    assert_equal(moved, dict.fromkeys(wanted, host((8, 8))))
+    assert moved["held"].sharding == here
+
+
+def test_without_donation_the_source_lives(way):
+    source = put(state(), sharding((8,), "a"))
+    reshard(source, targets(source, sharding((2, 4), "b", "a"), sharding((4, 2))))
+    assert_equal(source, state())
+
+
+@pytest.mark.parametrize("limit_bytes", [3000, 10**4, 10**6])
+def test_a_memory_limit_changes_no_value(through_programs, limit_bytes):
+    source = put(state(), sharding((8,), "a"))
+    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
+    moved = reshard(source, wanted, memory_limit_bytes=limit_bytes)
+    assert_equal(moved, state())
+    assert moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"]
+
+
+def test_slices_keep_the_bits_of_every_nan(through_programs):
+    bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
+    x = jax.device_put(bits.view(jnp.bfloat16), sharding((8,), "a"))
+    moved = reshard(x, sharding((2, 4), "b", "a"), memory_limit_bytes=20_000)
+    np.testing.assert_array_equal(np.asarray(moved).view(np.uint16), bits)
+
+
+def test_a_leaf_that_is_larger_than_the_limit_moves_in_slices(through_programs, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        move_module, "move_group", lambda xs, *args, **kw: seen.append(xs[0].shape) or group(xs, *args, **kw)
+    )
+    group = move_module.move_group
+    x = jax.device_put(host((64, 64)), sharding((8,), "a"))
+    moved = reshard(x, sharding((2, 4), "b", "a"), memory_limit_bytes=4096, donate=True)
+    assert len(seen) > 1 and all(np.prod(shape) * 4 < 4096 for shape in seen)
+    assert x.is_deleted()
+    np.testing.assert_array_equal(moved, host((64, 64)))
+    assert moved.sharding == sharding((2, 4), "b", "a")
+
+
+def least_in(error):
+    (least,) = re.findall(r"pass `memory_limit_bytes=(\d+)` or more", str(error.value))
+    return int(least)
+
+
+def test_a_limit_that_no_slices_reach_is_an_error_with_one_that_works(through_programs):
+    source = put(state() | {"v": host((16, 8)), "fits": host((8,))}, sharding((8,), "a"))
+    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
+    wanted["fits"] = sharding((8,), "a")
+    with pytest.raises(
+        MoveError,
+        match=r"leaf `layers/0/w`, float32\[24, 16\], needs 960 bytes beside its source and target: even in 8 slices "
+        r"of shape \(24, 2\), the finest; `memory_limit_bytes=100` is too little for it and 6 more. Nothing was moved",
+    ) as error:
+        reshard(source, wanted, memory_limit_bytes=100, donate=True)
+    assert error.value.moved == {}
+    assert not any(x.is_deleted() for x in jax.tree.leaves(source) if isinstance(x, jax.Array))
+    least = least_in(error)
+    with pytest.raises(MoveError, match="is too little for it and 2 more"):
+        reshard(source, wanted, memory_limit_bytes=least - 1)
+    moved = reshard(source, wanted, memory_limit_bytes=least, donate=True)
+    assert_equal(moved["layers"], state()["layers"])
+
+
+def test_the_faq_shows_the_error_as_it_is(through_programs):
+    state = {"w": jax.device_put(jnp.ones((64, 8192)), sharding((8,), "a"))}
+    state["b"] = jax.device_put(jnp.ones((8192, 8)), sharding((8,), "a"))
+    with pytest.raises(MoveError) as error:
+        reshard(state, sharding((8,), None, "a"), memory_limit_bytes=512)
+    assert f"MoveError: {error.value}" in Path(__file__).parents[2].joinpath("docs", "faq.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "source, target, why",
+    [
+        (lambda: sharding((8,), "a"), lambda: sharding((2, 4), "b", "a", kind="pinned_host"), "in pinned_host memory"),
+        (lambda: sharding((8,), "a", kind="pinned_host"), lambda: sharding((4,), "a"), "in pinned_host memory"),
+        (
+            lambda: sharding((4,), "a"),
+            lambda: jax.sharding.SingleDeviceSharding(jax.devices()[5]),
+            "a SingleDeviceSharding does not say how to slice it",
+        ),
+        (lambda: sharding((8,), "a"), lambda: sharding((2, 4), "a"), "its dimensions cannot be cut further"),
+    ],
+)
+def test_what_moves_whole_says_why_and_within_which_limit(through_programs, source, target, why):
+    x = jax.device_put(host((8,) if "cut further" in why else (16, 16)), source())
+    with pytest.raises(MoveError, match=f"it moves whole, as .*{why}") as error:
+        reshard(x, target(), memory_limit_bytes=10)
+    with pytest.raises(MoveError, match="Nothing was moved"):
+        reshard(x, target(), memory_limit_bytes=least_in(error) - 1)
+    np.testing.assert_array_equal(reshard(x, target(), memory_limit_bytes=least_in(error)), x)
+
+
+def test_copies_in_the_memory_of_the_host_need_no_room_beside():
+    source = put(state(), sharding((8,), "a"))
+    moved = reshard(source, targets(source, sharding((2, 3), "b", "a"), sharding((4,))), memory_limit_bytes=0)
+    assert_equal(moved, state())
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        (lambda: sharding((8,), "a"), lambda: sharding((2, 4), "b", "a")),
+        (lambda: sharding((2, 4), "a", "b"), lambda: sharding((2, 4), "b", "a")),
+        (lambda: sharding((2, 4), "b", "a"), lambda: sharding((8,))),
+        (lambda: sharding((8,)), lambda: sharding((8,), None, "a")),
+        (lambda: sharding((8,), "a"), lambda: sharding((4,), None, "a", order=(7, 6, 5, 4))),
+        (lambda: sharding((2,), "a", order=(3, 1)), lambda: sharding((8,))),
+        (lambda: sharding((6,), "a"), lambda: sharding((2, 4), "b", "a")),
+        (lambda: sharding((2, 3), "b"), lambda: sharding((2,), "a", order=(7, 1))),
+    ],
+)
+def test_what_a_move_says_it_needs_covers_what_its_program_allocates(source, target):
+    shape, dtype = (480, 960), np.dtype("float32")
+    move = move_module.move_of(shape, dtype, source(), target(), (), False)
+    if move.transfer is None:
+        steps = choose_module.steps_program(shape, dtype, source(), target())
+        allocated = temp_bytes(choose_module.lowered(steps, shape, dtype, source(), target()))
+        choice = choose_module.choose(shape, dtype, source(), target())
+        allocated = choice.xla_temp_bytes if choice.how == "xla" else allocated
+    else:
+        program = move.transfer.program
+        blocks = (len(program.devices) * program.source_shape[0], *program.source_shape[1:])
+        allocated = temp_bytes(program.jitted.lower(jax.ShapeDtypeStruct(blocks, dtype, sharding=program.sharding)))
+    devices = len(move.src.device_set | move.dst.device_set)
+    assert allocated is not None and 0 < allocated <= move.extra_bytes // devices + choose_module._SLACK_BYTES
+
+
+def temp_bytes(lowered):
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_slices_cut_every_block_alike(data):
+    specs = [P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(), P("a", "b")]
+    src, dst = (
+        NamedSharding(mesh(data.draw(st.sampled_from([(2, 2), (2, 4), (3, 2)]))), data.draw(st.sampled_from(specs)))
+        for _ in range(2)
+    )
+    shape = (48, 96)
+    count = data.draw(st.integers(1, 20))
+    found = slices_of(shape, src, dst, count)
+    assert found is not None
+    assert found.parts >= count or max(shape) // 8 < count
+    for end in (src, dst):
+        end.shard_shape(found.shape)
+    assert np.prod(found.shape) * found.parts == np.prod(shape)
+
+
+def test_what_has_no_room_cannot_be_sliced():
+    assert slices_of((8,), sharding((8,), "a"), sharding((8,)), 2) is None
+
+
+def test_between_device_sets_through_programs(through_programs):
+    x = jax.device_put(host((24, 8)), sharding((8,), "a"))
+    moved = reshard(x, sharding((2, 3), "b", "a", order=(5, 4, 3, 2, 1, 0)), memory_limit_bytes=1400)
+    np.testing.assert_array_equal(moved, host((24, 8)))
+
+
+def spread_out():
+    """Leaves on four replicas, each to a device of its own, and some with a choice of two of the four."""
+    replicas, pairs = sharding((4,)), sharding((2, 2), "a")
+    source = {f"r{i}": jax.device_put(host((8, 8), i), replicas) for i in range(4)}
+    source |= {f"p{i}": jax.device_put(host((8, 8), i), pairs) for i in range(4)}
+    alone = [NamedSharding(mesh((1,), order=(4 + i,)), P()) for i in range(4)]
+    return source, {name: alone[int(name[1])] for name in source}
+
+
+def test_senders_are_balanced_over_the_whole_tree(through_programs):
+    source, wanted = spread_out()
+    made = plan_reshard(source, wanted)
+    sent = Counter()
+    for (sender, _), size in made.links.items():
+        sent[sender] += size
+    assert sent == dict.fromkeys(range(4), 2 * 256)
+    leaves = jax.tree.leaves(source)
+    job = reshard_module._job(leaves, jax.tree.leaves(wanted), jax.tree.structure(source), ())
+    links = Counter()
+    for move, places in job.moves.items():
+        assert move.how == "rounds" and move.transfer is not None
+        for (sender, receiver), size in move.transfer.tiles.links.items():
+            pair = tuple(move.transfer.devices[place].id for place in (sender, receiver))
+            links[pair] += size * len(places)
+    assert links == made.links
+    for limit in (None, 2000):
+        assert_equal(reshard(source, wanted, memory_limit_bytes=limit), {k: host((8, 8), int(k[1])) for k in source})
+
+
+def test_balanced_senders_need_no_more_programs(through_programs):
+    source, wanted = spread_out()
+    jobs = [
+        reshard_module._job(jax.tree.leaves(tree), jax.tree.leaves(to), jax.tree.structure(tree), ())
+        for tree, to in [(source, wanted), ([source, source], [wanted, wanted]), (source, wanted)]
+    ]
+    assert [len(job.moves) for job in jobs] == [8, 8, 8]
+    # The same objects, so that what one call compiled serves the next.
+    assert list(jobs[0].moves) == list(jobs[2].moves)
+
+
+def test_balanced_plans_without_devices_agree_with_plans_on_devices():
+    tree = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in "abcd"}
+    ends = [
+        plan(tree, MeshSpec({"x": size}), paths=PathRules([("a|b", first), (".*", second)]))
+        for size, first, second in ((4, P(), P()), (8, P("x"), P(None, "x")))
+    ]
+    live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in ends]
+    bare, there = plan_reshard(*ends), plan_reshard(*live)
+    assert bare.links == there.links
+    sent = Counter()
+    for (sender, _), size in bare.links.items():
+        sent[sender] += size
+    assert max(sent.values()) == min(sent.values()) == 4 * 32
+
+
+def test_a_failure_in_the_middle_says_what_moved(monkeypatch):
+    source = put(state(), sharding((8,), "a"))
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return move_module.apply(*args, **kwargs)
+
+    monkeypatch.setattr(reshard_module, "apply", failing)
+    with pytest.raises(
+        MoveError,
+        match=r"stopped at leaf `layers/2/b` .*RESOURCE_EXHAUSTED.* after 2 of 6 leaves: `layers/0/b`, `layers/1/b`; "
+        "the tree itself is untouched",
+    ) as caught:
+        reshard(source, targets(source, sharding((2, 4), "b", "a"), sharding((2,), "a")))
+    assert list(caught.value.moved) == ["layers/0/b", "layers/1/b"]
+    np.testing.assert_array_equal(caught.value.moved["layers/1/b"], host((24,), 1))
+    assert_equal(source, state())
+
+
+def test_a_failure_with_donation_keeps_what_moved(monkeypatch):
+    source = put({"a": host((8,)), "b": host((16,))}, sharding((8,), "a"))
+
+    def failing(move, x, **kwargs):
+        if x.shape == (16,):
+            raise MemoryError("no room")
+        return move_module.apply(move, x, **kwargs)
+
+    monkeypatch.setattr(reshard_module, "apply", failing)
+    with pytest.raises(MoveError, match="the sources of these were donated") as caught:
+        reshard(source, sharding((4,), "a"), donate=True)
+    np.testing.assert_array_equal(caught.value.moved["a"], host((8,)))
+    np.testing.assert_array_equal(source["b"], host((16,)))
+
+
+@pytest.mark.parametrize(
+    "leaf, wanted, error, message",
+    [
+        (
+            lambda: host((6, 4)),
+            lambda: sharding((4,), "a"),
+            SpecError,
+            r"`w`: dim 0 of shape \(6, 4\) does not divide into the 4 pieces .* pad it to 8",
+        ),
+        (lambda: host((8,)), lambda: sharding((4,), None, "a"), SpecError, "`w`: .* more entries than the shape"),
+        (
+            lambda: jnp.zeros((8,), jnp.int2),
+            lambda: sharding((4,), "a"),
+            LeafTypeError,
+            "`w`: arrays of dtype int2 cannot be moved",
+        ),
+        (lambda: host((8,)), lambda: P("a"), LeafTypeError, "`dst` holds .* at `w`, which is no sharding"),
+        (
+            lambda: host((8,)),
+            lambda: NamedSharding(MeshSpec({"a": 4}).abstract(), P("a")),
+            MeshError,
+            "`w`: the target .* without devices; use `plan.on",
+        ),
+    ],
+)
+def test_errors_come_before_anything_moves(leaf, wanted, error, message):
+    source = {"v": jax.device_put(host((8,)), sharding((8,), "a")), "w": jax.device_put(leaf(), jax.devices()[0])}
+    with pytest.raises(error, match=message):
+        reshard(source, {"v": sharding((4,), "a"), "w": wanted()}, donate=True)
+    assert not source["v"].is_deleted()
+
+
+def test_a_tree_that_is_one_array_has_no_path_to_name():
+    source, target = jax.device_put(host((8,)), sharding((8,), "a")), sharding((3,), "a")
+    for move in (reshard, plan_reshard):
+        with pytest.raises(SpecError, match=r"^the array: dim 0 of shape \(8,\)"):
+            move(source, target)
+    with pytest.raises(LeafTypeError, match="^the array of `src` has no sharding"):
+        plan_reshard(jax.ShapeDtypeStruct((8,), jnp.float32), target)
+
+
+def test_a_failure_of_one_array_says_so(through_programs):
+    source = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    with pytest.raises(MoveError, match=r"^the array, float32\[8, 8\], needs "):
+        reshard(source, sharding((4,), None, "a"), memory_limit_bytes=1)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.array, jnp.int32, int], ids=str)
+def test_a_memory_limit_is_any_whole_number(through_programs, number):
+    source, target = jax.device_put(host((24, 16)), sharding((8,), "a")), sharding((4,), "a")
+    with pytest.raises(MoveError, match="needs") as error:
+        reshard(source, target, memory_limit_bytes=number(1))
+    assert "`memory_limit_bytes=1`" in str(error.value)
+    np.testing.assert_array_equal(reshard(source, target, memory_limit_bytes=number(least_in(error))), source)
+
+
+@pytest.mark.parametrize(
+    "limit, error, message",
+    [
+        ("1GB", LeafTypeError, "must be a whole number, not '1GB' of type str; give a number of bytes, such as"),
+        (1e9, LeafTypeError, "must be a whole number, not 1000000000.0 of type float; give a number of bytes"),
+        (-1, MoveError, "`memory_limit_bytes=-1` is negative. Nothing was moved; give a number of bytes, such as"),
+    ],
+)
+def test_a_memory_limit_that_is_none(limit, error, message, as_users_run_it):
+    with pytest.raises(error, match=message):
+        reshard(jax.device_put(host((8,)), sharding((8,), "a")), sharding((8,), "a"), memory_limit_bytes=limit)
+
+
+def test_sums_that_are_not_taken_yet_are_an_error():
+    """A move of their summands would read one device's for the sum."""
+    end = mesh((2, 4), axis_types=(AxisType.Explicit,) * 2)
+    left, right = (jax.device_put(host((8, 8)), NamedSharding(end, spec)) for spec in (P("a", "b"), P("b")))
+    unreduced, reduced = NamedSharding(end, P("a", unreduced=frozenset({"b"}))), NamedSharding(end, P("a"))
+    sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(left, right)
+    plain = jax.device_put(host((8, 8)), reduced)
+    message = r"leaf `w`: .* has the unreduced axes \['b'\].*; add it up first with `jax.sharding.reshard\(x, "
+    for move in (reshard, plan_reshard):
+        for source, target in ((sums, reduced), (plain, unreduced), (sums, sharding((4,), "a"))):
+            with pytest.raises(SpecError, match=message):
+                move({"w": source}, {"w": target})
+        with pytest.raises(SpecError, match=message):
+            move({"w": sums}, {"w": sums.sharding}, lost=[gone()])
+    with pytest.raises(SpecError, match=message):
+        reshard({"w": host((8, 8))}, {"w": unreduced})
+    assert reshard(sums, sums.sharding) is sums
+    assert plan_reshard(sums, sums.sharding).in_place == ("",)
+    assert_equal(reshard(jax.sharding.reshard(sums, reduced), sharding((4,), "a")), host((8, 8)) @ host((8, 8)))
+
+
+def test_another_tree_is_an_error():
+    source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
+    with pytest.raises(PlanMismatchError, match="`dst` is no prefix of the tree"):
+        reshard(source, {"w": sharding((8,), "a")})
+    with pytest.raises(PlanMismatchError, match="the plan has no `v`"):
+        reshard(source, plan({"w": host((8,))}, mesh((8,)), paths=PathRules([("w", P("a"))])))
+    with pytest.raises(PlanMismatchError, match="has no devices"):
+        reshard(source, plan(source, MeshSpec({"a": 8}), paths=PathRules([("v", P("a"))])))
+
+
+def test_lost_shards_are_named_with_their_leaf():
+    source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
+    with pytest.raises(MeshError, match=r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\]"):
+        reshard(source, sharding((2,), "a"), lost=jax.devices()[3:4])
+
+
+def gone():
+    return jax.devices()[0]
+
+
+@pytest.mark.parametrize(
+    "lost, message",
+    [
+        (lambda: [0, 1], r"`lost` holds 0, of type int, not a device; give an iterable of jax devices, such as `lost="),
+        (lambda: gone(), "`lost` must be of type Iterable, not .*Device; give an iterable of jax devices, such as"),
+        (lambda: None, "`lost` must be of type Iterable, not NoneType"),
+        (lambda: "cpu:0", "`lost` holds 'c', of type str, not a device"),
+        (lambda: [gone(), {gone()}], "`lost` holds .*, of type set, not a device"),
+    ],
+)
+def test_lost_must_be_devices(lost, message, as_users_run_it):
+    source, target = jax.device_put(host((8,)), sharding((8,))), sharding((8,), "a")
+    for move in (reshard, plan_reshard):
+        with pytest.raises(LeafTypeError, match=message):
+            move(source, target, lost=lost())
+
+
+def test_lost_may_be_any_iterable_of_devices():
+    tree = [struct((8,), sharding((8,))), struct((16,), sharding((8,)))]
+    for lost in (iter, frozenset, np.array):
+        made = plan_reshard(tree, sharding((8,), "a"), lost=lost([gone()]))
+        assert 0 not in [sender for sender, _ in made.links] and made.wire_bytes
+        arrays = jax.tree.map(lambda x: jax.device_put(host(x.shape), x.sharding), tree)
+        assert_equal(reshard(arrays, sharding((8,), "a"), lost=lost([gone()])), [host((8,)), host((16,))])
+
+
+# Memory kinds
+
+
+def test_offloading_by_regex_and_back():
+    source = put(state(), sharding((8,), "a"))
+    made = plan(
+        source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())]), memory_kinds=[("w$", "pinned_host")]
+    )
+    there = reshard(source, made)
+    assert [layer["w"].sharding.memory_kind for layer in there["layers"]] == ["pinned_host"] * 3
+    assert there["layers"][0]["b"] is source["layers"][0]["b"]
+    assert_equal(there, state())
+    back = reshard(there, plan(source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())])), donate=True)
+    assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host" and there["layers"][0]["w"].is_deleted()
+    assert_equal(back, state())
+
+
+def test_memory_kind_and_layout_change_together(way):
+    x = jax.device_put(host((24, 8)), sharding((8,), "a"))
+    there = reshard(x, sharding((2, 4), "b", "a", kind="pinned_host"))
+    assert there.sharding == sharding((2, 4), "b", "a", kind="pinned_host")
+    back = reshard(there, sharding((2, 3), "b"))
+    np.testing.assert_array_equal(back, host((24, 8)))
+
+
+def test_offloads_are_bounded_in_flight(monkeypatch):
+    pending = []
+    monkeypatch.setattr(
+        reshard_module._Window,
+        "add",
+        lambda self, array, move, add=reshard_module._Window.add: (
+            add(self, array, move),
+            pending.append((self.bytes, len(self.pending))),
+        ),
+    )
+    source = [jax.device_put(host((64,), i), sharding((8,), "a")) for i in range(40)]
+    reshard(source, sharding((8,), "a", kind="pinned_host"), memory_limit_bytes=100)
+    assert (
+        len(pending) == 40 and max(size for size, _ in pending) <= 100 + 32 and max(count for _, count in pending) > 1
+    )
+
+
+# Traced values
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_traced_values_move_and_differentiate(kind):
+    made = mesh((2, 4), axis_types=(kind,) * 2)
+    src, dst = NamedSharding(made, P("a", "b")), NamedSharding(made, P("b"))
+    x = jax.device_put(host((8, 8)), src)
+
+    @jax.jit
+    def loss(x):
+        moved = reshard({"x": x, "n": 3}, {"x": dst, "n": None}, src={"x": src, "n": None})["x"]
+        return jnp.sum(moved * moved)
+
+    with jax.set_mesh(made):
+        np.testing.assert_allclose(jax.grad(loss)(x), 2 * host((8, 8)))
+
+
+def test_traced_values_must_go_to_a_named_sharding_with_a_source():
+    x = jax.device_put(host((8, 8)), sharding((2, 4), "a"))
+    with pytest.raises(SpecError, match="leaf `w`: inside `jit` an array can only move to a NamedSharding"):
+        jax.jit(lambda x: reshard({"w": x}, jax.sharding.SingleDeviceSharding(jax.devices()[0])))(x)
+    with pytest.raises(SpecError, match="leaf `w`: .*pass `src=`"):
+        jax.jit(lambda x: reshard({"w": x}, sharding((2, 4), "b")))(x)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.9 cannot end a jitted CPU program in host memory")
+def test_offloading_inside_jit():
+    src, dst = sharding((2, 4), "a"), sharding((2, 4), "b", kind="pinned_host")
+    moved = jax.jit(lambda x: reshard(x, dst, src=src))(jax.device_put(host((8, 8)), src))
+    assert moved.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(moved, host((8, 8)))
+
+
+# plan_reshard
+
+
+def struct(shape, target, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=target)
+
+
+def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
+    src = {"w": struct((16, 8), sharding((8,), "a")), "b": struct((16,), sharding((8,), "a"))}
+    dst = {"w": struct((16, 8), sharding((8,), None, "a")), "b": struct((16,), sharding((8,), "a"))}
+    made = plan_reshard(src, dst)
+    assert made.in_place == ("b",) and made.moves == 1
+    (leaf,) = [leaf for leaf in made.leaves if leaf.path == "w"]
+    assert [step.kind for step in leaf.steps] == ["all_to_all"] and list(made.steps) == ["w"]
+    # Each device has 64 bytes, keeps an eighth and gets the rest.
+    assert made.wire_bytes == made.lower_bound_bytes == 56
+    assert made.peak_bytes == leaf.peak_bytes + 8 == 136
+    text = str(made)
+    assert "all_to_all" in text and "1 arrays need nothing: b" in text
+
+
+def test_rows_of_the_table_tell_layers_of_different_shapes_apart():
+    source, target = sharding((8,), "a"), sharding((2, 4), "b", "a")
+    shapes = ((16, 8), (8, 16))
+    mlp = {"layers": [{"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=source)} for shape in shapes]}
+    tree = {"blocks": [mlp] * 3}
+    lines = str(plan_reshard(tree, jax.tree.map(lambda _: target, tree))).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["blocks/{0..2}/layers/0/w", "blocks/{0..2}/layers/1/w"]
+
+
+def test_a_plan_between_device_sets_shows_tiles_and_links():
+    src = struct((12, 8), sharding((3,), "a"))
+    made = plan_reshard(src, struct((12, 8), sharding((2,), "a", order=(6, 7))))
+    (leaf,) = made.leaves
+    assert leaf.how == "tiles" and leaf.tiles is not None
+    assert made.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
+    assert made.busiest_sender == (0, 128) and made.wire_bytes == 192
+    assert "busiest sender: device 0 with 128 B" in str(made) and "0 -> 6: 128 B" in str(made)
+    assert leaf.tiles.tiles[1].source == ((0, 2), (0, 8)) and leaf.tiles.tiles[1].target == ((4, 6), (0, 8))
+
+
+def test_links_between_shardings_without_axes():
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[5])
+    made = plan_reshard(struct((8,), single), struct((8,), sharding((2,), "a")))
+    assert made.links == {(5, 0): 16, (5, 1): 16}
+
+
+def test_plans_without_devices_agree_with_plans_on_devices():
+    tree = {"w": jax.ShapeDtypeStruct((24, 16), jnp.float32), "b": jax.ShapeDtypeStruct((24,), jnp.bfloat16)}
+    rules = PathRules([("w", P("x", "y")), ("b", P("x"))])
+    for small in ({"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 6, "y": 1}):
+        ends = [plan(tree, MeshSpec(axes), paths=rules) for axes in ({"x": 8, "y": 1}, small)]
+        live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in ends]
+        bare, there = plan_reshard(*ends), plan_reshard(*live)
+        for field in ("wire_bytes", "lower_bound_bytes", "links", "peak_bytes", "in_place", "moves"):
+            assert getattr(bare, field) == getattr(there, field), field
+
+
+def test_plans_on_several_slices_say_what_crosses():
+    tree = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    specs = P(("slices", "chips")), P(None, "chips")
+    ends = {}
+    for slices in (1, 2):
+        target = MeshSpec({"slices": 2, "chips": 4}, dcn={"slices": slices})
+        ends[slices] = [plan(tree, target, paths=PathRules([("w", spec)])) for spec in specs]
+    apart, together = plan_reshard(*ends[2]), plan_reshard(*ends[1])
+    # A slice holds half of the array, each device of it takes in an eighth of the other half: 64 * 64 * 4 / 2 / 4.
+    assert apart.leaves[0].dcn_bytes == apart.dcn_bytes == 64 * 64 * 4 // 2 // 4
+    assert together.dcn_bytes == 0 and together.wire_bytes <= apart.wire_bytes
+    assert "at the peak; 2 KiB of what enters come from other slices" in str(apart)
+    assert "other slices" not in str(together)
+    assert plan_reshard(ends[2][0], ends[1][1].structs).dcn_bytes == apart.dcn_bytes
+
+
+def test_plans_and_trees_can_be_mixed():
+    tree = {"w": jax.device_put(host((8, 8)), sharding((8,), "a")), "n": "no array"}
+    made = plan(tree, mesh((8,)), paths=PathRules([("w", P(None, "a"))]))
+    expected = plan_reshard(tree, made)
+    assert expected.wire_bytes == plan_reshard(tree, {"w": made.shardings["w"], "n": None}).wire_bytes > 0
+    assert plan_reshard(made, tree).wire_bytes == expected.wire_bytes
+
+
+def test_a_plan_of_other_memory_costs_no_wire():
+    made = plan_reshard(struct((8,), sharding((8,), "a")), struct((8,), sharding((8,), "a", kind="pinned_host")))
+    assert made.wire_bytes == 0 and made.in_place == () and made.leaves[0].how == "memory kind"
+
+
+ENDS = {
+    "rows": lambda: sharding((8,), "a"),
+    "columns": lambda: sharding((8,), None, "a"),
+    "grid": lambda: sharding((2, 4), "b", "a"),
+    "replicas": lambda: sharding((2, 4)),
+    "half": lambda: sharding((2, 2), "b", "a"),
+    "turned": lambda: sharding((8,), "a", order=(7, 6, 5, 4, 3, 2, 1, 0)),
+    "other names": lambda: NamedSharding(mesh((8,), "z"), P("z")),
+    "hosted rows": lambda: sharding((8,), "a", kind="pinned_host"),
+    "hosted grid": lambda: sharding((2, 4), "b", "a", kind="pinned_host"),
+    "hosted half": lambda: sharding((2, 2), "b", "a", kind="pinned_host"),
+    "alone": lambda: sharding((1,)),
+    "single": lambda: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+}
+
+
+@pytest.mark.parametrize("ours", list(ENDS))
+@pytest.mark.parametrize("theirs", list(ENDS))
+def test_a_plan_says_how_a_move_is_made(ours, theirs):
+    src, dst = ENDS[ours](), ENDS[theirs]()
+    shape = (16, 16)
+    move = move_module.move_of(shape, np.dtype("float32"), src, dst, (), False)
+    (leaf,) = plan_reshard(struct(shape, src), struct(shape, dst)).leaves
+    assert leaf.how == {"rounds": "tiles", "pieces": "tiles"}.get(move.how, move.how)
+    assert leaf.steps == (move.plan.steps if move.plan is not None else ())
+    assert (leaf.source_bytes, leaf.target_bytes) == (move.source_bytes, move.target_bytes)
+    # What is in the devices' memory is counted, and beside it at most what the limit is checked against.
+    ends = sum(leaf.held_bytes)
+    assert ends - min(leaf.held_bytes) <= leaf.peak_bytes <= ends + move.extra_bytes
+    bare = [
+        NamedSharding(end.mesh.abstract_mesh, end.spec, memory_kind="pinned_host" if "hosted" in name else None)
+        for name, end in ((ours, src), (theirs, dst))
+        if isinstance(end, NamedSharding) and name != "turned"
+    ]
+    if len(bare) == 2 and "other names" not in (ours, theirs):
+        (other,) = plan_reshard(struct(shape, bare[0]), struct(shape, bare[1])).leaves
+        assert (other.how, other.held_bytes, other.peak_bytes) == (leaf.how, leaf.held_bytes, leaf.peak_bytes)
+
+
+def test_host_memory_is_counted_apart():
+    rows, away = sharding((8,), "a"), sharding((8,), "a", kind="pinned_host")
+    out = plan_reshard([struct((64, 8), rows)] * 4, [struct((64, 8), away)] * 3 + [struct((64, 8), rows)])
+    shard = 256
+    assert (out.peak_bytes, out.peak_bytes_donated, out.host_bytes) == (4 * shard, 4 * shard, 3 * shard)
+    back = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), rows)] * 4)
+    assert (back.peak_bytes, back.peak_bytes_donated, back.host_bytes) == (4 * shard, 4 * shard, 4 * shard)
+    # The layout changes on the devices, to which the source is copied: one array's at a time.
+    turned = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), sharding((8,), None, "a"))] * 4)
+    assert turned.peak_bytes == 5 * shard and turned.host_bytes == 4 * shard
+
+
+def test_plans_count_the_data_of_typed_keys():
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 16), sharding((8,), "a"))
+    (leaf,) = plan_reshard(keys, sharding((4,), "a")).leaves
+    assert leaf.how == "tiles" and leaf.target_bytes == 4 * 2 * 4
+
+
+def test_donation_lowers_the_planned_peak():
+    src = {str(i): struct((64, 8), sharding((8,), "a")) for i in range(4)}
+    made = plan_reshard(src, {str(i): struct((64, 8), sharding((8,), None, "a")) for i in range(4)})
+    shard = 256
+    assert made.peak_bytes == 8 * shard and made.peak_bytes_donated == 5 * shard
+
+
+def test_planned_losses_are_listed():
+    made = plan_reshard(struct((8,), sharding((8,), "a")), struct((8,), sharding((2,), "a")), lost=jax.devices()[3:4])
+    assert made.missing == {"": (((3, 4),),)}
+    assert "lost: `` [3:4]" in str(made)
+
+
+def test_plans_of_different_trees_are_an_error():
+    a, b = struct((8,), sharding((8,), "a")), struct((16,), sharding((8,), "a"))
+    with pytest.raises(PlanMismatchError, match=r"leaf `x` is float32\[8\] in `src` and float32\[16\] in `dst`"):
+        plan_reshard({"x": a}, {"x": b})
+    small = struct((8,), sharding((4,), "a"), jnp.bfloat16)
+    message = r"leaf `x` is float32\[8\] in `src` and bfloat16\[8\] in `dst`; a move changes neither"
+    rules = PathRules([(".*", P("a"))])
+    for target in ({"x": small}, plan({"x": small}, mesh((4,)), paths=rules)):
+        with pytest.raises(PlanMismatchError, match=message):
+            plan_reshard({"x": a}, target)
+    with pytest.raises(PlanMismatchError, match="`y` is only in one of them"):
+        plan_reshard(plan({"x": a, "y": a}, mesh((8,)), paths=rules), plan({"x": a}, mesh((8,)), paths=rules))
+    with pytest.raises(LeafTypeError, match="leaf `x` of `src` has no sharding"):
+        plan_reshard({"x": jax.ShapeDtypeStruct((8,), jnp.float32)}, {"x": a})
+    with pytest.raises(SpecError, match="leaf `x`: dim 0"):
+        plan_reshard({"x": struct((6,), sharding((2,), "a"))}, {"x": sharding((4,), "a")})

@@ -1,0 +1,223 @@
+import itertools as it
+import math
+import time
+
+import jax
+import numpy as np
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx._reshard.tiles.tile_map import Tile, TileMap, tile_map, volume
+
+
+def box(*intervals):
+    return tuple(intervals)
+
+
+def boxes_of(sharding, shape):
+    """The device and box of each shard, as JAX itself lays it out."""
+    return [
+        (device.id, tuple(index.indices(size)[:2] for index, size in zip(indices, shape, strict=True)))
+        for device, indices in sharding.devices_indices_map(shape).items()
+    ]
+
+
+@st.composite
+def layouts(draw, shape):
+    """A layout of `shape` over some devices, as (device, box) pairs: any grid, any assignment, with replicas."""
+    counts = [draw(st.sampled_from([c for c in range(1, size + 1) if size % c == 0] or [1])) for size in shape]
+    cells = list(
+        it.product(*[[(i * s // c, (i + 1) * s // c) for i in range(c)] for s, c in zip(shape, counts, strict=True)])
+    )
+    copies = draw(st.integers(1, 3))
+    devices = draw(st.permutations(range(2 * len(cells) * copies)))[: len(cells) * copies]
+    return list(zip(devices, cells * copies, strict=True))
+
+
+@st.composite
+def moves(draw):
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6]), max_size=3)))
+    return shape, draw(layouts(shape)), draw(layouts(shape))
+
+
+def put_together(shape, sources, targets, tiles):
+    """Carries the tiles out on numpy arrays; returns the shard of each target device."""
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    held = {device: whole[tuple(slice(*i) for i in b)] for device, b in sources}
+    built = {device: np.full([stop - start for start, stop in b], -1) for device, b in targets}
+    for tile in tiles:
+        target = built[tile.receiver]
+        piece = held[tile.sender][tuple(slice(*i) for i in tile.source)]
+        assert (target[tuple(slice(*i) for i in tile.target)] == -1).all()
+        target[tuple(slice(*i) for i in tile.target)] = piece
+        np.testing.assert_array_equal(piece, whole[tuple(slice(*i) for i in tile.box)])
+    return whole, built
+
+
+@settings(deadline=None, max_examples=200)
+@given(moves())
+def test_every_target_is_put_together_exactly_once(move):
+    shape, sources, targets = move
+    tiles = tile_map(8, sources, targets)
+    whole, built = put_together(shape, sources, targets, tiles.tiles)
+    assert not tiles.missing
+    for device, b in targets:
+        np.testing.assert_array_equal(built[device], whole[tuple(slice(*i) for i in b)])
+
+
+@settings(deadline=None, max_examples=200)
+@given(moves())
+def test_exactly_what_a_device_lacks_travels(move):
+    shape, sources, targets = move
+    held = dict(sources)
+    lacking = 0
+    for device, b in targets:
+        own = held.get(device)
+        overlap = (
+            0
+            if own is None
+            else math.prod(max(0, min(e, f) - max(s, t)) for (s, e), (t, f) in zip(own, b, strict=True))
+        )
+        lacking += volume(b) - overlap
+    tiles = tile_map(16, sources, targets)
+    assert tiles.wire_bytes == 2 * lacking
+    assert sum(tiles.sent_bytes.values()) == sum(tiles.received_bytes.values()) == 2 * lacking
+
+
+@settings(deadline=None, max_examples=100)
+@given(moves(), st.data())
+def test_lost_shards_are_named_exactly(move, data):
+    shape, sources, targets = move
+    kept = data.draw(st.lists(st.sampled_from(sources), unique=True, max_size=len(sources)))
+    tiles = tile_map(8, kept, targets)
+    have = np.zeros(shape, bool)
+    for _, b in kept:
+        have[tuple(slice(*i) for i in b)] = True
+    need = np.zeros(shape, bool)
+    for _, b in targets:
+        need[tuple(slice(*i) for i in b)] = True
+    missing = np.zeros(shape, bool)
+    for b in tiles.missing:
+        missing[tuple(slice(*i) for i in b)] = True
+    np.testing.assert_array_equal(missing, need & ~have)
+
+
+def best_busiest(groups):
+    """The least bytes of the busiest sender, by trying every choice; `groups` are (holders, piece sizes)."""
+    best = 0
+    for holders, pieces in groups:
+        loads = [
+            max(sum(p for p, h in zip(pieces, choice, strict=True) if h == holder) for holder in holders)
+            for choice in it.product(holders, repeat=len(pieces))
+        ]
+        best = max(best, min(loads))
+    return best
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_senders_are_balanced_within_four_thirds_of_the_optimum(replicas, sizes):
+    length = sum(sizes)
+    sources = [(device, box((0, length))) for device in range(replicas)]
+    edges = [0, *it.accumulate(sizes)]
+    targets = [(100 + i, box((edges[i], edges[i + 1]))) for i in range(len(sizes))]
+    busiest = tile_map(8, sources, targets).busiest_sender
+    assert busiest is not None
+    assert 3 * busiest[1] <= 4 * best_busiest([(tuple(range(replicas)), sizes)])
+
+
+def test_equal_pieces_are_balanced_exactly():
+    sources = [(device, box((0, 8))) for device in range(4)]
+    targets = [(device, box((i, i + 1))) for i, device in enumerate(range(10, 18))]
+    assert tile_map(32, sources, targets).sent_bytes == {0: 8, 1: 8, 2: 8, 3: 8}
+
+
+def test_a_device_takes_what_it_holds_itself():
+    whole = box((0, 4))
+    tiles = tile_map(8, [(0, whole), (1, whole)], [(1, whole), (2, whole)])
+    assert [(t.sender, t.receiver) for t in tiles.tiles] == [(1, 1), (0, 2)]
+    assert tiles.links == {(0, 2): 4}
+    assert tiles.busiest_sender == (0, 4)
+
+
+def test_senders_of_the_receivers_process_come_first():
+    whole = box((0, 4))
+    sources = [(device, whole) for device in (0, 1, 2, 3)]
+    targets = [(device, whole) for device in (10, 11, 12, 13, 20)]
+    process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
+    tiles = tile_map(8, sources, targets, process_of)
+    assert tiles.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
+
+
+def test_a_sender_that_was_busy_for_others_is_spared_by_its_own_process():
+    whole = box((0, 4))
+    process_of = {0: 0, 1: 0, 10: 1, 11: 0}
+    tiles = tile_map(8, [(0, whole), (1, whole)], [(10, whole), (11, whole)], process_of)
+    assert tiles.links == {(0, 10): 4, (1, 11): 4}
+
+
+def test_sub_byte_elements_are_counted_by_their_bits():
+    tiles = tile_map(4, [(0, box((0, 5)))], [(1, box((0, 5)))])
+    assert tiles.wire_bytes == 3
+
+
+def test_nothing_travels_in_an_empty_array():
+    assert tile_map(32, [(0, box((0, 0), (0, 4)))], [(1, box((0, 0), (0, 4)))]) == TileMap(())
+
+
+def test_scalars_are_one_tile():
+    assert tile_map(32, [(0, ())], [(1, ())]).tiles == (Tile(0, 1, (), (), (), 4),)
+
+
+def test_nothing_left_to_read_is_all_missing():
+    assert tile_map(8, [], [(1, box((0, 4))), (2, box((0, 4)))]).missing == (box((0, 4)),)
+
+
+def test_boxes_of_jax_shardings_agree_with_a_move_by_jax():
+    devices = np.array(jax.devices())
+    src = NamedSharding(Mesh(devices.reshape(2, 4), ("a", "b")), P("b", "a"))
+    dst = NamedSharding(Mesh(devices[[7, 2, 5]], ("c",)), P(None, "c"))
+    shape = (8, 6)
+    tiles = tile_map(32, boxes_of(src, shape), boxes_of(dst, shape))
+    _, built = put_together(shape, boxes_of(src, shape), boxes_of(dst, shape), tiles.tiles)
+    expected = jax.device_put(jax.device_put(np.arange(48).reshape(shape), src), dst)
+    for shard in expected.addressable_shards:
+        np.testing.assert_array_equal(built[shard.device.id], shard.data)
+
+
+def test_thousands_of_devices_take_no_product_of_sources_and_targets():
+    count = 4096
+    sources = [(i, box((4 * i, 4 * i + 4), (0, 64))) for i in range(count)]
+    targets = [(count + i, box((4 * i, 4 * i + 4), (0, 64))) for i in range(count)]
+    replicas = [(i, box((0, 4 * count), (0, 64))) for i in range(count)]
+    begin = time.process_time()
+    assert len(tile_map(32, sources, targets).tiles) == count
+    assert len(set(tile_map(32, replicas, targets).sent_bytes.values())) == 1
+    # A product of 4096 sources and targets takes half a minute; this is no measurement of speed.
+    assert time.process_time() - begin < 10
+
+
+def test_what_senders_have_sent_before_counts():
+    whole = box((0, 8))
+    sources, targets = [(device, whole) for device in range(3)], [(7, whole), (8, whole)]
+    senders = lambda sent: [tile.sender for tile in tile_map(8, sources, targets, ahead=sent).tiles]
+    assert senders(()) == [0, 1] and senders([(0, 8)]) == [1, 2] and senders([(0, 8), (1, 8)]) == [2, 0]
+
+
+def test_only_what_replicas_sent_more_than_each_other_matters():
+    left, right = box((0, 4)), box((4, 8))
+    made = tile_map(8, [(0, left), (1, left), (2, right)], [(7, box((0, 8)))])
+    assert made.replicas == ((0, 1),)
+    assert made.ahead({0: 10, 1: 10, 2: 99}) == () and made.ahead({0: 12, 1: 10}) == ((0, 2),)
+    # A device that has it takes it from itself.
+    assert tile_map(8, [(0, left), (1, left)], [(1, left)]).replicas == ()
+
+
+@given(moves(), st.dictionaries(st.integers(0, 40), st.integers(0, 10**6)))
+def test_earlier_loads_change_senders_only(move, sent):
+    _, sources, targets = move
+    plain = tile_map(8, sources, targets)
+    led = tile_map(8, sources, targets, ahead=plain.ahead(sent))
+    assert [tile[1:3] for tile in plain.tiles] == [tile[1:3] for tile in led.tiles]
+    assert led == tile_map(8, sources, targets, ahead=sent.items())
+    assert (plain.wire_bytes, plain.replicas) == (led.wire_bytes, led.replicas)

@@ -1,0 +1,291 @@
+import gc
+import itertools as it
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+from shardfx._errors import MeshError
+from shardfx._reshard.tiles import host_copies
+from shardfx._reshard.tiles.rounds import rounds
+from shardfx._reshard.tiles.tile_map import tile_map
+from shardfx._reshard.tiles.transfer import transfer, transfer_of
+
+
+WAYS = ("host", "rounds", "pieces")
+MESHES = [
+    ((0, 1, 2, 3, 4, 5, 6, 7), (8,)),
+    ((7, 6, 5, 4, 3, 2, 1, 0), (8,)),
+    ((0, 1, 2, 3, 4, 5, 6, 7), (2, 4)),
+    ((3, 1, 7, 5), (2, 2)),
+    ((6, 2, 4, 0, 5, 1), (2, 3)),
+    ((2, 6, 1), (3,)),
+    ((5,), (1,)),
+]
+
+
+def mesh(order, sizes):
+    return Mesh(np.asarray(jax.devices())[list(order)].reshape(sizes), ("a", "b")[: len(sizes)])
+
+
+def shardings(rank):
+    """Every way to put the axes of every mesh on `rank` dimensions."""
+    for order, sizes in MESHES:
+        made = mesh(order, sizes)
+        axes = made.axis_names
+        for places in it.product(range(-1, rank), repeat=len(axes)):
+            entries = [tuple(axis for axis, at in zip(axes, places, strict=True) if at == dim) for dim in range(rank)]
+            yield NamedSharding(made, P(*entries))
+            if len(axes) == 2 and places[0] == places[1] >= 0:
+                yield NamedSharding(made, P(*[entry[::-1] for entry in entries]))
+
+
+def values(shape, dtype=jnp.float32):
+    count = int(np.prod(shape))
+    return np.asarray(jnp.asarray(np.arange(count).reshape(shape) % 100).astype(dtype))
+
+
+def assert_is(array, expected, sharding):
+    assert array.sharding == sharding
+    assert array.shape == expected.shape and array.dtype == expected.dtype
+    for shard in array.addressable_shards:
+        assert shard.device in sharding.device_set
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_any_layout_to_any_other_on_any_devices(data):
+    src, dst = (data.draw(st.sampled_from(list(shardings(2)))) for _ in range(2))
+    way = data.draw(st.sampled_from(("host", "host", "pieces")))
+    expected = values((24, 24))
+    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
+
+
+@pytest.mark.parametrize("pair", range(8))
+def test_rounds_agree_with_numpy(pair):
+    pairs = list(it.product(list(shardings(2)), repeat=2))
+    src, dst = pairs[np.random.default_rng(pair).integers(len(pairs))]
+    expected = values((24, 24))
+    assert_is(transfer(jax.device_put(expected, src), dst, way="rounds"), expected, dst)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(), (12,), (12, 0), (12, 5, 6)])
+def test_every_rank_and_empty_dimensions(shape, way):
+    src = NamedSharding(mesh((0, 1, 2, 3), (2, 2)), P("a") if shape else P())
+    dst = NamedSharding(mesh((7, 3, 5), (3,)), P("a") if shape else P())
+    expected = values(shape)
+    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint16", "float8_e5m2", "bfloat16", "complex64"])
+def test_every_dtype(dtype, way):
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
+    expected = values((8, 6), dtype).copy()
+    if dtype in ("bfloat16", "float8_e5m2"):  # NaNs that arithmetic would replace by others
+        odd = np.array(0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}")
+        expected[:, 1] = odd.view(expected.dtype)
+    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prng_keys_stay_keys(way):
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    dst = NamedSharding(mesh((4, 2), (2,)), P("a"))
+    keys = jax.device_put(jax.random.split(jax.random.key(3, impl="rbg"), 8), src)
+    expected = jax.random.key_data(keys)
+    moved = transfer(keys, dst, way=way)
+    assert moved.sharding == dst and jax.random.key_impl(moved) == jax.random.key_impl(keys)
+    np.testing.assert_array_equal(jax.random.key_data(moved), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_to_one_device_and_back(way):
+    spread, alone = NamedSharding(mesh((0, 1, 2), (3,)), P("a")), SingleDeviceSharding(jax.devices()[6])
+    expected = values((6, 4))
+    there = transfer(jax.device_put(expected, spread), alone, way=way)
+    assert_is(there, expected, alone)
+    assert_is(transfer(there, spread, way=way), expected, spread)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ends", [("device", "pinned_host"), ("pinned_host", "device"), ("pinned_host", "pinned_host")])
+def test_memory_kinds_at_either_end(ends, way):
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"), memory_kind=ends[0])
+    dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"), memory_kind=ends[1])
+    expected = values((8, 6))
+    x = jax.device_put(expected, src)
+    moved = transfer(x, dst, way=way)
+    assert_is(moved, expected, dst)
+    assert {shard.data.sharding.memory_kind for shard in moved.addressable_shards} == {ends[1]}
+    assert not x.is_deleted()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("specs", [(P("a"), P("a")), (P("a"), P(None, "a")), (P(), P("a")), (P("a"), P())])
+def test_donation_deletes_the_source_and_nothing_else(specs, way):
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0])
+    dst = NamedSharding(mesh((3, 1), (2,)), specs[1])
+    expected = values((8, 8))
+    x = jax.device_put(expected, src)
+    shards = [shard.data for shard in x.addressable_shards]
+    moved = transfer(x, dst, donate=True, way=way)
+    assert x.is_deleted() and all(shard.is_deleted() for shard in shards)
+    gc.collect()
+    assert_is(moved, expected, dst)
+
+
+def test_a_donated_result_can_itself_be_donated():
+    src, dst = NamedSharding(mesh((0, 1), (2,)), P("a")), NamedSharding(mesh((3, 1), (2,)), P("a"))
+    moved = transfer(jax.device_put(values((4, 4)), src), dst)
+    stepped = jax.jit(lambda x: x + 1, donate_argnums=0)(moved)
+    np.testing.assert_array_equal(stepped, values((4, 4)) + 1)
+
+
+def test_large_shards_take_every_order_of_copies():
+    orders = set()
+    cases = [(P("a"), P("a")), (P("a"), P(None, "a")), (P(None, "a"), P("a")), (P(None, "a"), P(None, "a"))]
+    expected = np.arange(4 * 1024 * 1024, dtype=np.float32).reshape(2048, 2048)
+    for specs in cases:
+        src, dst = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0]), NamedSharding(mesh((5, 1), (2,)), specs[1])
+        orders.add(transfer_of(expected.shape, expected.dtype, src, dst).assembly.order)
+        x = jax.device_put(expected, src)
+        assert_is(transfer(x, dst), expected, dst)
+        assert_is(transfer(x, dst, donate=True), expected, dst)
+    assert orders == {"source", "staged", "target"}
+
+
+def test_what_an_order_keeps_at_most():
+    shape = (2048, 2048)
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P(None, "a"))
+    dst = NamedSharding(mesh((5, 1), (2,)), P("a"))
+    made = transfer_of(shape, jnp.dtype("float32"), src, dst).assembly
+    whole = 4 * 2048 * 2048
+    assert made.peak_bytes("target") == whole
+    assert made.peak_bytes("staged") == whole // 2
+    assert made.peak_bytes("source") == whole // 4
+
+
+def test_lost_devices_are_not_read():
+    src = NamedSharding(mesh((0, 1, 2, 3), (2, 2)), P("a"))
+    dst = NamedSharding(mesh((0, 5), (2,)), P("a"))
+    lost = (jax.devices()[1], jax.devices()[2])
+    expected = values((4, 4))
+    made = transfer_of((4, 4), jnp.dtype("float32"), src, dst, lost)
+    assert not {made.devices[tile.sender] for tile in made.tiles.tiles} & set(lost)
+    for way in WAYS:
+        assert_is(transfer(jax.device_put(expected, src), dst, lost=lost, way=way), expected, dst)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("spec", [P(), P("a")])
+def test_replicas_on_lost_devices_are_not_read(spec, donate, way):
+    devices = jax.devices()
+    expected = values((8,))
+    source = NamedSharding(mesh(range(8), (2, 4)), spec)
+    boxes = source.devices_indices_map((8,)).items()
+    shards = [expected[box] if device in devices[3:] else np.full_like(expected[box], -7) for device, box in boxes]
+    placed = [jax.device_put(shard, device) for shard, device in zip(shards, devices, strict=True)]
+    x = jax.make_array_from_single_device_arrays((8,), source, placed)
+    target = NamedSharding(mesh(range(8), (8,)), P("a"))
+    assert_is(transfer(x, target, lost=tuple(devices[:3]), donate=donate, way=way), expected, target)
+
+
+def test_what_only_lost_devices_hold_is_an_error_before_anything_moves():
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    dst = NamedSharding(mesh((0, 1), (2,)), P("a"))
+    x = jax.device_put(values((8, 4)), src)
+    with pytest.raises(
+        MeshError, match=r"8 of 32 elements .* the first of them \[4:6, 0:4\]; load it from a checkpoint"
+    ):
+        transfer(x, dst, lost=(jax.devices()[2],), donate=True)
+    assert not x.is_deleted()
+
+
+def test_weak_types_stay_weak():
+    x = jax.device_put(2.0, NamedSharding(mesh((0, 1), (2,)), P()))
+    assert x.weak_type
+    assert transfer(x, NamedSharding(mesh((3,), (1,)), P())).weak_type
+
+
+def test_the_way_follows_from_the_devices():
+    src, dst = NamedSharding(mesh((0, 1), (2,)), P("a")), NamedSharding(mesh((3, 1), (2,)), P("a"))
+    assert transfer_of((4, 4), jnp.dtype("float32"), src, dst).way == "host"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_rounds_are_matchings_and_as_few_as_the_busiest_device_needs(data):
+    count = data.draw(st.integers(1, 6))
+    cut = [(2 * i, 2 * i + 2) for i in range(count)]
+    replicas = data.draw(st.integers(1, 3))
+    sources = [(i, (cut[i % count],)) for i in range(count * replicas)]
+    picked = data.draw(st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8))
+    tiles = tile_map(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)])
+    done = rounds(tiles)
+    assert sorted(tile for step in done for tile in step.tiles) == sorted(tiles.tiles)
+    for step in done:
+        for side in ("sender", "receiver"):
+            ends = [getattr(tile, side) for tile in step.tiles]
+            assert len(set(ends)) == len(ends)
+    # All pieces here have one shape.
+    busiest = max(
+        sum(getattr(tile, side) == device for tile in tiles.tiles)
+        for side in ("sender", "receiver")
+        for device in {getattr(tile, side) for tile in tiles.tiles}
+    )
+    assert len(done) == busiest
+
+
+def test_rounds_send_no_more_than_the_tile_map():
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
+    made = transfer_of((8, 8), jnp.dtype("float32"), src, dst)
+    for step in rounds(made.tiles):
+        assert all(tile.bytes == 4 * int(np.prod(step.shape)) for tile in step.tiles)
+        assert step.local == all(tile.sender == tile.receiver for tile in step.tiles)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 16])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_large_arrays_are_copied_on_all_cores(monkeypatch, cores, count):
+    tasks = []
+    run = host_copies._run
+    monkeypatch.setattr(host_copies, "_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(host_copies, "_run", lambda given: tasks.append([len(task) for task in given]) or run(given))
+    monkeypatch.setattr(host_copies.os, "cpu_count", lambda: cores)
+    x = np.arange(48 * 48, dtype=np.float32).reshape(48, 48)
+    source = jax.device_put(x, NamedSharding(mesh(range(8), (8,)), P("a")))
+    moved = transfer(source, NamedSharding(mesh(range(count), (count,)), P(None, "a")))
+    np.testing.assert_array_equal(moved, x)
+    # A new shard each, where that gives every core the same; else its pieces.
+    assert tasks == [[8] * count if count % cores == 0 or count >= 4 * cores else [1] * 8 * count]
+
+
+@pytest.mark.parametrize("given_up", ["source", "result", "source deleted"])
+def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    dst = NamedSharding(mesh((6, 3, 0, 5), (4,)), P("a"))
+    expected = values((4096, 16))
+    source = jax.jit(lambda x: x + 0, out_shardings=src)(expected)
+    result = transfer(source, dst)
+    assert_is(result, expected, dst)
+    pointers = [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (source, result)]
+    assert sorted(pointers[0]) == sorted(pointers[1])
+    kept, lost = (result, source) if given_up.startswith("source") else (source, result)
+    if given_up.endswith("deleted"):
+        lost.delete()
+    else:
+        jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0, out_shardings=lost.sharding)(lost))
+    del lost, source, result
+    gc.collect()
+    others = [jax.device_put(np.full((1024, 16), -1.0, np.float32), device) for device in jax.devices()]
+    assert_is(kept, expected, kept.sharding)
+    del others

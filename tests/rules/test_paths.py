@@ -1,0 +1,137 @@
+import re
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
+
+from shardfx import MeshSpec, PathRules, RuleError, atomic, fsdp, match, plan, replicate
+from shardfx._rules.digits import is_digit_blind
+
+
+TREE = {"attn": {"q": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "mlp": jnp.ones((8, 4)), "step": 3}
+
+
+def test_the_first_rule_that_matches_decides():
+    rules = PathRules([("attn/q", P("a")), ("attn", P("b")), ("q", P("c"))])
+    assert match(TREE, rules) == {"attn": {"q": 0, "bias": 1}, "mlp": None, "step": None}
+
+
+def test_rules_are_values():
+    make = lambda: PathRules([("a", P("x", None)), ("b", ("embed", atomic("kv", 4))), ("c", fsdp("x") | fsdp("y"))])
+    assert make() == make() and hash(make()) == hash(make())
+    assert make() != PathRules([("a", P("x"))])
+
+
+def test_parse():
+    rules = PathRules.parse("attention|mlp->data.model, w{1,2}->None.data+model , .*->P|fsdp(data,model), z->replicate")
+    assert rules.rules == (
+        ("attention|mlp", P("data", "model")),
+        ("w{1,2}", P(None, ("data", "model"))),
+        (".*", P("P") | fsdp(("data", "model"))),
+        ("z", replicate),
+    )
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a", "no `->`"),
+        ("a->b->c", "more than one `->`"),
+        ("|a->dp", "an empty alternative would match every path"),
+        ("->dp", "an empty alternative"),
+        ("a->d p", "'d p' is no mesh axis"),
+        ("a->", "'' is no mesh axis"),
+        ("a->x, b", "no `->`"),
+        ("a(->x", "no `->`"),
+        ("a->fsdp()", "'' is no mesh axis"),
+        ("a->fsdp(x)|y", "only the first target may be"),
+    ],
+)
+def test_parse_shows_where(text, message):
+    with pytest.raises(RuleError, match=re.escape(message)):
+        PathRules.parse(text)
+
+
+def test_parse_points_at_the_place():
+    with pytest.raises(RuleError) as error:
+        PathRules.parse("ok->x, bad rule")
+    assert str(error.value).splitlines()[1:] == ["    ok->x, bad rule", "          ^"]
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (("a(b", P()), "rule 0: the regex does not compile: missing \\), unterminated subpattern at position 1"),
+        (("a", "data"), r"rule 0 \('a'\) has the target 'data'.*write `PartitionSpec\('data'\)`"),
+        (("a", 3), "it must be a PartitionSpec, a tuple of logical names"),
+        (("a", (1,)), "1 in \\(1,\\) is no logical name"),
+        ("ab", "a path rule is a pair of a regex and a target"),
+    ],
+)
+def test_malformed_rules(rule, message):
+    with pytest.raises(RuleError, match=message):
+        PathRules([rule])
+
+
+def test_a_broken_regex_is_shown_with_its_position():
+    with pytest.raises(RuleError) as error:
+        PathRules([("ok", P()), ("layers/[0-", P())])
+    assert str(error.value).splitlines()[1:] == ["    layers/[0-", "           ^"]
+
+
+@pytest.mark.parametrize("axes, min_bytes", [((), 0), ("", 0), (("a", "a"), 0), ("a", -1)])
+def test_malformed_fsdp(axes, min_bytes):
+    with pytest.raises(RuleError, match="fsdp"):
+        fsdp(axes, min_bytes)
+
+
+def test_only_strategies_follow_a_bar():
+    with pytest.raises(RuleError, match="only the first target"):
+        _ = fsdp("x") | P("y")
+    with pytest.raises(RuleError, match="only the first target"):
+        _ = P("x") | replicate
+
+
+@pytest.mark.parametrize(
+    "pattern, blind",
+    [
+        (r"layers/\d+/w", True),
+        (r"layers/[0-9]/w", True),
+        (r"layers/[^/]+/(q|k)_proj$", True),
+        (r"layers/\d{2}/", True),
+        (r"(?<=x)a.*?\bb(?!c)", True),
+        (r"layers/0/", False),
+        (r"[1-3]", False),
+        (r"(.)/\1", False),
+        (r"a[^5]", False),
+        (r"expert_(?:1|2)", False),
+        ("\\x31", False),
+    ],
+)
+def test_digit_blindness(pattern, blind):
+    assert is_digit_blind(PathRules([(pattern, P())])) is blind
+
+
+PIECES = st.sampled_from(
+    [r"\d", "0", "[0-9]", "[2-7]", "[^3]", "a", ".", r"\w", "/", "(?:1|a)", "[a-f]", r"\D", "(a|/)"]
+)
+
+
+@given(
+    st.lists(st.tuples(PIECES, st.sampled_from(["", "*", "+", "?", "{2}"])), min_size=1, max_size=5),
+    st.text("a/0123456789", max_size=8),
+    st.data(),
+)
+def test_a_digit_blind_regex_cannot_tell_digits_apart(pieces, path, data):
+    pattern = "".join(piece + repeat for piece, repeat in pieces)
+    if is_digit_blind(PathRules([(pattern, P())])):
+        other = "".join(data.draw(st.sampled_from("0123456789")) if letter.isdigit() else letter for letter in path)
+        assert bool(re.search(pattern, path)) == bool(re.search(pattern, other))
+
+
+def test_paths_that_differ_in_digits_alone_can_still_be_told_apart():
+    tree = {"layers": [{"w": jnp.ones((4, 4))} for _ in range(12)]}
+    rules = PathRules([("layers/(0|11)/", P()), ("layers", P("x"))])
+    specs = plan(tree, MeshSpec({"x": 2}), paths=rules).specs
+    assert [spec["w"] for spec in specs["layers"]] == [P()] + [P("x")] * 10 + [P()]
