@@ -98,9 +98,9 @@ def devices_here(options: Options):
 
 
 def test_cases_run_apart_on_as_many_devices_as_they_need():
-    [record] = run(Apart("elsewhere", "tests.test_benchmarks:devices_here", cpu_devices=11))
+    [record] = run(Apart("elsewhere", "tests.house.test_benchmarks:devices_here", cpu_devices=11))
     assert (record.name, record.values) == ("devices", {"count": 11, "repeats": 2})
-    [lost] = run(Apart("lost", "tests.test_benchmarks:nothing", cpu_devices=2))
+    [lost] = run(Apart("lost", "tests.house.test_benchmarks:nothing", cpu_devices=2))
     assert lost.failed is not None and "nothing" in lost.failed
 
 

@@ -245,7 +245,10 @@ def exported(package: Path) -> set[str]:
 
 def public() -> set[str]:
     """What the package and its public subpackages export; where an `__init__` is empty, what its modules define."""
-    packages = [path.parent for path in SOURCES if path.name == "__init__.py" and not path.parent.name.startswith("_")]
+    inits = [path for path in SOURCES if path.name == "__init__.py"]
+    # A private room exports to the rest of the house, and the root says what of it is public.
+    rooms = {path.parent: draw_house.module_of(path)[:-1] for path in inits}
+    packages = [room for room, parts in rooms.items() if not any(part.startswith("_") for part in parts)]
     names: set[str] = set()
     for package in packages:
         found = exported(package)

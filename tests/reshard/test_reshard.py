@@ -275,11 +275,10 @@ def test_slices_keep_the_bits_of_every_nan(through_programs):
 
 
 def test_a_leaf_that_is_larger_than_the_limit_moves_in_slices(through_programs, monkeypatch):
-    seen = []
+    seen, group = [], move_module.move_group
     monkeypatch.setattr(
         move_module, "move_group", lambda xs, *args, **kw: seen.append(xs[0].shape) or group(xs, *args, **kw)
     )
-    group = move_module.move_group
     x = jax.device_put(host((64, 64)), sharding((8,), "a"))
     moved = reshard(x, sharding((2, 4), "b", "a"), memory_limit_bytes=4096, donate=True)
     assert len(seen) > 1 and all(np.prod(shape) * 4 < 4096 for shape in seen)
