@@ -6,8 +6,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from .._plan.content import check_columns
-from .._plan.shard_plan import ShardPlan, check_plan, devices_shardings
+from .._plan.shard_plan import ShardPlan, check_plan, shardings_of_leaves
 from .._tree import flatten
 
 
@@ -16,8 +15,9 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
 
     **Arguments:**
 
-    - `tree`: the planned tree, of JAX or NumPy arrays. On many processes, NumPy arrays and arrays that one process
-        holds must be the whole array, equal on all; each process copies its shards out of it.
+    - `tree`: the planned tree, of JAX or NumPy arrays; leaves that are no arrays may be missing in it. On many
+        processes, NumPy arrays and arrays that one process holds must be the whole array, equal on all; each process
+        copies its shards out of it.
     - `plan`: its plan, on a jax Mesh.
 
     **Returns:**
@@ -42,8 +42,7 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
     """
     check_plan("plan", plan)
     flat = flatten(tree)
-    check_columns(plan.content, flat.paths, flat.leaves, flat.is_array)
-    shardings = devices_shardings(plan)
+    shardings = shardings_of_leaves(plan, flat)
     leaves = list(flat.leaves)
     moved = [
         at

@@ -2,8 +2,8 @@
 
 import functools as ft
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from .._errors import PlanFormatError, PlanMismatchError
 from .._mesh import MeshSpec
 from .._rules.axis_rules import AxisRules
-from .._tree import flatten
+from .._tree import Flat, flatten
 from . import codec, plan_json
 from .leaf import LeafPlan, canonical_dtype, named_sharding
 
@@ -127,47 +127,72 @@ def read_json(text: str) -> Content:
 
 def shaped_like(content: Content, like: Any) -> Content:
     flat = flatten(like)
-    check_columns(content, flat.paths, flat.leaves, flat.is_array)
-    return content.replaced(treedef=flat.treedef, order=None)
+    index = rows_of(content, flat)
+    if flat.paths == list(content.paths):
+        return content.replaced(treedef=flat.treedef, order=None)
+    return content.replaced(treedef=flat.treedef, order=None, paths=flat.paths, index=index, structure=None)
 
 
-def check_columns(
-    content: Content,
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    is_array: Iterable[bool],
-    *,
-    dtypes: bool = True,
-) -> None:
-    """Raises unless a tree has the plan's leaves; names the first one that differs."""
-    if list(content.paths) != list(paths):
-        _raise_other_tree(content.paths, paths)
-    for path, leaf, shaped, i in zip(paths, leaves, is_array, content.index, strict=True):
-        row = content.rows[i] if i >= 0 else None
-        if row is None:
+def rows_of(content: Content, flat: Flat) -> Sequence[int]:
+    """The number of each leaf's row in a plan, -1 at leaves of a tree that the plan says nothing of.
+
+    Arrays alone are compared. Leaves that are no arrays, the functions of a module for one, may be missing in the tree
+    or in the plan: `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and the other way round.
+
+    **Raises:**
+
+    `PlanMismatchError` that names the first array that differs.
+    """
+    index = content.index if flat.paths == list(content.paths) else _aligned(content, flat)
+    for path, leaf, shaped, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
+        if i < 0:
             continue
+        row = content.rows[i]
         if not shaped:
             raise PlanMismatchError(
                 f"leaf `{path}` is {type(leaf).__name__} {leaf!r:.60}, but the plan has an array of shape {row.shape} "
                 "there; plan the tree that you use."
             )
-        if tuple(leaf.shape) != row.shape or (dtypes and not _same_dtype(leaf.dtype, row.dtype)):
+        if tuple(leaf.shape) != row.shape or not _same_dtype(leaf.dtype, row.dtype):
             raise PlanMismatchError(
                 f"leaf `{path}` is {leaf.dtype}{list(leaf.shape)}, but the plan is for {row.dtype}{list(row.shape)}; "
                 "plan the tree that you use."
             )
+    return index
+
+
+def _aligned(content: Content, flat: Flat) -> list[int]:
+    """The row of each leaf of a tree whose leaves that are no arrays are others than the plan's."""
+    planned = list(zip(content.paths, content.index, strict=True))
+    kept = {path for path, i in planned if i >= 0}
+    index, at = [], 0
+    for path, shaped in zip(flat.paths, flat.is_array, strict=True):
+        if not shaped and path not in kept:
+            index.append(-1)
+            continue
+        while at < len(planned) and planned[at][1] < 0 and planned[at][0] != path:
+            at += 1
+        if at == len(planned) or planned[at][0] != path:
+            _raise_other_tree(content, flat)
+        index.append(planned[at][1])
+        at += 1
+    if any(i >= 0 for _, i in planned[at:]):
+        _raise_other_tree(content, flat)
+    return index
 
 
 def _same_dtype(leaf: Any, planned: Any) -> bool:
     return leaf == planned or canonical_dtype(leaf) == planned
 
 
-def _raise_other_tree(planned: Sequence[str], given: Sequence[str]) -> None:
-    known, present = set(planned), set(given)
+def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
+    planned = [path for path, i in zip(content.paths, content.index, strict=True) if i >= 0]
+    given = [path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped]
+    known, present = set(content.paths), set(flat.paths)
     extra = [path for path in given if path not in known]
     missing = [path for path in planned if path not in present]
     found = [f"the plan has no `{path}`" for path in extra[:1]] + [f"the tree has no `{path}`" for path in missing[:1]]
     raise PlanMismatchError(
-        f"this tree is not the one that was planned ({len(extra)} leaves more, {len(missing)} missing): "
-        f"{'; '.join(found) or 'the leaves are in another order'}. Plan the tree that you use."
+        f"this tree is not the one that was planned ({len(extra)} arrays more, {len(missing)} missing): "
+        f"{'; '.join(found) or 'the arrays are in another order'}. Plan the tree that you use."
     )

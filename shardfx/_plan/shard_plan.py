@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 from .._errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from .._mesh import MeshSpec
 from .._rules.axis_rules import AxisRules
-from .content import Content, read_json, shaped_like
+from .._tree import Flat
+from .content import Content, read_json, rows_of, shaped_like
 from .leaf import LeafPlan, named_sharding
 
 
@@ -204,12 +205,13 @@ class ShardPlan(eqx.Module):
         **Arguments:**
 
         - `text`: the JSON.
-        - `like`: a tree of the planned structure, arrays or ShapeDtypeStructs. Without it, dicts, lists and tuples
-            come back as they were, and nodes of other kinds, modules for example, as dicts.
+        - `like`: the planned tree, of arrays or ShapeDtypeStructs. Without it, dicts, lists and tuples come back as
+            they were, and nodes of other kinds, modules for example, as dicts.
 
         **Returns:**
 
-        A plan that equals the one that was written.
+        A plan that equals the one that was written. Where `like` has `None` in the place of functions that were
+        planned, or functions where there were none, it is the plan of `like`, whose digest is another.
 
         **Raises:**
 
@@ -261,12 +263,18 @@ def _compile(regex: str) -> re.Pattern[str]:
         raise RuleError(f"the regex {regex!r} does not compile: {error}") from error
 
 
-def devices_shardings(plan: ShardPlan) -> list[Any]:
-    """The sharding of each leaf of the planned tree on the plan's devices, `None` at leaves that are no arrays."""
+def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
+    """The sharding of each leaf of a planned tree on the plan's devices, `None` at leaves that are no arrays.
+
+    **Raises:**
+
+    `PlanMismatchError` if the arrays are not the planned ones, or the plan has no devices.
+    """
+    index = rows_of(plan.content, flat)
     if plan.jax_mesh is None:
         raise PlanMismatchError(
             f"the plan is for the mesh {plan.mesh} and has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
         )
     rows = [named_sharding(plan.jax_mesh, row.spec, row.memory_kind) for row in plan.content.rows]
     table = [*rows, None]
-    return [table[i] for i in plan.content.index]
+    return [table[i] for i in index]

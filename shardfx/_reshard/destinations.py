@@ -8,8 +8,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from .._errors import LeafTypeError, PlanMismatchError
-from .._plan.content import check_columns
-from .._plan.shard_plan import ShardPlan, devices_shardings
+from .._plan.shard_plan import ShardPlan, shardings_of_leaves
 from .._tree import flatten, tree_paths
 
 
@@ -32,9 +31,7 @@ def targets(form: Any, tree: Any, leaves: Sequence[Any], treedef: Any, what: str
     no shardings.
     """
     if isinstance(form, ShardPlan):
-        flat = flatten(tree)
-        check_columns(form.content, flat.paths, flat.leaves, flat.is_array)
-        return devices_shardings(form)
+        return shardings_of_leaves(form, flatten(tree))
     if isinstance(form, Sharding):
         return [form] * len(leaves)
     try:

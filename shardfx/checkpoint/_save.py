@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import CheckpointError, LeafTypeError
-from .._plan.content import check_columns
+from .._plan.content import rows_of
 from .._plan.shard_plan import ShardPlan
 from .._tree import flatten
 from . import _agree as agree, _safetensors as safetensors
@@ -147,13 +147,8 @@ def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
 
 def _leaves(tree: Any, plan: ShardPlan) -> list[tuple[str, Any]]:
     flat = flatten(tree)
-    check_columns(plan.content, flat.paths, flat.leaves, flat.is_array)
-    planned = {leaf.path for leaf in plan.leaves}
-    found = [
-        (path, leaf)
-        for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True)
-        if shaped and path in planned
-    ]
+    index = rows_of(plan.content, flat)
+    found = [(path, leaf) for path, leaf, i in zip(flat.paths, flat.leaves, index, strict=True) if i >= 0]
     for path, leaf in found:
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
             raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to save.")

@@ -1,0 +1,148 @@
+"""A planned tree has two forms: with the functions of its modules, and with `None` in their place."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardfx import (
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    ShardPlan,
+    checkpoint,
+    filter_jit,
+    plan,
+    plan_reshard,
+    reshard,
+    shard,
+    specs_of,
+)
+
+
+MESH = MeshSpec({"data": 2, "tensor": 4})
+ROWS, COLUMNS = PathRules.parse("weight->tensor, .*->replicate"), PathRules.parse("weight->None.tensor, .*->replicate")
+
+
+class Net(eqx.Module):
+    mlp: eqx.nn.MLP
+    act: object
+    scale: jax.Array
+    depth: int = 3
+
+    def __init__(self):
+        self.mlp = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+        self.act, self.scale = jax.nn.relu, jnp.ones(8)
+
+
+def forms():
+    whole = Net()
+    return {"whole": whole, "arrays": eqx.partition(whole, eqx.is_array)[0]}
+
+
+def planned(form, rules=ROWS):
+    return plan(forms()[form], MESH.build(jax.devices()), paths=rules)
+
+
+def same_form(out, tree):
+    assert jax.tree.structure(out) == jax.tree.structure(tree)
+    arrays = [eqx.filter(one, eqx.is_array) for one in (out, tree)]
+    assert jax.tree.all(jax.tree.map(np.array_equal, *arrays))
+    assert [leaf for leaf in jax.tree.leaves(out) if not eqx.is_array(leaf)] == [
+        leaf for leaf in jax.tree.leaves(tree) if not eqx.is_array(leaf)
+    ]
+
+
+BOTH = pytest.mark.parametrize("of", ["whole", "arrays"])
+GIVEN = pytest.mark.parametrize("given", ["whole", "arrays"])
+
+
+@BOTH
+@GIVEN
+def test_shard_and_reshard_give_back_the_form_they_got(of, given):
+    tree, rows, columns = forms()[given], planned(of), planned(of, COLUMNS)
+    placed = shard(tree, rows)
+    same_form(placed, tree)
+    assert specs_of(placed).mlp.layers[0].weight == jax.P("tensor")
+    moved = reshard(placed, columns)
+    same_form(moved, tree)
+    assert specs_of(moved).mlp.layers[0].weight == jax.P(None, "tensor")
+    traced = jax.jit(lambda tree: reshard(tree, columns, src=rows))(eqx.filter(placed, eqx.is_array))
+    assert specs_of(traced).mlp.layers[0].weight == jax.P(None, "tensor")
+
+
+def test_a_move_is_planned_between_plans_of_both_forms():
+    moves = plan_reshard(planned("whole"), planned("arrays", COLUMNS))
+    assert [leaf.path for leaf in moves.leaves] == [leaf.path for leaf in planned("whole").leaves]
+
+
+@BOTH
+@GIVEN
+def test_save_and_load(of, given, tmp_path):
+    tree, made = forms()[given], planned(of)
+    checkpoint.save(tmp_path / "first", shard(tree, made), made)
+    loaded = checkpoint.load(tmp_path / "first", made)
+    same_form(loaded, forms()["arrays"])
+    checkpoint.save(tmp_path / "again", loaded, made)
+    same_form(eqx.combine(checkpoint.load(tmp_path / "again", made), Net()), Net())
+
+
+@BOTH
+@GIVEN
+def test_filter_jit(of, given):
+    tree, made = forms()[given], planned(of)
+    through = filter_jit(lambda tree: tree, in_shardings=(made,), out_shardings=made)
+    same_form(through(tree), tree)
+    same_form(through(shard(tree, made)), tree)
+    assert specs_of(through(tree)).mlp.layers[0].weight == jax.P("tensor")
+
+
+@BOTH
+@GIVEN
+def test_a_plan_is_read_for_either_form(of, given):
+    made, tree = plan(forms()[of], MESH, paths=ROWS), forms()[given]
+    again = ShardPlan.from_json(made.to_json(), like=tree)
+    assert jax.tree.structure(again.shardings) == jax.tree.structure(made.shardings)
+    assert [leaf.path for leaf in again.leaves] == [leaf.path for leaf in made.leaves]
+    assert (again.digest == made.digest) == (of == given)
+    assert again.digest == plan(tree, MESH, paths=ROWS).digest
+
+
+def test_a_selected_part_of_a_plan_fits_both_forms():
+    made = planned("arrays").select("mlp")
+    for tree in forms().values():
+        placed = shard(tree, made)
+        same_form(placed, tree)
+        assert len(placed.scale.sharding.device_set) == 1
+        assert specs_of(placed.mlp).layers[1].weight == jax.P("tensor")
+
+
+def test_arrays_that_are_missing_or_more_are_still_an_error():
+    tree, made = forms()["arrays"], planned("whole")
+    with pytest.raises(PlanMismatchError, match=r"\(0 arrays more, 1 missing\): the tree has no `scale`"):
+        shard(eqx.tree_at(lambda net: net.scale, tree, None), made)
+    with pytest.raises(PlanMismatchError, match="leaf `scale` is int 3, but the plan has an array of shape"):
+        shard(eqx.tree_at(lambda net: net.scale, tree, 3), made)
+    with pytest.raises(PlanMismatchError, match=r"\(1 arrays more, 0 missing\): the plan has no `extra`"):
+        made = plan({"scale": tree.scale}, MESH, paths=PathRules.parse("scale->replicate"))
+        shard({"scale": tree.scale, "extra": jnp.ones(8)}, made)
+    with pytest.raises(PlanMismatchError, match="the arrays are in another order"):
+        pair = {"b": jnp.ones(8), "a": jnp.ones(8)}
+        made = plan(pair, MESH.build(jax.devices()), paths=PathRules.parse(".*->data"))
+        shard(Reversed(*pair.values()), made)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Reversed:
+    """Has the arrays of a dict in another order."""
+
+    def __init__(self, *arrays):
+        self.arrays = arrays
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(name), one) for name, one in zip("ba", self.arrays, strict=True)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, arrays):
+        return cls(*arrays)
