@@ -1,4 +1,7 @@
-"""Text for a person: tables, sizes and arrays in few characters, and one path for many that differ in numbers."""
+"""Text for a person: tables, sizes and arrays in few characters, and one path for many that differ in numbers.
+
+Names can come from files that nobody vouches for: `printable` is for all of them that are shown.
+"""
 
 import math
 import re
@@ -12,6 +15,15 @@ import numpy as np
 # A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]+(?![A-Za-z0-9])")
 _SHOWN_RUNS = 3
+
+
+def printable(text: str) -> str:
+    """`text` on one line that a terminal shows as it is: control characters, marks that reverse the direction of
+    writing, and halves of characters are escaped, as `repr` does.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def between_numbers(path: str) -> tuple[str, ...]:

@@ -1,0 +1,25 @@
+import pytest
+
+from shardfx._text import printable
+
+
+@pytest.mark.parametrize("text", ["", "layers/0/w", "a b", "Größe/重み", "back\\slash", "quote'\""])
+def test_what_a_terminal_shows_as_it_is_stays(text):
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("a\nb\r\t", r"a\nb\r\t"),
+        ("\x9b2J\x7f\0", r"\x9b2J\x7f\x00"),
+        ("user\u202egpj.exe", r"user\u202egpj.exe"),
+        ("half \ud800", r"half \ud800"),
+        ("line\u2028end", r"line\u2028end"),
+        ("\U000e0001tag", r"\U000e0001tag"),
+    ],
+)
+def test_what_would_move_the_cursor_or_fail_to_encode_is_escaped(text, shown):
+    assert printable(text) == shown
+    assert printable(text).encode() and "\n" not in printable(text)
