@@ -31,8 +31,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run(task, count, devices, folder, *, deadline_seconds=120.0, tasks_for=None):
-    """Runs `task` of the worker in `count` processes of `devices` emulated devices each.
+def run(task, count, devices, folder, *, worker=WORKER, deadline_seconds=120.0, tasks_for=None):
+    """Runs `task` of the program `worker` in `count` processes of `devices` emulated devices each.
 
     `tasks_for` gives single processes another task. No process outlives the call, whatever happens.
     """
@@ -51,7 +51,7 @@ def run(task, count, devices, folder, *, deadline_seconds=120.0, tasks_for=None)
         for index in range(count):
             name = (tasks_for or {}).get(index, task)
             logs.append((folder / f"{index}.log").open("w+"))
-            command = [sys.executable, str(WORKER), name, str(index), str(count), str(devices), str(port), str(folder)]
+            command = [sys.executable, str(worker), name, str(index), str(count), str(devices), str(port), str(folder)]
             children.append(
                 subprocess.Popen(
                     command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import multiprocess_worker
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from shardfx import MeshError, MoveError
 from shardfx._reshard.reshard import reshard
@@ -44,6 +44,9 @@ def meshes():
         "turned": Mesh(devices[::-1].reshape(2, half), ("a", "b")),
         "first": Mesh(devices[:half], ("a",)),
         "last": Mesh(devices[half:], ("a",)),
+        "first turned": Mesh(devices[:half][::-1], ("a",)),
+        "one": Mesh(devices[:1], ("a",)),
+        "last one": Mesh(devices[-1:], ("a",)),
         "three": Mesh(devices[[1, half, half + 2]], ("a",)),
     }
 
@@ -58,6 +61,13 @@ CASES = {
     "to an odd subset": ("turned", P(("a", "b")), "three", P("a")),
     "to replicas": ("first", P("a"), "all", P()),
     "from replicas": ("all", P(), "last", P("a")),
+    "replicas to a process's": ("all", P(), "last", P()),
+    "replicas to one device": ("all", P(), "last one", P()),
+    "one device to replicas": ("last one", P(), "all", P()),
+    "a process's to one device": ("first", P("a"), "one", P()),
+    "a process's in another order": ("first", P("a"), "first turned", P("a")),
+    "one device to itself by another name": ("one", P(), "one", P("a")),
+    "one device to another": ("one", P(), "last one", P()),
     "within processes": ("grid", P("b"), "first", P("a")),
 }
 
@@ -92,8 +102,31 @@ def limited(name, **options):
     return {"error": "none"}
 
 
+def owned_by_one_process():
+    """Moves after which a process holds nothing, or held nothing before: of replicas, labels, memory kinds and keys."""
+    made, expected = meshes(), values((24, 48))
+    first, one = NamedSharding(made["first"], P("a")), NamedSharding(made["one"], P())
+    ends = {
+        "label": (one, SingleDeviceSharding(jax.devices()[0])),
+        "memory": (first, first.with_memory_kind("pinned_host")),
+        "label and memory": (one, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")),
+    }
+    found = {name: right(reshard(placed(expected, src), dst), expected, dst) for name, (src, dst) in ends.items()}
+    empty = values((0, 8))
+    turned = NamedSharding(made["first turned"], P("a"))
+    found["empty"] = right(reshard(placed(empty, first), turned), empty, turned)
+    keys = jax.jit(lambda: jax.random.split(jax.random.key(3), 8), out_shardings=NamedSharding(made["all"], P()))()
+    moved = reshard(keys, one)
+    data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), 8)))
+    mine = [np.array_equal(jax.random.key_data(shard.data), data) for shard in moved.addressable_shards]
+    found["keys"] = all(mine) and len(mine) == len(one.addressable_devices)
+    return found
+
+
 def moves():
     result: dict[str, object] = {name: case(name) for name in CASES}
+    result["owned by one"] = owned_by_one_process()
+    result["donated replicas"] = case("replicas to one device", donate=True)
     result["donated"] = case("disjoint, other layout", donate=True)
     result["limited"] = limited("to a subset")
     result["steps limited"] = limited("same devices", donate=True)

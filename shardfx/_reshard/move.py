@@ -215,6 +215,9 @@ def apply(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: int | 
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if move.how == "in place":
         return x
+    if move.how in ("relabel", "memory kind") and not move.dst.addressable_devices:
+        # JAX's own device_put asserts that it has something to put.
+        return jax.make_array_from_single_device_arrays(x.shape, move.dst, [], dtype=x.dtype)
     if move.how == "relabel":
         return jax.device_put(x, move.dst, donate=donate)
     if move.how == "memory kind":

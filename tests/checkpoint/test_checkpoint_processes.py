@@ -18,9 +18,7 @@ WORKER = Path(__file__).parents[1].joinpath("checkpoint_worker.py")
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_processes, "WORKER", WORKER)
-        outcomes = _processes.run("saves_and_loads", 4, 2, folder)
+    outcomes = _processes.run("saves_and_loads", 4, 2, folder, worker=WORKER)
     for outcome in outcomes:
         assert outcome.returncode == 0, outcome.log
     return folder, [outcome.result for outcome in outcomes]

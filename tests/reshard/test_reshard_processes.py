@@ -9,9 +9,8 @@ import pytest
 
 @pytest.fixture(scope="module", params=[2, 4])
 def job(request, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_processes, "WORKER", Path(moving_worker.__file__))
-        outcomes = _processes.run("moves", request.param, 8 // request.param, tmp_path_factory.mktemp("job"))
+    folder, count = tmp_path_factory.mktemp("job"), request.param
+    outcomes = _processes.run("moves", count, 8 // count, folder, worker=Path(moving_worker.__file__))
     for outcome in outcomes:
         assert outcome.returncode == 0, outcome.log[-4000:]
     return [outcome.result for outcome in outcomes]
@@ -20,6 +19,10 @@ def job(request, tmp_path_factory):
 @pytest.mark.parametrize("name", moving_worker.CASES)
 def test_every_process_gets_its_shards(job, name):
     assert [result[name]["right"] for result in job] == [True] * len(job)
+
+
+def test_a_process_may_own_nothing_of_what_is_moved(job):
+    assert [result["owned by one"] for result in job] == [dict.fromkeys(job[0]["owned by one"], True)] * len(job)
 
 
 def test_every_process_plans_alike(job):
@@ -36,7 +39,8 @@ def test_between_device_sets_only_what_is_needed_travels(job):
 
 def test_donated_and_limited_moves(job):
     for result in job:
-        assert result["donated"]["right"] and result["donated"]["deleted"]
+        for name in ("donated", "donated replicas"):
+            assert result[name]["right"] and result[name]["deleted"]
         for name in ("limited", "steps limited"):
             assert result[name]["right"]
             # Every process counts alike, so that all of them raise, or none.

@@ -111,7 +111,7 @@ def live_program(
 
 def _empty(x: jax.Array, *, shape: tuple[int, ...], dst: NamedSharding) -> jax.Array:
     pieces = [shard.data.reshape(dst.shard_shape(shape)) for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, NamedSharding(dst.mesh, dst.spec), pieces)
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(dst.mesh, dst.spec), pieces, dtype=x.dtype)
 
 
 def _labelled(y: jax.Array, shape: tuple[int, ...], dst: NamedSharding) -> jax.Array:
@@ -119,4 +119,5 @@ def _labelled(y: jax.Array, shape: tuple[int, ...], dst: NamedSharding) -> jax.A
     if y.sharding == dst and y.shape == shape:
         return y
     pieces = [shard.data for shard in y.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, dst, pieces)
+    # A process that owns no device of the target has no piece that would tell the dtype.
+    return jax.make_array_from_single_device_arrays(shape, dst, pieces, dtype=y.dtype)

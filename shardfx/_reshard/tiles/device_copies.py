@@ -27,7 +27,7 @@ def put_together(
 
     **Arguments:**
 
-    - `shape`, `dtype`, `sharding`: of the array that is wanted; all its devices belong to this process.
+    - `shape`, `dtype`, `sharding`: of the array that is wanted.
     - `tile_map`: whose device numbers are places in `devices`.
     - `shards`: the source's shards as single-device arrays, by device number.
     - `in_flight_bytes`: how many bytes of pieces may exist at a time, where the largest is no larger.
@@ -66,7 +66,7 @@ def put_together(
                 in_flight = 0
                 free(tile.sender)
         built.append(out)
-    return jax.make_array_from_single_device_arrays(shape, sharding, built)
+    return jax.make_array_from_single_device_arrays(shape, sharding, built, dtype=dtype)
 
 
 def _cut(shard: jax.Array, tile: Tile) -> jax.Array:

@@ -128,7 +128,8 @@ def assemble(
     **Returns:**
 
     The array, whose shards are buffers that were filled once; where each is a whole shard of the source, they share
-    the source's memory. JAX knows that it is shared and will not write to it if one of the two is donated.
+    the source's memory. JAX knows that it is shared and will not write to it if one of the two is donated. On a process
+    that owns none of its devices, one without addressable shards.
     """
     if all(
         len(tiles) == 1 and shards[tiles[0].sender].shape == size
@@ -142,6 +143,8 @@ def assemble(
         built = _in_one_go(plan, np.dtype(dtype), shards)
     else:
         built = _freeing(plan, np.dtype(dtype), shards, free)
+    if not built:  # no device of the target is this process's, and of a replicated array JAX would ask for a shard
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     if len(built) == 1:
         return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)
     buffers = dict(zip(plan.targets, built, strict=True))  # JAX asks once per device, by index
