@@ -26,6 +26,12 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def quoted(name: str, most: int = 160) -> str:
+    """`name` as `repr` shows it; of a long one the middle is left out."""
+    text = repr(name)
+    return text if len(text) <= most else f"{text[: most // 3]}...{text[-(most - most // 3) :]}"
+
+
 def between_numbers(path: str) -> tuple[str, ...]:
     """The parts of a path around its numbers: equal for paths that differ in numbers only."""
     return tuple(_NUMBER.split(path))

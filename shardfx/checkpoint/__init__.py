@@ -4,7 +4,12 @@ It may import `_plan` and what is below it. It never trusts a file: sizes, names
 read or an array is made.
 """
 
-from ._entry import ArrayEntry as ArrayEntry
+from ._entry import (
+    ArrayEntry as ArrayEntry,
+    FileArray as FileArray,
+    ListedArray as ListedArray,
+    StoreArray as StoreArray,
+)
 from ._index import Index as Index, read_index as read_index, structs as structs
 from ._load import load as load
 from ._reads import ProcessReads as ProcessReads, ReadPlan as ReadPlan, plan_reads as plan_reads

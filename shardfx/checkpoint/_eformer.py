@@ -1,18 +1,20 @@
 """eformer's `tensorstore_index.json`: a list of arrays beside the zarr directories that hold them."""
 
+import dataclasses
 import os
 from typing import Any
 
 from .._errors import CheckpointError
+from .._text import quoted
 from . import _stores as stores
-from ._entry import ArrayEntry
+from ._entry import ListedArray, StoreArray
 from ._files import Place, inside, read_json
 
 
 INDEX = "tensorstore_index.json"
 
 
-def entries(where: Place) -> tuple[ArrayEntry, ...]:
+def entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
     """The arrays that the index lists, of all its prefixes, in its order.
 
     Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` beside them. The two are
@@ -22,7 +24,7 @@ def entries(where: Place) -> tuple[ArrayEntry, ...]:
     content = read_json(where, real)
     if not isinstance(content, dict) or content.get("format") != "tensorstore":
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"Unsupported index format: {found}, in {real!r}; it must be 'tensorstore'.")
+        raise CheckpointError(f"Unsupported index format: {str(found)[:80]}, in {real!r}; it must be 'tensorstore'.")
     lists = [(None, content.get("arrays", []))]
     prefixes = content.get("prefixes", {})
     if not isinstance(prefixes, dict):
@@ -33,26 +35,28 @@ def entries(where: Place) -> tuple[ArrayEntry, ...]:
 
 def _rows(real: str, group: str | None, rows: Any) -> list[Any]:
     if not isinstance(rows, list):
-        raise CheckpointError(f"{real!r}: {'`arrays`' if group is None else f'prefix {group!r}'} must be a list.")
+        raise CheckpointError(f"{real!r}: {'`arrays`' if group is None else f'prefix {quoted(group)}'} must be a list.")
     return rows
 
 
-def _entry(where: Place, real: str, group: str | None, row: Any) -> ArrayEntry:
+def _entry(where: Place, real: str, group: str | None, row: Any) -> StoreArray | ListedArray:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str):
-        raise CheckpointError(f"{real!r} lists {str(row)[:80]}, which has no `path`.")
+        raise CheckpointError(f"{real!r} lists {quoted(str(row), 80)}, which has no `path`.")
     path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
     directory = inside(where, path)
     # What the array itself says is what a read will give; the index is a copy that may be out of date.
     for name in stores.METADATA:
         if os.path.isfile(os.path.join(directory, name)):
             found = stores.array_entry(where, path, directory, name)
-            if shape is not None and list(found.shape or ()) != shape:
+            if found is None:
+                continue
+            if shape is not None and list(found.shape) != shape:
                 raise CheckpointError(
-                    f"{real!r} gives {path!r} the shape {shape}, but its own {name} says {found.shape}."
+                    f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}, but its own {name} says {found.shape}."
                 )
-            return stores.with_group(found, group)
+            return dataclasses.replace(found, group=group)
     if shape is not None and not stores.is_sizes(shape):
-        raise CheckpointError(f"{real!r} gives {path!r} the shape {str(shape)[:80]}; it must be a list of sizes.")
+        raise CheckpointError(f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must be a list of sizes.")
     known = stores.dtype_named(dtype) if isinstance(dtype, str) else None
     stored = dtype if isinstance(dtype, str) else "unknown"
-    return ArrayEntry(path, None if shape is None else tuple(shape), known, directory, stored, group=group)
+    return ListedArray(path, None if shape is None else tuple(shape), known, directory, stored, group)

@@ -3,24 +3,58 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import re
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._errors import CheckpointError
+from .._text import quoted
+
+
+# An escaped half of a character; two of them that belong together are one character after parsing.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class ChangedError(CheckpointError):
+    """A file of a checkpoint is not the one that was opened before under its name."""
+
+
+class Stamp(NamedTuple):
+    """What tells a file from another one under the same name, or from itself after a write."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A checkpoint's directory, and the directories whose files it may open; real paths, without links."""
+    """A checkpoint's directory, and the directories whose files it may open; real paths, without links.
+
+    It remembers the files that were opened: each must be the same one, unchanged, as long as anything is read from the
+    checkpoint, because what one file says decides how the others are read.
+    """
 
     directory: str
     roots: tuple[str, ...]
+    seen: dict[str, Stamp] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def root_of(self, real: str) -> str | None:
         """The one of `roots` that `real` is in."""
         return next((root for root in self.roots if os.path.commonpath([root, real]) == root), None)
+
+    def require_same(self, real: str, found: os.stat_result) -> None:
+        """Raises `ChangedError` unless a file is the one that was first opened as `real`."""
+        stamp = Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if self.seen.setdefault(real, stamp) != stamp:
+            raise ChangedError(
+                f"checkpoint file {quoted(real)} was replaced or written to since its header was read; nothing "
+                "was loaded. Read the index again once the writer is done."
+            )
 
 
 def place(directory: str, root: str | os.PathLike[str] | None) -> Place:
@@ -45,19 +79,21 @@ def inside(where: Place, name: str) -> str:
 
     `CheckpointError` for an absolute path, one with `..` or a NUL byte, and a symbolic link that leaves the roots.
     """
-    directory = where.directory
-    parts = name.split("/")
-    if name.startswith("/") or ".." in parts or "\0" in name or not name:
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
         raise CheckpointError(
-            f"checkpoint {directory!r} names the file {name!r}, which is not a relative path below the directory; "
-            "nothing outside it is opened. Correct the index, or load a checkpoint that you trust."
+            f"checkpoint {where.directory!r} names the file {quoted(name)}, which is not a relative path below the "
+            "directory; nothing outside it is opened. Correct the index, or load a checkpoint that you trust."
         )
-    real = os.path.realpath(os.path.join(directory, name))
+    return _resolved(where, os.path.join(where.directory, name), name)
+
+
+def _resolved(where: Place, path: str, name: str) -> str:
+    real = os.path.realpath(path)
     if where.root_of(real) is None:
         raise CheckpointError(
-            f"checkpoint {directory!r}: {name!r} is a symbolic link that leaves the directory, to {real!r}; nothing "
-            "outside is opened. If you trust it, allow the directory that holds its target: "
-            f"`root={os.path.dirname(real)!r}`."
+            f"checkpoint {where.directory!r}: {quoted(name)} is a symbolic link that leaves the directory, to "
+            f"{quoted(real)}; nothing outside is opened. If you trust it, allow the directory that holds its target: "
+            f"`root={quoted(os.path.dirname(real))}`."
         )
     return real
 
@@ -66,13 +102,25 @@ def inside(where: Place, name: str) -> str:
 def opened(where: Place, real: str) -> Iterator[int]:
     """A descriptor of the regular file `real`, for reading; walked from its root without following any link.
 
-    The path was resolved before; walking it part by part means that a link put there since then is refused, too.
+    The path was resolved before; walking it part by part means that a link put there since then is refused, too. The
+    file must be as it was when it was opened first, now and at the end.
     """
     descriptor = _open(where.root_of(real) or where.directory, real)
     try:
+        where.require_same(real, os.fstat(descriptor))
         yield descriptor
+        where.require_same(real, os.fstat(descriptor))
     finally:
         os.close(descriptor)
+
+
+def require_seen_unchanged(where: Place) -> None:
+    """Raises `ChangedError` unless every file that was opened is still there as it was."""
+    for real in list(where.seen):
+        try:
+            where.require_same(real, os.stat(real))
+        except FileNotFoundError:
+            raise _missing(real) from None
 
 
 def _open(root: str, real: str) -> int:
@@ -90,44 +138,82 @@ def _open(root: str, real: str) -> int:
         finally:
             os.close(here)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"checkpoint file {real!r} is missing; copy it there, or point to a whole checkpoint."
-        ) from None
+        raise _missing(real) from None
     except OSError as error:
-        raise CheckpointError(f"checkpoint file {real!r} cannot be opened: {error.strerror}.") from error
+        raise CheckpointError(f"checkpoint file {quoted(real)} cannot be opened: {error.strerror}.") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"checkpoint file {real!r} is no regular file; a checkpoint holds plain files only.")
+        raise _irregular(real)
     return descriptor
 
 
-def require_tree_inside(where: Place, real: str) -> None:
-    """Raises if a symbolic link below the directory `real` leads out; for libraries that open files themselves."""
-    for directory, directories, files in os.walk(real):
-        for name in [*directories, *files]:
-            if os.path.islink(os.path.join(directory, name)):
-                inside(where, os.path.relpath(os.path.join(directory, name), where.directory))
+def require_plain_tree(where: Place, real: str) -> None:
+    """Raises unless there are only files and directories below the directory `real`, and no link that leads out.
+
+    For libraries that open files themselves: they follow links, and wait for ever at a pipe.
+    """
+    seen, pending = {real}, [real]
+    while pending:
+        with os.scandir(pending.pop()) as found:
+            for entry in found:
+                path = entry.path
+                if entry.is_symlink():
+                    path = _resolved(where, path, os.path.relpath(path, where.directory))
+                    if not os.path.exists(path):
+                        raise _missing(path)
+                if os.path.isdir(path) if entry.is_symlink() else entry.is_dir(follow_symlinks=False):
+                    if path not in seen:
+                        seen.add(path)
+                        pending.append(path)
+                elif not (os.path.isfile(path) if entry.is_symlink() else entry.is_file(follow_symlinks=False)):
+                    raise _irregular(path)
+
+
+def _missing(real: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint file {quoted(real)} is missing; copy it there, or point to a whole checkpoint.")
+
+
+def _irregular(real: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint file {quoted(real)} is no regular file; a checkpoint holds plain files only.")
 
 
 def parsed_json(data: bytes, where: str) -> Any:
-    """`data` as strict JSON: no duplicate names, no NaN, no nesting deep enough to exhaust the stack."""
+    """`data` as strict JSON in UTF-8: no name twice, no NaN, no half of a character, no nesting that exhausts the
+    stack.
+    """
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        text = data.decode("utf-8")
+        content = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        if _SURROGATE.search(data):
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise CheckpointError(f"{where} is nested too deeply to be a checkpoint's JSON.") from None
     except ValueError as error:
         raise CheckpointError(
-            f"{where} is no valid JSON: {error}. The file is damaged, or of another format."
+            f"{where} is no valid JSON: {_reason(error)}. The file is damaged, or of another format."
         ) from None
+    return content
+
+
+def _reason(error: ValueError) -> str:
+    # Python's text would quote the character that a terminal cannot show.
+    return "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} occurs twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the name {quoted(twice)} occurs twice")
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("a number is too large")
+    return value
 
 
 def _no_constant(text: str) -> None:

@@ -10,13 +10,19 @@ from typing import Any
 import jax
 
 from .._errors import CheckpointError, UnknownPathError
-from .._text import array_text, between_numbers, bytes_text, joined, table
+from .._text import array_text, between_numbers, bytes_text, joined, printable, quoted, table
 from . import _eformer as eformer, _orbax as orbax, _safetensors as safetensors, _stores as stores
-from ._entry import ArrayEntry
+from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import Place, inside, place, read_json
 
 
 _SHOWN_ROWS = 24
+_SHOWN_CHARACTERS = 120
+# Deeper trees than any model's exhaust the stack of whoever walks them.
+_MOST_PARTS = 100
+# Comparing names costs the product of their lengths, and there may be millions.
+_COMPARED_NAMES = 2000
+_COMPARED_CHARACTERS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +43,14 @@ class Index:
     directory: str
     entries: tuple[ArrayEntry, ...]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    place: Place = dataclasses.field(default=Place("", ()), repr=False, compare=False)
+    place: Place = dataclasses.field(default_factory=lambda: Place("", ()), repr=False, compare=False)
 
     def __getitem__(self, path: str) -> ArrayEntry:
         found = self.by_path.get(path)
         if found is None:
-            near = difflib.get_close_matches(path, self.by_path, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; it has {_some(self.by_path)}."
-            raise UnknownPathError(f"checkpoint {self.directory!r} has no array {path!r}{hint}")
+            near = _near(path, self.by_path)
+            hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {_some(self.by_path)}."
+            raise UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
         return found
 
     @ft.cached_property
@@ -70,11 +76,27 @@ class Index:
 
 def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
     first = entries[0]
-    if first.shape is None or first.dtype is None or first.nbytes is None:
-        array, nbytes = f"{first.stored}[{'?' if first.shape is None else ','.join(map(str, first.shape))}]", "?"
+    if first.shape is None or first.nbytes is None:
+        sizes = "?" if first.shape is None else ",".join(map(str, first.shape))
+        array, nbytes = printable(f"{first.stored}[{sizes}]"), "?"
     else:
         array, nbytes = array_text(first.dtype, first.shape), bytes_text(first.nbytes * len(entries))
-    return joined([entry.path for entry in entries]), str(len(entries)), array, nbytes
+    path = printable(joined([entry.path for entry in entries]))
+    if len(path) > _SHOWN_CHARACTERS:
+        path = f"{path[:30]}...{path[33 - _SHOWN_CHARACTERS :]}"
+    return path, str(len(entries)), array, nbytes
+
+
+def _near(path: str, names: Mapping[str, Any]) -> list[str]:
+    """At most three of `names` that look like `path`, found in a time that does not grow with what a file says."""
+    candidates = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
+    if len(path) > _COMPARED_CHARACTERS:
+        return []
+    if len(candidates) > _COMPARED_NAMES:
+        template = "".join(between_numbers(path))
+        alike = [name for name in candidates if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template]
+        candidates = alike[:_COMPARED_NAMES]
+    return difflib.get_close_matches(path, candidates, n=3, cutoff=0.5)
 
 
 def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None) -> Index:
@@ -112,34 +134,43 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
     """
     path = os.fspath(path)
     if os.path.isdir(path):
-        return _read_directory(place(path, root), path)
+        where = place(path, root)
+        try:
+            names = sorted(os.listdir(where.directory))
+        except FileNotFoundError:
+            # A writer has taken it away in this moment.
+            raise _nothing_at(path) from None
+        return _read_directory(where, path, names)
     if not os.path.isfile(path):
-        raise CheckpointError(f"there is no checkpoint at {path!r}; give a directory, or a .safetensors file.")
+        raise _nothing_at(path)
     where, name = place(os.path.dirname(os.path.abspath(path)), root), os.path.basename(path)
     # The caller named this file, so where it leads is the caller's wish.
     real = os.path.realpath(path)
-    trusted = Place(where.directory, (*where.roots, os.path.dirname(real)))
+    trusted = Place(where.directory, (*where.roots, os.path.dirname(real)), where.seen)
     if name.endswith(".json"):
         return _read_set(where, trusted, real)
     return _of_files(trusted, [real])
 
 
-def _read_directory(where: Place, path: str) -> Index:
-    names = sorted(os.listdir(where.directory))
+def _nothing_at(path: str) -> CheckpointError:
+    return CheckpointError(f"there is no checkpoint at {path!r}; give a directory, or a .safetensors file.")
+
+
+def _read_directory(where: Place, path: str, names: list[str]) -> Index:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     weights = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in weights:
         return _of_files(where, [inside(where, "model.safetensors")])
     if len(indices) > 1:
-        raise CheckpointError(f"{path!r} holds several safetensors sets, {indices}; name one of these files.")
+        raise CheckpointError(f"{path!r} holds several safetensors sets, {_some(indices)}; name one of these files.")
     if indices:
         return _read_set(where, where, inside(where, indices[0]))
     if eformer.INDEX in names:
-        return Index("eformer", where.directory, eformer.entries(where), place=where)
+        return _indexed("eformer", where, eformer.entries(where))
     if orbax.METADATA in names:
-        return Index("orbax", where.directory, orbax.entries(where), place=where)
+        return _indexed("orbax", where, orbax.entries(where))
     if stores.OCDBT_MANIFEST in names:
-        return Index("ocdbt", where.directory, stores.ocdbt_entries(where), place=where)
+        return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
         return _of_files(where, [inside(where, name) for name in weights])
     entries = stores.zarr_entries(where)
@@ -149,7 +180,25 @@ def _read_directory(where: Place, path: str) -> Index:
             f"{path!r} holds no checkpoint: no .safetensors file, no {eformer.INDEX}, no Orbax {orbax.METADATA}, no "
             f"{stores.OCDBT_MANIFEST} and no zarr array."
         )
-    return Index("zarr", where.directory, entries, place=where)
+    return _indexed("zarr", where, entries)
+
+
+def _indexed(kind: str, where: Place, entries: tuple[ArrayEntry, ...]) -> Index:
+    known: dict[str, ArrayEntry] = {}
+    for entry in entries:
+        other = known.setdefault(entry.path, entry)
+        # eformer may list one array under two prefixes.
+        if _location(other) != _location(entry):
+            raise CheckpointError(
+                f"checkpoint {where.directory!r} has two arrays with the path {quoted(entry.path)}, in "
+                f"{quoted(_location(other))} and in {quoted(_location(entry))}; a path names one array. Rename one of "
+                "them where the checkpoint is made."
+            )
+    return Index(kind, where.directory, entries, place=where)
+
+
+def _location(entry: ArrayEntry) -> str:
+    return entry.key if isinstance(entry, StoreArray) and entry.key is not None else entry.file
 
 
 def _read_set(where: Place, trusted: Place, real: str) -> Index:
@@ -161,45 +210,31 @@ def _read_set(where: Place, trusted: Place, real: str) -> Index:
         )
     files = {name: inside(where, name) for name in dict.fromkeys(weight_map.values())}
     headers = {name: safetensors.read_header(where, file) for name, file in files.items()}
-    found = {name: {entry.path: entry for entry in _entries(header, files[name])} for name, header in headers.items()}
+    found = {name: {array.path: array for array in header.arrays} for name, header in headers.items()}
     for name, file in weight_map.items():
         if name not in found[file]:
-            raise CheckpointError(f"{real!r} says that tensor {name!r} is in {file!r}, but that file does not hold it.")
+            raise CheckpointError(
+                f"{real!r} says that tensor {quoted(name)} is in {quoted(file)}, but that file does not hold it."
+            )
     entries = tuple(found[file][name] for name, file in weight_map.items())
     return Index("safetensors", where.directory, entries, _joined(headers.values()), where)
 
 
 def _of_files(where: Place, files: list[str]) -> Index:
     headers = [safetensors.read_header(where, file) for file in files]
-    entries: dict[str, ArrayEntry] = {}
-    for file, header in zip(files, headers, strict=True):
-        for entry in _entries(header, file):
-            if entry.path in entries:
-                raise CheckpointError(
-                    f"tensor {entry.path!r} is in {entries[entry.path].file!r} and in {file!r}; name one of the files, "
-                    "or add the `model.safetensors.index.json` of the set."
-                )
-            entries[entry.path] = entry
-    return Index("safetensors", where.directory, tuple(entries.values()), _joined(headers), where)
+    arrays: dict[str, FileArray] = {}
+    for array in [array for header in headers for array in header.arrays]:
+        other = arrays.setdefault(array.path, array)
+        if other is not array:
+            raise CheckpointError(
+                f"tensor {quoted(array.path)} is in {other.file!r} and in {array.file!r}; name one of the files, or "
+                "add the `model.safetensors.index.json` of the set."
+            )
+    return Index("safetensors", where.directory, tuple(arrays.values()), _joined(headers), where)
 
 
 def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
     return {name: value for header in headers for name, value in header.metadata.items()}
-
-
-def _entries(header: safetensors.Header, file: str) -> list[ArrayEntry]:
-    known = header.dtypes()
-    return [
-        ArrayEntry(
-            tensor.name,
-            tensor.shape,
-            known.get(tensor.name, safetensors.DTYPES[tensor.stored][1]),
-            file,
-            tensor.stored,
-            offset=tensor.offset,
-        )
-        for tensor in header.tensors
-    ]
 
 
 def structs(index: Index, *, prefix: str | None = None) -> dict[str, Any]:
@@ -240,15 +275,9 @@ def structs(index: Index, *, prefix: str | None = None) -> dict[str, Any]:
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array; an error where one is unknown."""
     if entry.shape is None or entry.dtype is None:
-        what = "shape" if entry.shape is None else f"dtype that JAX has (it is stored as {entry.stored})"
-        raise CheckpointError(f"array {entry.path!r} of checkpoint {index.directory!r} has no known {what}.")
-    return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
-
-
-def _struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
-    if entry.shape is None or entry.dtype is None:
-        what = "shape" if entry.shape is None else f"dtype ({entry.stored}) that JAX has, or any dtype"
-        raise CheckpointError(f"array {entry.path!r} of checkpoint {index.directory!r} has no known {what}.")
+        stored = f"dtype that JAX has (it is stored as {printable(entry.stored)})"
+        what = "shape" if entry.shape is None else stored
+        raise CheckpointError(f"array {quoted(entry.path)} of checkpoint {index.directory!r} has no known {what}.")
     return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
 
 
@@ -256,45 +285,66 @@ def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     """The entries below `prefix`, each with its path relative to it."""
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
+    groups = [(_group(entry), entry) for entry in index.entries]
     chosen = [
         (entry.path.removeprefix(f"{prefix}/"), entry)
-        for entry in index.entries
-        if entry.group == prefix or (entry.group is None and entry.path.startswith(f"{prefix}/"))
+        for group, entry in groups
+        if group == prefix or (group is None and entry.path.startswith(f"{prefix}/"))
     ]
     if not chosen:
-        known = dict.fromkeys(entry.group or entry.path.split("/")[0] for entry in index.entries)
-        raise CheckpointError(f"Prefix {prefix!r} not found. Available: {list(known)}, in {index.directory!r}.")
+        known = list(dict.fromkeys(group or entry.path.split("/")[0] for group, entry in groups))
+        shown = ", ".join(map(quoted, known[:_SHOWN_ROWS])) + (", ..." if len(known) > _SHOWN_ROWS else "")
+        raise CheckpointError(f"Prefix {prefix!r} not found. Available: [{shown}], in {index.directory!r}.")
     return chosen
 
 
+def _group(entry: ArrayEntry) -> str | None:
+    return None if isinstance(entry, FileArray) else entry.group
+
+
 def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """`("a/b", x)` pairs as `{"a": {"b": x}}`; a path that is a leaf and a branch at once is an error."""
+    """`("a/b", x)` pairs as `{"a": {"b": x}}`; no value is a dict.
+
+    A path that is a leaf and a branch at once is an error, and one that is too deep for a tree.
+    """
     tree: dict[str, Any] = {}
-    leaves: dict[tuple[str, ...], str] = {}
     for path, value in pairs:
-        parts = tuple(path.split("/"))
-        for length in range(1, len(parts)):
-            if parts[:length] in leaves:
-                raise _collision(leaves[parts[:length]], path)
+        parts = path.split("/", _MOST_PARTS)
+        if len(parts) > _MOST_PARTS:
+            raise CheckpointError(
+                f"array {quoted(path)} has more than {_MOST_PARTS} parts between slashes; no tree is that deep. Load "
+                "it by a plan of your own, with `rename=`."
+            )
         node = tree
-        for part in parts[:-1]:
+        for number, part in enumerate(parts[:-1]):
             node = node.setdefault(part, {})
-        if parts in leaves:
-            raise CheckpointError(f"the checkpoint has two arrays {path!r}; a path names one array.")
+            if type(node) is not dict:
+                raise _collision("/".join(parts[: number + 1]), path)
         if parts[-1] in node:
-            raise _collision(path, next(other for key, other in leaves.items() if key[: len(parts)] == parts))
+            there = node[parts[-1]]
+            if type(there) is not dict:
+                raise CheckpointError(f"the checkpoint has two arrays {quoted(path)}; a path names one array.")
+            raise _collision(path, f"{path}/{_first_below(there)}")
         node[parts[-1]] = value
-        leaves[parts] = path
     return tree
+
+
+def _first_below(node: Any) -> str:
+    keys = []
+    while type(node) is dict:
+        keys.append(next(iter(node)))
+        node = node[keys[-1]]
+    return "/".join(keys)
 
 
 def _collision(leaf: str, branch: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint has an array {leaf!r} and an array {branch!r} below it; a tree cannot hold both. "
+        f"the checkpoint has an array {quoted(leaf)} and an array {quoted(branch)} below it; a tree cannot hold both. "
         "Rename one of them, or read one with `prefix=`."
     )
 
 
-def _some(paths: Mapping[str, Any]) -> str:
-    shown = ", ".join(map(repr, list(paths)[:5]))
-    return f"{shown} and {len(paths) - 5} more" if len(paths) > 5 else shown or "no arrays"
+def _some(paths: Iterable[str]) -> str:
+    names = list(paths)
+    shown = ", ".join(map(quoted, names[:5]))
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"

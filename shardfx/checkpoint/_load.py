@@ -1,4 +1,5 @@
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools as ft
 import itertools
@@ -13,17 +14,21 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._errors import CheckpointError
 from . import _stores as stores
-from ._files import require_tree_inside
+from ._entry import FileArray, StoreArray
+from ._files import ChangedError, require_seen_unchanged
 from ._index import Index, read_index
+from ._keys import keys_from
 from ._progress import Progress
 from ._reader import GAP_BYTES, RUN_BYTES, Files, buffers, spans_of
 from ._spans import Box, Span
+from ._stores import MissingChunks
 from ._wanted import Fetch, Rename, Wanted, box_bytes, boxes_here, fetches, require_devices, wanted
 
 
 _STAGING_BYTES = 2**30
 _WORKERS = 8
 _CALL_BYTES = 8192
+_TRIES = 16
 
 
 def load(
@@ -34,6 +39,7 @@ def load(
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
+    missing_chunks: MissingChunks = "raise",
     root: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -51,12 +57,14 @@ def load(
         names themselves) or a function. In the place of a name, a `Take` transposes and stacks on the way.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
         dtype: cast all floating-point arrays to it.
-    - `memory_limit_bytes`: the most that is in host memory on its way to a device, by default 1 GiB or the largest
-        shard,
-        whichever is larger. On a CPU, where the memory that is read into becomes the array's, nothing is on its way.
+    - `memory_limit_bytes`: the most that is in host memory on its way to a device. By default it is 1 GiB or the
+        largest shard, whichever is larger. On a CPU nothing is on its way: the memory that is read into becomes the
+        array's.
     - `gap_bytes`: bytes that no device of the process needs are skipped where as many lie in a row, and read along
         where fewer do; `plan_reads` says what that is. A read costs about as much as 4 KiB from the page cache, so for
         columns of short rows 4096 is faster; on a network file system, where a read takes long, more still.
+    - `missing_chunks`: of stores of chunks. `"raise"`: a chunk that is not there was lost, which is an error.
+        `"fill"`: it holds the array's fill value, as zarr has it; right for arrays whose writer leaves such chunks out.
     - `root`: as in `read_index`.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 
@@ -68,7 +76,8 @@ def load(
     **Raises:**
 
     `CheckpointError` that lists every leaf that the checkpoint lacks or has with another shape or dtype, before
-    anything is read; for a file that is truncated; for a limit below the largest shard. Nothing is half loaded.
+    anything is read; for a file that is truncated, missing, or changed since its header was read; for an integer that
+    the dtype it is cast to lacks; for a limit below the largest shard. Nothing is half loaded.
 
     !!! Example
 
@@ -90,13 +99,36 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    index = path if isinstance(path, Index) else read_index(path, root=root)
-    leaves, rebuild = wanted(index, plan, rename, dtype)
+    how = _How(rename, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
+    if isinstance(path, Index):
+        return _load(path, plan, how)
+    # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
+    # it might load another file than the others.
+    for _ in range(_TRIES if jax.process_count() == 1 else 0):
+        with contextlib.suppress(ChangedError):
+            return _load(read_index(path, root=root), plan, how)
+    return _load(read_index(path, root=root), plan, how)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """What `load` was asked for, apart from what and where to."""
+
+    rename: Rename
+    dtype: Any
+    memory_limit_bytes: int | None
+    gap_bytes: int
+    missing_chunks: MissingChunks
+    progress: bool | None
+
+
+def _load(index: Index, plan: Any, how: _How) -> Any:
+    leaves, rebuild = wanted(index, plan, how.rename, how.dtype)
     require_devices(leaf.sharding for leaf in leaves)
-    limit = _limit(leaves, memory_limit_bytes)
+    limit = _limit(leaves, how.memory_limit_bytes)
     units = [unit for number, leaf in _in_file_order(leaves) for unit in _units(number, leaf, limit)]
-    bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
-    shards = _run(index, units, limit, gap_bytes, bar)
+    bar = Progress("loading", sum(unit.nbytes for unit in units), how.progress)
+    shards = _run(index, units, limit, how, bar)
     bar.end()
     return rebuild([_assembled(leaf, shards.get(number, {})) for number, leaf in enumerate(leaves)])
 
@@ -119,7 +151,7 @@ class _Unit:
 def _in_file_order(leaves: list[Wanted]) -> list[tuple[int, Wanted]]:
     def position(numbered: tuple[int, Wanted]) -> tuple[str, int]:
         entry = numbered[1].entries[0]
-        return entry.file, entry.offset or 0
+        return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
     return sorted(enumerate(leaves), key=position)
 
@@ -152,8 +184,7 @@ def _limit(leaves: list[Wanted], asked: int | None) -> int:
     if asked < largest and leaf is not None:
         raise CheckpointError(
             f"`memory_limit_bytes={asked}` is less than one shard of leaf `{leaf.path}`, {largest} bytes; allow at "
-            f"least "
-            "that, or cut the leaf over more devices."
+            "least that, or cut the leaf over more devices."
         )
     return asked
 
@@ -170,26 +201,26 @@ Shards = dict[int, dict[Box, tuple[np.ndarray, list[Any]]]]
 Task = Callable[[], int]
 
 
-def _run(index: Index, units: list[_Unit], limit: int, gap_bytes: int, bar: Progress) -> Shards:
+def _run(index: Index, units: list[_Unit], limit: int, how: _How, bar: Progress) -> Shards:
     """Reads the units in parallel, at most `limit` bytes of them on their way to a device at any time."""
     shards: Shards = {}
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
-    entries = {entry.file: entry for unit in units for entry in unit.leaf.entries}
-    for file, entry in entries.items():
-        if entry.offset is None:
-            # These are opened by a library that follows links.
-            require_tree_inside(index.place, file)
-    names = [file for file, entry in entries.items() if entry.offset is not None]
+    entries = [entry for unit in units for entry in unit.leaf.entries]
+    stores.require_possible([entry for entry in entries if isinstance(entry, StoreArray)], index.place)
+    names = list(dict.fromkeys(entry.file for entry in entries if isinstance(entry, FileArray)))
     with Files(index.place, names, workers) as files:
+        require_seen_unchanged(index.place)
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = _Flight(pool, limit, bar, shards)
             try:
                 for group in _groups(units, min(limit, RUN_BYTES)):
-                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, gap_bytes))
+                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, how))
                 flight.land(0)
             finally:
                 # After an error, what has not begun must not begin.
                 pool.shutdown(wait=True, cancel_futures=True)
+        # A store's chunks have no header of their own that could be looked at.
+        require_seen_unchanged(index.place)
     return shards
 
 
@@ -286,23 +317,16 @@ def _check_bools(leaf: Wanted, memory: list[np.ndarray]) -> None:
         )
 
 
-def _tasks(files: Files, unit: _Unit, memory: list[np.ndarray], gap_bytes: int) -> Iterator[Task]:
+def _tasks(files: Files, unit: _Unit, memory: list[np.ndarray], how: _How) -> Iterator[Task]:
     for fetch in fetches(unit.leaf, unit.boxes):
         targets = _targets(unit.leaf, fetch, memory)
-        if fetch.entry.offset is None:
-            yield _store_task(fetch, targets)
+        entry = fetch.entry
+        if isinstance(entry, StoreArray):
+            yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=how.missing_chunks)
             continue
-        in_place = all(t.dtype == fetch.entry.dtype and t.flags.c_contiguous for t in targets)
-        for batch in _batches(spans_of(fetch.entry, fetch.boxes, in_place, gap_bytes)):
-            yield _file_task(files, fetch, batch, targets)
-
-
-def _file_task(files: Files, fetch: Fetch, batch: list[Span], targets: list[np.ndarray]) -> Task:
-    return lambda: files.read(fetch.entry, batch, fetch.boxes, targets)
-
-
-def _store_task(fetch: Fetch, targets: list[np.ndarray]) -> Task:
-    return lambda: stores.read_into(fetch.entry, fetch.boxes, targets)
+        in_place = all(t.dtype == entry.dtype and t.flags.c_contiguous for t in targets)
+        for batch in _batches(spans_of(entry, fetch.boxes, in_place, how.gap_bytes)):
+            yield ft.partial(files.read, entry, batch, fetch.boxes, targets)
 
 
 def _targets(leaf: Wanted, fetch: Fetch, memory: list[np.ndarray]) -> list[np.ndarray]:
@@ -329,6 +353,11 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _assembled(leaf: Wanted, held: dict[Box, tuple[np.ndarray, list[Any]]]) -> jax.Array:
+    array = _array(leaf, held)
+    return array if leaf.keys is None else keys_from(array, leaf.keys)
+
+
+def _array(leaf: Wanted, held: dict[Box, tuple[np.ndarray, list[Any]]]) -> jax.Array:
     moved = [array for _, arrays in held.values() for array in arrays]
     if moved:
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, moved)

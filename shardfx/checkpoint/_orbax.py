@@ -1,19 +1,19 @@
-"""Orbax directories: Orbax says what is in them; the arrays are zarr, in directories or in an OCDBT database."""
+"""Orbax directories: their own metadata names the arrays, which are zarr, in directories or in an OCDBT database."""
 
+import dataclasses
 import os
 from typing import Any
 
-import jax
-import numpy as np
-
 from .._errors import CheckpointError
+from .._text import quoted
 from . import _stores as stores
-from ._entry import ArrayEntry
-from ._files import Place, inside, read_json, require_tree_inside
+from ._entry import StoreArray
+from ._files import Place, inside, read_json
 
 
 METADATA = "_METADATA"
-_STEP = "_CHECKPOINT_METADATA"
+# What Orbax calls a value that it keeps as an array. Others, strings and empty containers, are no arrays.
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def raise_if_step(where: Place, names: list[str]) -> None:
@@ -21,42 +21,58 @@ def raise_if_step(where: Place, names: list[str]) -> None:
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, METADATA))]
     if items:
         raise CheckpointError(
-            f"{where.directory!r} is a step of Orbax's CheckpointManager with the items {items}; name one, as in "
+            f"{where.directory!r} is a step of Orbax's CheckpointManager with the items {items[:20]}; name one, as in "
             f"`read_index({os.path.join(where.directory, items[0])!r})`."
         )
 
 
-def entries(where: Place) -> tuple[ArrayEntry, ...]:
-    """The arrays of an Orbax PyTree checkpoint; paths are its keys joined by "/"."""
-    import orbax.checkpoint as ocp
+def entries(where: Place) -> tuple[StoreArray, ...]:
+    """The arrays of an Orbax PyTree checkpoint; paths are its keys joined by "/".
 
+    Orbax's own reader opens the files that the metadata names before it looks at the names, so this one reads.
+    """
     real = inside(where, METADATA)
     content = read_json(where, real)
     rows = content.get("tree_metadata") if isinstance(content, dict) else None
-    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+    if not isinstance(rows, dict):
         raise CheckpointError(f"{real!r} has no `tree_metadata` that describes arrays; it is damaged, or not Orbax's.")
-    require_tree_inside(where, where.directory)
-    try:
-        with ocp.PyTreeCheckpointer() as reader:
-            found = reader.metadata(where.directory)
-        tree = found.item_metadata.tree
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
-        # Orbax believes what the file says, and fails in as many ways as that can be wrong.
-        raise stores.unreadable(where.directory, error) from error
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    database = os.path.isfile(os.path.join(where.directory, stores.OCDBT_MANIFEST))
-    return tuple(_entry(where, path, leaf, database, found.item_metadata.use_zarr3) for path, leaf in leaves)
+    named = [_keys(real, name, row) for name, row in rows.items()]
+    if os.path.lexists(os.path.join(where.directory, stores.OCDBT_MANIFEST)):
+        database = {entry.key: entry for entry in stores.ocdbt_entries(where)}
+        found = [(keys, must, database.get(".".join(keys))) for keys, must in named]
+    else:
+        found = [(keys, must, _directory_entry(where, ".".join(keys))) for keys, must in named]
+    names: dict[str, list[str]] = {}
+    for keys, must, entry in found:
+        if names.setdefault(".".join(keys), keys) != keys and entry is not None:
+            raise CheckpointError(
+                f"{real!r} names arrays by {keys} and by {names['.'.join(keys)]}, which Orbax keeps under one name, so "
+                "one of them was lost when it was written; rename one of them and save again."
+            )
+        if must and entry is None:
+            raise CheckpointError(
+                f"{real!r} names the array {quoted('/'.join(keys))}, but {where.directory!r} does not hold it; copy "
+                "the whole checkpoint."
+            )
+    return tuple(dataclasses.replace(entry, path="/".join(keys)) for keys, _, entry in found if entry is not None)
 
 
-def _entry(where: Place, path: Any, leaf: Any, database: bool, zarr3: bool) -> ArrayEntry:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    shape = getattr(leaf, "shape", None)
-    stored = str(leaf.dtype) if shape is not None else type(leaf).__name__
-    dtype = stores.dtype_named(stored) if shape is not None else None
-    storage = getattr(leaf, "storage", None)
-    chunks = tuple(storage.chunk_shape) if storage is not None and storage.chunk_shape is not None else None
-    driver = "zarr3" if zarr3 else "zarr"
-    file = where.directory if database else inside(where, leaf.name)
-    key = leaf.name if database else None
-    shape = None if shape is None else tuple(int(size) for size in shape)
-    return ArrayEntry(name, shape, dtype and np.dtype(dtype), file, stored, chunks=chunks, key=key, driver=driver)
+def _keys(real: str, name: str, row: Any) -> tuple[list[str], bool]:
+    """The keys of a value from the tree's root on, and whether it must be an array."""
+    keys = row.get("key_metadata") if isinstance(row, dict) else None
+    value = row.get("value_metadata") if isinstance(row, dict) else None
+    names = [key.get("key") for key in keys if isinstance(key, dict)] if isinstance(keys, list) else []
+    texts = [str(key) for key in names if isinstance(key, str | int)]
+    if not isinstance(value, dict) or not isinstance(keys, list) or len(texts) != len(keys):
+        raise CheckpointError(f"{real!r}: {quoted(name)} in `tree_metadata` has no keys and value that Orbax writes.")
+    return texts, value.get("value_type") in _ARRAYS and value.get("skip_deserialize") is not True
+
+
+def _directory_entry(where: Place, name: str) -> StoreArray | None:
+    if not name:
+        return None
+    directory = inside(where, name)
+    for file in stores.METADATA:
+        if os.path.isfile(os.path.join(directory, file)):
+            return stores.array_entry(where, name, directory, file)
+    return None

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from .._errors import CheckpointError
-from ._entry import ArrayEntry
+from .._text import quoted
+from ._casts import fill
+from ._entry import FileArray
 from ._files import Place, opened
 from ._spans import Box, Part, Span, spans
 
@@ -72,10 +74,11 @@ class Files:
             self._scratch.put(np.empty(COPY_BYTES, np.uint8))
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._stack.close()
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        # After an error the files are not looked at again: what went wrong first is what counts.
+        self._stack.__exit__(kind, error, traceback)
 
-    def read(self, entry: ArrayEntry, todo: Sequence[Span], boxes: Sequence[Box], targets: Sequence[np.ndarray]) -> int:
+    def read(self, entry: FileArray, todo: Sequence[Span], boxes: Sequence[Box], targets: Sequence[np.ndarray]) -> int:
         """Reads spans of an array into `targets`, which have the shapes of `boxes`; the number of bytes read."""
         descriptor = self._descriptors[entry.file]
         scratch = self._scratch.get()
@@ -94,9 +97,9 @@ class Files:
         return sum(span.nbytes for span in todo)
 
 
-def spans_of(entry: ArrayEntry, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES) -> tuple[Span, ...]:
+def spans_of(entry: FileArray, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES) -> tuple[Span, ...]:
     """The reads that fetch `boxes` of an array in a file."""
-    return _spans_of(entry.shape or (), entry.dtype.itemsize, boxes, in_place, gap_bytes)
+    return _spans_of(entry.shape, entry.dtype.itemsize, boxes, in_place, gap_bytes)
 
 
 # A model has many layers of the same shapes.
@@ -123,20 +126,18 @@ def part_of(target: np.ndarray, box: Box, where: Box) -> np.ndarray:
     return target[(*index, ...)]
 
 
-def _copy(view: np.ndarray, memory: np.ndarray, entry: ArrayEntry, part: Part, strides: tuple[int, ...]) -> None:
+def _copy(view: np.ndarray, memory: np.ndarray, entry: FileArray, part: Part, strides: tuple[int, ...]) -> None:
     dtype = np.dtype(entry.dtype)
     if view.dtype == dtype and dtype.itemsize in _BITS:
         # numpy copies elements of the dtypes that it does not know itself one by one.
         dtype = _BITS[dtype.itemsize]
         view = view.view(dtype)
     shape = tuple(stop - start for start, stop in part.where)
-    # As in JAX, what is too large for a smaller dtype becomes infinite or wraps round without a word.
-    with np.errstate(over="ignore", invalid="ignore"):
-        view[...] = np.ndarray(shape, dtype, memory.data, part.offset, strides)
+    fill(view, np.ndarray(shape, dtype, memory.data, part.offset, strides), entry.path)
 
 
-def _read(descriptor: int, into: list[Any], span: Span, entry: ArrayEntry) -> None:
-    offset = (entry.offset or 0) + span.offset
+def _read(descriptor: int, into: list[Any], span: Span, entry: FileArray) -> None:
+    offset = entry.offset + span.offset
     if span.runs == 1:
         _read_run(descriptor, into, offset, span.nbytes, entry)
         return
@@ -149,7 +150,7 @@ def _read(descriptor: int, into: list[Any], span: Span, entry: ArrayEntry) -> No
         offset += span.step
 
 
-def _read_run(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: ArrayEntry) -> None:
+def _read_run(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: FileArray) -> None:
     done = os.preadv(descriptor, into, offset)
     while 0 < done < nbytes:
         more = os.preadv(descriptor, _rest(into, done), offset + done)
@@ -158,9 +159,8 @@ def _read_run(descriptor: int, into: list[Any], offset: int, nbytes: int, entry:
         done += more
     if done < nbytes:
         raise CheckpointError(
-            f"{entry.file!r} ends at byte {offset + done}, within array {entry.path!r}; it was cut off since its "
-            f"header "
-            "was read. Copy the whole file."
+            f"{entry.file!r} ends at byte {offset + done}, within array {quoted(entry.path)}; it was cut off since its "
+            "header was read. Copy the whole file."
         )
 
 

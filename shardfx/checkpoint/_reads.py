@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .._errors import PlanMismatchError
 from .._spec import entries_of, entry_axes
 from . import _stores as stores
+from ._entry import StoreArray
 from ._index import Index
 from ._reader import GAP_BYTES, spans_of
 from ._spans import Box
@@ -116,7 +117,8 @@ def plan_reads(
     totals: dict[int, list[int]] = {}
     for leaf in leaves:
         entry = leaf.entries[0]
-        key = (leaf.shape, leaf.sharding, leaf.order, len(leaf.entries), leaf.is_stacked, entry.dtype, entry.chunks)
+        stored = entry.chunks if isinstance(entry, StoreArray) else None
+        key = (leaf.shape, leaf.sharding, leaf.order, len(leaf.entries), leaf.is_stacked, entry.dtype, stored)
         if key not in known:
             known[key] = _reads_of(leaf, processes, gap_bytes)
         for process, counts in known[key].items():
@@ -140,9 +142,9 @@ def _reads_of(leaf: Wanted, processes: int | None, gap_bytes: int) -> Mapping[in
 
 def _sizes(fetch: Fetch, leaf: Wanted, gap_bytes: int) -> list[tuple[int, int]]:
     """Bytes and reads, span by span."""
-    if fetch.entry.offset is None:
+    if isinstance(fetch.entry, StoreArray):
         return [(stores.chunk_bytes(fetch.entry, box), 1) for box in fetch.boxes]
-    in_place = leaf.dtype == fetch.entry.dtype and leaf.order in (None, tuple(range(len(fetch.entry.shape or ()))))
+    in_place = leaf.dtype == fetch.entry.dtype and leaf.order in (None, tuple(range(len(fetch.entry.shape))))
     return [(span.nbytes, span.runs) for span in spans_of(fetch.entry, fetch.boxes, in_place, gap_bytes)]
 
 

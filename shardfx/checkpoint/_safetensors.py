@@ -1,7 +1,7 @@
 """The safetensors format: a length, a JSON header, and one buffer; checked in full before anything is believed."""
 
+import dataclasses
 import json
-import math
 import os
 from typing import Any, NamedTuple
 
@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import CheckpointError
+from .._text import quoted
+from ._entry import FileArray
 from ._files import Place, opened, parsed_json
+from ._keys import key_named, of_bits
 
 
 # The format's own limit on the header.
 HEADER_LIMIT_BYTES = 100_000_000
+# NumPy's own limit, which is JAX's on the host.
+_MOST_DIMENSIONS = 64
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 # Name in the file: bits of one element, and the dtype that it has in JAX, if it has one.
 DTYPES: dict[str, tuple[int, Any]] = {
@@ -41,8 +47,9 @@ DTYPES: dict[str, tuple[int, Any]] = {
     "F6_E3M2": (6, None),
     "F4": (4, None),
 }
-# Further one-byte dtypes are kept as U8, and named in the file's metadata.
+# Further one-byte dtypes are kept as U8, PRNG keys as U32; what they are is named in the file's metadata.
 DTYPES_KEY = "shardfx.dtypes"
+METADATA = "__metadata__"
 OTHER = {
     np.dtype(name).name: np.dtype(name)
     for name in (jnp.int4, jnp.uint4, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e4m3, jnp.float4_e2m1fn)
@@ -56,31 +63,11 @@ def stored_name(dtype: Any) -> str | None:
     return NAMES.get(dtype, "U8" if dtype.name in OTHER else None)
 
 
-class Tensor(NamedTuple):
-    """One tensor of a file: `offset` counts from the file's first byte."""
-
-    name: str
-    stored: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
 class Header(NamedTuple):
     """What a file holds, in the order of the buffer."""
 
-    tensors: tuple[Tensor, ...]
+    arrays: tuple[FileArray, ...]
     metadata: dict[str, str]
-
-    def dtypes(self) -> dict[str, Any]:
-        """The dtypes, by tensor, that `DTYPES_KEY` names; what it says about tensors of other sizes is ignored."""
-        text = self.metadata.get(DTYPES_KEY, "{}")
-        named = parsed_json(text.encode("utf-8", "surrogatepass"), f"`{DTYPES_KEY}` in a header")
-        bytes_only = {tensor.name for tensor in self.tensors if tensor.stored == "U8"}
-        pairs = named.items() if isinstance(named, dict) else ()
-        return {
-            name: OTHER[kind] for name, kind in pairs if name in bytes_only and isinstance(kind, str) and kind in OTHER
-        }
 
 
 def read_header(where: Place, real: str) -> Header:
@@ -94,7 +81,7 @@ def read_header(where: Place, real: str) -> Header:
                 f"safetensors file {real!r} of {size} bytes claims a header of {length} bytes; the file is truncated, "
                 f"damaged, or of another format (a header has at most {HEADER_LIMIT_BYTES} bytes)."
             )
-        return parse_header(_read(descriptor, length, 8, real), size - 8 - length, repr(real))
+        return parse_header(_read(descriptor, length, 8, real), size - 8 - length, real)
 
 
 def _read(descriptor: int, count: int, offset: int, real: str) -> bytes:
@@ -107,14 +94,14 @@ def _read(descriptor: int, count: int, offset: int, real: str) -> bytes:
     return data
 
 
-def parse_header(data: bytes, buffer_bytes: int, where: str) -> Header:
-    """The tensors that a header describes, in the order of the buffer.
+def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
+    """The arrays that a header describes, in the order of the buffer.
 
     **Arguments:**
 
     - `data`: the JSON text, without its length.
     - `buffer_bytes`: how many bytes of the file come after it.
-    - `where`: what an error calls the file.
+    - `file`: the file's path.
 
     **Returns:**
 
@@ -122,63 +109,95 @@ def parse_header(data: bytes, buffer_bytes: int, where: str) -> Header:
 
     **Raises:**
 
-    `CheckpointError` for anything that the format forbids: duplicate names, unknown dtypes, shapes and offsets that
-    are no sizes or do not agree, tensors that overlap, lie outside the buffer or leave holes in it.
+    `CheckpointError` for anything that the format forbids: names that occur twice, unknown dtypes, shapes and offsets
+    that are no sizes or do not agree, tensors that overlap, lie outside the buffer or leave holes in it.
     """
-    content = parsed_json(data, f"the header of {where}")
+    content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
-        raise CheckpointError(f"the header of {where} is no JSON object; the file is of another format.")
-    metadata = content.pop("__metadata__", {})
+        raise CheckpointError(f"the header of {file!r} is no JSON object; the file is of another format.")
+    metadata = content.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"`__metadata__` in the header of {where} must map strings to strings.")
+        raise CheckpointError(f"`__metadata__` in the header of {file!r} must map strings to strings.")
     base = 8 + len(data)
-    tensors = [_tensor(name, entry, base, where) for name, entry in content.items()]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    placed = sorted([_array(name, entry, base, file) for name, entry in content.items()], key=_position)
     reached = base
-    for tensor in tensors:
-        if tensor.offset != reached:
-            problem = "overlaps the one before it" if tensor.offset < reached else "leaves a hole before it"
+    for array, nbytes in placed:
+        if array.offset != reached:
+            problem = "overlaps the one before it" if array.offset < reached else "leaves a hole before it"
             raise CheckpointError(
-                f"tensor {tensor.name!r} in {where} starts at byte {tensor.offset - base} of the buffer and {problem}, "
-                f"which ends at {reached - base}; the file is damaged or forged."
+                f"tensor {quoted(array.path)} in {file!r} starts at byte {array.offset - base} of the buffer and "
+                f"{problem}, which ends at {reached - base}; the file is damaged or forged."
             )
-        reached += tensor.nbytes
+        reached += nbytes
     if reached != base + buffer_bytes:
         raise CheckpointError(
-            f"the tensors of {where} take {reached - base} bytes, but {buffer_bytes} follow the header; the file is "
+            f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes} follow the header; the file is "
             "truncated or damaged."
         )
-    return Header(tuple(tensors), metadata)
+    return Header(_renamed([array for array, _ in placed], metadata), metadata)
 
 
-def _tensor(name: str, entry: Any, base: int, where: str) -> Tensor:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"tensor {name!r} in {where} must have exactly `dtype`, `shape` and `data_offsets`.")
+def _position(placed: tuple[FileArray, int]) -> tuple[int, int]:
+    return placed[0].offset, placed[1]
+
+
+def _array(name: str, entry: Any, base: int, file: str) -> tuple[FileArray, int]:
+    """One array, and how many bytes it has in the file. Other fields than the format's are ignored, as it does."""
+    if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
+        raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     stored, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(stored, str) or stored not in DTYPES:
         raise CheckpointError(
-            f"tensor {name!r} in {where} has the dtype {stored!r}, which is none of {', '.join(DTYPES)}."
+            f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which is none of {', '.join(DTYPES)}."
         )
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"tensor {name!r} in {where} has shape {_short(shape)} and offsets {_short(offsets)}; both must be "
-            f"lists of "
-            "non-negative integers below 2**63, the offsets two."
+            f"tensor {quoted(name)} in {file!r} has shape {_short(shape)} and offsets {_short(offsets)}; both must be "
+            "lists of non-negative integers below 2**63, the offsets two."
         )
     begin, end = offsets
-    # Sizes are below 2**63, so that a rank of thousands is the one thing left that makes the product slow.
-    expected_bits = math.prod(shape[:64]) * DTYPES[stored][0]
-    if len(shape) > 64 or expected_bits != 8 * (end - begin):
+    bits_each, dtype = DTYPES[stored]
+    expected_bits = _count(shape) * bits_each
+    if len(shape) > _MOST_DIMENSIONS or expected_bits != 8 * (end - begin):
         raise CheckpointError(
-            f"tensor {name!r} in {where} has dtype {stored} and shape {_short(shape)}, which needs "
-            f"{-(-expected_bits // 8)} bytes and at most 64 dimensions, but the offsets [{begin}, {end}]; the file is "
-            "damaged or forged."
+            f"tensor {quoted(name)} in {file!r} has dtype {stored} and shape {_short(shape)}, which needs "
+            f"{-(-expected_bits // 8)} bytes and at most {_MOST_DIMENSIONS} dimensions, but the offsets "
+            f"[{begin}, {end}]; the file is damaged or forged."
         )
-    return Tensor(name, stored, tuple(shape), base + begin, end - begin)
+    return FileArray(name, tuple(shape), dtype, file, stored, base + begin), end - begin
+
+
+def _count(shape: list[int]) -> int:
+    """How many elements there are; more than any file has where a partial product is more than that, as 2**62 * 4 * 0
+    is.
+    """
+    count = 1
+    for size in shape[:_MOST_DIMENSIONS]:
+        count *= size
+        if count >= 2**64:
+            return count
+    return count
+
+
+def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
+    """The arrays with the dtypes that `DTYPES_KEY` names; what it says about arrays of other sizes is ignored."""
+    if DTYPES_KEY not in metadata:
+        return tuple(arrays)
+    named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
+    kinds = named if isinstance(named, dict) else {}
+    return tuple([_of_kind(array, kinds.get(array.path)) for array in arrays])
+
+
+def _of_kind(array: FileArray, kind: Any) -> FileArray:
+    if array.stored == "U8" and isinstance(kind, str) and kind in OTHER:
+        return dataclasses.replace(array, dtype=OTHER[kind])
+    keys = key_named(kind)
+    return array if keys is None else of_bits(array, keys)
 
 
 def _is_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return isinstance(values, list) and all([type(value) is int and 0 <= value < 2**63 for value in values])
 
 
 def _short(value: Any) -> str:
@@ -200,7 +219,7 @@ def write_header(
 
     The bytes, and per tensor its offset from the first byte of the file.
     """
-    content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
     for name, stored, shape, nbytes in tensors:
         content[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [reached, reached + nbytes]}

@@ -1,21 +1,30 @@
 """Arrays in chunks: zarr directories and OCDBT databases. Their metadata is JSON; their values are tensorstore's."""
 
-import dataclasses
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._errors import CheckpointError
-from ._entry import ArrayEntry
-from ._files import Place, inside, parsed_json, read_json, require_tree_inside
+from .._text import printable, quoted
+from ._casts import fill, may_overflow
+from ._entry import StoreArray, itemsize
+from ._files import Place, inside, opened, parsed_json, read_json, require_plain_tree
+from ._spans import Box
 
+
+MissingChunks = Literal["raise", "fill"]
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 _CACHE_BYTES = 128 * 2**20
+# Chunks up to this size may be larger than their array; larger ones must be about as large as it.
+_CHUNK_BYTES = 2**30
+_WIDEST_BYTES = 16
+# In tensorstore's error for a chunk that it should not fill in.
+_MISSING = "is missing"
 METADATA = {".zarray": "zarr", "zarr.json": "zarr3"}
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int4", "uint4"),
@@ -40,12 +49,7 @@ def is_sizes(values: Any) -> bool:
     return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
-def with_group(entry: ArrayEntry, group: str | None) -> ArrayEntry:
-    """`entry`, listed under the prefix `group`."""
-    return dataclasses.replace(entry, group=group)
-
-
-def zarr_entries(where: Place) -> tuple[ArrayEntry, ...]:
+def zarr_entries(where: Place) -> tuple[StoreArray, ...]:
     """Every zarr array, version 2 or 3, in or below the directory; by path."""
     found = []
     for directory, directories, files in os.walk(where.directory):
@@ -53,28 +57,26 @@ def zarr_entries(where: Place) -> tuple[ArrayEntry, ...]:
         for name in METADATA:
             if name in files:
                 path = os.path.relpath(directory, where.directory).replace(os.sep, "/")
-                entry = array_entry(where, path, directory, name)
-                if entry.shape is not None:
-                    found.append(entry)
-    return tuple(found)
+                found.append(array_entry(where, path, directory, name))
+    return tuple(entry for entry in found if entry is not None)
 
 
-def array_entry(where: Place, path: str, directory: str, name: str) -> ArrayEntry:
-    """The array whose metadata file `name` lies in `directory`; a zarr group has no shape."""
+def array_entry(where: Place, path: str, directory: str, name: str) -> StoreArray | None:
+    """The array whose metadata file `name` lies in `directory`; `None` for a zarr group."""
     relative = os.path.relpath(os.path.join(directory, name), where.directory)
     real = inside(where, relative)
-    return _described(path, directory, read_json(where, real), METADATA[name], repr(real))
+    return _described(path, directory, None, read_json(where, real), METADATA[name], quoted(real))
 
 
-def _described(path: str, file: str, content: Any, driver: str, where: str) -> ArrayEntry:
+def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
     if driver == "zarr3" and isinstance(content, dict) and content.get("node_type") == "group":
-        return ArrayEntry(path, None, None, file, "group", driver=driver)
+        return None
     shape, stored, chunks = _fields(content, driver)
     if not is_sizes(shape) or not is_sizes(chunks) or len(chunks) != len(shape) or not all(chunks):
         raise CheckpointError(f"{where} describes no zarr array: its shape and chunks must be lists of as many sizes.")
     if not isinstance(stored, str):
         stored = str(stored)[:80]
-    return ArrayEntry(path, tuple(shape), dtype_named(stored), file, stored, chunks=tuple(chunks), driver=driver)
+    return StoreArray(path, tuple(shape), dtype_named(stored), file, stored, tuple(chunks), driver, key)
 
 
 def _fields(content: Any, driver: str) -> tuple[Any, Any, Any]:
@@ -88,24 +90,46 @@ def _fields(content: Any, driver: str) -> tuple[Any, Any, Any]:
     return content.get("shape"), content.get("data_type"), chunks
 
 
-def ocdbt_entries(where: Place) -> tuple[ArrayEntry, ...]:
+def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
     """Every zarr array in the OCDBT database of the directory; by key."""
     import tensorstore as ts
 
-    require_tree_inside(where, where.directory)
+    require_plain_tree(where, where.directory)
+    with opened(where, inside(where, OCDBT_MANIFEST)):
+        # Now it is among the files that must not change.
+        pass
     try:
         store = ts.KvStore.open(ocdbt(where.directory)).result()
         keys = sorted(key.decode() for key in store.list().result())
+        parts = [(key, key.rpartition("/")) for key in keys]
+        reads = [(path, name, key, store.read(key)) for key, (path, _, name) in parts if name in METADATA]
         found = []
-        for key in keys:
-            path, _, name = key.rpartition("/")
-            if name in METADATA:
-                content = parsed_json(store.read(key).result().value, f"{key!r} in {where.directory!r}")
-                entry = _described(path, where.directory, content, METADATA[name], f"{key!r} in {where.directory!r}")
-                found.append(dataclasses.replace(entry, key=path))
+        for path, name, key, read in reads:
+            place_of = f"{quoted(key)} in {where.directory!r}"
+            content = parsed_json(read.result().value, place_of)
+            found.append(_described(path, where.directory, path, content, METADATA[name], place_of))
     except (ValueError, OSError) as error:
         raise unreadable(where.directory, error) from error
-    return tuple(entry for entry in found if entry.shape is not None)
+    return tuple(entry for entry in found if entry is not None)
+
+
+def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
+    """Checks what tensorstore would act on without a question: the files it opens, and the size of a chunk.
+
+    A chunk is decoded in memory as a whole, and a size that memory does not have ends the process.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for directory in dict.fromkeys(entry.file for entry in entries):
+        require_plain_tree(where, directory)
+    for entry in entries:
+        each = _WIDEST_BYTES if entry.dtype is None else itemsize(entry.dtype)
+        chunk, whole = math.prod(entry.chunks) * each, math.prod(entry.shape) * each
+        if chunk > min(memory, max(_CHUNK_BYTES, 2 * whole)):
+            raise CheckpointError(
+                f"array {quoted(entry.path)} of {whole} bytes claims chunks of {entry.chunks}, {chunk} bytes each; "
+                f"that is more than its own size or than the memory of this machine, {memory} bytes. The metadata in "
+                f"{quoted(entry.file)} is damaged or forged."
+            )
 
 
 def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
@@ -116,46 +140,75 @@ def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
     """The error for what a library could not read; its own text may be many lines long."""
-    return CheckpointError(f"checkpoint {what!r} cannot be read: {(str(error) or repr(error)).splitlines()[0][:300]}")
+    text = (str(error) or repr(error)).splitlines()[0][:300]
+    return CheckpointError(f"checkpoint {quoted(what)} cannot be read: {printable(text)}")
 
 
-def read_into(entry: ArrayEntry, boxes: Sequence[tuple[tuple[int, int], ...]], targets: Sequence[np.ndarray]) -> int:
+def read_into(
+    entry: StoreArray, boxes: Sequence[Box], targets: Sequence[np.ndarray], *, missing_chunks: MissingChunks = "raise"
+) -> int:
     """Fills `targets`, which have the shapes of `boxes`, casting to their dtypes; the number of bytes filled."""
     import tensorstore as ts
 
-    kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
     # Chunks that two boxes share are decoded once, if they can be kept.
     cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
     context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+    spec = _spec_of(entry) | {"fill_missing_data_reads": missing_chunks == "fill"}
     try:
-        array = ts.open({"driver": entry.driver, "kvstore": kvstore}, open=True, read=True, context=context).result()
-        if tuple(array.shape) != entry.shape:
-            raise CheckpointError(f"array {entry.path!r} has changed its shape since its metadata was read.")
-        writes = [_begin_read(ts, array, box, target) for box, target in zip(boxes, targets, strict=True)]
-        for write in writes:
-            write.result()
+        array = ts.open(spec, open=True, read=True, context=context).result()
+        reads = [_begin_read(ts, array, box, target) for box, target in zip(boxes, targets, strict=True)]
+        for (read, staged), target in zip(reads, targets, strict=True):
+            read.result()
+            if staged is not None:
+                fill(target, staged, entry.path)
     except (ValueError, OSError) as error:
+        if _MISSING in str(error):
+            raise _chunk_is_missing(entry) from error
         raise unreadable(f"{entry.file}, array {entry.path}", error) from error
     return sum(target.nbytes for target in targets)
 
 
-def _begin_read(ts: Any, array: Any, box: tuple[tuple[int, int], ...], target: np.ndarray) -> Any:
-    source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
-    if source.dtype.numpy_dtype != target.dtype:
-        source = ts.cast(source, ts.dtype(target.dtype))
-    return ts.array(target, copy=False).write(source)
+def _spec_of(entry: StoreArray) -> dict[str, Any]:
+    """How tensorstore opens an array; metadata that says something else by now is an error."""
+    kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
+    chunks = list(entry.chunks)
+    if entry.driver == "zarr":
+        grid: dict[str, Any] = {"chunks": chunks}
+    else:
+        grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}}}
+    return {"driver": entry.driver, "kvstore": kvstore, "metadata": {"shape": list(entry.shape)} | grid}
 
 
-def _is_aligned(entry: ArrayEntry, box: tuple[tuple[int, int], ...]) -> bool:
-    return all(
-        start % chunk == 0 and (stop % chunk == 0 or stop == size)
-        for (start, stop), chunk, size in zip(box, entry.chunks or (), entry.shape or (), strict=True)
+def _chunk_is_missing(entry: StoreArray) -> CheckpointError:
+    return CheckpointError(
+        f"array {quoted(entry.path)}: a chunk is missing in {quoted(entry.file)}. It was lost, and the array with it; "
+        "or it held nothing but the fill value, and who wrote it left such chunks out, which zarr allows. If you know "
+        'that this is so, load with `missing_chunks="fill"`.'
     )
 
 
-def chunk_bytes(entry: ArrayEntry, box: tuple[tuple[int, int], ...]) -> int:
+def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:
+    """A read under way, and the memory that it goes to, where its values must be looked at before they are cast."""
+    source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
+    stored = source.dtype.numpy_dtype
+    if may_overflow(stored, target.dtype):
+        staged = np.empty(target.shape, stored)
+        return ts.array(staged, copy=False).write(source), staged
+    if stored != target.dtype:
+        source = ts.cast(source, ts.dtype(target.dtype))
+    return ts.array(target, copy=False).write(source), None
+
+
+def _is_aligned(entry: StoreArray, box: Box) -> bool:
+    return all(
+        start % chunk == 0 and (stop % chunk == 0 or stop == size)
+        for (start, stop), chunk, size in zip(box, entry.chunks, entry.shape, strict=True)
+    )
+
+
+def chunk_bytes(entry: StoreArray, box: Box) -> int:
     """Bytes, uncompressed, of the chunks that a box touches, cut at the end of the array."""
     count = 1
-    for (start, stop), chunk, size in zip(box, entry.chunks or (), entry.shape or (), strict=True):
+    for (start, stop), chunk, size in zip(box, entry.chunks, entry.shape, strict=True):
         count *= min(-(-stop // chunk) * chunk, size) - start // chunk * chunk if stop > start else 0
     return count * np.dtype(entry.dtype).itemsize if math.prod(stop - start for start, stop in box) else 0

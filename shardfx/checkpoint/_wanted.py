@@ -1,7 +1,6 @@
 """What a plan asks of a checkpoint: per leaf the arrays it is made of, and the boxes that this process holds."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +11,12 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._errors import CheckpointError, PlanMismatchError, UnknownPathError
 from .._plan.shard_plan import ShardPlan
+from .._text import printable, quoted
 from .._tree import flatten
-from ._entry import ArrayEntry
+from . import _keys as prng
+from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, struct
-from ._spans import Box
+from ._spans import Box, elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +42,37 @@ class Take:
     names: str | tuple[str, ...]
     transpose: tuple[int, ...] | None = None
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of the arrays; one, or those of a stack."""
+        return (self.names,) if isinstance(self.names, str) else self.names
 
+
+_SHOWN = 20
 Rename = Mapping[str, str | Take] | Callable[[str], str | Take] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One leaf: what it will be, and what it is made of."""
+    """One leaf: what it will be, and what it is made of. A leaf of PRNG keys is read as their bits.
+
+    **Arguments:**
+
+    - `path`, `shape`, `dtype`, `sharding`: of what is read.
+    - `entries`: the arrays that hold it; one, or one per layer of a stack.
+    - `order`: the order in which their dimensions become the leaf's; `None` as they are.
+    - `is_stacked`: whether the first dimension counts the arrays.
+    - `keys`: the dtype of the PRNG keys that the bits are of, if they are.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     sharding: Any
-    entries: tuple[ArrayEntry, ...]
+    entries: tuple[FileArray | StoreArray, ...]
     order: tuple[int, ...] | None
     is_stacked: bool
+    keys: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +86,7 @@ class Fetch:
     - `homes`: per box the number of the leaf's box that it is part of, and its index in the stack.
     """
 
-    entry: ArrayEntry
+    entry: FileArray | StoreArray
     boxes: tuple[Box, ...]
     homes: tuple[tuple[int, int | None], ...]
 
@@ -88,8 +105,8 @@ def leaves_of(plan: Any) -> tuple[list[tuple[str, Any]], Any]:
     ]
     if problems:
         raise PlanMismatchError(
-            f"`load` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf `{problems[0]}` is "
-            "none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
+            "`load` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
+            f"`{printable(problems[0])}` is none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
         )
 
     def rebuild(values: Iterable[Any]) -> Any:
@@ -104,20 +121,38 @@ def leaves_of(plan: Any) -> tuple[list[tuple[str, Any]], Any]:
 def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wanted], Any]:
     """What each leaf of the plan is made of; every leaf that cannot be read is named in one error."""
     leaves, rebuild = leaves_of(plan)
-    found, problems = [], []
+    found: list[Wanted] = []
+    problems: list[tuple[str, CheckpointError | str]] = []
     for path, leaf in leaves:
         try:
-            found.append(_wanted(index, path, leaf, _take(rename, path), dtype))
-        except (CheckpointError, UnknownPathError) as error:
-            problems.append(f"leaf `{path}`: {error}")
+            take = _take(rename, path)
+            absent = [name for name in take.all_names if name not in index.by_path]
+            if absent:
+                # What to say of it takes a while to find, and there may be thousands.
+                problems.append((path, absent[0]))
+            else:
+                found.append(_wanted(index, path, leaf, take, dtype))
+        except CheckpointError as error:
+            problems.append((path, error))
     if problems:
-        shown = "\n  ".join(problems[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        shown = [f"leaf `{printable(path)}`: {_text(index, problem)}" for path, problem in problems[:_SHOWN]]
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            f"{len(problems)} of {len(leaves)} leaves cannot be read from {index.directory!r}; nothing was read:\n"
-            f"  {shown}{more}"
+            f"{len(problems)} of {len(leaves)} leaves cannot be read from {index.directory!r}; nothing was read:\n  "
+            + "\n  ".join(shown)
+            + more
         )
     return found, rebuild
+
+
+def _text(index: Index, problem: CheckpointError | str) -> str:
+    if isinstance(problem, CheckpointError):
+        return str(problem)
+    try:
+        index[problem]
+    except UnknownPathError as error:
+        return str(error)
+    raise AssertionError(problem)
 
 
 def _take(rename: Rename, path: str) -> Take:
@@ -134,15 +169,15 @@ def _take(rename: Rename, path: str) -> Take:
 
 
 def _wanted(index: Index, path: str, leaf: Any, take: Take, dtype: Any) -> Wanted:
-    is_stacked = not isinstance(take.names, str)
-    names = (take.names,) if isinstance(take.names, str) else take.names
-    entries = tuple(index[name] for name in names)
-    if not entries:
+    is_stacked, names = not isinstance(take.names, str), take.all_names
+    if not names:
         raise CheckpointError("`Take(())` names no array; give at least one name.")
+    entries = tuple([_loadable(index, name) for name in names])
     given = [struct(entry, index) for entry in entries]
     shapes = {one.shape for one in given}
     if len(shapes) > 1:
         raise CheckpointError(f"the arrays to stack have different shapes, {sorted(shapes)}.")
+    is_keys = _is_keys(leaf.dtype, [one.dtype for one in given], _named(names))
     shape, order = given[0].shape, take.transpose
     if order is not None:
         if sorted(order) != list(range(len(shape))):
@@ -153,17 +188,63 @@ def _wanted(index: Index, path: str, leaf: Any, take: Take, dtype: Any) -> Wante
         raise CheckpointError(
             f"{_named(names)} gives shape {shape}, but the plan has {tuple(leaf.shape)}"
             + (
-                f"; torch keeps weights as [out, in]: `Take({names[0]!r}, transpose=(1, 0))`."
+                f"; torch keeps weights as [out, in]: `Take({quoted(names[0])}, transpose=(1, 0))`."
                 if shape[::-1] == tuple(leaf.shape) and len(shape) == 2
                 else "; plan from the checkpoint's own shapes with `checkpoint.structs(index)`."
             )
         )
+    if is_keys:
+        return _wanted_bits(Wanted(path, shape, leaf.dtype, leaf.sharding, entries, order, is_stacked))
     to = _dtype(leaf.dtype, [one.dtype for one in given], dtype, _named(names))
     return Wanted(path, shape, to, leaf.sharding, entries, order, is_stacked)
 
 
+def _loadable(index: Index, name: str) -> FileArray | StoreArray:
+    entry = index[name]
+    if isinstance(entry, ListedArray):
+        raise CheckpointError(
+            f"the checkpoint lists {quoted(name)}, but there is no .zarray and no zarr.json in {quoted(entry.file)}; "
+            "the array was lost, or never written. Copy the whole checkpoint."
+        )
+    return entry
+
+
+def _is_keys(planned: Any, stored: list[Any], what: str) -> bool:
+    """Whether a leaf holds PRNG keys; they are never cast."""
+    different = [one for one in stored if one != planned]
+    if not different or not any(prng.is_key(one) for one in (*stored, planned)):
+        return prng.is_key(planned)
+    if all(prng.is_key(one) for one in (*stored, planned)):
+        there, here = prng.implementation(different[0]), prng.implementation(planned)
+        raise CheckpointError(
+            f"{what} holds PRNG keys of {there}, but the plan has keys of {here}; a key means something to its own "
+            f'implementation alone. Plan the state with `jax.random.key(seed, impl="{there}")`.'
+        )
+    bits = "jax.random.key_data(keys)"
+    raise CheckpointError(
+        f"{what} is {different[0]}, but the plan has {planned}; of PRNG keys and integers one does not become the "
+        f"other here. Plan the leaf as it is stored, and use `{bits}` or `jax.random.wrap_key_data(bits)` before or "
+        "after."
+    )
+
+
+def _wanted_bits(leaf: Wanted) -> Wanted:
+    """A leaf of keys as the integers that are read for it."""
+    one, rank = prng.bits_of(leaf.dtype), len(leaf.shape)
+    ends = tuple(range(rank - leaf.is_stacked, rank - leaf.is_stacked + len(one.shape)))
+    return dataclasses.replace(
+        leaf,
+        shape=(*leaf.shape, *one.shape),
+        dtype=np.dtype(one.dtype),
+        sharding=prng.sharding_of_bits(leaf.sharding, rank, leaf.path),
+        entries=tuple([prng.as_bits(entry) for entry in leaf.entries]),
+        order=None if leaf.order is None else (*leaf.order, *ends),
+        keys=leaf.dtype,
+    )
+
+
 def _named(names: Sequence[str]) -> str:
-    return repr(names[0]) if len(names) == 1 else f"the stack of {names[0]!r} to {names[-1]!r}"
+    return quoted(names[0]) if len(names) == 1 else f"the stack of {quoted(names[0])} to {quoted(names[-1])}"
 
 
 def _dtype(planned: Any, stored: list[Any], asked: Any, what: str) -> Any:
@@ -238,4 +319,4 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> list[Fetch]:
 
 def box_bytes(box: Box, dtype: Any) -> int:
     """Bytes of a box in memory."""
-    return math.prod(stop - start for start, stop in box) * np.dtype(dtype).itemsize
+    return elements(box) * itemsize(dtype)

@@ -336,15 +336,33 @@ def test_processes_must_divide_the_mesh(tmp_path):
         checkpoint.plan_reads(checkpoint.read_index(tmp_path), made, processes=3)
 
 
+def after(happens, call):
+    """`call`, but for what `happens` ahead of the first one."""
+    left = [happens]
+
+    def called(*given):
+        while left:
+            left.pop()()
+        return call(*given)
+
+    return called
+
+
 def test_a_file_cut_off_after_its_header_was_read(tmp_path):
     arrays = {f"w{i}": random((1024, 64), np.float32, i) for i in range(4)}
     save_file(arrays, tmp_path / "x.safetensors")
     index = checkpoint.read_index(tmp_path)
-    with open(tmp_path / "x.safetensors", "r+b") as file:
-        file.truncate(500_000)
+    whole = (tmp_path / "x.safetensors").read_bytes()
     threads = threading.active_count()
     for spec in (P("a"), P(None, "a")):
-        with pytest.raises(CheckpointError, match=r"ends at byte 500000, within array 'w1'"):
+        (tmp_path / "x.safetensors").write_bytes(whole)
+        index = checkpoint.read_index(tmp_path)
+        # Between the moment at which the file is looked at, and the first read.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", after(lambda: os.truncate(tmp_path / "x.safetensors", 500_000), os.preadv))
+            with pytest.raises(CheckpointError, match=r"ends at byte 500000, within array 'w1'"):
+                checkpoint.load(index, {name: struct(array, spec) for name, array in arrays.items()})
+        with pytest.raises(CheckpointError, match="was replaced or written to since its header was read"):
             checkpoint.load(index, {name: struct(array, spec) for name, array in arrays.items()})
     assert threading.active_count() == threads
     (tmp_path / "x.safetensors").unlink()

@@ -185,7 +185,7 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
         ({"arrays": {}}, "`arrays` must be a list"),
         ({"prefixes": []}, "`prefixes` must map each prefix"),
         ({"prefixes": {"a": 3}}, "prefix 'a' must be a list"),
-        ({"arrays": [3]}, "lists 3, which has no `path`"),
+        ({"arrays": [3]}, "lists '3', which has no `path`"),
         ({"arrays": [{"path": "w", "shape": [-1]}]}, "it must be a list of sizes"),
         ({"arrays": [{"path": "w", "shape": [2**70]}]}, "it must be a list of sizes"),
         ({"arrays": [{"path": "real", "shape": [4]}]}, r"the shape \[4\], but its own .zarray says \(3,\)"),
@@ -256,7 +256,7 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
     else:
         content = json.loads((tmp_path / "w" / ".zarray").read_text())
         (tmp_path / "w" / ".zarray").write_text(json.dumps(content | {"dtype": "<f8"}))
-    with pytest.raises(CheckpointError, match="cannot be read|changed its shape|array w"):
+    with pytest.raises(CheckpointError, match="was replaced" if damage != "chunk" else "cannot be read"):
         checkpoint.load(index, structs)
 
 
@@ -272,5 +272,5 @@ def test_damaged_orbax_metadata(tmp_path, content):
     with ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "c", {"w": jnp.ones(8)})
     (tmp_path / "c" / "_METADATA").write_bytes(content)
-    with pytest.raises(CheckpointError, match="cannot be read|has no `tree_metadata`|no valid JSON"):
+    with pytest.raises(CheckpointError, match="has no keys and value|has no `tree_metadata`|no valid JSON"):
         checkpoint.read_index(tmp_path / "c")

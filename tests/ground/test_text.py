@@ -1,6 +1,6 @@
 import pytest
 
-from shardfx._text import printable
+from shardfx._text import printable, quoted
 
 
 @pytest.mark.parametrize("text", ["", "layers/0/w", "a b", "Größe/重み", "back\\slash", "quote'\""])
@@ -23,3 +23,9 @@ def test_what_a_terminal_shows_as_it_is_stays(text):
 def test_what_would_move_the_cursor_or_fail_to_encode_is_escaped(text, shown):
     assert printable(text) == shown
     assert printable(text).encode() and "\n" not in printable(text)
+
+
+def test_a_long_name_is_quoted_without_its_middle():
+    assert quoted("a/\x1bb") == r"'a/\x1bb'"
+    text = quoted("a" * 10**6 + "/weight")
+    assert len(text) < 200 and text.startswith("'aaa") and text.endswith("aaa/weight'") and "..." in text

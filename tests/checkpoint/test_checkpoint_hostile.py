@@ -1,0 +1,516 @@
+"""Files that are wrong in ways that once went unsaid, or took the process with them."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors
+import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from safetensors.numpy import save_file
+
+import shardfx
+from shardfx import PathRules, PlanMismatchError, checkpoint
+from shardfx._errors import CheckpointError, UnknownPathError
+from shardfx.checkpoint import _safetensors
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()), ("x",))
+
+
+def zarr(directory, array, *, chunks, driver="zarr", **metadata):
+    kvstore = {"driver": "file", "path": f"{directory}/"}
+    layout = ts.ChunkLayout(chunk_shape=chunks)
+    spec = {"driver": driver, "kvstore": kvstore}
+    ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout).result().write(
+        array
+    ).result()
+
+
+def wanted(mesh, shape=(8,), dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+
+def eformer(directory, **content):
+    (directory / "tensorstore_index.json").write_text(json.dumps({"format": "tensorstore", **content}))
+
+
+def orbax(path, tree, **how):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)) as writer:
+        writer.save(path, args=ocp.args.PyTreeSave(tree))
+
+
+def limited(code, seconds=60):
+    """Runs `code` in a process of its own, which must end by itself; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    return done.stdout
+
+
+# Chunks
+
+
+@pytest.mark.parametrize("kind", ["zarr", "zarr3", "eformer", "orbax", "orbax3"])
+def test_a_lost_chunk_is_no_zero(tmp_path, mesh, kind):
+    array = np.arange(1, 9, dtype=np.float32)
+    if kind.startswith("orbax"):
+        orbax(tmp_path / "c", {"w": jnp.asarray(array)}, use_ocdbt=False, use_zarr3=kind == "orbax3")
+    else:
+        zarr(tmp_path / "c" / "w", array, chunks=[4], driver="zarr3" if kind == "zarr3" else "zarr")
+    if kind == "eformer":
+        eformer(tmp_path / "c", arrays=[{"path": "w", "shape": [8], "dtype": "float32"}])
+    structs = {"w": wanted(mesh)}
+    assert np.array_equal(checkpoint.load(tmp_path / "c", structs)["w"], array)
+    chunks = [file for file in (tmp_path / "c" / "w").rglob("*") if file.is_file() and file.name.isdigit()]
+    min(chunks).unlink()
+    with pytest.raises(CheckpointError, match=r"array 'w': a chunk is missing in .*missing_chunks=\"fill\""):
+        checkpoint.load(tmp_path / "c", structs)
+    filled = checkpoint.load(tmp_path / "c", structs, missing_chunks="fill")["w"]
+    assert set(np.asarray(filled).tolist()) - set(array.tolist()) == {0.0}
+
+
+@pytest.mark.parametrize("shape", [[4], [2**40]])
+def test_a_chunk_that_no_memory_holds_ends_no_process(tmp_path, shape):
+    (tmp_path / "w").mkdir()
+    metadata = {"shape": shape, "chunks": [2**40], "dtype": "<f4", "zarr_format": 2, "order": "C"}
+    metadata |= {"compressor": None, "fill_value": None, "filters": None}
+    (tmp_path / "w" / ".zarray").write_text(json.dumps(metadata))
+    (tmp_path / "w" / "0").write_bytes(b"\0" * 16)
+    said = limited(f"""
+        import jax, numpy as np
+        from shardfx import checkpoint, CheckpointError
+        from jax.sharding import SingleDeviceSharding
+        struct = jax.ShapeDtypeStruct((4,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
+        index = checkpoint.read_index({str(tmp_path)!r})
+        try:
+            checkpoint.load(index, {{"w": struct}})
+        except CheckpointError as error:
+            print(error)
+    """)
+    assert "claims chunks of (1099511627776,)" in said if shape == [4] else "gives shape (1099511627776,)" in said
+
+
+def test_a_chunk_may_be_larger_than_a_small_array(tmp_path, mesh):
+    zarr(tmp_path / "w", np.arange(8, dtype=np.float32), chunks=[2**20])
+    assert np.array_equal(checkpoint.load(tmp_path, {"w": wanted(mesh)})["w"], np.arange(8))
+
+
+@pytest.mark.parametrize("kind", ["chunk", "orbax chunk", "orbax database", "orbax metadata", "link"])
+def test_a_pipe_is_not_waited_for(tmp_path, kind):
+    if kind.startswith("orbax"):
+        orbax(tmp_path / "c", {"w": jnp.arange(8.0)}, use_ocdbt=kind == "orbax database", use_zarr3=False)
+        names = {"orbax chunk": "w/0", "orbax database": "manifest.ocdbt", "orbax metadata": "_METADATA"}
+        pipe = tmp_path / "c" / names[kind]
+    else:
+        zarr(tmp_path / "c" / "w", np.arange(8, dtype=np.float32), chunks=[8])
+        pipe = tmp_path / "c" / "w" / "0"
+    pipe.unlink()
+    if kind == "link":
+        os.mkfifo(tmp_path / "c" / "pipe")
+        pipe.symlink_to("../pipe")
+    else:
+        os.mkfifo(pipe)
+    said = limited(f"""
+        import jax, numpy as np
+        from shardfx import checkpoint, CheckpointError
+        from jax.sharding import SingleDeviceSharding
+        struct = jax.ShapeDtypeStruct((8,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
+        try:
+            checkpoint.load({str(tmp_path / "c")!r}, {{"w": struct}})
+        except CheckpointError as error:
+            print(error)
+    """)
+    assert "is no regular file" in said
+
+
+# Names
+
+
+def test_two_orbax_arrays_with_one_path(tmp_path):
+    orbax(tmp_path / "c", {"a": {"b": jnp.zeros(2)}, "a/b": jnp.ones(2)}, use_ocdbt=False)
+    with pytest.raises(CheckpointError, match="has two arrays with the path 'a/b', in '.*a.b' and in '.*a/b'"):
+        checkpoint.read_index(tmp_path / "c")
+    orbax(tmp_path / "d", {"a": {"b": jnp.zeros(2)}, "a/b": jnp.ones(2)}, use_ocdbt=True)
+    with pytest.raises(CheckpointError, match="has two arrays with the path 'a/b', in 'a.b' and in 'a/b'"):
+        checkpoint.read_index(tmp_path / "d")
+
+
+def test_two_orbax_arrays_in_one_directory(tmp_path):
+    orbax(tmp_path / "c", {"a": {"b": jnp.zeros(2)}}, use_ocdbt=False)
+    content = json.loads((tmp_path / "c" / "_METADATA").read_text())
+    row = content["tree_metadata"]["('a', 'b')"]
+    content["tree_metadata"]["('a.b',)"] = row | {"key_metadata": [{"key": "a.b", "key_type": 2}]}
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"by \['a.b'\] and by \['a', 'b'\], which Orbax keeps under one name"):
+        checkpoint.read_index(tmp_path / "c")
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_what_is_no_array_in_an_orbax_tree_is_passed_over(tmp_path, ocdbt):
+    tree = {"w": jnp.arange(4.0), "name": "llama", "step": 3, "none": None, "empty": {}, "list": [jnp.ones(2), ()]}
+    orbax(tmp_path / "c", tree, use_ocdbt=ocdbt)
+    structs = checkpoint.structs(checkpoint.read_index(tmp_path / "c"))
+    assert {key: structs[key].shape for key in ("w", "step")} == {"w": (4,), "step": ()}
+    assert structs.keys() == {"w", "step", "list"} and structs["list"]["0"].shape == (2,)
+
+
+def test_an_array_that_orbax_names_and_does_not_hold(tmp_path):
+    orbax(tmp_path / "c", {"w": jnp.arange(4.0), "v": jnp.ones(2)}, use_ocdbt=False, use_zarr3=False)
+    (tmp_path / "c" / "v" / ".zarray").unlink()
+    with pytest.raises(CheckpointError, match="names the array 'v', but .* does not hold it"):
+        checkpoint.read_index(tmp_path / "c")
+
+
+def test_nothing_outside_is_opened_for_orbax(tmp_path):
+    orbax(tmp_path / "c", {"w": jnp.ones(4)}, use_ocdbt=False, use_zarr3=False)
+    outside = tmp_path / "outside"
+    (tmp_path / "c" / "w").rename(outside)
+    content = json.loads((tmp_path / "c" / "_METADATA").read_text())
+    [row] = content["tree_metadata"].values()
+    row["key_metadata"] = [{"key": str(outside), "key_type": 2}]
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(content))
+    # Whoever opens it waits: for the kernel counts no accesses that are not written down (relatime).
+    (outside / ".zarray").unlink()
+    os.mkfifo(outside / ".zarray")
+    said = limited(f"""
+        from shardfx import checkpoint, CheckpointError
+        try:
+            checkpoint.read_index({str(tmp_path / "c")!r})
+        except CheckpointError as error:
+            print(error)
+    """)
+    assert "is not a relative path below the directory; nothing outside it is opened" in said
+
+
+def test_an_eformer_index_that_names_an_array_without_metadata(tmp_path, mesh):
+    (tmp_path / "w").mkdir()
+    eformer(tmp_path, arrays=[{"path": "w", "shape": [8], "dtype": "float32"}])
+    index = checkpoint.read_index(tmp_path)
+    assert index["w"].shape == (8,)
+    for read in (checkpoint.load, checkpoint.plan_reads):
+        with pytest.raises(CheckpointError, match="lists 'w', but there is no .zarray and no zarr.json in '.*/w'"):
+            read(index, {"w": wanted(mesh)})
+
+
+def test_escape_codes_in_names_do_not_reach_the_terminal(tmp_path, mesh):
+    name = "layer\x1b[2J\u202e\x9b/w"
+    save_file({name: np.ones(2, np.float32), f"{name}/below": np.ones(2, np.float32)}, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    assert r"layer\x1b[2J\u202e\x9b/w" in str(index)
+    texts = [str(index)]
+    structs = {name: wanted(mesh, (3,)), "absent" + name: wanted(mesh)}
+    for call in (
+        lambda: checkpoint.load(index, structs),
+        lambda: checkpoint.structs(index),
+        lambda: index["layer"],
+        lambda: checkpoint.structs(index, prefix="none"),
+        lambda: checkpoint.load(index, {"x\x1b": object()}),
+    ):
+        with pytest.raises((CheckpointError, UnknownPathError, PlanMismatchError)) as caught:
+            call()
+        texts.append(str(caught.value))
+    for text in texts:
+        assert not {"\x1b", "\x9b", "\u202e"} & set(text), text
+
+
+def test_a_name_of_a_megabyte_does_not_flood_a_message(tmp_path):
+    name = "a" * 2**20
+    save_file({name: np.ones(2, np.float32), f"{name}/b": np.ones(2, np.float32)}, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    for call in (lambda: checkpoint.structs(index), lambda: index[name + "c"], lambda: index["b"]):
+        with pytest.raises((CheckpointError, UnknownPathError)) as caught:
+            call()
+        assert len(str(caught.value)) < 2000
+    assert len(str(index)) < 2000
+
+
+# Time
+
+
+def header_of(entries):
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def test_a_name_that_occurs_twice_is_found_in_linear_time():
+    empty = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    text = "{" + ",".join(f'"t{i}":{empty}' for i in [*range(100_000), 99_999]) + "}"
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError, match="the name 't99999' occurs twice"):
+        _safetensors.parse_header(text.encode(), 0, "x")
+    # Counting each name among all others took 0.6 ms per name: a minute.
+    assert time.perf_counter() - begin < 10
+
+
+def test_the_error_for_many_missing_names_takes_no_longer_than_that_for_one(tmp_path, mesh):
+    entries = {
+        f"model.layers.{i}.mlp.up_proj.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        for i in range(20_000)
+    }
+    (tmp_path / "x.safetensors").write_bytes(header_of(entries))
+    index = checkpoint.read_index(tmp_path)
+    structs = {f"model.layer.{i}.mlp.up_proj.weights": wanted(mesh) for i in range(5_000)}
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError, match="5000 of 5000 leaves .*") as caught:
+        checkpoint.load(index, structs)
+    # Comparing each of them with each name takes 200 us a pair.
+    assert time.perf_counter() - begin < 20
+    assert "and 4980 more" in str(caught.value)
+    with pytest.raises(UnknownPathError, match="did you mean 'model.layers.7.mlp.up_proj.weight'"):
+        index["model.layer.7.mlp.up_proj.weight"]
+
+
+def test_a_path_of_thousands_of_parts_is_no_tree(tmp_path, mesh):
+    deep = "/".join(["a"] * 50_000)
+    save_file({deep: np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    begin = time.perf_counter()
+    for call in (lambda: checkpoint.structs(index), lambda: checkpoint.shardings(index, mesh)):
+        with pytest.raises(CheckpointError, match="has more than 100 parts between slashes; no tree is that deep"):
+            call()
+    assert time.perf_counter() - begin < 5
+    loaded = checkpoint.load(index, {"w": wanted(mesh)}, rename={"w": deep})
+    assert np.array_equal(loaded["w"], np.ones(8))
+    save_file({"/".join(["a"] * 100): np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    assert len(jax.tree.leaves(checkpoint.structs(checkpoint.read_index(tmp_path)))) == 1
+
+
+# Headers that the format's own library reads, or refuses
+
+
+def entry(**fields):
+    return {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | fields
+
+
+ONE = json.dumps({"a": entry()}).encode()
+
+
+def raw(extra=b"", name=b'"a"', before=b""):
+    return b"{" + before + name + b': {"dtype":"F32","shape":[1],"data_offsets":[0,4]' + extra + b"}}"
+
+
+HEADERS = {
+    "plain": ONE,
+    "spaces around": b"  " + ONE + b"\n\t ",
+    "a byte order mark": b"\xef\xbb\xbf" + ONE,
+    "UTF-16": ONE.decode().encode("utf-16"),
+    "UTF-16 without a mark": ONE.decode().encode("utf-16-le"),
+    "UTF-32": ONE.decode().encode("utf-32"),
+    "half of a character": raw(name=rb'"\ud800"'),
+    "the other half": raw(name=rb'"\udfff"'),
+    "halves in the wrong order": raw(name=rb'"\ude00\ud83d"'),
+    "both halves": raw(name=rb'"\ud83d\ude00"'),
+    "half of a character as bytes": raw(name=b'"\xed\xa0\x80"'),
+    "half of a character in the metadata": raw(before=rb'"__metadata__":{"a":"\ud800"},'),
+    "half of a character in a field of no meaning": raw(rb',"x":"\ud800"'),
+    "an escaped backslash before ud800": raw(name=rb'"\\ud800"'),
+    "bytes that are no UTF-8": raw(name=b'"\xff"'),
+    "no metadata": raw(before=b'"__metadata__":null,'),
+    "metadata that is a list": raw(before=b'"__metadata__":[],'),
+    "metadata that is false": raw(before=b'"__metadata__":false,'),
+    "metadata that is empty text": raw(before=b'"__metadata__":"",'),
+    "metadata that is a number": raw(before=b'"__metadata__":{"a":1},'),
+    "metadata twice": raw(before=b'"__metadata__":{"a":"1"},"__metadata__":{"a":"2"},'),
+    "a further field": raw(b',"x":1'),
+    "a further field with structure": raw(b',"x":{"y":[1,2.5,null,true,"z"]}'),
+    "a further field with NaN": raw(b',"x":NaN'),
+    "a further field beyond floats": raw(b',"x":1e999'),
+    "a field twice": raw(b',"dtype":"F32"'),
+    "a missing field": b'{"a": {"dtype":"F32","shape":[1]}}',
+    "an entry that is null": b'{"a": null}',
+    "text after the end": ONE + b"\0",
+    "a control character in a name": raw(name=b'"a\x01"'),
+    "an escaped control character": raw(name=rb'"a\u0000"'),
+    "an empty name": raw(name=b'""'),
+    "a dtype in small letters": json.dumps({"a": entry(dtype="f32")}).encode(),
+    "a size that is a float": json.dumps({"a": entry(shape=[1.0])}).encode(),
+    "three offsets": json.dumps({"a": entry(data_offsets=[0, 4, 4])}).encode(),
+    "sizes whose product leaves 64 bits": json.dumps(
+        {"a": entry(shape=[2**62, 2**62, 0], data_offsets=[0, 0])}
+    ).encode(),
+    "the same behind a zero": json.dumps({"a": entry(shape=[0, 2**62, 2**62], data_offsets=[0, 0])}).encode(),
+}
+# Read there and refused here.
+STRICTER = {
+    "a name twice": raw()[:-1] + b"," + raw()[1:],
+    "a further field's name twice": raw(b',"x":1,"x":2'),
+    "a list for an entry": b'{"a": ["F32", [1], [0, 4]]}',
+    "more dimensions than NumPy has": json.dumps({"a": entry(shape=[1] * 65)}).encode(),
+    "an empty array with a size beyond 63 bits": json.dumps(
+        {"a": entry(shape=[0, 2**63], data_offsets=[0, 0])}
+    ).encode(),
+}
+
+
+def is_read(header, nbytes):
+    try:
+        _safetensors.parse_header(header, nbytes, "x")
+    except CheckpointError:
+        return False
+    return True
+
+
+def is_read_there(header, nbytes):
+    try:
+        safetensors.deserialize(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    except safetensors.SafetensorError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_is_read_where_the_library_of_the_format_reads_it(case):
+    for nbytes in (0, 4):
+        assert is_read(HEADERS[case], nbytes) == is_read_there(HEADERS[case], nbytes)
+
+
+@pytest.mark.parametrize("case", STRICTER)
+def test_what_is_refused_though_the_library_reads_it(case):
+    assert any(is_read_there(STRICTER[case], nbytes) for nbytes in (0, 4))
+    assert not any(is_read(STRICTER[case], nbytes) for nbytes in (0, 4))
+
+
+# Files that change
+
+
+def states(tmp_path, mesh, count=2, size=4096):
+    made = shardfx.plan({"a": jnp.zeros(size), "b": jnp.zeros(size)}, mesh, paths=PathRules.parse(".*->x"))
+    for number in range(count):
+        tree = {"a": jnp.full(size, float(number)), "b": jnp.full(size, float(number))}
+        checkpoint.save(tmp_path / f"{number}", shardfx.shard(tree, made), made, file_bytes=size * 4)
+    return made
+
+
+def test_an_index_of_a_file_that_was_replaced(tmp_path, mesh):
+    structs = {"w": wanted(mesh)}
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    assert np.array_equal(checkpoint.load(index, structs)["w"], np.ones(8))
+    (tmp_path / "x.safetensors").unlink()
+    save_file({"v": np.zeros(8, np.float32), "w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="was replaced or written to since its header was read; nothing was loa"):
+        checkpoint.load(index, structs)
+    assert np.array_equal(checkpoint.load(tmp_path, structs)["w"], np.ones(8))
+
+
+@pytest.mark.parametrize("kind", ["zarr", "ocdbt"])
+def test_an_index_of_a_store_that_was_written_to(tmp_path, mesh, kind):
+    structs = {"w": wanted(mesh)}
+    orbax(tmp_path / "c", {"w": jnp.ones(8)}, use_ocdbt=kind == "ocdbt")
+    index = checkpoint.read_index(tmp_path / "c")
+    (tmp_path / "c").rename(tmp_path / "old")
+    orbax(tmp_path / "c", {"w": jnp.zeros(8)}, use_ocdbt=kind == "ocdbt")
+    with pytest.raises(CheckpointError, match="was replaced or written to since its header was read"):
+        checkpoint.load(index, structs)
+
+
+def test_a_file_that_is_written_to_while_it_is_read(tmp_path, mesh, monkeypatch):
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
+    index, data = checkpoint.read_index(tmp_path), (tmp_path / "x.safetensors").read_bytes()
+    preadv = os.preadv
+
+    def written(*given):
+        (tmp_path / "x.safetensors").write_bytes(data)
+        return preadv(*given)
+
+    monkeypatch.setattr(os, "preadv", written)
+    with pytest.raises(CheckpointError, match="was replaced or written to since its header was read"):
+        checkpoint.load(index, {"w": wanted(mesh)})
+
+
+def run_both(seconds, write, read):
+    """A writer and a reader side by side; how often the reader read."""
+    stop, failures, count = threading.Event(), [], 0
+
+    def writing():
+        number = 0
+        try:
+            while not stop.is_set():
+                number += 1
+                write(number)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    thread = threading.Thread(target=writing)
+    thread.start()
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end and not failures:
+            read()
+            count += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures
+    return count
+
+
+SECONDS = float(os.environ.get("SHARDFX_TEST_SECONDS", "3"))
+
+
+def test_a_reader_beside_a_writer_that_replaces_a_file(tmp_path, mesh):
+    """Each load gives one of the states that was saved, whole: all values of it are equal."""
+    size = 2**16
+    made = shardfx.plan({"a": jnp.zeros(size), "b": jnp.zeros((4, size))}, mesh, paths=PathRules.parse(".*->replicate"))
+    other = shardfx.plan(
+        {"c": jnp.zeros(7), "a": jnp.zeros(size), "b": jnp.zeros((4, size))},
+        mesh,
+        paths=PathRules.parse(".*->replicate"),
+    )
+    path = tmp_path / "model.safetensors"
+
+    def write(number):
+        value = float(number)
+        tree = {"a": np.full(size, value, np.float32), "b": np.full((4, size), value, np.float32)}
+        if number % 2:
+            # Another header, so that everything lies elsewhere.
+            checkpoint.save(path, tree | {"c": np.full(7, value, np.float32)}, other, overwrite=True)
+        else:
+            checkpoint.save(path, tree, made, overwrite=True)
+
+    def read():
+        loaded = checkpoint.load(path, made)
+        assert len({*np.unique(loaded["a"]), *np.unique(loaded["b"])}) == 1
+
+    write(1)
+    assert run_both(SECONDS, write, read) > SECONDS
+
+
+def test_a_reader_beside_a_writer_that_swaps_directories(tmp_path, mesh):
+    """Two files of two states never make one load; while nothing is there, the error says so."""
+    made, current = states(tmp_path, mesh), tmp_path / "current"
+    (tmp_path / "0").rename(current)
+    met = []
+
+    def write(number):
+        current.rename(tmp_path / "aside")
+        (tmp_path / "1").rename(current)
+        (tmp_path / "aside").rename(tmp_path / "1")
+        time.sleep(0.02)
+
+    def read():
+        try:
+            loaded = checkpoint.load(current, made)
+        except CheckpointError as error:
+            met.append(str(error))
+            return
+        assert len({*np.unique(loaded["a"]), *np.unique(loaded["b"])}) == 1
+
+    assert run_both(SECONDS, write, read) > len(met)
+    allowed = ("there is no checkpoint", "is missing", "holds no checkpoint", "was replaced or written to")
+    assert all(any(text in error for text in allowed) for error in met), set(met)
