@@ -46,6 +46,7 @@ from ._rules import (
     atomic as atomic,
     fsdp as fsdp,
     match as match,
+    optional as optional,
     replicate as replicate,
     resolve as resolve,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "hosts",
     "interop",
     "match",
+    "optional",
     "plan",
     "plan_reshard",
     "presets",

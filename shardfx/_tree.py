@@ -126,7 +126,8 @@ def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[A
 def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> list[Any]:
     outer, stacked = declared
     inner = [outer if names is None else names for names in below]
-    return [names if names is None else (*stacked, *names) for names in inner] if stacked else inner
+    # `()` says that all dimensions are whole; below stacked names, all but those.
+    return [names if names is None else (*stacked, *(names or (...,))) for names in inner] if stacked else inner
 
 
 @ft.lru_cache(maxsize=1024)

@@ -1,24 +1,56 @@
 """Arrays under a plan: placing them, constraining them, and reading back how they are placed."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._errors import LeafTypeError, PlanMismatchError, RuleError, SpecError
+from .._errors import LeafTypeError, PlanMismatchError
 from .._mesh import MeshSpec
-from .._plan.correct import correct
 from .._plan.shard_plan import ShardPlan, check_plan
-from .._rules.resolve import check_rank, resolve, units_of
+from .._plan.single import Policy, decision_for
+from .._reason import Decision
 from .._spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
-from .place import placed
+from .put import is_tracing, placed
 from .read_back import sharding_of
 
 
-def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = False) -> Any:
+@overload
+def constrain(
+    x: Any,
+    names_or_spec: Any,
+    plan: ShardPlan,
+    *,
+    strict: bool | None = None,
+    unmatched: Policy = "raise",
+    explain: Literal[False] = False,
+) -> Any: ...
+
+
+@overload
+def constrain(
+    x: Any,
+    names_or_spec: Any,
+    plan: ShardPlan,
+    *,
+    strict: bool | None = None,
+    unmatched: Policy = "raise",
+    explain: Literal[True],
+) -> tuple[Any, Decision]: ...
+
+
+def constrain(
+    x: Any,
+    names_or_spec: Any,
+    plan: ShardPlan,
+    *,
+    strict: bool | None = None,
+    unmatched: Policy = "raise",
+    explain: bool = False,
+) -> Any:
     """Says how an intermediate array is sharded: by logical names or by a spec, corrected to its shape.
 
     The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis types, under `jax.set_mesh`
@@ -27,20 +59,25 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
     **Arguments:**
 
     - `x`: an array.
-    - `names_or_spec`: a PartitionSpec, or a tuple of logical names that the plan's `axes` resolve. Dimensions beyond
-        its end are replicated. `None` leaves the array as it is.
+    - `names_or_spec`: a tuple of logical names that the plan's `axes` resolve, one per dimension; `...` stands for all
+        that are whole. Or a PartitionSpec, which replicates dimensions beyond its end. `None` leaves `x` as it is.
     - `plan`: whose mesh, `axes` and `mode` count; the array need not be one of its leaves.
-    - `strict`: raise where the rules, the shape or the mesh do not allow what is asked: a name without a rule, a mesh
-        axis that another name has, a size that does not divide.
+    - `strict`: raise where the rules, the shape or the mesh do not allow what is asked: a mesh axis that another name
+        has, a size that does not divide. Without it, the plan's own `strict` holds.
+    - `unmatched`: "raise": a name that no rule of the plan is about is an error, and so is a mesh axis in a spec that
+        neither the mesh nor `AxisRules(..., axes=...)` knows. "replicate": they are passed over.
+    - `explain`: return the decision too.
 
     **Returns:**
 
-    `x`, sharded so. `PartitionSpec()` replicates it; a dimension that is UNCONSTRAINED is left to the compiler.
+    `x`, sharded so. `PartitionSpec()` replicates it; a dimension that is UNCONSTRAINED is left to the compiler. With
+    `explain=True` a pair of it and the [`shardfx.Decision`][]: the spec that it got, and why it got no more.
 
     **Raises:**
 
-    `RuleError` for names if the plan has no `axes`, `SpecError` for more entries than dimensions, and under `strict`
-    if anything would be dropped, `PlanMismatchError` if `x` lies on another mesh.
+    `RuleError` for names if the plan has no `axes`, `UnmatchedError` for a name that no rule is about, `SpecError` for
+    another number of names than dimensions, for an unknown mesh axis, and under `strict` if anything would be dropped,
+    `PlanMismatchError` if `x` lies on another mesh.
 
     !!! Example
 
@@ -58,6 +95,8 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
             return constrain(jnp.tanh(x), ("batch", "mlp"), made)
 
         assert layer(jnp.ones((8, 32))).sharding.spec == jax.P("data", "tensor")
+        _, decision = constrain(jnp.ones((8, 30)), ("batch", "mlp"), made, explain=True)
+        print(decision.reasons[0])  # dim 1: size 30 is not divisible by `tensor` (4); ...
         ```
     """
     if not isinstance(x, jax.Array | np.ndarray):
@@ -66,15 +105,19 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
         )
     check_plan("plan", plan)
     if names_or_spec is None:
-        return x
-    spec, units = _requested(names_or_spec, plan, x.ndim, strict)
+        return (x, Decision(PartitionSpec())) if explain else x
+    if not isinstance(x, Tracer) and is_tracing():
+        x = jax.device_put(x)  # a constant of the traced function, which it becomes a value of
     mesh = _mesh_of(x, plan)
     free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-    if not free:
-        return x
-    spec = trimmed([_without(entry, mesh, free) for entry in entries_of(spec)], spec)
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
-    spec = correct(spec, x.shape, sizes, units=units, strict=strict).spec
+    strict = plan.strict if strict is None else strict
+    found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
+    constrained = _constrained(x, found.spec, mesh, free)
+    return (constrained, found) if explain else constrained
+
+
+def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
     if not isinstance(x, Tracer):
         return _constrained_outside(x, spec, mesh)
     for kind, constraint in (
@@ -85,27 +128,6 @@ def constrain(x: Any, names_or_spec: Any, plan: ShardPlan, *, strict: bool = Fal
         if axes:
             x = constraint(x, NamedSharding(mesh, _only(spec, axes, kind)))
     return x
-
-
-def _requested(
-    names_or_spec: Any, plan: ShardPlan, rank: int, strict: bool
-) -> tuple[PartitionSpec, tuple[int, ...] | None]:
-    if isinstance(names_or_spec, PartitionSpec):
-        return names_or_spec, None
-    if plan.axes is None:
-        raise RuleError(
-            f"the plan has no `axes` to resolve the names {names_or_spec} with; plan with `axes=AxisRules([...])`, or "
-            "pass a PartitionSpec."
-        )
-    units = units_of(names_or_spec, plan.axes)
-    check_rank(names_or_spec, rank)
-    padded = None if units is None else (*units[:rank], *[1] * (rank - len(units)))
-    found = resolve(names_or_spec, plan.axes, mode=plan.mode)
-    if strict and found.reasons:
-        raise SpecError(
-            f"`strict=True`, and {names_or_spec} would not shard as asked: {'; '.join(map(str, found.reasons))}"
-        )
-    return found.spec, padded
 
 
 def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
@@ -124,13 +146,6 @@ def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
     return sharding.mesh
 
 
-def _without(entry: Any, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
-    """An entry without the Manual axes of the mesh; axes that the mesh lacks stay, for `correct` to report."""
-    if entry is UNCONSTRAINED:
-        return entry
-    return tuple(axis for axis in entry_axes(entry) if axis in free or axis not in mesh.axis_names)
-
-
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
     """The part of a spec that concerns `axes`, which are of one kind."""
     parts = []
@@ -145,7 +160,8 @@ def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> Partition
 def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
     if not isinstance(mesh, Mesh):
         raise PlanMismatchError(
-            "outside `jit`, an array can only be constrained on devices, and the plan has none; use "
+            f"outside `jit`, an array can only be constrained on devices, and neither this one, {type(x).__name__} of "
+            f"shape {x.shape}, lies on a mesh of them nor has the plan any; use "
             "`plan.on(plan.mesh.build(jax.devices()))`."
         )
     memory_kind = x.sharding.memory_kind if isinstance(x, jax.Array) else None

@@ -3,22 +3,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 
+from .._plan.content import rows_of
+from .._plan.leaf import LeafPlan, named_sharding
 from .._plan.shard_plan import ShardPlan, check_plan, shardings_of_leaves
-from .._tree import flatten
+from .._tree import Flat, flatten
+from .constrain import constrain
+from .put import is_tracing, placed
 
 
 def shard(tree: Any, plan: ShardPlan) -> Any:
     """Puts every array of a tree where the plan says: the same on one process and on many.
+
+    Inside `jax.jit`, where nothing can be put anywhere, it constrains every array, as [`shardfx.constrain`][] does.
 
     **Arguments:**
 
     - `tree`: the planned tree, of JAX or NumPy arrays; leaves that are no arrays may be missing in it. On many
         processes, NumPy arrays and arrays that one process holds must be the whole array, equal on all; each process
         copies its shards out of it.
-    - `plan`: its plan, on a jax Mesh.
+    - `plan`: its plan, on a jax Mesh; inside `jax.jit` any.
 
     **Returns:**
 
@@ -42,6 +48,8 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
     """
     check_plan("plan", plan)
     flat = flatten(tree)
+    if is_tracing() or any(isinstance(leaf, Tracer) for leaf in flat.leaves):
+        return jax.tree.unflatten(flat.treedef, _constrained(flat, plan))
     shardings = shardings_of_leaves(plan, flat)
     leaves = list(flat.leaves)
     moved = [
@@ -78,21 +86,19 @@ def gather(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: _gathered(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
-def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
-    if all(sharding.is_fully_addressable for sharding in shardings):
-        return jax.device_put(leaves, shardings)
-    return [_placed_across(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
+    """The leaves of a tree that is traced; the index of rows is -1 at leaves that are no arrays."""
+    rows = plan.content.rows
+    pairs = zip(flat.leaves, rows_of(plan.content, flat), strict=True)
+    return [leaf if i < 0 else _constrained_leaf(leaf, rows[i], plan) for leaf, i in pairs]
 
 
-def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """One array on a mesh of several processes, from one that is global already or whole on each process."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _placed_across(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    whole = np.asarray(leaf)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+def _constrained_leaf(leaf: Any, row: LeafPlan, plan: ShardPlan) -> Any:
+    x = constrain(leaf, row.spec, plan)
+    if row.memory_kind is None:
+        return x
+    mesh = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
+    return jax.device_put(x, named_sharding(mesh, row.spec, row.memory_kind))
 
 
 def _gathered(leaf: jax.Array) -> Any:

@@ -73,12 +73,14 @@ def decode_spec(data: Any) -> PartitionSpec:
 def encode_rules(rules: AxisRules | None) -> Any:
     if rules is None:
         return None
-    return {
+    written = {
         "rules": encode_entry(rules.rules),
         "modes": encode_entry(rules.modes),
         "units": [list(pair) for pair in rules.units],
         "aliases": [list(pair) for pair in rules.aliases],
     }
+    # Left out where there are none, so that the text of those rules stays what it was before they could be declared.
+    return written | ({"axes": list(rules.axes)} if rules.axes else {})
 
 
 def decode_rules(data: Any) -> AxisRules | None:
@@ -89,6 +91,7 @@ def decode_rules(data: Any) -> AxisRules | None:
         modes=decode_entry(data["modes"]),
         units=[tuple(pair) for pair in data["units"]],
         aliases=[tuple(pair) for pair in data["aliases"]],
+        axes=data.get("axes", ()),
     )
 
 

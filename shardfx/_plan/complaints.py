@@ -2,12 +2,16 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import RuleError, SpecError, UnmatchedError
 from .._mesh import MeshSpec
 from .._reason import Code
+from .._rules.axis_rules import AxisRules, axes_in, near
+from .._rules.path_rules import first_match
+from .._rules.resolve import unknown_names
+from .._rules.strategies import Optional
 from .._tree import Flat
 from .leaf import LeafPlan
 
@@ -49,15 +53,134 @@ def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], 
     )
 
 
-def raise_unused(what: str, patterns: Sequence[re.Pattern[str]], used: dict[int, None], flat: Flat) -> None:
-    # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
-    for number, pattern in enumerate(patterns if flat.leaves else ()):
-        if number not in used and not any(map(pattern.search, flat.paths)):
-            near = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)
-            raise RuleError(
-                f"{what} {number}, the regex {pattern.pattern!r}, matches no path of the tree; the nearest path is "
-                f'`{near[0]}`. Correct the regex, take the rule out, or pass `unmatched="replicate"`.'
+def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], axes: AxisRules | None) -> None:
+    """Raises if an array has a logical name that no rule is about, in any mode."""
+    if axes is None:
+        return
+    asked = [(i, row) for i, row in enumerate(rows) if row.names is not None and _has(Code.unmatched, row)]
+    unknown = {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
+    if not unknown:
+        return
+    lines = [
+        f"  leaf `{path}`, shape {rows[i].shape}, names {rows[i].names}: "
+        + ", ".join(f"{name!r}{near(name, axes.names)}" for name in unknown[i])
+        for i, path in zip(index, flat.paths, strict=True)
+        if i in unknown
+    ]
+    first = next(iter(unknown.values()))[0]
+    raise UnmatchedError(
+        "\n".join(
+            [
+                f"no rule of `axes` is about the logical names of {len(lines)} leaves. The rules have {axes.names}; "
+                f"declare a name that is to be replicated with `axes.extend([({first!r}, None)])`, or pass "
+                '`unmatched="replicate"`:',
+                *_shown(lines),
+            ]
+        )
+    )
+
+
+def raise_absent(
+    flat: Flat,
+    index: Sequence[int],
+    rows: Sequence[LeafPlan],
+    mesh: MeshSpec,
+    axes: AxisRules | None,
+    declared: tuple[str, ...],
+) -> None:
+    """Raises if rules name a mesh axis that the mesh lacks and that nobody has declared."""
+    wrong: dict[str, str] = {}
+    if axes is not None:
+        declared += axes.axes
+        wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(axes_in(axes)) if axis not in mesh.axis_names}
+    asked = {
+        i: [axis for why in row.reasons if why.code is Code.absent for axis in why.axes]
+        for i, row in enumerate(rows)
+        if row.names is None and _has(Code.absent, row)
+    }
+    for i, path in zip(index, flat.paths, strict=True):
+        for axis in asked.get(i, ()):
+            wrong.setdefault(axis, f"leaf `{path}` ({rows[i].rule})")
+    lines = [
+        f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}"
+        for axis, who in wrong.items()
+        if axis not in declared
+    ]
+    if lines:
+        missing = tuple(axis for axis in wrong if axis not in declared)
+        raise RuleError(
+            "\n".join(
+                [
+                    f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other meshes, declare them, "
+                    f"`AxisRules(..., axes={missing})` or `PathRules(..., axes={missing})`; or give the mesh the axis "
+                    'with size 1; or pass `unmatched="replicate"`:',
+                    *_shown(lines),
+                ]
             )
+        )
+
+
+def raise_unused(
+    what: str,
+    rules: Sequence[tuple[str, Any]],
+    used: Mapping[Any, Any],
+    flat: Flat,
+    given: Sequence[Any] | None = None,
+    giver: str = "",
+) -> None:
+    """Raises if a rule decides about no array; to leaves that are `given` something, `giver` goes before any rule."""
+    # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
+    unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
+    if not flat.leaves or not unused:
+        return
+    patterns = tuple(re.compile(regex) for regex, _ in rules)
+    first = [None if given is None or names is None else giver for names in given or flat.leaves]
+    found = [(number, _why_unused(number, patterns, flat, first)) for number in unused]
+    lines = [f"  {what} {number}, the regex {rules[number][0]!r}, {why}" for number, why in found if why]
+    if lines:
+        raise RuleError(
+            "\n".join(
+                [
+                    "rules that never apply are mostly mistakes. Correct them, take them out, mark those that other "
+                    'trees need with `optional(target)`, or pass `unused="allow"`:',
+                    *_shown(lines),
+                ]
+            )
+        )
+
+
+# No regex that is about some paths only finds these, which are no paths of any tree.
+_PROBES = ("\0", "\0/\0")
+
+
+def _why_unused(number: int, patterns: tuple[re.Pattern[str], ...], flat: Flat, first: Sequence[str | None]) -> str:
+    """Why a rule applies to nothing; an empty text if that is no mistake."""
+    pattern = patterns[number]
+    matches = [at for at, path in enumerate(flat.paths) if pattern.search(path)]
+    if not matches:
+        nearest = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)[0]
+        return f"matches no path of the tree; the nearest path is `{nearest}`."
+    # The last rule is often for the rest, and there may be none.
+    is_rest = number == len(patterns) - 1 and all(map(pattern.search, _PROBES))
+    arrays = [at for at in matches if flat.is_array[at]]
+    if is_rest or not arrays:
+        return ""
+    before = dict.fromkeys(first[at] or _first_rule(flat.paths[at], patterns) for at in arrays)
+    others = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
+    return f"is shadowed: all that it matches (`{flat.paths[arrays[0]]}`{others}) goes to {' and '.join(before)}."
+
+
+def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
+    number = first_match(path, patterns)
+    return "no rule" if number is None else f"rule {number} ({patterns[number].pattern!r})"
+
+
+def _has(code: Code, row: LeafPlan) -> bool:
+    return any(why.code is code for why in row.reasons)
+
+
+def _shown(lines: list[str]) -> list[str]:
+    return [*lines[:_SHOWN], f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else lines
 
 
 def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], refined: MeshSpec | None) -> None:

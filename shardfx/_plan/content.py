@@ -35,10 +35,12 @@ class Content:
         treedef: Any,
         order: Sequence[int] | None = None,
         structure: Any = None,
+        strict: bool = False,
     ):
         self.mesh, self.jax_mesh, self.axes, self.mode = mesh, jax_mesh, axes, mode
         self.rows, self.index = _in_order_of_use(rows, index)
         self.paths, self.treedef, self.order, self._structure = paths, treedef, order, structure
+        self.strict = strict
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -65,7 +67,7 @@ class Content:
 
     def _payload(self) -> dict[str, Any]:
         leaves = zip(self.paths, self.index, strict=True)
-        return plan_json.payload(self.mesh, self.axes, self.mode, self.rows, leaves, self.structure)
+        return plan_json.payload(self.mesh, self.axes, self.mode, self.rows, leaves, self.structure, self.strict)
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
@@ -97,7 +99,7 @@ class Content:
         return jax.tree.unflatten(self.treedef, column)
 
     def replaced(self, **changes: Any) -> "Content":
-        names = ("mesh", "jax_mesh", "axes", "mode", "rows", "index", "paths", "treedef", "order")
+        names = ("mesh", "jax_mesh", "axes", "mode", "rows", "index", "paths", "treedef", "order", "strict")
         return Content(**{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes})
 
 

@@ -142,6 +142,15 @@ def _fitted_units(units: tuple[int, ...] | None, shape: tuple[int, ...]) -> tupl
     return units
 
 
+def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    """`units` with an entry for each of `rank` dimensions: 1 beyond their end."""
+    if units is None:
+        return None
+    if any(unit > 1 for unit in units[rank:]):
+        raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
+    return (*units[:rank], *[1] * (rank - len(units)))
+
+
 def _unconstrained(has_auto: bool, dim: int) -> tuple[Any, list[Reason]]:
     if has_auto:
         return UNCONSTRAINED, []

@@ -37,6 +37,7 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
             ("the mesh", a.mesh, b.mesh),
             ("the mode", a.mode, b.mode),
             ("axes", a.axes, b.axes),
+            ("strict", a.strict, b.strict),
         )
         if one != other
     ]

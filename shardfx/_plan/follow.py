@@ -1,20 +1,25 @@
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .._errors import LeafTypeError
+from .._errors import LeafTypeError, RuleError, SpecError
 from .._reason import Code, reason
-from .._rules.path_rules import PathRules, compiled, first_match
+from .._rules.axis_rules import AxisRules, check_axis_rules, near
+from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match
+from .._rules.strategies import Fsdp, fsdp
 from .._spec import canonical, entries_of, pinned, trimmed
 from .._text import between_numbers
 from .._tree import flatten
+from .complaints import raise_absent, raise_errors, raise_unknown, raise_unused
 from .content import Content
-from .correct import correct
-from .leaf import LeafPlan, leaf_plan, memory_kind_pairs
+from .decide import Request, decided
+from .further import further
+from .leaf import LeafPlan, memory_kind_pairs
+from .requests import asked_by_target
 from .shard_plan import ShardPlan, check_plan
 
 
@@ -22,13 +27,19 @@ def follow(
     init: Callable[..., Any],
     plan: ShardPlan,
     *args: Any,
+    over: str | Iterable[str] | Fsdp | None = None,
+    paths: PathRules | None = None,
+    axes: AxisRules | None = None,
     memory_kinds: Iterable[tuple[str, str]] | None = None,
+    unused: Literal["raise", "allow"] = "raise",
 ) -> ShardPlan:
     """The plan of what `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
 
     `init` is evaluated over shapes that carry the plan's shardings on an abstract mesh with Explicit axes, so that
     JAX itself says how each array it makes is sharded: moments, factored statistics, accumulators of any kind. Where
-    that says nothing, an array whose path ends in the path of a planned one of the same shape is sharded like it.
+    that says nothing, an array whose path ends in the path of a planned one, or holds it before names of its own
+    (`param_states/<path>/m`), is sharded like it: if it has the same shape, that shape behind leading dimensions, which
+    are whole (a history), or some of its dimensions. Rules by path decide about what is left.
 
     **Arguments:**
 
@@ -36,12 +47,22 @@ def follow(
         tree that are no arrays it gets an opaque object, or `None` if it fails with that, as optimizers do.
     - `plan`: the plan of that tree.
     - `args`: what else `init` takes; a [`shardfx.ShardPlan`][] among them stands for its tree.
+    - `over`: mesh axes over which every array is sharded beside those that it follows, on whichever dimension has room,
+        as ZeRO does; or `fsdp("data", min_bytes=...)`, which leaves small arrays alone.
+    - `paths`: rules for arrays that follow nothing. To overrule what others follow, see
+        [`shardfx.ShardPlan.replace`][].
+    - `axes`: rules for the logical names in `paths`; those of the plan where not given.
     - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
+    - `unused`: as in [`shardfx.plan`][], of `paths` and `memory_kinds`.
 
     **Returns:**
 
     The plan of what `init` returns, leaves that are no arrays passed over as in [`shardfx.plan`][]. The `rule` of each
-    leaf says what it follows; an array that follows nothing is replicated, with a reason.
+    leaf says what it follows; an array that follows nothing and has no rule is replicated, with a reason.
+
+    **Raises:**
+
+    What `init` raises; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does.
 
     !!! Example
 
@@ -52,7 +73,8 @@ def follow(
         from shardfx import MeshSpec, PathRules, follow, plan
 
         params = {"w": jnp.ones((256, 512))}
-        params_plan = plan(params, MeshSpec({"fsdp": 4, "tensor": 2}), paths=PathRules.parse("w->fsdp.tensor"))
+        mesh = MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})
+        params_plan = plan(params, mesh, paths=PathRules.parse("w->fsdp.tensor"))
         opt_plan = follow(optax.adafactor(1e-3).init, params_plan)
         assert opt_plan["0/v_row/w"].spec == P("fsdp") and opt_plan["0/v_col/w"].spec == P("tensor")
         ```
@@ -60,19 +82,48 @@ def follow(
     if not callable(init):
         raise LeafTypeError(f"`init` must be a function, not {type(init).__name__}; pass `optimizer.init`.")
     check_plan("plan", plan)
-    made = _evaluated(init, plan, args)
-    flat = flatten(made)
+    if paths is not None:
+        check_path_rules("paths", paths)
+    if axes is not None:
+        check_axis_rules("axes", axes)
     kinds = memory_kind_pairs(memory_kinds)
-    patterns = compiled(PathRules((regex, ()) for regex, _ in kinds))
-    rows, index = [], []
+    kind_rules = PathRules((regex, ()) for regex, _ in kinds)
+    flat = flatten(_evaluated(init, plan, args))
+    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan))
+    rows, index, used_kinds = [], [], {}
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
         if shaped:
-            kind = first_match(path, patterns)
-            rows.append(_row(path, leaf, plan, None if kind is None else kinds[kind][1]))
+            kind = first_match(path, compiled(kind_rules))
+            used_kinds[kind] = None
+            rows.append(follower.row(path, leaf, None if kind is None else kinds[kind][1]))
+    raise_errors(follower.errors)
+    raise_unknown(flat, index, rows, follower.axes)
+    raise_absent(flat, index, rows, plan.mesh, axes, follower.declared)
+    if unused == "raise":
+        followed = [None if path in follower.open else path for path in flat.paths]
+        raise_unused("rule", follower.paths.rules, follower.used, flat, followed, "what they follow")
+        raise_unused("`memory_kinds` entry", kind_rules.rules, used_kinds, flat)
     content = plan.content
+    known = axes if content.axes is None else content.axes
     columns = (rows, index, tuple(flat.paths), flat.treedef)
-    return ShardPlan(Content(content.mesh, content.jax_mesh, content.axes, content.mode, *columns))
+    return ShardPlan(Content(content.mesh, content.jax_mesh, known, content.mode, *columns, strict=content.strict))
+
+
+_NO_RULES = PathRules(())
+
+
+def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
+    if over is None:
+        return None
+    given = over if isinstance(over, Fsdp) else fsdp(over)
+    known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.axes))
+    for axis in given.axes:
+        if axis not in known:
+            raise RuleError(
+                f"`over` names mesh axis {axis!r}, but the plan's mesh is {plan.mesh}{near(axis, known)}; use its axes."
+            )
+    return given
 
 
 def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> Any:
@@ -121,66 +172,104 @@ def _struct(row: LeafPlan, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
 
-def _row(path: str, leaf: Any, plan: ShardPlan, memory_kind: str | None) -> LeafPlan:
-    shape = tuple(leaf.shape)
-    fields = {"shape": shape, "dtype": leaf.dtype, "memory_kind": memory_kind, "strategies": ()}
-    replicated = {
-        "spec": PartitionSpec(),
-        "requested": PartitionSpec(),
-        "names": None,
-        "units": None,
-        "rule": None,
-    }
-    if not shape:
-        return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(reason(Code.scalar, None),))
-    source, kept = _source(path, shape, plan)
-    names, units = (None, None) if source is None else (_kept(source.names, kept), _kept(source.units, kept))
-    namesake = None if source is None else trimmed(_kept(entries_of(pinned(source.spec)), kept) or ())
+class _Follower:
+    """What one call of `follow` goes by, and what it has found so far."""
+
+    def __init__(self, plan: ShardPlan, paths: PathRules, axes: AxisRules | None, over: Fsdp | None):
+        self.plan, self.paths, self.over = plan, paths, over
+        self.axes = plan.axes if axes is None else axes
+        self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
+        self.patterns = compiled(paths)
+        self.used: dict[int, None] = {}
+        # The paths of arrays that follow nothing.
+        self.open: dict[str, None] = {}
+        self.errors: list[tuple[str, Any]] = []
+
+    def row(self, path: str, leaf: Any, memory_kind: str | None) -> LeafPlan:
+        shape, mesh = tuple(leaf.shape), self.plan.mesh
+        has_auto = AxisType.Auto in mesh.axis_types
+        try:
+            request = self.request(path, leaf)
+            if shape and self.over is not None:
+                request = further(request, shape, leaf.dtype, mesh, self.over)
+            return decided(request, shape, leaf.dtype, mesh.shape, has_auto, 0, memory_kind)
+        except (SpecError, RuleError) as error:
+            self.errors.append((path, error))
+            return decided(_NOTHING, shape, leaf.dtype, mesh.shape, has_auto, 0, memory_kind)
+
+    def request(self, path: str, leaf: Any) -> Request:
+        shape = tuple(leaf.shape)
+        if not shape:
+            return _NOTHING._replace(reasons=(reason(Code.scalar, None),))
+        found = _followed(path, leaf, self.plan)
+        if found is not None:
+            return found
+        self.open[path] = None
+        number = first_match(path, self.patterns)
+        if number is not None:
+            self.used[number] = None
+            rule, target = f"paths[{number}] {self.paths.rules[number][0]}", self.paths.rules[number][1]
+            return asked_by_target(target, path, leaf, rule, self.axes, self.plan.mode)
+        if self.over is not None:
+            return _NOTHING
+        what = "the array (it follows no planned one; rules for such arrays go into `follow(..., paths=...)`)"
+        return _NOTHING._replace(reasons=(reason(Code.unmatched, None, what=what),))
+
+
+_NOTHING = Request(None, PartitionSpec(), None, None, (), ())
+
+
+def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
+    """What an array asks for because JAX, or the planned array that its path names, says so."""
+    source, kept = _source(path, tuple(leaf.shape), plan)
+    names, units = (None, None) if source is None else (_kept(source.names, kept, None), _kept(source.units, kept, 1))
+    namesake = None if source is None else trimmed(_kept(entries_of(pinned(source.spec)), kept, None) or ())
     if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
-        rule, spec = "the sharding that `init` gives it", canonical(leaf.sharding.spec)
+        spec = canonical(leaf.sharding.spec)
         if spec != namesake:
             # A transposed array of the same shape, for one: its dimensions are not those of its namesake.
             names, units = None, None
-    elif source is not None and namesake is not None:
-        # The array's own path has the numbers; without them here, repeated layers are planned alike, as one row.
-        rule, spec = f"path and shape of `{'*'.join(between_numbers(source.path))}`", namesake
-    else:
-        why = reason(Code.unmatched, None, what="the array (it follows no planned one)")
-        return leaf_plan(plan.mesh.shape, **fields, **replicated, reasons=(why,))
-    found = correct(spec, shape, plan.mesh)
-    return leaf_plan(
-        plan.mesh.shape,
-        **fields,
-        names=names,
-        units=units,
-        requested=spec,
-        spec=found.spec,
-        rule=rule,
-        reasons=found.reasons,
-    )
+        return Request(names, spec, "the sharding that `init` gives it", units, (), ())
+    if source is None or namesake is None:
+        return None
+    # The array's own path has the numbers; without them here, repeated layers are planned alike, as one row.
+    rule = f"path and shape of `{'*'.join(between_numbers(source.path))}`"
+    return Request(names, namesake, rule, units, (), ())
 
 
-def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int, ...]]:
-    """The planned array whose path is the longest end of `path`, if it has this shape or one way to reduce to it.
+def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
+    """The planned array that the longest end of `path` names, or else the longest part of it, if the shapes fit.
 
-    The second value says which of its dimensions the array has: all, or the ones that a factored statistic keeps.
+    The second value says for each dimension of `shape` which one of the planned array it is: of all, of those that a
+    factored statistic keeps, or of none where it counts what a history holds.
     """
     planned = plan.content.by_path
     parts = path.split("/")
-    for start in range(len(parts) + 1):
-        leaf = planned.get("/".join(parts[start:]))
-        if leaf is not None:
-            dims = range(len(leaf.shape))
-            kept = [dims for dims in itertools.combinations(dims, len(shape)) if _at(leaf.shape, dims) == shape]
-            if len(kept) == 1:
-                return leaf, kept[0]
+    for stop in range(len(parts), 0, -1):
+        # Only an end may be empty: the path of a tree that is one array.
+        for start in range(stop if stop < len(parts) else stop + 1):
+            leaf = planned.get("/".join(parts[start:stop]))
+            kept = None if leaf is None else _dims(leaf.shape, shape)
+            if kept is not None:
+                return leaf, kept
     return None, ()
+
+
+def _dims(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
+    """Which dimension of a planned array each one of `shape` is, if there is one way to tell."""
+    more = len(shape) - len(planned)
+    if more > 0:
+        return (*[None] * more, *range(len(planned))) if planned and shape[more:] == planned else None
+    kept = [dims for dims in itertools.combinations(range(len(planned)), len(shape)) if _at(planned, dims) == shape]
+    return kept[0] if len(kept) == 1 else None
 
 
 def _at(values: tuple[Any, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(values[dim] for dim in dims)
 
 
-def _kept(values: tuple[Any, ...] | None, dims: tuple[int, ...]) -> tuple[Any, ...] | None:
-    """The entries for `dims` of a tuple that may be shorter than the rank."""
-    return None if values is None else tuple(values[dim] if dim < len(values) else None for dim in dims)
+def _kept(values: tuple[Any, ...] | None, dims: tuple[int | None, ...], other: Any) -> tuple[Any, ...] | None:
+    """The entries for `dims` of a tuple that may be shorter than the rank; `other` where there is none."""
+    if values is None:
+        return None
+    return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)

@@ -20,10 +20,11 @@ def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = ()
 
     **Arguments:**
 
-    - `names`: the logical names of the attribute's dimensions, as in [`shardfx.resolve`][]; for an attribute that
-        is itself a tree, of each array in it that declares no names of its own.
+    - `names`: the logical names of the attribute's dimensions, one for each, as in [`shardfx.resolve`][]. `...` stands
+        for all dimensions that are not named, which are whole; `()` for an array that is whole. For an attribute
+        that is itself a tree, they are of each array in it that declares no names of its own.
     - `stacked`: names that go before those of every array below this attribute: of the leading dimensions that
-        `jax.vmap` adds where layers are stacked.
+        `jax.vmap` adds where layers are stacked. Without it, an array with a stacked dimension is an error.
     - `kwargs`: passed on to `equinox.field`.
 
     **Returns:**
@@ -67,7 +68,7 @@ def _is_names(node: Any) -> bool:
 def _is_name(entry: Any) -> bool:
     if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
         return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
-    return entry is None or entry is UNCONSTRAINED or isinstance(entry, str | Atomic)
+    return entry is None or entry is UNCONSTRAINED or entry is ... or isinstance(entry, str | Atomic)
 
 
 def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
@@ -108,5 +109,6 @@ def _length(names: Any) -> int:
 
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
-        return entries_of(node)
+        # As JAX has it, a spec says nothing about the dimensions beyond its end.
+        return (*entries_of(node), ...)
     return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node

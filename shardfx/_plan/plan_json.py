@@ -25,9 +25,11 @@ def payload(
     rows: Sequence[LeafPlan],
     leaves: Iterable[tuple[str, int]],
     structure: Any,
+    strict: bool,
 ) -> dict[str, Any]:
     """What the text of a plan says, its digest apart; `leaves` are pairs of a path and the number of its row."""
-    return {
+    # Most plans are not strict; the text of those stays what it was before plans could say so.
+    return ({"strict": True} if strict else {}) | {
         "format": _FORMAT,
         "version": _VERSION,
         "mesh": codec.encode_mesh(mesh),
@@ -127,7 +129,11 @@ def _decode(data: dict[str, Any]) -> dict[str, Any]:
         raise PlanFormatError(f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}")
     if data["mode"] is not None and not isinstance(data["mode"], str):
         raise PlanFormatError(f"`mode` is {data['mode']!r}; it must be a string or null")
+    strict = data.get("strict", False)
+    if not isinstance(strict, bool):
+        raise PlanFormatError(f"`strict` is {strict!r}; it must be true or left out")
     return {
+        "strict": strict,
         "mesh": mesh,
         "jax_mesh": None,
         "axes": codec.decode_rules(data["axes"]),

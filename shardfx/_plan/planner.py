@@ -14,15 +14,14 @@ from .._reason import Code, reason, refined_reasons
 from .._rules.axis_rules import AxisRules, check_axis_rules
 from .._rules.digits import is_digit_blind
 from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match, is_callable
-from .._rules.resolve import check_rank, resolve, units_of
-from .._rules.strategies import Atomic, Pipeline, Replicate
 from .._tree import Flat, flatten
-from .complaints import raise_cut, raise_errors, raise_unmatched, raise_unused
+from .complaints import raise_absent, raise_cut, raise_errors, raise_unknown, raise_unmatched, raise_unused
 from .content import Content
 from .decide import Request, decided
 from .leaf import LeafPlan, canonical_dtype, memory_kind_pairs
 from .names import names_of_leaves
 from .replan import refined
+from .requests import asked_by_names, asked_by_target
 from .shard_plan import ShardPlan
 
 
@@ -40,6 +39,7 @@ def plan(
     min_bytes: int = 0,
     memory_kinds: Iterable[tuple[str, str]] | None = None,
     unmatched: Literal["raise", "replicate"] = "raise",
+    unused: Literal["raise", "allow"] = "raise",
     strict: bool = False,
     refine: bool = False,
 ) -> ShardPlan:
@@ -52,17 +52,22 @@ def plan(
     - `mesh`: a MeshSpec, or a jax Mesh (whose devices the plan then has), or an AbstractMesh.
     - `paths`: rules from a leaf's path to its sharding.
     - `names`: a tree, or prefix of one, of logical names: at each leaf a tuple with one entry per dimension as in
-        [`shardfx.resolve`][], or `None`. Without it, the names that modules declare with [`shardfx.field`][] are used
-        if `axes` is given. A leaf that has names does not ask `paths`.
+        [`shardfx.resolve`][], or `None`. One entry may be `...`, for all dimensions that are not named: they are whole,
+        as all are under `()`. Without it, the names that modules declare with [`shardfx.field`][] are used if `axes` is
+        given. A leaf that has names does not ask `paths`.
     - `axes`: rules from logical names to mesh axes.
     - `mode`: the mode in which `axes` are read.
     - `min_bytes`: arrays of fewer bytes are replicated.
     - `memory_kinds`: pairs of a regex and a memory kind, as `("opt/.*mu", "pinned_host")`; the first that matches an
         array's path holds.
-    - `unmatched`: "raise": an array that neither names nor a path rule covers is an error, and so is a regex that no
-        path matches. "replicate": it is replicated, with a reason.
-    - `strict`: raise where a rule's sharding would have been cut down to fit. With `refine`, an array that takes only
-        some parts of an axis is still cut down.
+    - `unmatched`: "raise": an array that neither names nor a path rule covers is an error, and so are a logical name
+        that no rule of `axes` is about, and a mesh axis of a rule that the mesh lacks and `AxisRules(..., axes=...)` or
+        `PathRules(..., axes=...)` does not declare. "replicate": they are replicated, with a reason.
+    - `unused`: "raise": a rule of `paths`, or an entry of `memory_kinds`, that decides about no array is an error: no
+        path matches it, or those before it take all that it matches. The last rule may match every path and
+        be left nothing, and one whose target is [`shardfx.optional`][] may always. "allow": so may all.
+    - `strict`: raise where a rule's sharding would have been cut down to fit, here and where [`shardfx.constrain`][] is
+        given the plan. With `refine`, an array that takes only some parts of an axis is still cut down.
     - `refine`: split mesh axes of which a dimension takes only part: 8 kv heads on `tensor=16` become sharded 8 ways
         over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules then name the parts, devices
         stay in place, and all other arrays keep their layout. A PartitionSpec that [`shardfx.constrain`][] gets with
@@ -74,8 +79,9 @@ def plan(
 
     **Raises:**
 
-    `UnmatchedError` with all the arrays that no rule covers, largest first; `RuleError` for rules that cannot be
-    applied; `SpecError` with all the arrays whose spec or names do not fit their rank.
+    `UnmatchedError` with all the arrays that no rule covers, largest first, or the logical names that no rule is about;
+    `RuleError` for rules that cannot be applied or never are; `SpecError` with all the arrays whose spec or names do
+    not fit their rank.
 
     !!! Example
 
@@ -94,6 +100,8 @@ def plan(
     """
     if unmatched not in ("raise", "replicate"):
         raise RuleError(f'`unmatched={unmatched!r}` is no policy of `plan`; use "raise" or "replicate".')
+    if unused not in ("raise", "allow"):
+        raise RuleError(f'`unused={unused!r}` is no policy of `plan`; use "raise" or "allow".')
     if paths is not None:
         check_path_rules("paths", paths)
     if axes is not None:
@@ -107,10 +115,15 @@ def plan(
     index, rows = planner.columns(flat, given)
     if unmatched == "raise":
         raise_unmatched(flat, index, rows, planner.rules)
-        raise_unused("rule", planner.patterns, planner.used_paths, flat)
-        raise_unused("`memory_kinds` entry", planner.kind_patterns, planner.used_kinds, flat)
+        raise_unknown(flat, index, rows, axes)
+        raise_absent(flat, index, rows, mesh_spec, axes, () if paths is None else paths.axes)
+    if unused == "raise":
+        raise_unused("rule", planner.rules, planner.used_paths, flat, given, "the names of the leaves")
+        raise_unused("`memory_kinds` entry", kind_rules.rules, planner.used_kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
-    made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef))
+    made = ShardPlan(
+        Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef, strict=strict)
+    )
     if refine:
         content = refined(made, min_bytes).content
         rows = [dataclasses.replace(row, reasons=refined_reasons(row.reasons)) for row in content.rows]
@@ -182,42 +195,13 @@ class _Planner:
 
     def request(self, path: str, leaf: Any, names: Any, number: int | None) -> Request:
         if names is not None:
-            return self.named(names, len(leaf.shape), "names", None, ())
+            return asked_by_names(names, tuple(leaf.shape), "names", self.axes, self.mode)
         if not leaf.shape:
             rule = None if number is None else _rule_text(number, self.rules)
             return Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
         if number is None:
             return Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
-        target = self.rules[number][1]
-        first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
-        rule = _rule_text(number, self.rules)
-        if is_callable(target):
-            first = _called(first, path, leaf, rule)
-        units = None
-        if isinstance(first, Atomic):
-            first, units = first.target, first.units
-        if isinstance(first, tuple):
-            return self.named(first, len(leaf.shape), rule, units, tuple(strategies))
-        if isinstance(first, Replicate):
-            first = PartitionSpec()
-        elif not isinstance(first, PartitionSpec):
-            strategies, first = [first, *strategies], PartitionSpec()
-        return Request(None, first, rule, _padded(units, len(leaf.shape)), tuple(strategies), ())
-
-    def named(
-        self, names: Any, rank: int, rule: str, units: tuple[int, ...] | None, strategies: tuple[Any, ...]
-    ) -> Request:
-        if self.axes is None and all(name is None for name in names):
-            return Request(None, PartitionSpec(), rule, _padded(units, rank), strategies, ())
-        if self.axes is None:
-            raise RuleError(
-                f"the names {names} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`."
-            )
-        names = tuple(names)
-        check_rank(names, rank)
-        found = resolve(names, self.axes, mode=self.mode)
-        units = _padded(units_of(names[:rank], self.axes) if units is None else units, rank)
-        return Request(names, found.spec, rule, units, strategies, found.reasons)
+        return asked_by_target(self.rules[number][1], path, leaf, _rule_text(number, self.rules), self.axes, self.mode)
 
 
 def _alike(keys: Sequence[str], flat: Flat, given: Sequence[Any]) -> Iterable[Any]:
@@ -238,20 +222,5 @@ def _dtype(leaf: Any) -> Any:
     return canonical_dtype(leaf.dtype)
 
 
-def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
-    result = function(path, leaf)
-    if not isinstance(result, PartitionSpec):
-        raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")
-    return result
-
-
 def _rule_text(number: int, rules: Sequence[Any]) -> str:
     return f"paths[{number}] {rules[number][0]}"
-
-
-def _padded(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    if units is None:
-        return None
-    if any(unit > 1 for unit in units[rank:]):
-        raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
-    return (*units[:rank], *[1] * (rank - len(units)))

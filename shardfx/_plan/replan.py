@@ -75,7 +75,9 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
         return [(name, renamed_entry(target, parts)) for name, target in rules]
 
     modes = {mode: by_part(rules) for mode, rules in axes.modes}
-    return AxisRules(by_part(axes.rules), modes=modes, units=axes.units, aliases=axes.aliases)
+    return AxisRules(
+        by_part(axes.rules), modes=modes, units=axes.units, aliases=axes.aliases, axes=renamed_axes(axes.axes, parts)
+    )
 
 
 def _first_reasons(row: LeafPlan, made: ShardPlan) -> tuple[Reason, ...]:

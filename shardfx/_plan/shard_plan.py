@@ -2,11 +2,11 @@ import collections
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from .._mesh import MeshSpec
@@ -14,6 +14,8 @@ from .._rules.axis_rules import AxisRules
 from .._tree import Flat
 from .content import Content, read_json, rows_of, shaped_like
 from .leaf import LeafPlan, named_sharding
+from .replaced import replaced
+from .single import decision_for
 
 
 class ShardPlan(eqx.Module):
@@ -46,6 +48,11 @@ class ShardPlan(eqx.Module):
     def mode(self) -> str | None:
         """The mode in which names are resolved."""
         return self.content.mode
+
+    @property
+    def strict(self) -> bool:
+        """Whether the plan was made with `strict=True`; then [`shardfx.constrain`][] is strict too."""
+        return self.content.strict
 
     @property
     def leaves(self) -> tuple[LeafPlan, ...]:
@@ -166,7 +173,89 @@ class ShardPlan(eqx.Module):
         trees = {name: jax.tree.unflatten(c.treedef, range(c.treedef.num_leaves)) for name, c in contents.items()}
         treedef = jax.tree.structure(trees)
         joined_axes = next(iter(axes.values()), None)
-        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, paths, treedef))
+        strict = any(content.strict for content in contents.values())
+        columns = (rows, index, paths, treedef)
+        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, *columns, strict=strict))
+
+    def sharding(
+        self,
+        names_or_spec: Any,
+        shape: Sequence[int] | None = None,
+        *,
+        strict: bool | None = None,
+        unmatched: Literal["raise", "replicate"] = "raise",
+    ) -> NamedSharding:
+        """The sharding of a batch or an activation, for `jax.device_put`, `jax.jit` and [`shardfx.filter_jit`][].
+
+        It is what [`shardfx.constrain`][] gives to an array of this shape.
+
+        **Arguments:**
+
+        - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
+            PartitionSpec.
+        - `shape`: of the array, to which the sharding is corrected. Without it the sharding is for arrays of any shape
+            whose sizes it divides, and dimensions beyond the end of the names are whole.
+        - `strict`, `unmatched`: as in [`shardfx.constrain`][].
+
+        **Returns:**
+
+        A NamedSharding on the plan's jax Mesh, or else on an AbstractMesh.
+
+        **Raises:**
+
+        As [`shardfx.constrain`][] does.
+
+        !!! Example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            from shardfx import AxisRules, MeshSpec, plan
+
+            axes = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp")])
+            mesh = MeshSpec({"data": 2, "fsdp": 4}).build(jax.devices())
+            made = plan({"w": jnp.ones((16, 8))}, mesh, names={"w": ("embed", None)}, axes=axes)
+            batch = jax.device_put(jnp.ones((32, 16)), made.sharding(("batch", None)))
+            assert batch.sharding.spec == jax.P(("data", "fsdp"))
+            ```
+        """
+        sizes = None if shape is None else tuple(int(size) for size in shape)
+        strict = self.strict if strict is None else strict
+        found = decision_for(names_or_spec, sizes, self.content, self.mesh, strict, unmatched)
+        mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
+        return named_sharding(mesh, found.spec, None)
+
+    def replace(self, where: str, target: Any) -> "ShardPlan":
+        """The plan with another sharding for some of its arrays: checked, and corrected to their shapes, like every.
+
+        **Arguments:**
+
+        - `where`: the path of an array; or, if there is none, a regex that is searched in each path.
+        - `target`: a PartitionSpec, or any other target of a rule in [`shardfx.PathRules`][].
+
+        **Returns:**
+
+        A plan in which the `rule` of these arrays is "replaced by hand".
+
+        **Raises:**
+
+        `UnknownPathError` if `where` matches no array; `RuleError`, `SpecError` or `UnmatchedError` if the target
+        cannot be applied, names what neither the mesh nor the rules know, or would be cut down in a strict plan.
+
+        !!! Example
+
+            ```python
+            import jax.numpy as jnp
+            from jax.sharding import PartitionSpec as P
+            from shardfx import MeshSpec, PathRules, plan
+
+            tree = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+            made = plan(tree, MeshSpec({"data": 4}), paths=PathRules([(".*", P("data"))]))
+            other = made.replace("w", P(None, "data"))
+            assert other["w"].spec == P(None, "data") and other["w"].rule == "replaced by hand"
+            ```
+        """
+        return ShardPlan(replaced(self.content, where, target))
 
     def select(self, regex: str) -> "ShardPlan":
         """The plan of the same tree with only the arrays whose path matches.

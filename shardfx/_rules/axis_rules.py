@@ -42,6 +42,7 @@ class AxisRules(eqx.Module):
     modes: tuple[tuple[str, tuple[Rule, ...]], ...] = eqx.field(static=True)
     units: tuple[tuple[str, int], ...] = eqx.field(static=True)
     aliases: tuple[tuple[str, str], ...] = eqx.field(static=True)
+    axes: tuple[str, ...] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class AxisRules(eqx.Module):
         modes: Mapping[str, Any] | Iterable[Any] | None = None,
         units: Mapping[str, int] | Iterable[Any] | None = None,
         aliases: Mapping[str, str] | Iterable[Any] | None = None,
+        axes: Iterable[str] = (),
     ):
         """**Arguments:**
 
@@ -61,17 +63,20 @@ class AxisRules(eqx.Module):
         - `units`: mapping from a logical name to how many elements must stay together, `head_dim` for fused
             heads.
         - `aliases`: mapping from a name to the name whose rules it shares, in every mode.
+        - `axes`: the mesh axes that a mesh may lack, so that one set of rules serves several meshes. [`shardfx.plan`][]
+            takes an axis that is neither here nor in its mesh for a typing error.
 
         **Raises:**
 
         `RuleError` for a rule that is no pair, a target that is none of the above or repeats a mesh axis, a
-        unit that is no positive integer, and for aliases that go in a circle.
+        unit that is no positive integer, an axis that is no name, and for aliases that go in a circle.
         """
         self.rules = _rules(rules, "rules")
         by_mode = _pairs(modes or (), "modes")
         self.modes = tuple((mode, _rules(given, f"mode {mode!r}")) for mode, given in by_mode)
         self.units = tuple(_pairs(units or (), "units"))
         self.aliases = tuple(_pairs(aliases or (), "aliases"))
+        self.axes = declared_axes(axes)
 
     def __check_init__(self):
         for what, pairs in (("modes", self.modes), ("units", self.units), ("aliases", self.aliases)):
@@ -83,6 +88,8 @@ class AxisRules(eqx.Module):
         for name, of in self.aliases:
             if not isinstance(of, str):
                 raise RuleError(f"the alias {name!r} is of {of!r}; it shares the rules of one logical name.")
+            if not name:
+                raise RuleError(f"the alias of {of!r} has an empty name; give it one.")
             if name in dict(self.rules):
                 raise RuleError(f"{name!r} is to be an alias of {of!r}, but has rules; use `rules.without({name!r})`.")
             alias_chain(name, self)
@@ -93,25 +100,55 @@ class AxisRules(eqx.Module):
         listed = [*self.rules, *(rule for _, rules in self.modes for rule in rules), *self.aliases]
         return tuple(dict.fromkeys(name for name, _ in listed))
 
-    def extend(self, rules: RulesLike = (), *, modes: Any = None) -> "AxisRules":
+    def extend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[str] = ()) -> "AxisRules":
         """New AxisRules: these, then `rules` as fallbacks with less priority.
 
         **Arguments:**
 
         - `rules`: as in `AxisRules(...)`.
         - `modes`: mode to rules, each put after the rules that the mode has; a new mode is added.
-        """
-        return _stacked(self, AxisRules(rules, modes=modes))
+        - `axes`: mesh axes that a mesh may lack, beside those that these rules declare.
 
-    def prepend(self, rules: RulesLike = (), *, modes: Any = None) -> "AxisRules":
+        **Returns:**
+
+        New AxisRules, in which no target of these is changed.
+
+        !!! Example
+
+            ```python
+            from shardfx import AxisRules
+
+            rules = AxisRules([("mlp", "tensor")]).extend([("mlp", "fsdp"), ("embed", None)])
+            assert rules.rules == (("mlp", "tensor"), ("mlp", "fsdp"), ("embed", None))
+            ```
+        """
+        return _stacked(self, AxisRules(rules, modes=modes, axes=axes))
+
+    def prepend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[str] = ()) -> "AxisRules":
         """New AxisRules: `rules` with priority, then these. So a rule can override one that is there.
 
         **Arguments:**
 
         - `rules`: as in `AxisRules(...)`.
         - `modes`: mode to rules, each put before the rules that the mode has; a new mode is added.
+        - `axes`: mesh axes that a mesh may lack, beside those that these rules declare.
+
+        **Returns:**
+
+        New AxisRules, in which `rules` come first.
+
+        !!! Example
+
+            ```python
+            from jax.sharding import PartitionSpec as P
+            from shardfx import AxisRules, resolve
+
+            train = AxisRules([("batch", "data"), ("embed", "fsdp")])
+            serve = train.prepend([("embed", None)])
+            assert resolve(("batch", "embed"), serve).spec == P("data")
+            ```
         """
-        return _stacked(AxisRules(rules, modes=modes), self)
+        return _stacked(AxisRules(rules, modes=modes, axes=axes), self)
 
     def without(self, *names: str) -> "AxisRules":
         """New AxisRules: these, with every rule, unit and alias of `names` taken out, in all modes.
@@ -119,6 +156,10 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `names`: logical names or aliases. Aliases of a removed name stay, and share what rules it gets.
+
+        **Returns:**
+
+        New AxisRules that say nothing about `names`.
 
         **Raises:**
 
@@ -146,9 +187,23 @@ class AxisRules(eqx.Module):
         - `name`: the new name. It must have no rules of its own, save what a mode puts before those of `of`.
         - `of`: a logical name or another alias, looked up when names are resolved: it may get rules later.
 
+        **Returns:**
+
+        New AxisRules with the alias.
+
         **Raises:**
 
-        `RuleError` if `name` is taken, or if the aliases would go in a circle.
+        `RuleError` if `name` is empty or taken, or if the aliases would go in a circle.
+
+        !!! Example
+
+            ```python
+            from jax.sharding import PartitionSpec as P
+            from shardfx import AxisRules, resolve
+
+            rules = AxisRules([("embed", "fsdp")]).with_alias("embed_out", of="embed")
+            assert resolve(("embed_out",), rules).spec == P("fsdp")
+            ```
         """
         return self._with(aliases=(*self.aliases, (name, of)))
 
@@ -178,6 +233,7 @@ class AxisRules(eqx.Module):
             modes=merged,
             units=_agreed(self.units, other.units, "unit of"),
             aliases=_agreed(self.aliases, other.aliases, "alias"),
+            axes=self.axes + other.axes,
         )
 
     @classmethod
@@ -187,12 +243,31 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `rules`: as in `AxisRules(...)`. The rule of a name stands where the name came first.
+
+        **Returns:**
+
+        AxisRules with one rule per name.
         """
         return cls(dict(_rules(rules, "rules")))
 
     def _with(self, **fields: Any) -> "AxisRules":
-        given = {"modes": self.modes, "units": self.units, "aliases": self.aliases, **fields}
+        given = {"modes": self.modes, "units": self.units, "aliases": self.aliases, "axes": self.axes, **fields}
         return AxisRules(given.pop("rules", self.rules), **given)
+
+
+def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
+    """Each logical name that has a rule with each mesh axis that it may use, in order, in every mode."""
+    listed = [*rules.rules, *(rule for _, given in rules.modes for rule in given)]
+    return tuple(dict.fromkeys((name, axis) for name, target in listed for axis in entry_axes(target)))
+
+
+def declared_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    """The names of mesh axes, each once."""
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise RuleError(f"`axes` holds {name!r}; it declares mesh axes by their names.")
+    return tuple(dict.fromkeys(names))
 
 
 def check_axis_rules(what: str, given: Any) -> None:
@@ -260,6 +335,7 @@ def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
         modes={mode: one.get(mode, ()) + two.get(mode, ()) for mode in {**one, **two}},
         units=first.units + second.units,
         aliases=first.aliases + second.aliases,
+        axes=first.axes + second.axes,
     )
 
 

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 from .._errors import RuleError, check_type
 from .._spec import UNCONSTRAINED
 from .._tree import flatten
+from .axis_rules import declared_axes
 from .compact import parsed
-from .strategies import Atomic, Fsdp, Pipeline, Replicate, replicate
+from .strategies import Atomic, Fsdp, Optional, Pipeline, Replicate, bare, replicate
 
 
 class PathRules(eqx.Module):
@@ -38,20 +39,58 @@ class PathRules(eqx.Module):
     """
 
     rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+    axes: tuple[str, ...] = eqx.field(static=True)
 
-    def __init__(self, rules: Iterable[Any]):
+    def __init__(self, rules: Iterable[Any], *, axes: Iterable[str] = ()):
         """**Arguments:**
 
         - `rules`: pairs of a regex and a target. A target is a PartitionSpec; a tuple of logical names; a
             strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of
-            them in [`shardfx.atomic`][]; or a callable `(path, leaf) -> PartitionSpec`. Specs and names
-            shorter than the rank leave the rest replicated, so `()` replicates, and so does `None`.
+            them in [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`.
+            A PartitionSpec shorter than the rank leaves the rest whole. A tuple has one name per dimension; `...` in
+            it stands for those that are whole. `()` replicates, and so does `None`.
+        - `axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
 
         **Raises:**
 
         `RuleError` that names the rule by its index, and the position in a regex that does not compile.
         """
         self.rules = tuple(_checked(index, rule) for index, rule in enumerate(rules))
+        self.axes = declared_axes(axes)
+
+    def prepend(self, rules: Iterable[Any]) -> "PathRules":
+        """New PathRules: `rules` first, then these. So a rule can override one of a ready set.
+
+        **Arguments:**
+
+        - `rules`: as in `PathRules(...)`.
+
+        **Returns:**
+
+        New PathRules that declare the same mesh axes.
+
+        !!! Example
+
+            ```python
+            from shardfx import presets, replicate
+
+            rules = presets.llama().prepend([(r"layers.0.mlp", replicate)])
+            ```
+        """
+        return PathRules([*rules, *self.rules], axes=self.axes)
+
+    def extend(self, rules: Iterable[Any]) -> "PathRules":
+        """New PathRules: these, then `rules` for paths that none of these matches.
+
+        **Arguments:**
+
+        - `rules`: as in `PathRules(...)`.
+
+        **Returns:**
+
+        New PathRules that declare the same mesh axes.
+        """
+        return PathRules([*self.rules, *rules], axes=self.axes)
 
     @classmethod
     def parse(cls, text: str) -> "PathRules":
@@ -138,6 +177,7 @@ def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
 
 def is_callable(target: Any) -> bool:
     """Whether a rule's target must be called for each path."""
+    target = bare(target)
     first = target.steps[0] if isinstance(target, Pipeline) else target
     return callable(first) and not isinstance(first, PartitionSpec)
 
@@ -160,6 +200,8 @@ def _checked(index: int, rule: Any) -> tuple[str, Any]:
 def _checked_target(index: int, pattern: str, target: Any) -> Any:
     if target is None:
         return replicate
+    if isinstance(target, Optional):
+        return Optional(_checked_target(index, pattern, target.target))
     if isinstance(target, list):
         target = tuple(target)
     inner = target.target if isinstance(target, Atomic) else target
@@ -176,9 +218,9 @@ def _checked_target(index: int, pattern: str, target: Any) -> Any:
 
 def _check_names(index: int, pattern: str, names: tuple[Any, ...]) -> None:
     for name in names:
-        members = name if isinstance(name, tuple) else (name,)
+        members = name if isinstance(name, tuple) else () if name is ... else (name,)
         if not all(member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic) for member in members):
             raise RuleError(
                 f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical name; use a string, `None`, "
-                "UNCONSTRAINED, `atomic(name, unit)`, or a tuple of names."
+                "`...`, UNCONSTRAINED, `atomic(name, unit)`, or a tuple of names."
             )

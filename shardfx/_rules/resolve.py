@@ -81,10 +81,50 @@ def units_of(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[in
     return _units_of(_entries(names), rules)
 
 
-def check_rank(names: Sequence[Any], rank: int) -> None:
-    """Raises if `names` name more dimensions than an array has; those without a name need not be there."""
-    if any(name is not None for name in names[rank:]):
-        raise SpecError(f"{len(names)} logical names {names} for an array of rank {rank}; give one per dimension.")
+def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: str) -> tuple[Any, ...]:
+    """The names of an array with an entry for each dimension of `shape`.
+
+    `...` in `names` stands for the dimensions that are not named, which are whole, and so does `()`.
+
+    **Raises:**
+
+    `SpecError`, ending in `fix`, for names of another length: padding them would shift them unnoticed.
+    """
+    entries, rank = tuple(names), len(shape)
+    if not entries:
+        return entries
+    dots = [at for at, entry in enumerate(entries) if entry is ...]
+    if len(dots) > 1:
+        raise SpecError(f"the names {entries} hold `...` {len(dots)} times; it can stand for dimensions in one place.")
+    missing = rank - len(entries) + len(dots)
+    if dots and missing >= 0:
+        return (*entries[: dots[0]], *[None] * missing, *entries[dots[0] + 1 :])
+    if missing:
+        raise SpecError(
+            f"{len(entries) - len(dots)} logical names {entries} for an array of rank {rank}, shape {shape}; give one "
+            f"per dimension. {fix}"
+        )
+    return entries
+
+
+def unknown_names(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
+    """Those of `names` that no rule is about, in any mode."""
+    ruled = _ruled(rules)
+    return tuple(slot.name for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain))
+
+
+def check_known(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> None:
+    """Raises if a name is one that no rule is about: most likely it is a typing error."""
+    for name in unknown_names(names, rules):
+        raise UnmatchedError(unknown_name(name, rules))
+
+
+def unknown_name(name: str, rules: AxisRules) -> str:
+    """What to say of a name that no rule is about."""
+    return (
+        f"no rule is about the logical name {name!r}{near(name, rules.names)}. The rules have {rules.names}; if it is "
+        f"to be replicated, declare it with `rules.extend([({name!r}, None)])`"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +236,8 @@ def _members(entry: Any) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise SpecError(
             f"{entry!r} is no entry of an array's names; use a logical name, a flat tuple of names, `None`, "
-            "`PartitionSpec.UNCONSTRAINED` or `atomic(name, unit)`."
+            "`PartitionSpec.UNCONSTRAINED` or `atomic(name, unit)`. Names with `...` need an array's rank: "
+            "`plan.sharding(names, shape)`."
         )
     return names
 
@@ -211,6 +252,11 @@ def _units_of(entries: tuple[Any, ...], rules: AxisRules) -> tuple[int, ...] | N
         named = [units.get(name, 1) for member in _members(entry) for name in alias_chain(member, rules)]
         found.append(math.lcm(*own, *named))
     return tuple(found) if any(unit > 1 for unit in found) else None
+
+
+@ft.lru_cache(maxsize=256)
+def _ruled(rules: AxisRules) -> frozenset[str]:
+    return frozenset(name for name, _ in (*rules.rules, *(rule for _, given in rules.modes for rule in given)))
 
 
 @ft.lru_cache(maxsize=256)

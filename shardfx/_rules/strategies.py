@@ -99,6 +99,46 @@ class Pipeline:
 replicate = Replicate()
 
 
+@dataclasses.dataclass(frozen=True)
+class Optional:
+    """The target of a rule that may go unused; made by [`shardfx.optional`][]."""
+
+    target: Any
+
+
+def optional(target: Any) -> Optional:
+    """The target of a path rule that not every tree has a use for.
+
+    A rule that decides about no array is an error of [`shardfx.plan`][], because it is mostly a mistake. In a set of
+    rules that serves several models, this says of a rule that it is none.
+
+    **Arguments:**
+
+    - `target`: any target of a rule in [`shardfx.PathRules`][].
+
+    **Returns:**
+
+    A value to use in place of `target`.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, PathRules, optional, plan
+
+        rules = PathRules([("lm_head", optional(P("tensor"))), ("embed", P("tensor"))])
+        plan({"embed": jnp.ones((64, 8))}, MeshSpec({"tensor": 4}), paths=rules)  # this model has no lm_head
+        ```
+    """
+    return target if isinstance(target, Optional) else Optional(target)
+
+
+def bare(target: Any) -> Any:
+    """The target itself, whether it is optional or not."""
+    return target.target if isinstance(target, Optional) else target
+
+
 def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
     """The strategy of fully sharded data parallelism: cut the largest free dimension that divides.
 
@@ -111,6 +151,10 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
 
     A target for [`shardfx.PathRules`][]. After another target, `P(None, "tensor") | fsdp("data")`, it adds its
     axes to a dimension that the other one left free.
+
+    **Raises:**
+
+    `RuleError` without an axis, for an axis that occurs twice, and for a negative number of bytes.
 
     !!! Example
 

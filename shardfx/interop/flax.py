@@ -132,7 +132,7 @@ def core_rules(rules: RulesLike, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRu
     """
     given = _as_rules(rules)
     modes = {mode: dict(first) for mode, first in given.modes}
-    last = AxisRules(dict(given.rules), modes=modes, units=given.units, aliases=given.aliases)
+    last = AxisRules(dict(given.rules), modes=modes, units=given.units, aliases=given.aliases, axes=given.axes)
     return last.prepend([(axis, axis) for axis in MeshSpec.of(mesh).axis_names if axis not in last.names])
 
 
@@ -232,7 +232,8 @@ def _own_rules(node: Any) -> RulesLike:
 
 def _names(sharding: Any) -> tuple[Any, ...]:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    entries = entries_of(spec) if isinstance(spec, PartitionSpec) else spec
+    # As JAX has it, a PartitionSpec says nothing about the dimensions beyond its end.
+    entries = (*entries_of(spec), ...) if isinstance(spec, PartitionSpec) else spec
     if not isinstance(entries, tuple | list):
         raise SpecError(f"the sharding {sharding!r} of a flax variable has no names; give it a tuple of names.")
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)

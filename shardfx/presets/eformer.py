@@ -5,7 +5,7 @@ import enum
 from typing import Any, Final
 
 from .._errors import RuleError, SpecError
-from .._rules.axis_rules import AxisRules
+from .._rules.axis_rules import AxisRules, axes_in
 
 
 class _Unset(enum.Enum):
@@ -170,7 +170,10 @@ def eformer(
         KV_HEAD_DIM: _given(decode_attention_kv_dim_axis, None),
     }
     decode = _generation_rules(rules, generation)
-    return AxisRules(rules, modes={MODE_TRAIN: (), MODE_PREFILL: (), MODE_DECODE: decode, MODE_INSERT: decode})
+    modes = {MODE_TRAIN: (), MODE_PREFILL: (), MODE_DECODE: decode, MODE_INSERT: decode}
+    made = AxisRules(rules, modes=modes)
+    # A mesh has some of the five axes; eformer passes over those that it lacks.
+    return made.extend(axes=[axis for _, axis in axes_in(made)])
 
 
 def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list[tuple[str, Any]]:

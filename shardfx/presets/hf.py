@@ -12,7 +12,7 @@ from typing import Any, Final
 from jax.sharding import PartitionSpec as P
 
 from .._rules.path_rules import PathRules
-from .._rules.strategies import Fsdp, atomic, fsdp as fsdp_strategy
+from .._rules.strategies import Fsdp, atomic, fsdp as fsdp_strategy, optional
 
 
 # One mesh axis or several, for example `("data", "fsdp")`.
@@ -46,43 +46,46 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
         k_proj = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)  # 8 heads of 128
         tree = {"model": {"layers": {"0": {"self_attn": {"k_proj": {"weight": k_proj}}}}}}
-        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.llama(), unmatched="replicate")
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.llama())
         print(made.leaves[0].spec, made.leaves[0].reasons[0])  # not over `tensor`: 8 heads are not cut into 16
         ```
     """
-    return PathRules(_decoder(head_dim, fsdp, tensor))
+    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
 
 
 def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for Mistral's dense models; arguments as for `llama`."""
-    return PathRules(_decoder(head_dim, fsdp, tensor))
+    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
 
 
 def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for Mixtral 8x7B and 8x22B; arguments as for `llama`."""
-    return PathRules(
+    return _path_rules(
         [
             *_attention(head_dim, fsdp, tensor),
             (r"experts.\d+.w2.weight$", P(fsdp, tensor)),
             (r"experts.\d+.w\d.weight$", P(tensor, fsdp)),
             (r"block_sparse_moe.gate.weight$", P(None, fsdp)),
-        ]
+        ],
+        fsdp,
+        tensor,
     )
 
 
 def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for Qwen2 and Qwen2.5, whose query, key and value have biases; arguments as for `llama`."""
-    return PathRules([*_decoder(head_dim, fsdp, tensor), _head_bias(r"[qkv]_proj.bias$", head_dim, tensor)])
+    rules = [*_decoder(head_dim, fsdp, tensor), _head_bias(r"[qkv]_proj.bias$", head_dim, tensor)]
+    return _path_rules(rules, fsdp, tensor)
 
 
 def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for the dense Qwen3 models; arguments as for `llama`."""
-    return PathRules(_decoder(head_dim, fsdp, tensor))
+    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
 
 
 def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for the Qwen3 models with a mixture of experts; arguments as for `llama`."""
-    return PathRules([*_decoder(head_dim, fsdp, tensor), (r"mlp.gate.weight$", P(None, fsdp))])
+    return _path_rules([*_decoder(head_dim, fsdp, tensor), (r"mlp.gate.weight$", P(None, fsdp))], fsdp, tensor)
 
 
 def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -90,12 +93,12 @@ def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
     Gemma 2 27B and Gemma 3 27B have heads of 128.
     """
-    return PathRules(_decoder(head_dim, fsdp, tensor))
+    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
 
 
 def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for StarCoder2; arguments as for `llama`."""
-    return PathRules(
+    return _path_rules(
         [
             (r"(embed_tokens|lm_head).weight$", P(tensor, fsdp)),
             (r"[qkv]_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
@@ -104,7 +107,9 @@ def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tens
             (r"c_proj.weight$", P(fsdp, tensor)),
             _head_bias(r"[qkv]_proj.bias$", head_dim, tensor),
             (r"(norm.weight|bias)$", _anywhere(fsdp)),
-        ]
+        ],
+        fsdp,
+        tensor,
     )
 
 
@@ -130,7 +135,7 @@ def deepseek_v3(
     query, both = qk_nope_head_dim + qk_rope_head_dim, qk_nope_head_dim + v_head_dim
     # The fp8 checkpoint has beside each weight one scale per block of 128 x 128, under the same name.
     weight = r".weight(_scale_inv)?$"
-    return PathRules(
+    return _path_rules(
         [
             (r"(embed_tokens|lm_head|shared_head.head).weight$", P(tensor, fsdp)),
             (r"q_b_proj" + weight, atomic(P(tensor, fsdp), (query, 1))),
@@ -140,7 +145,9 @@ def deepseek_v3(
             (r"(gate|up)_proj" + weight, P(tensor, fsdp)),
             (r"(down|eh)_proj" + weight, P(fsdp, tensor)),
             (r"(norm.weight|e_score_correction_bias)$", _anywhere(fsdp)),
-        ]
+        ],
+        fsdp,
+        tensor,
     )
 
 
@@ -150,7 +157,7 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
     Query, key and value lie side by side in `c_attn`. They are cut between heads, but one device's part mixes
     heads of the three: split `c_attn` in three to give each device the query, key and value of the same heads.
     """
-    return PathRules(
+    return _path_rules(
         [
             (r"wte.weight$|lm_head.weight$", P(tensor, fsdp)),
             (r"c_attn.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
@@ -160,13 +167,15 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
             _head_bias(r"c_attn.bias$", head_dim, tensor),
             # `attn.bias` and `attn.masked_bias` are causal masks that early checkpoints hold.
             (r"(wpe|ln_\w+).weight$|bias$", _anywhere(fsdp)),
-        ]
+        ],
+        fsdp,
+        tensor,
     )
 
 
 def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for BERT and for sentence encoders of its form, as MiniLM (heads of 32); arguments as for `llama`."""
-    return PathRules(
+    return _path_rules(
         [
             (r"word_embeddings.weight$|decoder.weight$", P(tensor, fsdp)),
             (r"self.(query|key|value).weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
@@ -179,13 +188,15 @@ def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
                 r"(position|type)_embeddings.weight$|LayerNorm.\w+$|bias$|position_ids$|seq_relationship.weight$",
                 _anywhere(fsdp),
             ),
-        ]
+        ],
+        fsdp,
+        tensor,
     )
 
 
 def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
     """Rules for T5 and T5 v1.1; arguments as for `llama`."""
-    return PathRules(
+    return _path_rules(
         [
             (r"(shared|embed_tokens|lm_head).weight$", P(tensor, fsdp)),
             (r"Attention.[qkv].weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
@@ -194,7 +205,9 @@ def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> P
             (r"DenseReluDense.wi\w*.weight$", P(tensor, fsdp)),
             (r"DenseReluDense.wo.weight$", P(fsdp, tensor)),
             (r"layer_norm.weight$", _anywhere(fsdp)),
-        ]
+        ],
+        fsdp,
+        tensor,
     )
 
 
@@ -214,6 +227,12 @@ PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType(
         "t5": t5,
     }
 )
+
+
+def _path_rules(rules: Rules, fsdp: Axes, tensor: Axes) -> PathRules:
+    """Rules of which a model, or the part of one, may have no use for some, and a mesh no axis for others."""
+    axes = (*((fsdp,) if isinstance(fsdp, str) else fsdp), *((tensor,) if isinstance(tensor, str) else tensor))
+    return PathRules([(regex, optional(target)) for regex, target in rules], axes=axes)
 
 
 def _attention(head_dim: int, fsdp: Axes, tensor: Axes) -> Rules:

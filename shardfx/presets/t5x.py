@@ -54,5 +54,5 @@ def t5x(
     # T5X puts a replicated `embed` behind `vocab`. The place cannot matter, but the lists stay the same.
     rest = [_SHARDED[0], *embed, *_SHARDED[1:]] if embed == [("embed", None)] else [*_SHARDED, *embed]
     added = additional_rules if isinstance(additional_rules, AxisRules) else AxisRules(additional_rules)
-    standard = AxisRules([("batch", "data"), *rest, *((name, None) for name in _REPLICATED)])
-    return standard.extend(added.rules, modes=added.modes)
+    standard = AxisRules([("batch", "data"), *rest, *((name, None) for name in _REPLICATED)], axes=("data", "model"))
+    return standard.extend(added.rules, modes=added.modes, axes=added.axes)

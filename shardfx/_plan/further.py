@@ -1,0 +1,55 @@
+"""Sharding an array over more mesh axes than it asked for, on whichever dimension has room, as ZeRO does."""
+
+import math
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._mesh import MeshSpec
+from .._reason import Code, reason
+from .._rules.strategies import Fsdp
+from .._spec import array_bytes, entries_of, entry_axes, trimmed
+from .correct import correct
+from .decide import Request
+
+
+def further(request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec, over: Fsdp) -> Request:
+    """`request` with the axes of `over` that it does not use, on the dimension that they cut furthest.
+
+    Of several such dimensions one that nothing shards yet is taken, then the largest. A dimension that is sharded is
+    cut further within its shards, so that what one device then holds is part of what it would have held.
+    """
+    spec = correct(request.spec, shape, mesh, units=request.units).spec
+    entries = [*entries_of(spec), *[None] * (len(shape) - len(entries_of(spec)))]
+    used = {axis for entry in entries for axis in entry_axes(entry)}
+    free = tuple(axis for axis in over.axes if axis in mesh.axis_names and axis not in used)
+    nbytes = array_bytes(shape, dtype)
+    if free and nbytes < over.min_bytes:
+        small = reason(Code.small, None, free, size=nbytes, limit=over.min_bytes)
+        return request._replace(reasons=(*request.reasons, small))
+    choices = []
+    for dim, (size, unit) in enumerate(zip(shape, request.units or (1,) * len(shape), strict=True)):
+        left = 1 if size % unit else size // unit // mesh.axis_size(entry_axes(entries[dim]))
+        kept = _dividing(free, left, mesh)
+        choices += [(mesh.axis_size(kept), entries[dim] is None, left, -dim, kept)] if kept and size else []
+    if not choices:
+        return request._replace(reasons=(*request.reasons, *_no_room(free, shape, mesh)))
+    *_, dim, kept = max(choices)
+    entries[-dim] = (*entry_axes(entries[-dim]), *kept)
+    rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(kept)}"
+    return request._replace(spec=trimmed(entries, spec), rule=rule)
+
+
+def _dividing(axes: tuple[str, ...], size: int, mesh: MeshSpec) -> tuple[str, ...]:
+    """Those of `axes` that cut a dimension of `size` elements, axes of size 1 aside."""
+    (entry,) = (*entries_of(correct(PartitionSpec(axes), (size,), mesh).spec), None)[:1]
+    return tuple(axis for axis in entry_axes(entry) if mesh.axis_size(axis) > 1)
+
+
+def _no_room(axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshSpec) -> tuple[Any, ...]:
+    count, size = mesh.axis_size(axes), max(shape)
+    if count == 1 or not size:
+        return ()
+    what = " x ".join(f"`{axis}` ({mesh.axis_size(axis)})" for axis in axes)
+    what = f"{what} beside the axes that shard it already, and no other dimension is"
+    return (reason(Code.indivisible, None, axes, size=size, what=what, padded=math.lcm(size, count)),)

@@ -1,0 +1,71 @@
+"""What the names of an array, or the target of a rule, ask for it, before the mesh and the shape have their say."""
+
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._errors import RuleError
+from .._rules.axis_rules import AxisRules
+from .._rules.path_rules import is_callable
+from .._rules.resolve import one_per_dim, resolve, units_of
+from .._rules.strategies import Atomic, Pipeline, Replicate, bare
+from .correct import padded_units
+from .decide import Request
+
+
+def asked_by_target(target: Any, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None) -> Request:
+    """What the target of a path rule asks for the array at `path`; `rule` is how a plan calls the rule."""
+    target = bare(target)
+    first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
+    if is_callable(target):
+        first = _called(first, path, leaf, rule)
+    units = None
+    if isinstance(first, Atomic):
+        first, units = first.target, first.units
+    if isinstance(first, tuple):
+        return asked_by_names(first, tuple(leaf.shape), rule, axes, mode, units, tuple(strategies))
+    if isinstance(first, Replicate):
+        first = PartitionSpec()
+    elif not isinstance(first, PartitionSpec):
+        strategies, first = [first, *strategies], PartitionSpec()
+    return Request(None, first, rule, padded_units(units, len(leaf.shape)), tuple(strategies), ())
+
+
+def asked_by_names(
+    names: Any,
+    shape: tuple[int, ...],
+    rule: str,
+    axes: AxisRules | None,
+    mode: str | None,
+    units: tuple[int, ...] | None = None,
+    strategies: tuple[Any, ...] = (),
+) -> Request:
+    """What the logical names of an array ask for it. A plan keeps them with one entry per dimension."""
+    rank = len(shape)
+    named = one_per_dim(names, shape, _length_fix(tuple(names), rank))
+    if axes is None and all(name is None for name in named):
+        return Request(None, PartitionSpec(), rule, padded_units(units, rank), strategies, ())
+    if axes is None:
+        raise RuleError(
+            f"the names {names} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`."
+        )
+    found = resolve(named, axes, mode=mode)
+    units = padded_units(units_of(named, axes) if units is None else units, rank)
+    return Request(named, found.spec, rule, units, strategies, found.reasons)
+
+
+def _length_fix(names: tuple[Any, ...], rank: int) -> str:
+    if len(names) > rank:
+        return "Take out those of dimensions that the array lacks."
+    listed = ", ".join(map(repr, names))
+    return (
+        f"Write `(..., {listed})` if the dimensions before are whole, `({listed}, ...)` if those after are. Where "
+        '`vmap` stacks layers, name the dimension that it adds on the field above: `field(stacked=("layers",))`.'
+    )
+
+
+def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
+    result = function(path, leaf)
+    if not isinstance(result, PartitionSpec):
+        raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")
+    return result

@@ -1,0 +1,103 @@
+"""One array under a plan that need not be a leaf of it: a batch, or an activation."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias
+
+from jax.sharding import PartitionSpec, Sharding
+
+from .._errors import RuleError, SpecError
+from .._mesh import MeshSpec
+from .._reason import Code, Decision, Reason
+from .._rules.axis_rules import AxisRules, near
+from .._rules.resolve import check_known, one_per_dim, resolve, units_of
+from .._spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .content import Content
+from .correct import correct, padded_units
+
+
+Policy: TypeAlias = Literal["raise", "replicate"]
+
+
+def decision_for(
+    names_or_spec: Any, shape: tuple[int, ...] | None, plan: Content, mesh: MeshSpec, strict: bool, unmatched: Policy
+) -> Decision:
+    """How an array is sharded, and every reason why not as asked.
+
+    **Arguments:**
+
+    - `names_or_spec`: logical names that the plan's rules resolve, or a PartitionSpec.
+    - `shape`: of the array; `None` for arrays of any shape that is divisible.
+    - `plan`: what the plan holds.
+    - `mesh`: the axes of the plan's mesh that may be used; nothing is said about the others.
+    - `strict`: raise if there is any reason.
+    - `unmatched`: "raise" for names that no rule is about, and for axes in a spec that no mesh is known to have.
+    """
+    if unmatched not in ("raise", "replicate"):
+        raise RuleError(f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or "replicate".')
+    if isinstance(names_or_spec, PartitionSpec):
+        asked, units = Decision(names_or_spec), None
+    else:
+        asked, units = _resolved(names_or_spec, shape, plan, unmatched)
+    held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
+    spec = trimmed([_without(entry, held_back) for entry in entries_of(asked.spec)], asked.spec)
+    if shape is None:
+        units = units or (1,) * len(entries_of(spec))
+        shape = tuple(mesh.size * unit for unit in units)  # every axis divides these sizes
+    found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
+    # The rules of a plan may be for axes of other meshes; `plan` has seen to that. A spec is written where it is used.
+    if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
+        check_absent(found.reasons, mesh, plan.axes)
+    reasons = (*asked.reasons, *found.reasons)
+    if strict and reasons:
+        raise SpecError(f"`strict=True`, and {names_or_spec} would not shard as asked: {'; '.join(map(str, reasons))}")
+    return Decision(found.spec, reasons)
+
+
+def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None) -> None:
+    """Raises if what was written by hand names a mesh axis that neither the mesh nor the plan's rules know."""
+    declared = () if axes is None else axes.axes
+    for axis in (axis for why in reasons if why.code is Code.absent for axis in why.axes):
+        if axis not in declared:
+            raise SpecError(
+                f"the plan's mesh {mesh} has no axis {axis!r}{near(axis, mesh.axis_names)}. Use one of its axes; if "
+                f"{axis!r} is one of other meshes, declare it with `AxisRules(..., axes=({axis!r},))`."
+            )
+
+
+def _resolved(
+    names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
+) -> tuple[Decision, tuple[int, ...] | None]:
+    if isinstance(names, Sharding):
+        raise SpecError(
+            f"a plan has a mesh of its own, so it takes logical names or a PartitionSpec, not {names}; pass "
+            "`sharding.spec`, or use `reshard(x, sharding)`."
+        )
+    if plan.axes is None:
+        raise RuleError(
+            f"the plan has no `axes` to resolve the names {names} with; plan with `axes=AxisRules([...])`, or "
+            "pass a PartitionSpec."
+        )
+    if isinstance(names, tuple | list):
+        names = _without_shape(tuple(names)) if shape is None else one_per_dim(names, shape, _LENGTH_FIX)
+    found = resolve(names, plan.axes, mode=plan.mode)
+    if unmatched == "raise":
+        check_known(names, plan.axes)
+    return found, units_of(names, plan.axes)
+
+
+_LENGTH_FIX = (
+    "Write `...` or `None` for dimensions that are whole. Inside `jax.vmap` an array lacks the dimension that is "
+    "mapped over: leave its name out, and shard it with `jax.vmap(..., spmd_axis_name=...)`."
+)
+
+
+def _without_shape(names: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Names for arrays of any rank: dimensions beyond their end are whole, so `...` may stand there."""
+    kept = names[:-1] if names and names[-1] is ... else names
+    if any(name is ... for name in kept):
+        raise SpecError(f"which dimensions `...` stands for in {names} depends on the rank; pass `shape=`.")
+    return kept
+
+
+def _without(entry: Any, axes: list[str]) -> Any:
+    return entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis not in axes)
