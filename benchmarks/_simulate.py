@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shardfx._reshard.steps.groups import exchange, gathered, join, permutation, split, starts
+from shardfx._reshard.steps.groups import all_to_all, gathered, join, permutation, split, starts
 from shardfx._reshard.steps.layout import Layout
 from shardfx._reshard.steps.redistribute import Step
 
@@ -50,7 +50,7 @@ def simulate(array: np.ndarray, held: Sequence[np.ndarray], step: Step, like: La
                 for member in group:
                     out[member] = np.concatenate([before[other] for other in group], axis=dim)
         return out
-    how = exchange(step.source, step.target, like)
+    how = all_to_all(step.source, step.target, like)
     for group in how.groups:
         sent = [split(held[member], how) for member in group]
         for index, member in enumerate(group):

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .factors import World, coordinates, levels
+from .factors import End, coordinates, levels
 from .layout import Layout, piece_index
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Exchange:
+class AllToAll:
     """An all-to-all within groups of devices: `groups[i]` lists the members of one, in the order of its pieces.
 
     **Arguments:**
@@ -42,13 +42,13 @@ def groups_of(layout: Layout, factors: tuple[int, ...], like: Layout) -> np.ndar
     return np.lexsort((member, group)).reshape(-1, members)
 
 
-def exchange(source: Layout, target: Layout, like: Layout) -> Exchange:
+def all_to_all(source: Layout, target: Layout, like: Layout) -> AllToAll:
     """The all-to-all that leads from `source` to `target`, two layouts on one mesh with as many pieces each."""
     before = {factor: dim for dim, axes in enumerate(source.dims) for factor in axes}
     after = {factor: dim for dim, axes in enumerate(target.dims) for factor in axes}
     moving = tuple(factor for axes in source.dims for factor in axes if before[factor] != after[factor])
     rank = {factor: index for index, factor in enumerate(moving)}
-    return Exchange(
+    return AllToAll(
         groups=groups_of(source, moving, like),
         sizes=tuple(source.sizes[factor] for factor in moving),
         splits=tuple(tuple(rank[f] for f in axes if before[f] != dim) for dim, axes in enumerate(target.dims)),
@@ -56,7 +56,7 @@ def exchange(source: Layout, target: Layout, like: Layout) -> Exchange:
     )
 
 
-def split(piece: Any, how: Exchange) -> Any:
+def split(piece: Any, how: AllToAll) -> Any:
     """A piece cut into one part for each member of its group, the parts along a new first dimension."""
     shape, front = [], []
     for size, factors in zip(piece.shape, how.splits, strict=True):
@@ -74,7 +74,7 @@ def split(piece: Any, how: Exchange) -> Any:
     return apart.transpose(axes).reshape(parts.shape)
 
 
-def join(parts: Any, how: Exchange) -> Any:
+def join(parts: Any, how: AllToAll) -> Any:
     """The inverse of cutting: the parts that came from each member of the group, put together."""
     sizes = parts.shape[1:]
     parts = parts.reshape((*how.sizes, *sizes))
@@ -106,43 +106,43 @@ def gathered(source: Layout, target: Layout, like: Layout) -> list[tuple[int, np
 
 def permutation(source: Layout, target: Layout, like: Layout) -> np.ndarray:
     """Per device, whose piece it gets."""
-    ends = (World(end, coordinates(end, like)) for end in (source, target))
+    ends = (End(end, coordinates(end, like)) for end in (source, target))
     return senders(*ends)
 
 
-def senders(ours: World, theirs: World) -> np.ndarray:
+def senders(source: End, target: End) -> np.ndarray:
     """Whom each device gets its piece from: itself where it can, else the nearest that has it to give.
 
     **Arguments:**
 
-    - `ours`, `theirs`: the layouts before and after, with equal counts along every dimension.
+    - `source`, `target`: the layouts before and after, with equal counts along every dimension.
 
     **Returns:**
 
     A permutation of the devices, numbered by their place in the source's mesh.
     """
-    have, want = ours.held(), theirs.held()
-    source = np.where(have == want, np.arange(len(have)), -1)
+    have, want = source.piece_numbers(), target.piece_numbers()
+    sender = np.where(have == want, np.arange(len(have)), -1)
     span = int(max(have.max(), want.max())) + 1
-    for _, group in levels(ours):
-        free = np.setdiff1d(np.arange(len(have)), source)
-        lacking = np.flatnonzero(source < 0)
-        _match(source, lacking, (group * span + want)[lacking], free, (group * span + have)[free])
-    return source
+    for _, group in levels(source):
+        free = np.setdiff1d(np.arange(len(have)), sender)
+        without = np.flatnonzero(sender < 0)
+        _match(sender, without, (group * span + want)[without], free, (group * span + have)[free])
+    return sender
 
 
-def _match(source: np.ndarray, lacking: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Pairs the k-th device that wants a piece with the k-th that holds it."""
-    lacking, wanted = _ranked(lacking, wanted)
+def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
+    """Pairs the k-th device without a sender that wants a piece with the k-th free one that holds it."""
+    without, wanted = _ranked(without, wanted)
     free, held = _ranked(free, held)
-    pair = len(source) + 1
+    pair = len(sender) + 1
     _, here, there = np.intersect1d(
         wanted * pair + _rank_among_equals(wanted),
         held * pair + _rank_among_equals(held),
         assume_unique=True,
         return_indices=True,
     )
-    source[lacking[here]] = free[there]
+    sender[without[here]] = free[there]
 
 
 def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,24 +3,26 @@
 import functools as ft
 import math
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 
-from .factors import World, levels
+from .factors import End, levels
 from .layout import piece_index
 
 
+# Per dimension of the array the factors that cut it, major first.
 Dims = tuple[tuple[int, ...], ...]
 
 
 class Holdings:
-    """Which piece each device holds under layouts of one world, remembered per dimension."""
+    """Which piece each device holds under layouts on one end's factors, remembered per dimension."""
 
-    def __init__(self, world: World):
-        self.sizes = world.layout.sizes
+    def __init__(self, end: End):
+        self.sizes = end.layout.sizes
         # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
-        self.coordinates = world.coordinates.astype(np.int32)
-        self.devices = world.coordinates.shape[1]
+        self.coordinates = end.coordinates.astype(np.int32)
+        self.devices = end.coordinates.shape[1]
         self._count: dict[tuple[int, ...], int] = {}
         self._index: dict[tuple[int, ...], np.ndarray] = {(): np.zeros(self.devices, np.int32)}
         self._numbers: dict[Dims, np.ndarray] = {}
@@ -47,7 +49,7 @@ class Holdings:
         return self._index[axes]
 
     def numbers(self, dims: Dims) -> np.ndarray:
-        """One number per device for all of its piece, equal in all worlds for equal pieces."""
+        """One number per device for all of its piece, equal at both ends for equal pieces."""
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
             for axes in dims:
@@ -57,91 +59,99 @@ class Holdings:
         return self._numbers[dims]
 
 
-def lacking(ours: World, theirs: World) -> Fraction:
-    """What a device needs under `theirs` and does not have under `ours`, as a mean share of the array."""
+def missing_share(source: End, target: End) -> Fraction:
+    """What a device needs at the target and does not have at the source: the mean over devices, per byte of array."""
     common, unit = None, 1
-    for mine, wanted in zip(ours.layout.dims, theirs.layout.dims, strict=True):
-        if not mine and not wanted:
+    for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
+        if not have and not want:
             continue
-        shared, parts = _overlap(*_pieces(ours, mine), *_pieces(theirs, wanted))
-        shared = shared.astype(np.int64)
-        common, unit = shared if common is None else common * shared, unit * parts
+        both, parts = _overlap(*_pieces(source, have), *_pieces(target, want))
+        both = both.astype(np.int64)
+        common, unit = both if common is None else common * both, unit * parts
     if common is None:
         return Fraction(0)
-    return Fraction(1, theirs.layout.pieces) - Fraction(int(common.sum()), unit * len(common))
+    return Fraction(1, target.layout.pieces) - Fraction(int(common.sum()), unit * len(common))
 
 
-class Bound:
-    """The least cost of the traffic between layouts of one world and one end of a move.
+class LowerBound:
+    """The least cost of the traffic between a layout and one end of the move.
 
-    What enters a device costs at least what the cheapest bytes do; and what enters a group of devices with no dear
-    axis between them, being held by none of them, costs as much as the bytes of such an axis.
+    Two things must be paid for, whatever the steps are. A device has to receive what it needs and does not hold; each
+    such byte costs as much as one over the cheapest axis. And a group of devices that only dear axes connect to the
+    others has to receive what one of its devices needs and none of them holds; each such byte costs what the dear
+    axes cost, of which the first account has the cheap part already.
 
-    `forward` says that `end` is the target of the layouts, else it is their source.
+    **Arguments:**
+
+    - `held`: of the layouts, on one end's factors.
+    - `near`: that end; its axes say what bytes cost.
+    - `far`: the other end.
+    - `far_is`: whether the layout is to become the far end, which is the "target", or was made of it, the "source".
     """
 
-    def __init__(self, held: Holdings, world: World, end: World, forward: bool):
-        self.held, self.forward = held, forward
-        self.ends = [_pieces(end, axes) for axes in end.layout.dims]
-        self.end_pieces = end.layout.pieces
-        self.first, *dearer = levels(world)
-        cheaper = [self.first, *dearer]
+    def __init__(self, held: Holdings, near: End, far: End, far_is: Literal["target", "source"]):
+        self.held, self.needs_far = held, far_is == "target"
+        self.far = [_pieces(far, axes) for axes in far.layout.dims]
+        self.far_pieces = far.layout.pieces
+        (self.cheapest, _), *_ = cheaper = levels(near)
         self.dearer = [
-            _Group(held, self.ends, group, weight - cheap)
-            for (cheap, group), (weight, _) in zip(cheaper, dearer, strict=False)
+            _GroupBound(held, self.far, group, weight - less)
+            for (less, group), (weight, _) in zip(cheaper, cheaper[1:], strict=False)
         ]
-        self._share: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
+        self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: Dims) -> float:
-        """A lower bound on the cost of what remains (forward) or came before (backward)."""
-        shares = [share for share in map(self._shared, range(len(dims)), dims) if share is not None]
+        """What the way from the layout to the target costs at least, or the way from the source to the layout."""
+        shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
         *others, last = shares
         common = last.sum() if not others else np.dot(ft.reduce(np.multiply, others), last)
-        end = self.end_pieces if self.forward else self.held.pieces(dims)
-        bound = max(0.0, 1.0 / end - float(common) / len(last)) * self.first[0]
-        return bound + sum([group.bound(dims, self.forward) for group in self.dearer])
+        wanted = self.far_pieces if self.needs_far else self.held.pieces(dims)
+        bound = max(0.0, 1.0 / wanted - float(common) / len(last)) * self.cheapest
+        return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
-    def _shared(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
+    def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
+        """Per device, which share of a dimension it holds here and at the far end; None where that is all of it."""
         key = (dim, axes)
-        if key not in self._share:
-            goal, goals = self.ends[dim]
-            if axes or goals > 1:
-                shared, parts = _overlap(self.held.index(axes), self.held.count(axes), goal, goals)
-                self._share[key] = shared * (1.0 / parts)
+        if key not in self._common_shares:
+            index, count = self.far[dim]
+            if axes or count > 1:
+                common, parts = _overlap(self.held.index(axes), self.held.count(axes), index, count)
+                self._common_shares[key] = common * (1.0 / parts)
             else:
-                self._share[key] = None
-        return self._share[key]
+                self._common_shares[key] = None
+        return self._common_shares[key]
 
 
-class _Group:
-    """Groups of devices between which a byte costs `extra` more than within them."""
+class _GroupBound:
+    """The part of the bound for groups of devices: a byte that enters one costs `extra` more than one within."""
 
-    def __init__(self, held: Holdings, ends: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
+    def __init__(self, held: Holdings, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.held, self.group, self.extra = held, group, extra
         self.groups = int(group.max()) + 1
-        self.goals = [_Union(group, self.groups, *end) for end in ends]
-        self._share: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self.far = [_HeldByGroups(group, self.groups, *pieces) for pieces in far]
+        self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
-    def bound(self, dims: Dims, forward: bool) -> float:
-        """The cost, beyond that of other bytes, of what a group needs and holds nowhere: the mean over devices."""
+    def bound(self, dims: Dims, needs_far: bool) -> float:
+        """What it costs, beyond the price of other bytes, that groups need what they do not hold: mean over devices."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
-            if axes or self.goals[dim].count > 1:
-                own, shared = self._shared(dim, axes)
-                need, common = need * (self.goals[dim].share if forward else own), common * shared
+            if axes or self.far[dim].count > 1:
+                here, both = self._of_layout(dim, axes)
+                need, common = need * (self.far[dim].share if needs_far else here), common * both
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
 
-    def _shared(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _of_layout(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Per group, which share of a dimension it holds under the layout, and which under this and at the far end."""
         key = (dim, axes)
-        if key not in self._share:
-            mine = _Union(self.group, self.groups, self.held.index(axes), self.held.count(axes))
-            self._share[key] = mine.share, mine.common(self.goals[dim])
-        return self._share[key]
+        if key not in self._shares:
+            here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
+            self._shares[key] = here.share, here.share_in_common(self.far[dim])
+        return self._shares[key]
 
 
-class _Union:
+class _HeldByGroups:
     """Which pieces of a dimension, cut into `count`, the devices of each group hold together.
 
     Only the pieces that some group holds are listed: they are no more than the devices, however many groups there are.
@@ -152,10 +162,10 @@ class _Union:
         self.holds = np.zeros(groups * count, bool)
         self.holds[group * count + index] = True
         self.group, self.index = np.divmod(np.flatnonzero(self.holds), count)
-        self.share = self._of_dimension(self.group, count)
+        self.share = self._share_of_dimension(self.group, count)
 
-    def common(self, other: "_Union") -> np.ndarray:
-        """What share of the dimension each group holds here and there."""
+    def share_in_common(self, other: "_HeldByGroups") -> np.ndarray:
+        """Per group, which share of the dimension it holds both here and there."""
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count
@@ -163,23 +173,24 @@ class _Union:
         if step > 1:
             group, part = np.repeat(group, step), np.add.outer(part * step, np.arange(step)).ravel()
         both = coarse.holds[group * coarse.count + part // (parts // coarse.count)]
-        return self._of_dimension(group[both], parts)
+        return self._share_of_dimension(group[both], parts)
 
-    def _of_dimension(self, group: np.ndarray, parts: int) -> np.ndarray:
+    def _share_of_dimension(self, group: np.ndarray, parts: int) -> np.ndarray:
         return np.bincount(group, minlength=self.groups) * (1.0 / parts)
 
 
-def _pieces(world: World, axes: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    sizes = world.layout.sizes
-    index = piece_index(sizes, world.coordinates, axes)
+def _pieces(end: End, axes: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """Which piece of a dimension each device holds, and how many pieces there are."""
+    sizes = end.layout.sizes
+    index = piece_index(sizes, end.coordinates, axes)
     return index.astype(np.int32), math.prod(sizes[axis] for axis in axes)
 
 
-def _overlap(index: np.ndarray, count: int, goal: np.ndarray, goals: int) -> tuple[np.ndarray, int]:
+def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
     """How much of a dimension two pieces share, in parts of which the dimension has as many as returned."""
-    parts = math.lcm(count, goals)
-    mine, wanted = np.int32(parts // count), np.int32(parts // goals)
-    first, second = index * mine, goal * wanted
-    shared = np.minimum(first + mine, second + wanted)
-    shared -= np.maximum(first, second)
-    return np.maximum(shared, 0, out=shared), parts
+    parts = math.lcm(count, others)
+    mine, theirs = np.int32(parts // count), np.int32(parts // others)
+    first, second = index * mine, other * theirs
+    both = np.minimum(first + mine, second + theirs)
+    both -= np.maximum(first, second)
+    return np.maximum(both, 0, out=both), parts

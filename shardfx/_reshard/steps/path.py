@@ -1,4 +1,4 @@
-"""What leads from each layout of a walk to the next: which steps, and what enters a device in each."""
+"""The steps from each layout to the next one, and what enters a device in each."""
 
 import dataclasses
 import itertools as it
@@ -16,12 +16,12 @@ from .layout import Layout, slice_numbers
 StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
 
 
-class Stride(NamedTuple):
+class PathStep(NamedTuple):
     """One step, and what enters a device in it: the mean over devices, as a share of the array.
 
     **Arguments:**
 
-    - `kind`: what it is; see [`shardfx._redistribute.Step`][].
+    - `kind`: what it is; see [`shardfx._reshard.steps.redistribute.Step`][].
     - `source`, `target`: the layouts before and after.
     - `wire_share`: all that enters.
     - `dcn_share`: the part of it that comes from other slices.
@@ -35,80 +35,82 @@ class Stride(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class Path:
     """The steps from one layout to another."""
 
     source: Layout
     target: Layout
-    steps: tuple[Stride, ...]
+    steps: tuple[PathStep, ...]
 
 
-def walk(ours: Sequence[Layout], theirs: Sequence[Layout]) -> Walk:
-    """The steps along layouts of the source's mesh, then of the target's; a permutation leads from one to the other.
+def path_along(before: Sequence[Layout], after: Sequence[Layout]) -> Path:
+    """The steps along layouts of the source's mesh, across to the target's mesh, and along layouts of that.
 
-    Or a slice, where every device has what it then holds.
+    Across leads a permutation, or a slice where every device already has what it then holds.
 
     **Arguments:**
 
-    - `ours`: layouts on the source's factors, from the source on.
-    - `theirs`: layouts on the target's factors, to the target.
+    - `before`: layouts on the source's factors, from the source on.
+    - `after`: layouts on the target's factors, up to the target.
 
     **Returns:**
 
-    The Walk, neighbouring steps of one kind joined where they are one operation.
+    The Path, neighbouring steps of one kind joined where they are one operation.
     """
-    pairs = [*it.pairwise(ours), (ours[-1], theirs[0]), *it.pairwise(theirs)]
-    steps: list[Stride] = []
-    for index, (before, after) in enumerate(pairs):
-        # From one side to the other any piece may go anywhere, whatever the factors are called.
-        crossing = index == len(ours) - 1 and after.pieces == before.pieces
-        kind = "permute" if crossing else _kind(before, after)
-        if steps and kind == steps[-1].kind and _fusible(kind, steps[-1], before, after):
-            before = steps.pop().source
-        step = Stride(kind, before, after, *_shares(kind, before, after, ours[0]))
+    pairs = [*it.pairwise(before), (before[-1], after[0]), *it.pairwise(after)]
+    steps: list[PathStep] = []
+    for index, (source, target) in enumerate(pairs):
+        # From one mesh to the other any piece may go anywhere, whatever the factors are called.
+        crosses = index == len(before) - 1 and target.pieces == source.pieces
+        kind = "permute" if crosses else _kind(source, target)
+        if steps and kind == steps[-1].kind and _are_one(kind, steps[-1], source, target):
+            source = steps.pop().source
+        step = PathStep(kind, source, target, *_shares(kind, source, target, before[0]))
         if step.wire_share or kind != "permute":
             steps.append(step)
-    return Walk(ours[0], theirs[-1], tuple(steps))
+    return Path(before[0], after[-1], tuple(steps))
 
 
-def _kind(before: Layout, after: Layout) -> StepKind:
-    if after.pieces != before.pieces:
-        return "slice" if after.pieces > before.pieces else "all_gather"
-    return "all_to_all" if _changed(before, after) else "permute"
+def _kind(source: Layout, target: Layout) -> StepKind:
+    if target.pieces != source.pieces:
+        return "slice" if target.pieces > source.pieces else "all_gather"
+    return "all_to_all" if _changed(source, target) else "permute"
 
 
-def _shares(kind: StepKind, before: Layout, after: Layout, like: Layout) -> tuple[Fraction, Fraction]:
+def _shares(kind: StepKind, source: Layout, target: Layout, like: Layout) -> tuple[Fraction, Fraction]:
     """What enters a device in one step, and what of it comes from another slice."""
     if kind == "slice":
         return Fraction(0), Fraction(0)
     if kind == "permute":
-        senders = permutation(before, after, like)
+        senders = permutation(source, target, like)
         slices = slice_numbers(like)
         moved = [int((ids[senders] != ids).sum()) for ids in (np.arange(len(senders)), slices)]
-        return Fraction(moved[0], len(senders) * before.pieces), Fraction(moved[1], len(senders) * before.pieces)
-    factors = _changed(before, after)
-    members = math.prod(before.sizes[factor] for factor in factors)
-    near = math.prod(before.sizes[factor] for factor in factors if not before.weights or before.weights[factor] <= 1)
+        return Fraction(moved[0], len(senders) * source.pieces), Fraction(moved[1], len(senders) * source.pieces)
+    factors = _changed(source, target)
+    members = math.prod(source.sizes[factor] for factor in factors)
+    near = math.prod(source.sizes[factor] for factor in factors if not source.weights or source.weights[factor] <= 1)
     if kind == "all_gather":
         # A piece enters a slice once, and is copied within.
-        return Fraction(members - 1, before.pieces), Fraction(members // near - 1, before.pieces)
-    return Fraction(members - 1, members * before.pieces), Fraction(members - near, members * before.pieces)
+        return Fraction(members - 1, source.pieces), Fraction(members // near - 1, source.pieces)
+    return Fraction(members - 1, members * source.pieces), Fraction(members - near, members * source.pieces)
 
 
-def _changed(before: Layout, after: Layout) -> list[int]:
-    places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (before, after)]
-    return [f for f in range(len(before.sizes)) if places[0].get(f) != places[1].get(f)]
+def _changed(source: Layout, target: Layout) -> list[int]:
+    """The factors that cut another dimension afterwards, or none."""
+    places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (source, target)]
+    return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
 
 
-def _fusible(kind: StepKind, earlier: Stride, before: Layout, after: Layout) -> bool:
-    """Whether a step and the one before it, of one kind, are one operation.
+def _are_one(kind: StepKind, earlier: PathStep, source: Layout, target: Layout) -> bool:
+    """Whether a step from `source` to `target` and the one before it, of the same kind, are one operation.
 
-    Gathers are if they join one dimension, and along factors of one mesh: what a dropped permutation would lead over
-    to the other's lies between them.
+    Two all-to-alls never are; slices and permutations always are. Two gathers are one if they join the same dimension
+    and are along factors of the same mesh. They may be along factors of two meshes: then a permutation lay between
+    them that moved nothing and was left out, so that the first gather's target is not the second one's source.
     """
     if kind != "all_gather":
         return kind != "all_to_all"
-    if earlier.target != before:
+    if earlier.target != source:
         return False
-    pairs = [*zip(earlier.source.dims, earlier.target.dims, strict=True), *zip(before.dims, after.dims, strict=True)]
-    return len({index % len(before.dims) for index, (axes, kept) in enumerate(pairs) if axes != kept}) == 1
+    pairs = [*zip(earlier.source.dims, earlier.target.dims, strict=True), *zip(source.dims, target.dims, strict=True)]
+    return len({index % len(source.dims) for index, (have, kept) in enumerate(pairs) if have != kept}) == 1

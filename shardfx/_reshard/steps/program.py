@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Shaped
 
 from ..small_floats import moved, on_bits
-from .groups import exchange, gathered, join, permutation, split, starts
+from .groups import all_to_all, gathered, join, permutation, split, starts
 from .layout import Layout
 from .redistribute import Step
 
@@ -136,7 +136,7 @@ def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[
 
 
 def _all_to_all(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
-    how = exchange(step.source, step.target, like)
+    how = all_to_all(step.source, step.target, like)
     swap = ft.partial(lax.all_to_all, axis_name=axes, tiled=True, axis_index_groups=how.groups.tolist())
     stacked = lambda piece: join(swap(split(piece, how), split_axis=0, concat_axis=0), how)
     members = tuple(range(len(how.sizes)))

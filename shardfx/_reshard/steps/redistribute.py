@@ -17,8 +17,8 @@ from ..._mesh import MeshSpec
 from ..._spec import entries_of, entry_axes
 from .factors import refine
 from .layout import Layout
-from .lower_bound import lacking
-from .path import StepKind, Walk, walk
+from .lower_bound import missing_share
+from .path import Path, StepKind, path_along
 from .search import Problem, search
 
 
@@ -168,7 +168,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: Layout, dst: L
         _require_fit(shape, end)
     # Shapes matter to the search only by what divides them, so that the leaves of a tree share their paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
-    path, bound = _walk(room, src, dst)
+    path, bound = _planned(room, src, dst)
     return _measured(shape, itemsize_bits, path, bound)
 
 
@@ -184,18 +184,21 @@ def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
 
 
 @ft.lru_cache(maxsize=4096)
-def _walk(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Walk, Fraction]:
-    ours, theirs = refine(src, dst)
-    bound = lacking(ours, theirs)
+def _planned(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Path, Fraction]:
+    """The path, and the least share of the array that enters a device on any."""
+    source, target = refine(src, dst)
+    bound = missing_share(source, target)
     if not bound:  # every device has what it needs, and keeps that of its piece
-        return walk([ours.layout], [theirs.layout]), bound
-    path = search(Problem(room, ours, theirs)) or search(Problem(room, *refine(src, dst, prime=True)))
+        return path_along([source.layout], [target.layout]), bound
+    path = search(Problem(room, source, target)) or search(Problem(room, *refine(src, dst, prime=True)))
     if path is None:
-        raise AssertionError("slices, exchanges and gathers of prime factors lead everywhere; please report this move")
+        raise AssertionError(
+            "slices, all-to-alls and gathers of prime factors lead everywhere; please report this move"
+        )
     return path, bound
 
 
-def _measured(shape: tuple[int, ...], bits: int, path: Walk, bound: Fraction) -> Redistribution:
+def _measured(shape: tuple[int, ...], bits: int, path: Path, bound: Fraction) -> Redistribution:
     total = math.prod(shape) * bits
     steps = tuple(
         Step(

@@ -1,292 +1,98 @@
-"""The cheapest path between two layouts: bidirectional A* over slices, exchanges, one permutation and gathers."""
+"""The cheapest path between two layouts: a bidirectional A* over slices, all-to-alls, one permutation and gathers.
+
+**The problem.** An array lies cut over devices in one way and shall lie cut in another. What is wanted is a short
+sequence of steps with the least traffic, of which none needs more memory than about one piece to read and one to
+write. Gathering the whole array and slicing it would do, but for memory and traffic. Rink et al. 2021
+(arXiv 2112.01075) show that four kinds of steps suffice:
+
+- a *slice* drops a part of each piece; it costs nothing;
+- an *all-to-all* among groups of devices cuts one dimension more finely and another less finely;
+- a *permutation* gives every device another device's piece;
+- a *gather* joins the pieces of a group of devices; all of them then hold the same.
+
+**The words.**
+
+- *Factor*: a mesh axis, or a part of one. An axis of 8 devices may be taken as factors 2 and 4, so that 2 of it can
+  cut one dimension and 4 of it another. `factors` chooses them.
+- *Piece*: the part of the array that a device holds (a tile, in the words of Rink et al.). Several devices may hold
+  the same piece.
+- *Layout*, here `dims`: per dimension the factors that cut it, the major one first. `((0, 2), ())` cuts the rows of a
+  matrix by factor 0, each of these parts by factor 2, and no columns.
+- *Counts*: into how many pieces each dimension is cut. A permutation keeps them; every other step changes them.
+- *Free factor*: one that cuts no dimension. Devices that differ in it alone hold the same piece.
+- *Share*: bytes, divided by those of the whole array. Costs are shares that enter a device, the mean over devices.
+- *Weight*: what a byte over a factor costs. Factors between slices of a TPU (or between nodes) are *dear*.
+- *Room*: how often a dimension can be cut, since its size divides by so much.
+- *Source*, *target*: the two ends of the move. If the factors of one mesh serve both, a layout means the same at
+  either end. Else the two ends name their layouts by different factors, and only counts and piece numbers compare.
+- *Forward side*: the search from the source on. It knows what was paid from the source to a layout.
+- *Homeward side*: the search from the target back. It knows what remains to be paid from a layout to the target.
+- *Crossing*: the permutation from a layout of the forward side to one of the homeward side with the same counts. It
+  costs nothing where every device has the right piece already.
+
+**The order of the steps.** A path begins with slices and all-to-alls on the source's factors, crosses over, and ends
+with all-to-alls and gathers on the target's. Slices come first and gathers last, since traffic is least while pieces
+are small. One crossing is enough as a rule: permutations next to each other are one, and others can be moved together.
+The `Problem` allows two exceptions where they can be of use.
+
+**The search.** Both sides hold a heap of layouts by the least that a path through them can cost: what is known to be
+paid, and the `LowerBound` of the rest. The cheaper of the two heads is taken. It is *settled*: joined by a crossing to
+every layout of the other side with the same counts, and its neighbours go to the heap. Layouts that cannot beat the
+best path so far are dropped. When both heaps are empty, or have only such layouts, the path is the cheapest there is.
+
+**The budget.** Some moves have too many layouts to look at. So the search ends after a number of them, with the best
+path so far. In order that there is one, the first of two searches never cuts a dimension more finely than the two ends
+do together, which leaves few layouts; what its path costs then tells the second one, for which anything is allowed,
+where not to look. And if no path at all was met when the budget is used up, layouts come first whose counts are
+nearest to the other end's, whatever they cost.
+"""
 
 import dataclasses
-import functools as ft
 import heapq
-import itertools as it
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import numpy as np
+from .factors import End, levels
+from .lower_bound import Dims, Holdings, LowerBound
+from .neighbours import Neighbours
+from .path import Path, path_along
+from .prices import STEP, STEP_BEFORE_PERMUTATION, PermutationPrices
+from .splits import primes
 
-from .factors import World, levels, primes
-from .lower_bound import Bound, Dims, Holdings
-from .path import Walk, walk
 
-
-# Per device, its share of the whole array.
-_STEP = 1e-9  # among paths of equal traffic the one with fewer steps
-# Among those the one whose permutation comes before its exchanges: it then reads the source itself, of which no copy
-# is made, and of what follows the TPU compiler may keep one piece on the chip.
-_EARLY = 1.01 * _STEP  # an exchange before the permutation
-_SLACK = 1e-12
+# Costs that differ by less are equal: what differs is the order of additions.
+_ROUNDING = 1e-12
 _FEW_LAYOUTS = 900
 _MOST_LAYOUTS = 3000
-_MOST_REORDERED = 4  # more factors than that move in the order that they have
+
+Counts = tuple[int, ...]
+# The layouts one step away that are reached for less than a given cost, each with the step's cost.
+NextLayouts = Callable[[Dims, float], Iterator[tuple[Dims, float]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """A move to plan: `room` bounds how often each dimension can be cut; two worlds, the ends in their layouts.
+    """A move to plan.
 
-    `uncut` lets the search gather before the permutation and slice after it, `any_order` permute the factors of a
-    dimension among its other steps too. Both are of use where factors of different sizes block each other, or some
-    cost more than others; the first also where the worlds share no factors: pieces that all devices of a group hold
-    need not be brought to the places that the other world has for them.
+    **Arguments:**
+
+    - `room`: how often each dimension can be cut.
+    - `source`, `target`: the ends, on factors.
+    - `early_gathers`: whether to gather before the crossing and to slice after it, too. That is of use where factors
+        of different sizes block each other, or some cost more than others. It also is where the ends share no factors:
+        pieces that all devices of a group hold need not be brought to the places that the other end has for them.
+    - `permutes_anywhere`: whether to permute the factors of a dimension among the other steps, too. That is of use
+        where factors have different sizes or costs.
     """
 
     room: tuple[int, ...]
-    ours: World
-    theirs: World
-    uncut: bool = False
-    any_order: bool = False
+    source: End
+    target: End
+    early_gathers: bool = False
+    permutes_anywhere: bool = False
 
 
-class _Crossing:
-    """What a permutation costs that makes every device's piece the one that it holds on the other side."""
-
-    def __init__(self, ours: World):
-        self.levels = levels(ours)
-        self.priced = 0  # how many have been looked at closely
-
-    def cost(self, have: np.ndarray, want: np.ndarray, share: float, spare: float) -> float:
-        """The cost of pieces that are `share` of the array each; anything above `spare` where it is more."""
-        lacking = have != want
-        left = int(lacking.sum())
-        if not left:
-            return 0.0
-        share /= len(have)
-        total = self.levels[0][0] * left * share
-        if len(self.levels) == 1 or total >= spare:
-            return total + _STEP
-        self.priced += 1
-        # Each device gives its piece to one other: of the copies that are wanted nearby only as many as there are.
-        span, have, want = int(want.max()) + 1, have[lacking], want[lacking]
-        for (cheap, group), (weight, _) in it.pairwise(self.levels):
-            near = _shared_count(group[lacking] * span + have, group[lacking] * span + want)
-            total += (weight - cheap) * (left - near) * share
-        return total + _STEP
-
-
-def _shared_count(first: np.ndarray, second: np.ndarray) -> int:
-    """How many numbers two arrays have in common, each as often as both have it."""
-    marked = np.sort(np.concatenate((2 * first, 2 * second + 1)))
-    starts = np.flatnonzero(np.diff(marked >> 1, prepend=-1))
-    seconds = np.add.reduceat(marked & 1, starts)
-    return int(np.minimum(seconds, np.diff(starts, append=len(marked)) - seconds).sum())
-
-
-class _Side:
-    """One direction of the search: from its own end, with the other end as the goal."""
-
-    def __init__(self, problem: Problem, world: World, goal: World, crossing: _Crossing, forward: bool):
-        self.room, self.forward = problem.room, forward
-        self.sizes = world.layout.sizes
-        self.weights = world.layout.weights or (1.0,) * len(self.sizes)
-        self.least = min(world.layout.pieces, goal.layout.pieces)
-        self.goal = goal.layout.counts
-        self.layered = len(dict.fromkeys(self.weights)) > 1
-        self.uncut, self.any_order = problem.uncut, problem.any_order
-        self.held = Holdings(world)
-        self.bound = Bound(self.held, world, goal, forward)
-        self.crossing = crossing
-        self.cost: dict[Dims, float] = {}
-        self.parent: dict[Dims, Dims] = {}
-        self.settled: set[Dims] = set()
-        self.seen = 0
-        # Factors have a place at the other end only where both ends are on one mesh's factors.
-        shared = world.coordinates is goal.coordinates
-        self.home = {
-            factor: (dim, place)
-            for dim, axes in enumerate(goal.layout.dims if shared else ())
-            for place, factor in enumerate(axes)
-        }
-        self.ends = goal.layout.dims if shared else ((),) * len(goal.layout.dims)
-        self.heap: list[tuple[float, float, int, Dims]] = []
-        self.by_counts: dict[tuple[int, ...], list[Dims]] = {}
-        self.earliest: dict[tuple[int, ...], Dims] = {}
-        self.ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[Dims]]] = {}
-
-    def push(self, dims: Dims, cost: float, parent: Dims | None, limit: float, hurry: bool = False) -> bool:
-        """Adds a layout to look at, unless no path through it is new and cheaper than `limit`.
-
-        In a `hurry` those are looked at first whose counts are next to the goal's, whatever they cost.
-        """
-        if cost + _SLACK >= min(limit, self.cost.get(dims, math.inf)):
-            return False
-        self.seen += 1
-        estimate = self.bound(dims)
-        if cost + estimate >= limit - _SLACK:
-            return False
-        self.cost[dims] = cost
-        self.earliest.setdefault(self.held.counts(dims), dims)
-        if parent is not None:
-            self.parent[dims] = parent
-        # Both ends are looked at first: what they can reach in one step each may meet.
-        key = 0.0 if parent is None else -1 / self._apart(dims) if hurry else cost + estimate
-        heapq.heappush(self.heap, (key, estimate, self.seen, dims))
-        return True
-
-    def _apart(self, dims: Dims) -> int:
-        """The product of what the counts of `dims` and those of the goal do not have in common."""
-        pairs = zip(self.held.counts(dims), self.goal, strict=True)
-        return math.prod([math.lcm(count, goal) // math.gcd(count, goal) for count, goal in pairs])
-
-    def neighbours(self, dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
-        """The layouts one step away, each with what the step costs: less than `spare`."""
-        yield from self._cuts(dims)
-        if self.uncut:
-            yield from self._uncut(dims)
-        if self.any_order:
-            yield from self._reordered(dims, spare)
-        pieces = self.held.pieces(dims)
-        for kept, moving, gainers in _departures(dims):
-            cost = self.exchange_cost(pieces, moving) + (_EARLY if self.forward else _STEP)
-            if cost >= spare:
-                continue
-            rooms = [self.room[dim] // self.held.count(kept[dim]) for dim in gainers]
-            for counts, ways in self._ways(moving, tuple(gainers)).items():
-                if any([room % count for room, count in zip(rooms, counts, strict=True)]):
-                    continue
-                for added in ways:
-                    after = list(kept)
-                    for dim, factors in zip(gainers, added, strict=True):
-                        after[dim] += factors
-                    yield tuple(after), cost
-
-    def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[Dims]]:
-        """The ways to share factors out among dimensions, by how often each is cut by them."""
-        found = self.ways.get((moving, gainers))
-        if found is None:
-            found = self.ways[moving, gainers] = {}
-            for added in (*_shares(moving, len(gainers)), *_homeward(moving, gainers, self.home)):
-                found.setdefault(self.held.counts(added), []).append(added)
-        return found
-
-    def _cuts(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
-        """Free factors more on one dimension: one for a slice forward, some for a gather backward."""
-        used = {axis for axes in dims for axis in axes}
-        free = [factor for factor in range(len(self.sizes)) if factor not in used]
-        pieces = self.held.pieces(dims)
-        for dim, axes in enumerate(dims):
-            for run in [(factor,) for factor in free] if self.forward else self._runs(dim, axes, free):
-                if self.room[dim] % (self.held.count(axes) * self.held.count(run)) == 0:
-                    cost = 0.0 if self.forward else self.gather_cost(pieces * self.held.count(run), run)
-                    yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + _STEP
-
-    def _runs(self, dim: int, axes: tuple[int, ...], free: list[int]) -> list[tuple[int, ...]]:
-        """The factors that one gather may have joined a dimension along: several where that is cheaper at once."""
-        runs = [(factor,) for factor in free]
-        if not self.layered:
-            return runs
-        most = len(free) if len(free) <= _MOST_REORDERED else 2
-        runs += [run for length in range(2, most + 1) for run in it.permutations(free, length) if self._is_mixed(run)]
-        rest = self.ends[dim][len(axes) :]
-        if len(rest) > most and self.ends[dim][: len(axes)] == axes and self._is_mixed(rest) and {*rest} <= {*free}:
-            runs.append(rest)
-        return runs
-
-    def _is_mixed(self, run: tuple[int, ...]) -> bool:
-        return len({self.weights[factor] for factor in run}) > 1
-
-    def _uncut(self, dims: Dims) -> Iterator[tuple[Dims, float]]:
-        """Factors less on one dimension: some for a gather forward, one for a slice backward. Copies get nearer so."""
-        pieces = self.held.pieces(dims)
-        for dim, axes in enumerate(dims):
-            for kept in range(len(axes)):
-                run = axes[kept:]
-                several = self.forward and (not self.layered or self._is_mixed(run))
-                if (several or len(run) == 1) and pieces // self.held.count(run) >= self.least:
-                    cost = self.gather_cost(pieces, run) if self.forward else 0.0
-                    yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), cost + _STEP
-
-    def _reordered(self, dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
-        """One factor of a dimension permuted to its end."""
-        share = 1 / self.held.pieces(dims)
-        for dim, axes in enumerate(dims):
-            for place in range(len(axes) - 1):
-                after = (*dims[:dim], (*axes[:place], *axes[place + 1 :], axes[place]), *dims[dim + 1 :])
-                yield after, self.crossing.cost(self.held.numbers(dims), self.held.numbers(after), share, spare)
-
-    def exchange_cost(self, pieces: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-to-all among pieces of which the array has as many as given."""
-        left, cost = 1.0, 0.0
-        for factor in self._dearest_first(group):
-            # The slow axes are crossed once, by what must cross them; the rest stays on the faster ones.
-            cost += left * (1 - 1 / self.sizes[factor]) * self.weights[factor]
-            left /= self.sizes[factor]
-        return cost / pieces
-
-    def gather_cost(self, pieces: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-gather of pieces of which the array has as many as given."""
-        held, cost = 1, 0.0
-        for factor in self._dearest_first(group):
-            # A piece enters a slice once, and is copied within.
-            cost += held * (self.sizes[factor] - 1) * self.weights[factor]
-            held *= self.sizes[factor]
-        return cost / pieces
-
-    def _dearest_first(self, group: tuple[int, ...]) -> list[int]:
-        return sorted(group, key=lambda factor: -self.weights[factor])
-
-
-def _departures(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...], list[int]]]:
-    """How an all-to-all can begin: what stays of each dimension's factors, those that move, where they can go.
-
-    Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
-    need unequal parts from unequal peers.
-    """
-    for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
-        gainers = [dim for dim, length in enumerate(lengths) if not length]
-        if gainers and len(gainers) < len(dims):
-            cuts = [len(axes) - length for axes, length in zip(dims, lengths, strict=True)]
-            moving = tuple([factor for axes, cut in zip(dims, cuts, strict=True) for factor in axes[cut:]])
-            yield tuple([axes[:cut] for axes, cut in zip(dims, cuts, strict=True)]), moving, gainers
-
-
-def _homeward(moving: tuple[int, ...], gainers: tuple[int, ...], home: dict[int, tuple[int, int]]) -> list[Dims]:
-    """Of the orders that are too many to try, the one in which the factors are at the other end of the move.
-
-    `home` says in which dimension and at which place each is there.
-    """
-    if len(moving) <= _MOST_REORDERED:
-        return []
-    order = sorted(moving, key=lambda factor: home.get(factor, (len(home), 0)))
-    places = [home[factor][0] if factor in home else -1 for factor in order]
-    return [
-        tuple(
-            tuple(
-                f for f, place in zip(order, places, strict=True) if (place if place in gainers else gainers[0]) == dim
-            )
-            for dim in gainers
-        )
-    ]
-
-
-@ft.lru_cache(maxsize=1024)
-def _shares(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
-    """The ways to share factors out among dimensions: all of them for few factors, else runs in their order."""
-    found: list[Dims] = [((),) * gainers]
-    if len(moving) > _MOST_REORDERED:
-        runs = [(moving[:cut], moving[cut:]) for cut in range(len(moving))]
-        pairs = it.product(runs, it.permutations(range(gainers), 2)) if gainers > 1 else ()
-        whole = [tuple(moving if dim == other else () for other in range(gainers)) for dim in range(gainers)]
-        split = [
-            tuple(head if dim == first else tail if dim == second else () for dim in range(gainers))
-            for (head, tail), (first, second) in pairs
-        ]
-        return tuple(dict.fromkeys(whole + split))
-    for factor in moving:
-        found = [
-            (*share[:dim], (*share[dim][:place], factor, *share[dim][place:]), *share[dim + 1 :])
-            for share in found
-            for dim in range(gainers)
-            for place in range(len(share[dim]) + 1)
-        ]
-    return tuple(found)
-
-
-def search(problem: Problem, *, most: int | None = None) -> Walk | None:
+def search(problem: Problem, *, most: int | None = None) -> Path | None:
     """The cheapest path; where the search is cut short, the best one found.
 
     **Arguments:**
@@ -299,124 +105,239 @@ def search(problem: Problem, *, most: int | None = None) -> Walk | None:
 
     The path, or None where no steps of these factors lead from one end to the other.
     """
-    most = _budget(problem.ours) if most is None else most
-    # No dimension need ever be cut more finely than the two ends do together; a path that respects it is found
-    # soon, and what it costs tells the search for a better one where not to look. It leaves half the time for that.
-    ends = (problem.ours.layout.counts, problem.theirs.layout.counts)
-    narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, *ends)))
+    source, target = problem.source, problem.target
+    most = _budget(source) if most is None else most
+    narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, source.layout.counts, target.layout.counts)))
     path, cost, looked = explore(narrow, most // 2, math.inf)
-    kinds = [prime for size in problem.ours.layout.sizes for prime in primes(size)], problem.ours.layout.weights
-    mixed = any(len(dict.fromkeys(kind)) > 1 for kind in kinds)
-    uncut = mixed or problem.ours.coordinates is not problem.theirs.coordinates
-    wide = dataclasses.replace(problem, uncut=uncut, any_order=mixed)
-    if path is None or ((uncut or narrow.room != problem.room) and looked < most):
+    factors = [prime for size in source.layout.sizes for prime in primes(size)]
+    differ = len({*factors}) > 1 or len({*source.layout.weights}) > 1
+    early_gathers = differ or source.coordinates is not target.coordinates
+    if path is None or ((early_gathers or narrow.room != problem.room) and looked < most):
+        wide = dataclasses.replace(problem, early_gathers=early_gathers, permutes_anywhere=differ)
         better, _, _ = explore(wide, most - looked, cost)
         path = better or path
     return path
 
 
-def _budget(world: World) -> int:
+def _budget(source: End) -> int:
     """How many layouts to look at: each costs some array operations over all devices, and more with slow axes."""
-    devices, kinds = world.layout.size, len(levels(world))
+    devices, kinds = source.layout.size, len(levels(source))
     most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
     return most // kinds
 
 
-def explore(problem: Problem, most: int, limit: float) -> tuple[Walk | None, float, int]:
+def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
     """The best path cheaper than `limit`, its cost, and how many layouts were looked at.
 
     Those are about `most` at most, unless without a limit no path was found among so many.
     """
-    crossing = _Crossing(problem.ours)
-    ahead = _Side(problem, problem.ours, problem.theirs, crossing, True)
-    back = _Side(problem, problem.theirs, problem.ours, crossing, False)
-    best = _Meeting(ahead, back, limit)
-    shared = problem.ours.coordinates is problem.theirs.coordinates
-    ahead.push(problem.ours.layout.dims, 0.0, None, limit)
-    back.push(problem.theirs.layout.dims, 0.0, None, limit)
-    while ahead.heap or back.heap:
-        side = min((ahead, back), key=lambda side: side.heap[0][:2] if side.heap else (math.inf, 0.0))
-        _, estimate, _, dims = heapq.heappop(side.heap)
-        if side.cost[dims] + estimate >= best.cost - _SLACK or dims in side.settled:
+    permutations = PermutationPrices(problem.source)
+    best = _Best(_forward(problem, permutations), _homeward(problem, permutations), permutations, limit)
+    for side, end in ((best.forward, problem.source), (best.homeward, problem.target)):
+        side.reach(end.layout.dims, 0.0, None, limit)
+    while side := best.next_side():
+        dims, least = side.frontier.pop()
+        if least >= best.cost - _ROUNDING or side.has_settled(dims):
             continue
         _settle(dims, side, best, most)
-        for after, extra in side.neighbours(dims, best.cost - side.cost[dims]):
-            hurry = best.cost == math.inf and best.looked > most
-            if side.push(after, side.cost[dims] + extra, dims, best.cost, hurry):
-                if shared:  # both ends are on one mesh's factors: a layout that the other side has met makes a path
-                    _meet(after, after, 0.0, best)
-                if best.cost == math.inf:
-                    _join_first(after, side, best)
-            if best.is_enough(most):
-                break
+        _expand(dims, side, best, most, problem.source.coordinates is problem.target.coordinates)
         if best.is_enough(most):
             break
-    return _walk(problem, best), best.cost, best.looked
+    return _path(problem, best), best.cost, best.looked
+
+
+def _forward(problem: Problem, permutations: PermutationPrices) -> "_Side":
+    """The side of the source, which takes steps in the direction of the move."""
+    near, far = problem.source, problem.target
+    held = Holdings(near)
+    steps = Neighbours(problem.room, near, far, held, permutations)
+
+    def next_layouts(dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
+        yield from steps.slices_from(dims)
+        if problem.early_gathers:
+            yield from steps.gathers_from(dims)
+        if problem.permutes_anywhere:
+            yield from steps.permutes(dims, spare)
+        yield from steps.all_to_alls(dims, STEP_BEFORE_PERMUTATION, spare)
+
+    return _Side(held, LowerBound(held, near, far, "target"), next_layouts, far.layout.counts)
+
+
+def _homeward(problem: Problem, permutations: PermutationPrices) -> "_Side":
+    """The side of the target, which finds the steps that lead to a layout."""
+    near, far = problem.target, problem.source
+    held = Holdings(near)
+    steps = Neighbours(problem.room, near, far, held, permutations)
+
+    def next_layouts(dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
+        yield from steps.gathers_into(dims)
+        if problem.early_gathers:
+            yield from steps.slices_into(dims)
+        if problem.permutes_anywhere:
+            yield from steps.permutes(dims, spare)
+        yield from steps.all_to_alls(dims, STEP, spare)
+
+    return _Side(held, LowerBound(held, near, far, "source"), next_layouts, far.layout.counts)
+
+
+class _Frontier:
+    """The layouts that one side has reached: what was paid for each, from where, and which to look at next."""
+
+    def __init__(self):
+        self.cost: dict[Dims, float] = {}
+        self.parent: dict[Dims, Dims] = {}
+        self.heap: list[tuple[float, float, int, Dims]] = []
+        self.looked = 0  # the layouts whose lower bound was asked for
+
+    @property
+    def first(self) -> tuple[float, float]:
+        """What the next layout is sorted by: least comes first."""
+        return self.heap[0][:2] if self.heap else (math.inf, 0.0)
+
+    def push(self, dims: Dims, cost: float, parent: Dims | None, estimate: float, key: float) -> None:
+        self.cost[dims] = cost
+        if parent is not None:
+            self.parent[dims] = parent
+        heapq.heappush(self.heap, (key, estimate, self.looked, dims))
+
+    def pop(self) -> tuple[Dims, float]:
+        """The next layout, and the least that a path through it costs."""
+        _, estimate, _, dims = heapq.heappop(self.heap)
+        return dims, self.cost[dims] + estimate
+
+    def way_to(self, dims: Dims) -> list[Dims]:
+        """The layouts from this side's end to `dims`."""
+        way = [dims]
+        while way[-1] in self.parent:
+            way.append(self.parent[way[-1]])
+        return way[::-1]
+
+
+class _Side:
+    """One side of the search: how it goes on from a layout, what it has reached, and where the other side may join.
+
+    **Arguments:**
+
+    - `held`: which pieces devices hold on this side's factors.
+    - `bound`: of what is to be paid between a layout and the other side's end.
+    - `next_layouts`: the layouts one step away.
+    - `far_counts`: those of the other side's end.
+    """
+
+    def __init__(self, held: Holdings, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
+        self.held, self.bound, self.next_layouts, self.far_counts = held, bound, next_layouts, far_counts
+        self.frontier = _Frontier()
+        self.first_of_counts: dict[Counts, Dims] = {}
+        self.settled: dict[Counts, dict[Dims, None]] = {}  # in the order in which they were
+
+    def reach(self, dims: Dims, cost: float, parent: Dims | None, limit: float, nearest_first: bool = False) -> bool:
+        """Adds a layout to look at, unless no path through it is new and cheaper than `limit`.
+
+        With `nearest_first` those are looked at first whose counts are next to the other end's, whatever they cost.
+        """
+        if cost + _ROUNDING >= min(limit, self.frontier.cost.get(dims, math.inf)):
+            return False
+        self.frontier.looked += 1
+        estimate = self.bound(dims)
+        if cost + estimate >= limit - _ROUNDING:
+            return False
+        self.first_of_counts.setdefault(self.held.counts(dims), dims)
+        # Both ends are looked at first: what they can reach in one step each may meet.
+        key = 0.0 if parent is None else -1 / self._distance(dims) if nearest_first else cost + estimate
+        self.frontier.push(dims, cost, parent, estimate, key)
+        return True
+
+    def has_settled(self, dims: Dims) -> bool:
+        return dims in self.settled.get(self.held.counts(dims), ())
+
+    def _distance(self, dims: Dims) -> int:
+        """The product of what the counts of `dims` and those of the other end do not have in common."""
+        pairs = zip(self.held.counts(dims), self.far_counts, strict=True)
+        return math.prod([math.lcm(count, far) // math.gcd(count, far) for count, far in pairs])
 
 
 @dataclasses.dataclass
-class _Meeting:
-    """The two sides, and the best path over both so far: its cost, and the layouts beside its permutation."""
+class _Best:
+    """Both sides, and the best path over them so far: its cost, and the layouts before and after the crossing."""
 
-    ahead: _Side
-    back: _Side
+    forward: _Side
+    homeward: _Side
+    permutations: PermutationPrices
     cost: float
-    ours: Dims | None = None
-    theirs: Dims | None = None
+    before: Dims | None = None
+    after: Dims | None = None
 
     @property
     def looked(self) -> int:
         """How many layouts, and permutations between them, were looked at."""
-        return self.ahead.seen + self.back.seen + self.ahead.crossing.priced
+        return self.forward.frontier.looked + self.homeward.frontier.looked + self.permutations.asked
 
     def is_enough(self, most: int) -> bool:
         return self.looked > most and self.cost < math.inf
 
+    def next_side(self) -> _Side | None:
+        """The side whose next layout is the more promising one; None where neither has any."""
+        side = min((self.forward, self.homeward), key=lambda side: side.frontier.first)
+        return side if side.frontier.heap else None
 
-def _settle(dims: Dims, side: _Side, best: _Meeting, most: int) -> None:
-    """Joins a layout of one side to all those of the other side that a permutation can make of it."""
-    side.settled.add(dims)
-    counts, cost = side.held.counts(dims), side.cost[dims]
-    side.by_counts.setdefault(counts, []).append(dims)
-    other = best.back if side is best.ahead else best.ahead
-    for match in other.by_counts.get(counts, ()):
-        if best.cost - cost - other.cost[match] > _SLACK and not best.is_enough(most):
-            _join(dims, match, side, best)
+    def other(self, side: _Side) -> _Side:
+        return self.homeward if side is self.forward else self.forward
 
 
-def _join_first(dims: Dims, side: _Side, best: _Meeting) -> None:
-    """Joins a layout to the first of its counts that the other side met: any path tells where not to look."""
-    other = best.back if side is best.ahead else best.ahead
-    match = other.earliest.get(side.held.counts(dims))
+def _settle(dims: Dims, side: _Side, best: _Best, most: int) -> None:
+    """Joins a layout of one side to all settled ones of the other side that a permutation can make of it."""
+    counts, cost = side.held.counts(dims), side.frontier.cost[dims]
+    side.settled.setdefault(counts, {})[dims] = None
+    other = best.other(side)
+    for match in other.settled.get(counts, ()):
+        if best.cost - cost - other.frontier.cost[match] > _ROUNDING and not best.is_enough(most):
+            _cross(dims, match, side, best)
+
+
+def _expand(dims: Dims, side: _Side, best: _Best, most: int, same_factors: bool) -> None:
+    """Adds the layouts one step away; those that make a path with one of the other side may be the best one's."""
+    cost = side.frontier.cost[dims]
+    for after, extra in side.next_layouts(dims, best.cost - cost):
+        nearest_first = best.cost == math.inf and best.looked > most
+        if side.reach(after, cost + extra, dims, best.cost, nearest_first):
+            if same_factors:  # where the other side has reached this layout too, that makes a path
+                _meet(after, after, 0.0, best)
+            if best.cost == math.inf:
+                _cross_to_first(after, side, best)
+        if best.is_enough(most):
+            return
+
+
+def _cross_to_first(dims: Dims, side: _Side, best: _Best) -> None:
+    """Joins a layout to the first of its counts that the other side reached: any path tells where not to look."""
+    match = best.other(side).first_of_counts.get(side.held.counts(dims))
     if match is not None:
-        _join(dims, match, side, best)
+        _cross(dims, match, side, best)
 
 
-def _join(dims: Dims, match: Dims, side: _Side, best: _Meeting) -> None:
+def _cross(dims: Dims, match: Dims, side: _Side, best: _Best) -> None:
     """Joins a layout of one side to one of the other by a permutation."""
-    ours, theirs = (dims, match) if side is best.ahead else (match, dims)
-    spare = best.cost - best.ahead.cost[ours] - best.back.cost[theirs]
-    have, want = best.ahead.held.numbers(ours), best.back.held.numbers(theirs)
-    _meet(ours, theirs, side.crossing.cost(have, want, 1 / best.ahead.held.pieces(ours), spare), best)
+    before, after = (dims, match) if side is best.forward else (match, dims)
+    spare = best.cost - best.forward.frontier.cost[before] - best.homeward.frontier.cost[after]
+    have, want = best.forward.held.numbers(before), best.homeward.held.numbers(after)
+    share = 1 / best.forward.held.pieces(before)
+    _meet(before, after, best.permutations.cost(have, want, share, spare), best)
 
 
-def _meet(ours: Dims, theirs: Dims, between: float, best: _Meeting) -> None:
-    total = best.ahead.cost.get(ours, math.inf) + between + best.back.cost.get(theirs, math.inf)
-    if total < best.cost - _SLACK:
-        best.cost, best.ours, best.theirs = total, ours, theirs
+def _meet(before: Dims, after: Dims, crossing: float, best: _Best) -> None:
+    """Keeps the path over these two layouts if it is the best one."""
+    paid = best.forward.frontier.cost.get(before, math.inf)
+    total = paid + crossing + best.homeward.frontier.cost.get(after, math.inf)
+    if total < best.cost - _ROUNDING:
+        best.cost, best.before, best.after = total, before, after
 
 
-def _walk(problem: Problem, best: _Meeting) -> Walk | None:
-    if best.ours is None or best.theirs is None:
+def _path(problem: Problem, best: _Best) -> Path | None:
+    if best.before is None or best.after is None:
         return None
-    first = [best.ours]
-    while first[-1] in best.ahead.parent:
-        first.append(best.ahead.parent[first[-1]])
-    last = [best.theirs]
-    while last[-1] in best.back.parent:
-        last.append(best.back.parent[last[-1]])
-    ours, theirs = (
-        [dataclasses.replace(world.layout, dims=dims) for dims in states]
-        for world, states in ((problem.ours, first[::-1]), (problem.theirs, last))
+    forward, homeward = best.forward.frontier.way_to(best.before), best.homeward.frontier.way_to(best.after)[::-1]
+    before, after = (
+        [dataclasses.replace(end.layout, dims=dims) for dims in way]
+        for end, way in ((problem.source, forward), (problem.target, homeward))
     )
-    return walk(ours, theirs)
+    return path_along(before, after)

@@ -1,0 +1,189 @@
+"""The layouts that are one step from a layout, in either direction, each with what the step costs.
+
+A method that ends in `_from` takes a step from the layout that it is given; one that ends in `_into` finds the layouts
+from which a step leads to that one. All-to-alls and permutations are the same in both directions.
+"""
+
+import functools as ft
+import itertools as it
+from collections.abc import Iterator
+
+from .factors import End
+from .lower_bound import Dims, Holdings
+from .prices import STEP, PermutationPrices, Prices
+
+
+# More factors than that move in the order that they have: 5 factors have 120 orders, 4 have 24.
+_MOST_REORDERED = 4
+
+Priced = Iterator[tuple[Dims, float]]
+
+
+class Neighbours:
+    """One step among layouts on the factors of one end.
+
+    **Arguments:**
+
+    - `room`: how often each dimension can be cut.
+    - `near`: the end whose factors they are.
+    - `far`: the other end of the move. Where it is on the same factors, its order of them is a good one to try.
+    - `held`: which pieces devices hold on these factors.
+    - `permutations`: what permutations cost.
+    """
+
+    def __init__(self, room: tuple[int, ...], near: End, far: End, held: Holdings, permutations: PermutationPrices):
+        self.room, self.held, self.permutations = room, held, permutations
+        self.prices = Prices(near)
+        self.factors = range(len(near.layout.sizes))
+        self.least_pieces = min(near.layout.pieces, far.layout.pieces)
+        self.some_are_dearer = self.prices.are_mixed(tuple(self.factors))
+        shared = near.coordinates is far.coordinates
+        self.far_dims: Dims = far.layout.dims if shared else ((),) * len(far.layout.dims)
+        self.far_places = {
+            factor: (dim, place) for dim, axes in enumerate(self.far_dims) for place, factor in enumerate(axes)
+        }
+        self._found_ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[Dims]]] = {}
+
+    def slices_from(self, dims: Dims) -> Priced:
+        """One free factor more on one dimension: each device keeps a part of its piece."""
+        free = self._free(dims)
+        for dim, axes in enumerate(dims):
+            for factor in free:
+                if self._has_room(dim, axes, (factor,)):
+                    yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), STEP
+
+    def slices_into(self, dims: Dims) -> Priced:
+        """One factor less on one dimension, from which a slice leads here."""
+        pieces = self.held.pieces(dims)
+        for dim, axes in enumerate(dims):
+            if axes and pieces // self.held.count(axes[-1:]) >= self.least_pieces:
+                yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), STEP
+
+    def gathers_from(self, dims: Dims) -> Priced:
+        """Some factors less on one dimension: the pieces of a group are joined.
+
+        Where some axes are dearer, one factor at a time, or at once several that do not cost the same.
+        """
+        pieces = self.held.pieces(dims)
+        for dim, axes in enumerate(dims):
+            for kept in range(len(axes)):
+                run = axes[kept:]
+                at_once = len(run) == 1 or not self.some_are_dearer or self.prices.are_mixed(run)
+                if at_once and pieces // self.held.count(run) >= self.least_pieces:
+                    yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), self.prices.all_gather(pieces, run) + STEP
+
+    def gathers_into(self, dims: Dims) -> Priced:
+        """Some free factors more on one dimension, from which a gather leads here."""
+        free, pieces = self._free(dims), self.held.pieces(dims)
+        for dim, axes in enumerate(dims):
+            for run in self._runs(dim, axes, free):
+                if self._has_room(dim, axes, run):
+                    cost = self.prices.all_gather(pieces * self.held.count(run), run)
+                    yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + STEP
+
+    def all_to_alls(self, dims: Dims, each: float, spare: float) -> Priced:
+        """All-to-alls that cost less than `spare`; `each` is added to what their traffic costs."""
+        pieces = self.held.pieces(dims)
+        for kept, moving, gainers in _departures(dims):
+            cost = self.prices.all_to_all(pieces, moving) + each
+            if cost >= spare:
+                continue
+            rooms = [self.room[dim] // self.held.count(kept[dim]) for dim in gainers]
+            for counts, ways in self._ways(moving, tuple(gainers)).items():
+                if any([room % count for room, count in zip(rooms, counts, strict=True)]):
+                    continue
+                for added in ways:
+                    after = list(kept)
+                    for dim, factors in zip(gainers, added, strict=True):
+                        after[dim] += factors
+                    yield tuple(after), cost
+
+    def permutes(self, dims: Dims, spare: float) -> Priced:
+        """One factor of a dimension put behind its others; a cost above `spare` is only known to be above it."""
+        share = 1 / self.held.pieces(dims)
+        for dim, axes in enumerate(dims):
+            for place in range(len(axes) - 1):
+                after = (*dims[:dim], (*axes[:place], *axes[place + 1 :], axes[place]), *dims[dim + 1 :])
+                yield after, self.permutations.cost(self.held.numbers(dims), self.held.numbers(after), share, spare)
+
+    def _free(self, dims: Dims) -> list[int]:
+        """The factors that cut no dimension."""
+        used = {axis for axes in dims for axis in axes}
+        return [factor for factor in self.factors if factor not in used]
+
+    def _has_room(self, dim: int, axes: tuple[int, ...], run: tuple[int, ...]) -> bool:
+        return self.room[dim] % (self.held.count(axes) * self.held.count(run)) == 0
+
+    def _runs(self, dim: int, axes: tuple[int, ...], free: list[int]) -> list[tuple[int, ...]]:
+        """The factors that one gather may have joined a dimension along: several where that is cheaper at once."""
+        runs: list[tuple[int, ...]] = [(factor,) for factor in free]
+        if not self.some_are_dearer:
+            return runs
+        most = len(free) if len(free) <= _MOST_REORDERED else 2
+        some = it.chain.from_iterable(it.permutations(free, length) for length in range(2, most + 1))
+        runs += filter(self.prices.are_mixed, some)
+        rest = self.far_dims[dim][len(axes) :]
+        if len(rest) > most and self.far_dims[dim][: len(axes)] == axes:
+            runs += [rest] if self.prices.are_mixed(rest) and {*rest} <= {*free} else []
+        return runs
+
+    def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[Dims]]:
+        """The ways to distribute factors over dimensions, by how often each is cut by them."""
+        found = self._found_ways.get((moving, gainers))
+        if found is None:
+            found = self._found_ways[moving, gainers] = {}
+            for added in (*_distributions(moving, len(gainers)), *self._far_distribution(moving, gainers)):
+                found.setdefault(self.held.counts(added), []).append(added)
+        return found
+
+    def _far_distribution(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> list[Dims]:
+        """Of the ways that are too many to try all, the one in which the factors are at the far end."""
+        if len(moving) <= _MOST_REORDERED:
+            return []
+        last = (len(self.far_places), 0)
+        added: dict[int, tuple[int, ...]] = dict.fromkeys(gainers, ())
+        for factor in sorted(moving, key=lambda factor: self.far_places.get(factor, last)):
+            dim = self.far_places[factor][0] if factor in self.far_places else gainers[0]
+            added[dim if dim in gainers else gainers[0]] += (factor,)
+        return [tuple(added.values())]
+
+
+def _departures(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...], list[int]]]:
+    """How an all-to-all can begin: what stays of each dimension's factors, those that move, where they can go.
+
+    Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
+    need unequal parts from unequal peers.
+    """
+    for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
+        gainers = [dim for dim, length in enumerate(lengths) if not length]
+        if gainers and len(gainers) < len(dims):
+            cuts = [len(axes) - length for axes, length in zip(dims, lengths, strict=True)]
+            moving = tuple([factor for axes, cut in zip(dims, cuts, strict=True) for factor in axes[cut:]])
+            yield tuple([axes[:cut] for axes, cut in zip(dims, cuts, strict=True)]), moving, gainers
+
+
+@ft.lru_cache(maxsize=1024)
+def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
+    """The ways to distribute factors over so many dimensions: all of them for few factors, else runs in order."""
+    if len(moving) > _MOST_REORDERED:
+        return _distributions_in_order(moving, gainers)
+    found: list[Dims] = [((),) * gainers]
+    for factor in moving:
+        found = [
+            (*added[:dim], (*added[dim][:place], factor, *added[dim][place:]), *added[dim + 1 :])
+            for added in found
+            for dim in range(gainers)
+            for place in range(len(added[dim]) + 1)
+        ]
+    return tuple(found)
+
+
+def _distributions_in_order(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
+    """All factors on one dimension, or the first of them on one and the rest on another."""
+    whole = [tuple(moving if dim == only else () for dim in range(gainers)) for only in range(gainers)]
+    halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if gainers > 1 else []
+    parted = [
+        tuple(head if dim == first else tail if dim == second else () for dim in range(gainers))
+        for (head, tail), (first, second) in it.product(halves, it.permutations(range(gainers), 2))
+    ]
+    return tuple(dict.fromkeys(whole + parted))

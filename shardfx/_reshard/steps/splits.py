@@ -1,0 +1,204 @@
+"""Into which factors each mesh axis is split, so that both ends of a move can be written down on them.
+
+An axis of 12 devices can be counted as 2 x 2 x 3, as 2 x 3 x 2 or as 3 x 2 x 2. Two questions are answered here:
+
+1. *In which order?* `order_primes` takes for each axis the order of its primes by which it has most factors in common
+   with the other end's axes. Such a factor tells the same devices apart in both meshes.
+2. *Which primes belong together?* Every factor more makes the search larger. `join_primes` makes one factor of
+   neighbouring primes of an axis, unless something has to tell them apart:
+   the other end, if it holds one of them without the other, or in another place;
+   or a dimension, if the other end's factors cut it at just that place.
+
+A factor that is split for one end may have to be split at the other end for that reason. So the two ends are looked at
+in turn until neither asks for more.
+
+The second step is there for its cost alone. It was measured on random moves: with prime factors only, planning on 192
+devices takes 4 times as long in the mean, and on 192 devices in four slices up to 22 seconds, not 0.2.
+"""
+
+import functools as ft
+import itertools as it
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .layout import Layout, digits
+
+
+# Per mesh axis the sizes of its factors, major first.
+Split = Sequence[Sequence[int]]
+
+_MOST_ORDERS = 64
+
+
+def primes(number: int) -> tuple[int, ...]:
+    """The prime factors of `number`, ascending, each as often as it divides."""
+    found, factor = [], 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return tuple(found + [number] if number > 1 else found)
+
+
+def order_primes(src: Layout, dst: Layout, places: Sequence[np.ndarray]) -> list[Split]:
+    """For each axis of both meshes an order of its primes, chosen so that the two have much in common.
+
+    **Arguments:**
+
+    - `src`, `dst`: the ends.
+    - `places`: of both meshes, where in it each device is.
+
+    **Returns:**
+
+    The split of the source's axes and that of the target's.
+    """
+    if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
+        return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
+    known = [
+        [_digit_keys(row, size) for row, size in zip(digits(layout.sizes, place), layout.sizes, strict=True)]
+        for layout, place in zip((src, dst), places, strict=True)
+    ]
+    # The source's axes have as many digits as they can in common with any order of the target's primes; then the
+    # target's have with those orders that the source's have got.
+    possible = {key for keys in known[1] for key in keys.values()}
+    first = _best_orders(src, known[0], possible, [_counts_on_the_way(dst, dim) for dim in range(len(dst.dims))])
+    taken = {keys[digit] for keys, order in zip(known[0], first, strict=True) for digit in _digits_of(order)}
+    counts = [_counts_on_the_way(src, dim, first) for dim in range(len(src.dims))]
+    return [first, _best_orders(dst, known[1], taken, counts)]
+
+
+class _Digit(NamedTuple):
+    """A factor of an axis: positions along the axis that differ by `stride` differ by one in it."""
+
+    stride: int
+    size: int
+
+
+@ft.lru_cache(maxsize=256)
+def _orders(size: int) -> tuple[tuple[int, ...], ...]:
+    """The ways to write `size` as an ordered product of primes (the first 64 of them)."""
+
+    def arrange(rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if not rest:
+            yield ()
+        for prime in dict.fromkeys(rest):
+            left = list(rest)
+            left.remove(prime)
+            for tail in arrange(tuple(left)):
+                yield (prime, *tail)
+
+    return tuple(it.islice(arrange(primes(size)), _MOST_ORDERS))
+
+
+def _digits_of(order: Sequence[int]) -> list[_Digit]:
+    return [_Digit(math.prod(order[index + 1 :]), prime) for index, prime in enumerate(order)]
+
+
+def _digit_keys(row: np.ndarray, size: int) -> dict[_Digit, bytes]:
+    """Every digit that any order of an axis' primes could have, with what it says of each device."""
+    found = dict.fromkeys(digit for order in _orders(size) for digit in _digits_of(order))
+    return {digit: (row // digit.stride % digit.size).astype(np.uint16).tobytes() for digit in found}
+
+
+def _counts_on_the_way(layout: Layout, dim: int, split: Split | None = None) -> frozenset[int]:
+    """Into how many pieces the first axes (or factors) cut a dimension, for each number of them."""
+    sizes = [(layout.sizes[axis],) if split is None else split[axis] for axis in layout.dims[dim]]
+    return frozenset(it.accumulate(it.chain.from_iterable(sizes), operator.mul, initial=1))
+
+
+def _best_orders(
+    layout: Layout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes], counts: Sequence[frozenset[int]]
+) -> list[tuple[int, ...]]:
+    """Per axis the order with most digits among the `wanted` ones, then with most `counts` of the other end's dim."""
+    return [
+        max(_orders(size), key=ft.partial(_agreement, keys, wanted, *_before(layout, axis, counts)))
+        for axis, (size, keys) in enumerate(zip(layout.sizes, known, strict=True))
+    ]
+
+
+def _before(layout: Layout, axis: int, counts: Sequence[frozenset[int]]) -> tuple[int, frozenset[int]]:
+    """Into how many pieces the axes before this one cut its dimension, and the other end's counts there."""
+    for axes, theirs in zip(layout.dims, counts, strict=True):
+        if axis in axes:
+            return math.prod(layout.sizes[other] for other in axes[: axes.index(axis)]), theirs
+    return 1, frozenset()
+
+
+def _agreement(
+    keys: dict[_Digit, bytes], wanted: set[bytes], before: int, counts: frozenset[int], order: tuple[int, ...]
+) -> tuple[int, int]:
+    shared = sum(keys[digit] in wanted for digit in _digits_of(order))
+    return shared, sum(before * count in counts for count in it.accumulate(order, operator.mul))
+
+
+def join_primes(layouts: Sequence[Layout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
+    """Joins neighbouring primes of an axis that neither end of the move tells apart.
+
+    **Arguments:**
+
+    - `layouts`: of both ends, on prime factors.
+    - `keys`: of both ends, per factor what it says of each device.
+    - `splits`: of both meshes, the primes of their axes.
+
+    **Returns:**
+
+    The coarser splits.
+    """
+    ends = [_Primes(*one) for one in zip(layouts, keys, splits, strict=True)]
+    # A factor in `kept` is the last of those that are joined. It need not be asked for twice.
+    kept = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
+    asked = True
+    while asked:
+        asked = False
+        for me, other in ((0, 1), (1, 0)):
+            for factor in range(len(keys[me]) - 1):
+                if factor not in kept[me] and ends[me].must_end(factor, ends[other], kept[other]):
+                    kept[me].add(factor)
+                    asked = True
+    return [_joined(split, last) for split, last in zip(splits, kept, strict=True)]
+
+
+class _Primes:
+    """The prime factors of one end, each with its key and with the cut that it makes."""
+
+    def __init__(self, layout: Layout, keys: Sequence[bytes], split: Split):
+        self.keys = keys
+        self.factors = {key: factor for factor, key in enumerate(keys)}
+        # For each factor that cuts a dimension: which one, and into how many pieces it and those before it cut it.
+        self.cuts = {
+            factor: (dim, count)
+            for dim, axes in enumerate(layout.dims)
+            for factor, count in zip(
+                axes, it.accumulate((layout.sizes[factor] for factor in axes), operator.mul), strict=True
+            )
+        }
+
+    def must_end(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
+        """Whether a factor cannot be joined with the next one: the other end, with its `kept`, tells them apart."""
+        return self._is_told_apart(factor, other, kept) or any(
+            other.cuts[theirs] == self.cuts.get(factor) for theirs in kept if theirs in other.cuts
+        )
+
+    def _is_told_apart(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
+        here, after = (other.factors.get(key) for key in self.keys[factor : factor + 2])
+        if here is None and after is None:
+            return False
+        return here is None or after is None or after != here + 1 or here in kept
+
+
+def _joined(split: Split, kept: set[int]) -> Split:
+    factors, out = it.count(), []
+    for primes_of_axis in split:
+        sizes, size = [], 1
+        for prime in primes_of_axis:
+            size *= prime
+            if next(factors) in kept:
+                sizes.append(size)
+                size = 1
+        out.append(tuple(sizes))
+    return out
