@@ -22,7 +22,9 @@ class Code(enum.Enum):
     )
     absent = "the mesh has no {what}; add the axis to the mesh, or drop it from the rule"
     duplicate = "{what} is already used by an earlier dimension; map one of the two to another axis"
-    indivisible = "size {size} is not divisible by {what}; pad it to {padded}, or use axes whose product divides {size}"
+    indivisible = (
+        "size {size} is not divisible by {what}; pad it to {padded}, or use axes whose product divides {whole}"
+    )
     unit = (
         "{size} elements are {count} units of {unit}, and {what} would cut inside a unit; "
         "use axes whose product divides {count}" + _REFINE
@@ -30,6 +32,9 @@ class Code(enum.Enum):
     small = "the array has {size} bytes, fewer than the {limit} asked for; lower `min_bytes` to shard it"
     rank = "{what}; give one entry per dimension, at most"
     scalar = "an array of rank 0 has nothing to shard; no rule is needed"
+
+    def __repr__(self) -> str:
+        return str(self)  # not the sentence with its blanks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 
-# A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`.
-_NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]+(?![A-Za-z0-9])")
+# A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`. Python converts no
+# text of thousands of digits, and nobody numbers layers that way: longer ones are part of a name.
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]{1,18}(?![A-Za-z0-9])")
 _SHOWN_RUNS = 3
 
 
@@ -63,8 +64,10 @@ _KINDS = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 def table(rows: Sequence[tuple[str, ...]], *, right: set[str], width: int | None = None) -> list[str]:
     """Lines of aligned columns under the header `rows[0]`; the columns named in `right` are aligned there.
 
-    With a `width` the first column (a path) and the last one (why) are cut where the lines would be longer.
+    With a `width` the first column (a path) and the last one (why) are cut where the lines would be longer. Cells
+    may hold any text: it is made printable.
     """
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
         widths = _fitted(widths, width)

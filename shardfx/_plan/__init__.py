@@ -6,10 +6,11 @@ for a mesh that is not there is made the same way.
 
 from .correct import correct as correct
 from .differences import differences as differences
+from .facts import ReportRow as ReportRow
 from .follow import follow as follow
 from .leaf import LeafPlan as LeafPlan
 from .names import field as field
 from .planner import plan as plan
 from .replan import Replan as Replan, replan as replan
-from .report import ReportRow as ReportRow, report as report, report_rows as report_rows
+from .report import report as report, report_rows as report_rows
 from .shard_plan import ShardPlan as ShardPlan

@@ -194,7 +194,7 @@ def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, i
 
 
 def _indivisible(
-    axes: tuple[str, ...], kept: tuple[str, ...], dim: int, size: int, unit: int, sizes: Mapping[str, int]
+    axes: tuple[str, ...], kept: tuple[str, ...], dim: int | None, size: int, unit: int, sizes: Mapping[str, int]
 ) -> Reason:
     dropped = tuple(axis for axis in axes if axis not in kept)
     what = " x ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
@@ -208,8 +208,9 @@ def _indivisible(
         )
     if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
         return reason(Code.unit, dim, dropped, size=size, count=size // unit, unit=unit, what=what)
-    product = math.prod(sizes[axis] for axis in axes) * unit
-    return reason(Code.indivisible, dim, dropped, size=size, what=what, padded=-(-size // product) * product)
+    product, count = math.prod(sizes[axis] for axis in axes) * unit, size // unit
+    padded, text = -(-size // product) * product, f"{size} ({count} units of {unit})" if unit > 1 else size
+    return reason(Code.indivisible, dim, dropped, size=text, what=what, padded=padded, whole=count)
 
 
 def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[PartitionSpec, list[Reason]]:
@@ -256,11 +257,8 @@ def spread(
     ]
     count, size, dim, kept = max(choices, default=(1, max(shape, default=1), 0, ()))
     if len(kept) < len(free):
-        what = " x ".join(f"`{axis}` ({sizes[axis]})" for axis in free)
-        product = math.prod(sizes[axis] for axis in free)
-        dropped = tuple(axis for axis in free if axis not in kept)
-        padded = -(-size // product) * product
-        reasons.append(reason(Code.indivisible, -dim if kept else None, dropped, size=size, what=what, padded=padded))
+        unit = units[-dim] if kept else units[shape.index(size)] if shape else 1
+        reasons.append(_indivisible(free, kept, -dim if kept else None, size, unit, sizes))
     if not kept:
         return Decision(spec, tuple(reasons))
     changed = (

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._errors import RuleError
 from .._reason import Reason
 from .._spec import array_bytes, pinned, shard_shape
+from .._text import array_text, printable
 
 
 # The kinds of memory that XLA has; which of them a device has, only the device knows.
@@ -47,6 +48,12 @@ class LeafPlan:
     strategies: tuple[Any, ...]
     bytes: int
     bytes_per_device: int
+
+    def __repr__(self) -> str:
+        told = [array_text(self.dtype, self.shape), str(self.spec), f"by {self.rule or 'no rule'}"]
+        told += [] if self.memory_kind is None else [f"in {self.memory_kind}"]
+        told += [f"{self.bytes_per_device} of {self.bytes} bytes per device", *map(str, self.reasons)]
+        return f"LeafPlan({printable(self.path)}: {printable('; '.join(told))})"
 
 
 def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:

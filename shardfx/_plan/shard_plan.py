@@ -13,6 +13,7 @@ from .._mesh import MeshSpec
 from .._rules.axis_rules import AxisRules
 from .._tree import Flat
 from .content import Content, read_json, rows_of, shaped_like
+from .facts import html_of
 from .leaf import LeafPlan, named_sharding
 from .replaced import replaced
 from .single import decision_for
@@ -315,6 +316,10 @@ class ShardPlan(eqx.Module):
             f"ShardPlan({sum(i >= 0 for i in self.content.index)} arrays, mesh {self.mesh}, {self.bytes_total} bytes, "
             f"{self.bytes_per_device} per device{'' if self.jax_mesh is None else ', on devices'})"
         )
+
+    def _repr_html_(self) -> str:
+        # What a notebook shows where a plan is the last line of a cell.
+        return html_of(self.content)
 
 
 def check_plan(what: str, given: Any) -> None:

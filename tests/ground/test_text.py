@@ -1,6 +1,9 @@
-import pytest
+import sys
 
-from shardfx._text import printable, quoted
+import pytest
+from hypothesis import given, strategies as st
+
+from shardfx._text import between_numbers, joined, printable, quoted, table
 
 
 @pytest.mark.parametrize("text", ["", "layers/0/w", "a b", "Größe/重み", "back\\slash", "quote'\""])
@@ -29,3 +32,20 @@ def test_a_long_name_is_quoted_without_its_middle():
     assert quoted("a/\x1bb") == r"'a/\x1bb'"
     text = quoted("a" * 10**6 + "/weight")
     assert len(text) < 200 and text.startswith("'aaa") and text.endswith("aaa/weight'") and "..." in text
+
+
+@given(st.text(st.characters(codec=None)))
+def test_any_text_is_shown_on_one_line(text):
+    shown = printable(text)
+    assert shown.isprintable() and shown.encode().decode() == printable(shown) == shown
+
+
+def test_tables_hold_one_line_per_row():
+    lines = table([("path", "n"), ("a\nb", "1"), ("\x1b[2J", "2")], right={"n"})
+    assert lines == ["path     n", r"a\nb     1", r"\x1b[2J  2"]
+
+
+def test_long_numbers_are_part_of_a_name():
+    paths = [f"a/{digit * (sys.get_int_max_str_digits() + 1)}/w" for digit in "12"]
+    assert [between_numbers(path) for path in paths] == [(paths[0],), (paths[1],)]
+    assert between_numbers("a/12/w") == ("a/", "/w") and joined(["a/1/w", "a/2/w"]) == "a/{1..2}/w"

@@ -1,5 +1,6 @@
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,29 @@ def test_units_are_never_cut():
     assert "2 units of 128" in decision.reasons[0].message
     uneven = correct(P("data"), (10,), MESH, units=(4,))
     assert uneven.spec == P() and "no whole number of units" in uneven.reasons[0].message
+
+
+@pytest.mark.parametrize("size, unit, axis", [(16, 8, 3), (16, 8, 4), (16, 8, 16), (24, 4, 12), (7, 1, 2), (12, 4, 9)])
+def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
+    mesh = MeshSpec({"x": axis})
+    for decision in (
+        correct(P("x"), (size,), mesh, units=(unit,)),
+        spread(P(), (size,), mesh.shape, ("x",), (unit,), 1, 0),
+    ):
+        (why,) = decision.reasons
+        advised = re.search(r"axes whose product divides (\d+)", why.message)
+        assert advised is not None and int(advised[1]) == size // unit
+        padded = re.search(r"pad it to (\d+)", why.message)
+        if padded is not None:
+            assert correct(P("x"), (int(padded[1]),), mesh, units=(unit,)).spec == P("x")
+
+
+def test_the_advice_says_what_the_units_are():
+    (why,) = correct(P("tensor"), (16,), MeshSpec({"tensor": 3}), units=(8,)).reasons
+    assert str(why) == (
+        "dim 0: size 16 (2 units of 8) is not divisible by `tensor` (3); pad it to 24, "
+        "or use axes whose product divides 2"
+    )
 
 
 def test_small_arrays_are_replicated():

@@ -1,3 +1,5 @@
+import html.parser
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, follow, fsdp, plan, replicate, report, report_rows
+from shardfx import AxisRules, Code, MeshSpec, PathRules, follow, fsdp, plan, replicate, report, report_rows
 from shardfx._text import bytes_text
 
 
@@ -188,3 +190,66 @@ def test_bytes_text(count, text):
 )
 def test_short_dtypes(dtype, text):
     assert f"  {text}  " in report(plan({"w": struct(8, dtype=dtype)}, MESH, paths=PathRules([(".*", P())])))
+
+
+def awkward():
+    tree = {"<b>\x1b[31m": struct(8, 6), "line\nbreak": struct(12), "layers": [struct(8)] * 2, "n": struct()}
+    return plan(tree, MESH, paths=PathRules([("<b>", P("data", "tensor")), (".*", replicate)]))
+
+
+def test_a_report_escapes_what_a_terminal_would_obey():
+    text = report(awkward())
+    assert "\x1b" not in text and r"<b>\x1b[31m  " in text and "\nline\\nbreak  " in text
+    assert r"on every device: layers/{0..1} (64 B), line\nbreak (48 B)." in text
+
+
+def test_a_report_shows_in_a_console_as_it_prints():
+    text = report(awkward())
+    assert isinstance(text, str) and repr(text) == str(text) == f"{text}"
+    assert text.splitlines()[0].startswith("path")
+
+
+class _Cells(html.parser.HTMLParser):
+    """The cells of each row of a table, and the text below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.text, self.tags = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if data.strip() and self.tags[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+        elif data.strip():
+            self.text.append(data)
+
+
+@pytest.mark.parametrize("made", [awkward(), plan({"w": struct(8, 16)}, MESH, paths=PathRules([("w", P("data"))]))])
+def test_a_notebook_shows_a_plan_as_a_table_with_the_facts_of_the_report(made):
+    page = _Cells()
+    page.feed(made._repr_html_())
+    assert set(page.tags) == {"table", "tr", "td", "th", "p"}
+    header, *rows = page.rows
+    table, *below = report(made).split("\n\n")
+    assert header == table.splitlines()[0].split()
+    assert [" ".join(" ".join(row).split()) for row in rows] == [
+        " ".join(line.split()) for line in table.splitlines()[1:]
+    ]
+    assert page.text == [line for part in below for line in part.splitlines()]
+
+
+def test_plans_of_leaves_and_codes_read_well():
+    leaf = awkward()["<b>\x1b[31m"]
+    assert repr(leaf) == (
+        rf"LeafPlan(<b>\x1b[31m: f32[8,6]; {leaf.spec}; by paths[0] <b>; 96 of 192 bytes per device; "
+        "dim 1: size 6 is not divisible by `tensor` (4); pad it to 8, or use axes whose product divides 6)"
+    )
+    assert f"(n: f32[]; {P()}; by paths[1] .*; 4 of 4 bytes per device; an array of rank 0" in repr(awkward()["n"])
+    pinned = plan({"w": struct(8)}, MESH, paths=PathRules.parse("w->data"), memory_kinds=[("w", "pinned_host")])
+    assert "by paths[0] w; in pinned_host; 16 of 32 bytes" in repr(pinned["w"])
+    assert repr(Code.indivisible) == "Code.indivisible" and f"{Code.small!r}" in repr([Code.small])
+    assert "code=Code.indivisible" in repr(leaf.reasons[0])
