@@ -7,6 +7,7 @@ same layer or expert hundreds of times: building key paths leaf by leaf costs mo
 import collections
 import dataclasses
 import functools as ft
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,6 +22,8 @@ from ._errors import LeafTypeError
 
 _ARRAYS = (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _METADATA = "shardfx"
+# `.name`, `['key']`, `["key"]`, `[0]` and `[<flat index 0>]`, as `jax.tree_util.keystr` writes them.
+_MARKER = re.compile(r"""\.(\w+)|\['(.*?)'\]|\["(.*?)"\]|\[(?:<flat index )?(.*?)>?\]""")
 _ZEROS = str.maketrans("123456789", "000000000")
 
 
@@ -144,12 +147,27 @@ def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:
         return [str(key) for key in aux]
     if kind is list or kind is tuple:
         return [str(index) for index in range(count)]
+    if kind is eqx.nn.State:
+        return [_state_key(marker, index) for index, marker in enumerate(aux)]
     # Only an instance knows the keys of its children. JAX demands that unflattening accepts any leaves.
     node = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if len(keyed) != count:
         keyed = [(path, child) for path, child in _with_empty(node)]
     return [_key_text(path[0]) for path, _ in keyed]
+
+
+def _state_key(marker: Any, index: int) -> str:
+    """The key of an entry of an `eqx.nn.State`, by where it belongs in the model: "norms.0.batch_counter".
+
+    `eqx.nn.make_with_state` marks each entry with the model's class and JAX's text of the path,
+    "Model.norms[0].batch_counter". A State is flat, so this is one key of a path, without "/". In a State made by
+    hand the markers have no text.
+    """
+    if not isinstance(marker, str):
+        return str(index)
+    keys = ["".join(found) for found in _MARKER.findall(marker)]
+    return (".".join(keys) or marker).replace("/", ".")
 
 
 def _with_empty(node: Any) -> list[tuple[Any, Any]]:

@@ -8,9 +8,10 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
 
 import shardfx
-from shardfx import AxisRules, LeafTypeError, MeshSpec, plan
+from shardfx import AxisRules, LeafTypeError, MeshSpec, PathRules, ShardPlan, plan, replicate
 from shardfx._tree import flatten
 
 
@@ -121,3 +122,42 @@ def test_declared_names_plan_a_module():
     made = plan(Outer([inner]), MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate")
     assert made["blocks/0/weight"].spec == jax.P(None, "tensor", "fsdp")
     assert made["blocks/0/weight"].rule == "names"
+
+
+class Norms(eqx.Module):
+    blocks: list[eqx.nn.BatchNorm]
+    by_name: dict[str, eqx.nn.StateIndex]
+
+    def __init__(self):
+        self.blocks = [eqx.nn.BatchNorm(4, "batch", mode="batch") for _ in range(2)]
+        self.by_name = {"a.b": eqx.nn.StateIndex(jnp.zeros(3)), "c/d": eqx.nn.StateIndex({"k": jnp.zeros(2)})}
+
+
+def test_states_of_modules_have_paths_that_name_the_module():
+    _, state = eqx.nn.make_with_state(Norms)()
+    assert flatten({"state": state}).paths == [
+        "state/blocks.0.batch_counter",
+        "state/blocks.0.batch_state_index/0",
+        "state/blocks.0.batch_state_index/1",
+        "state/blocks.1.batch_counter",
+        "state/blocks.1.batch_state_index/0",
+        "state/blocks.1.batch_state_index/1",
+        "state/by_name.a.b",
+        "state/by_name.c.d/k",
+    ]
+    _, abstract = eqx.filter_eval_shape(eqx.nn.make_with_state(Norms))
+    assert flatten(abstract).paths == flatten(state).paths
+
+
+def test_a_state_that_is_one_index_or_was_made_by_hand():
+    _, alone = eqx.nn.make_with_state(lambda: eqx.nn.StateIndex(jnp.zeros(3)))()
+    assert flatten(alone).paths == ["StateIndex"]
+    assert flatten(eqx.nn.State(Norms())).paths[:3] == ["0", "1/0", "1/1"]
+
+
+def test_a_plan_of_a_state_is_read_back():
+    model, state = eqx.nn.make_with_state(Norms)()
+    rules = PathRules([("batch_state_index", P("data")), (".*", replicate)])
+    made = plan((model, state), MeshSpec({"data": 2}), paths=rules)
+    assert made["1/blocks.1.batch_state_index/0"].spec == P("data")
+    assert ShardPlan.from_json(made.to_json()) == made == ShardPlan.from_json(made.to_json(), like=(model, state))
