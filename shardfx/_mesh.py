@@ -11,6 +11,7 @@ from ._errors import MeshError
 from .topology import DeviceOrder, device_order
 
 
+_MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
 _EMULATE = ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the first use of JAX.'
 
 
@@ -74,11 +75,15 @@ class MeshSpec(eqx.Module):
                 raise MeshError(f"a mesh axis must be named by a non-empty string, not {name!r}.")
             if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
                 raise MeshError(f"mesh axis `{name}` has size {size!r}; use a positive integer, or -1 for the rest.")
+            if size > _MOST_DEVICES:
+                raise MeshError(f"mesh axis `{name}` has more devices than JAX can number; use a smaller size.")
             if not isinstance(slices, int | np.integer) or slices < 1 or (size != -1 and size % slices):
                 raise MeshError(
                     f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; `dcn` must divide the size."
                 )
         unknown = [name for name, size in zip(self.axis_names, self.axis_sizes, strict=True) if size == -1]
+        if math.prod(int(size) for size in self.axis_sizes if size != -1) > _MOST_DEVICES:
+            raise MeshError(f"the mesh {self} has more devices than JAX can number; use smaller sizes.")
         if len(unknown) > 1:
             raise MeshError(f"mesh axes {unknown} are both -1; at most one size can be filled from the device count.")
 
@@ -107,6 +112,8 @@ class MeshSpec(eqx.Module):
                     f"mesh {text!r}: {part.strip()!r} is not of the form `name=size`; "
                     'write it as in "data=-1,fsdp=4,tensor=2".'
                 )
+            if len(size) > len(str(_MOST_DEVICES)):
+                raise MeshError(f"mesh axis `{name}` has a size of {len(size)} digits; use one below 2**31.")
             pairs.append((name, int(size)))
         return cls(pairs, axis_types=axis_types)
 
