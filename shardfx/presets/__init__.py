@@ -3,7 +3,8 @@
 It may import the rules and the ground values. It never plans: a preset is a value, to be given to `plan`.
 """
 
-from .eformer import Layout as Layout, eformer as eformer, infer_mode as infer_mode
+from . import layouts as layouts, tokens as tokens
+from .eformer import eformer as eformer
 from .hf import (
     bert as bert,
     deepseek_v3 as deepseek_v3,
@@ -18,4 +19,5 @@ from .hf import (
     starcoder2 as starcoder2,
     t5 as t5,
 )
+from .layouts import Layout as Layout, infer_mode as infer_mode
 from .t5x import t5x as t5x

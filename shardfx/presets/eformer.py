@@ -1,11 +1,68 @@
-"""eformer's `PartitionAxis` as AxisRules: fields, semantic tokens, modes and layouts, as data."""
+"""eformer's `PartitionAxis` as AxisRules.
 
-import dataclasses
+`shardfx.presets.eformer` is the function. Its tokens are values of `shardfx.presets.tokens`, its layouts those of
+`shardfx.presets.layouts`; `from shardfx.presets.eformer import BATCH` finds both.
+"""
+
 import enum
 from typing import Any, Final
 
-from .._errors import RuleError, SpecError
 from .._rules.axis_rules import AxisRules, axes_in
+from .layouts import (
+    AttnKVSharding as AttnKVSharding,
+    AttnQSharding as AttnQSharding,
+    ColumnWise as ColumnWise,
+    ExpertActivations as ExpertActivations,
+    ExpertActivationsAlt as ExpertActivationsAlt,
+    ExpertColumnWise as ExpertColumnWise,
+    ExpertColumnWiseAlt as ExpertColumnWiseAlt,
+    ExpertRowWise as ExpertRowWise,
+    ExpertRowWiseAlt as ExpertRowWiseAlt,
+    ExpertTensorParallel as ExpertTensorParallel,
+    HiddenStateSharding as HiddenStateSharding,
+    Layout as Layout,
+    Replicated as Replicated,
+    RowWise as RowWise,
+    SColumnWise as SColumnWise,
+    SRowWise as SRowWise,
+    UnifiedExpertColumnWise as UnifiedExpertColumnWise,
+    UnifiedExpertRowWise as UnifiedExpertRowWise,
+    infer_mode as infer_mode,
+)
+from .tokens import (
+    BATCH as BATCH,
+    BIAS_HEAD_SEQ as BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ as BIAS_KV_SEQ,
+    DATA_PARALLEL as DATA_PARALLEL,
+    DP as DP,
+    EMBED as EMBED,
+    EMPTY as EMPTY,
+    EP as EP,
+    EXPERT as EXPERT,
+    EXPERT_GATE as EXPERT_GATE,
+    EXPERT_PARALLEL as EXPERT_PARALLEL,
+    FSDP as FSDP,
+    FULLY_SHARDED_DATA_PARALLEL as FULLY_SHARDED_DATA_PARALLEL,
+    GENERATION_MODES as GENERATION_MODES,
+    HEAD as HEAD,
+    HEAD_DIM as HEAD_DIM,
+    KV_HEAD as KV_HEAD,
+    KV_HEAD_DIM as KV_HEAD_DIM,
+    KV_LENGTH as KV_LENGTH,
+    LENGTH as LENGTH,
+    MLP_INTERMEDIATE as MLP_INTERMEDIATE,
+    MODE_DECODE as MODE_DECODE,
+    MODE_INSERT as MODE_INSERT,
+    MODE_PREFILL as MODE_PREFILL,
+    MODE_TRAIN as MODE_TRAIN,
+    QUERY_LENGTH as QUERY_LENGTH,
+    SEQUENCE_PARALLEL as SEQUENCE_PARALLEL,
+    SP as SP,
+    TENSOR_PARALLEL as TENSOR_PARALLEL,
+    TOKENS as TOKENS,
+    TP as TP,
+    VOCAB as VOCAB,
+)
 
 
 class _Unset(enum.Enum):
@@ -14,61 +71,6 @@ class _Unset(enum.Enum):
 
 # "Not given" means the default that eformer documents; `None` means replicated, in every mode.
 NOT_GIVEN: Final = _Unset.token
-
-# The semantic tokens are ordinary logical names. EMPTY is no name: a dimension that nothing shards is `None`.
-EMPTY: Final = None
-BATCH: Final = "__BATCH__"
-LENGTH: Final = "__LENGTH__"
-QUERY_LENGTH: Final = "__QUERY_LENGTH__"
-KV_LENGTH: Final = "__KV_LENGTH__"
-EMBED: Final = "__EMBED__"
-HEAD: Final = "__HEAD__"
-KV_HEAD: Final = "__KV_HEAD__"
-MLP_INTERMEDIATE: Final = "__MLP_INTERMEDIATE__"
-VOCAB: Final = "__VOCAB__"
-EXPERT: Final = "__EXPERT__"
-EXPERT_GATE: Final = "__EXPERT_GATE__"
-HEAD_DIM: Final = "__HEAD_DIM__"
-KV_HEAD_DIM: Final = "__KV_HEAD_DIM__"
-BIAS_HEAD_SEQ: Final = "__BIAS_HEAD_SEQ__"
-BIAS_KV_SEQ: Final = "__BIAS_KV_SEQ__"
-DATA_PARALLEL: Final = "__DATA_PARALLEL__"
-FULLY_SHARDED_DATA_PARALLEL: Final = "__FULLY_SHARDED_DATA_PARALLEL__"
-TENSOR_PARALLEL: Final = "__TENSOR_PARALLEL__"
-SEQUENCE_PARALLEL: Final = "__SEQUENCE_PARALLEL__"
-EXPERT_PARALLEL: Final = "__EXPERT_PARALLEL__"
-DP, FSDP, TP = DATA_PARALLEL, FULLY_SHARDED_DATA_PARALLEL, TENSOR_PARALLEL
-SP, EP = SEQUENCE_PARALLEL, EXPERT_PARALLEL
-
-MODE_TRAIN: Final = "train"
-MODE_PREFILL: Final = "prefill"
-MODE_DECODE: Final = "decode"
-MODE_INSERT: Final = "insert"
-GENERATION_MODES: Final = (MODE_DECODE, MODE_INSERT)
-
-# Which field of PartitionAxis each token stands for; `with_alias(name, TOKENS["head_axis"])` follows a field.
-TOKENS: Final = {
-    "batch_axis": BATCH,
-    "sequence_axis": LENGTH,
-    "query_sequence_axis": QUERY_LENGTH,
-    "key_sequence_axis": KV_LENGTH,
-    "hidden_state_axis": EMBED,
-    "head_axis": HEAD,
-    "kv_head_axis": KV_HEAD,
-    "mlp_intermediate_axis": MLP_INTERMEDIATE,
-    "vocab_axis": VOCAB,
-    "expert_axis": EXPERT,
-    "expert_gate_axis": EXPERT_GATE,
-    "attention_dim_axis": HEAD_DIM,
-    "attention_kv_dim_axis": KV_HEAD_DIM,
-    "bias_head_sequence_axis": BIAS_HEAD_SEQ,
-    "bias_key_sequence_axis": BIAS_KV_SEQ,
-    "data_parallel_axis": DATA_PARALLEL,
-    "fully_sharded_data_parallel_axis": FULLY_SHARDED_DATA_PARALLEL,
-    "tensor_parallel_axis": TENSOR_PARALLEL,
-    "sequence_parallel_axis": SEQUENCE_PARALLEL,
-    "expert_parallel_axis": EXPERT_PARALLEL,
-}
 
 
 def eformer(
@@ -127,7 +129,7 @@ def eformer(
         from jax.sharding import PartitionSpec as P
         from shardfx import resolve
         from shardfx.presets import eformer
-        from shardfx.presets.eformer import BATCH, HEAD, HEAD_DIM, QUERY_LENGTH
+        from shardfx.presets.tokens import BATCH, HEAD, HEAD_DIM, QUERY_LENGTH
 
         names = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
         rules = eformer(tensor_parallel_axis="model")
@@ -194,76 +196,3 @@ def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list
 
 def _given(value: Any, default: Any) -> Any:
     return default if value is NOT_GIVEN else value
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The logical names of a kind of array, and the dimension whose size tells decoding from training.
-
-    **Arguments:**
-
-    - `axes`: one entry per dimension, as [`shardfx.resolve`][] takes them.
-    - `mode_dim`: the dimension that [`shardfx.presets.infer_mode`][] looks at, or `None` for "train".
-    """
-
-    axes: tuple[Any, ...]
-    mode_dim: int | None = None
-
-
-def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
-    """The mode that an array is in, from its shape: "decode" where `dim` has size 1, else "train".
-
-    **Arguments:**
-
-    - `shape`: the array's shape; it may be `None` where `dim` is.
-    - `dim`: `mode_dim` of a [`shardfx.presets.Layout`][]. Negative ones count from the end; `None` is "train".
-
-    **Returns:**
-
-    "decode" or "train".
-
-    **Raises:**
-
-    `RuleError` without a shape or where `dim` is a bool, `SpecError` if the shape has no such dimension.
-
-    !!! Example
-
-        ```python
-        from shardfx import resolve
-        from shardfx.presets import eformer, infer_mode
-        from shardfx.presets.eformer import HiddenStateSharding
-
-        mode = infer_mode((8, 1, 512), HiddenStateSharding.mode_dim)
-        assert mode == "decode"
-        resolve(HiddenStateSharding.axes, eformer(), mode=mode)
-        ```
-    """
-    if dim is None:
-        return MODE_TRAIN
-    if isinstance(dim, bool):
-        raise RuleError(f"`infer_mode({shape}, {dim})`: the dimension is an int, not a bool; use {int(dim)}.")
-    if shape is None:
-        raise RuleError(f"`infer_mode(None, {dim})`: the mode depends on the size of dim {dim}; pass the shape.")
-    if not -len(shape) <= dim < len(shape):
-        raise SpecError(f"`infer_mode({shape}, {dim})`: the shape has no dim {dim}; use one below {len(shape)}.")
-    return MODE_DECODE if shape[dim] == 1 else MODE_TRAIN
-
-
-# eformer's DynamicShardingAxes under their own names.
-HiddenStateSharding: Final = Layout((BATCH, QUERY_LENGTH, EMBED), mode_dim=1)
-AttnQSharding: Final = Layout((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), mode_dim=1)
-AttnKVSharding: Final = Layout((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), mode_dim=1)
-RowWise: Final = Layout((TP, (FSDP, SP)))
-SRowWise: Final = Layout((TP,))
-ColumnWise: Final = Layout(((FSDP, SP), TP))
-SColumnWise: Final = Layout(((FSDP, SP),))
-Replicated: Final = Layout((EMPTY,))
-ExpertColumnWise: Final = Layout((EP, FSDP, TP))
-ExpertRowWise: Final = Layout((EP, TP, FSDP))
-ExpertColumnWiseAlt: Final = Layout((EP, (FSDP, SP), TP))
-ExpertRowWiseAlt: Final = Layout((EP, TP, (FSDP, SP)))
-UnifiedExpertColumnWise: Final = Layout(((FSDP, SP, EP), EMPTY, TP))
-UnifiedExpertRowWise: Final = Layout(((FSDP, SP, EP), TP, EMPTY))
-ExpertActivations: Final = Layout((DP, SP, EP, TP))
-ExpertActivationsAlt: Final = Layout((DP, SP, (TP, FSDP)))
-ExpertTensorParallel: Final = Layout((TP, EMPTY, EMPTY))

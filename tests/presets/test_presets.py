@@ -300,3 +300,12 @@ def test_a_plan_reads_presets():
     made = plan(tree, mesh, names={"wq": (FSDP, HEAD), "norm": (HEAD_DIM,)}, axes=eformer(), mode=MODE_TRAIN)
     assert made["wq"].spec == P("fsdp", "tp") and made["norm"].spec == P()
     assert made.axes == eformer() and {LENGTH, EP, DP} < set(eformer().names)
+
+
+def test_what_the_function_eformer_hides_is_reached_through_the_package():
+    fields = set(inspect.signature(presets.eformer).parameters)
+    assert set(presets.tokens.TOKENS) <= fields
+    assert presets.tokens.EMPTY is None and presets.tokens.BATCH == BATCH
+    assert resolve((presets.tokens.BATCH, presets.tokens.EMPTY), presets.eformer()).spec == P(("fsdp", "dp"))
+    assert presets.layouts.HiddenStateSharding.axes == (BATCH, QUERY_LENGTH, EMBED)
+    assert isinstance(presets.layouts.RowWise, Layout)

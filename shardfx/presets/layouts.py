@@ -1,0 +1,99 @@
+"""eformer's `DynamicShardingAxes` as data: the logical names of kinds of arrays, and the mode that a shape tells."""
+
+import dataclasses
+from typing import Any, Final
+
+from .._errors import RuleError, SpecError
+from .tokens import (
+    BATCH,
+    DP,
+    EMBED,
+    EMPTY,
+    EP,
+    FSDP,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    MODE_DECODE,
+    MODE_TRAIN,
+    QUERY_LENGTH,
+    SP,
+    TP,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The logical names of a kind of array, and the dimension whose size tells decoding from training.
+
+    **Arguments:**
+
+    - `axes`: one entry per dimension, as [`shardfx.resolve`][] takes them.
+    - `mode_dim`: the dimension that [`shardfx.presets.infer_mode`][] looks at, or `None` for "train".
+    """
+
+    axes: tuple[Any, ...]
+    mode_dim: int | None = None
+
+
+def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
+    """The mode that an array is in, from its shape: "decode" where `dim` has size 1, else "train".
+
+    **Arguments:**
+
+    - `shape`: the array's shape; it may be `None` where `dim` is.
+    - `dim`: `mode_dim` of a [`shardfx.presets.Layout`][]. Negative ones count from the end; `None` is "train".
+
+    **Returns:**
+
+    "decode" or "train".
+
+    **Raises:**
+
+    `RuleError` without a shape or where `dim` is a bool, `SpecError` if the shape has no such dimension.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import resolve
+        from shardfx.presets import eformer, infer_mode
+        from shardfx.presets.layouts import HiddenStateSharding
+
+        mode = infer_mode((8, 1, 512), HiddenStateSharding.mode_dim)
+        assert mode == "decode"
+        spec = resolve(HiddenStateSharding.axes, eformer(), mode=mode).spec
+        assert spec == P(("fsdp", "dp"), None, "tp")
+        ```
+    """
+    if dim is None:
+        return MODE_TRAIN
+    if isinstance(dim, bool):
+        raise RuleError(f"`infer_mode({shape}, {dim})`: the dimension is an int, not a bool; use {int(dim)}.")
+    if shape is None:
+        raise RuleError(f"`infer_mode(None, {dim})`: the mode depends on the size of dim {dim}; pass the shape.")
+    if not -len(shape) <= dim < len(shape):
+        raise SpecError(f"`infer_mode({shape}, {dim})`: the shape has no dim {dim}; use one below {len(shape)}.")
+    return MODE_DECODE if shape[dim] == 1 else MODE_TRAIN
+
+
+# eformer's DynamicShardingAxes under their own names.
+HiddenStateSharding: Final = Layout((BATCH, QUERY_LENGTH, EMBED), mode_dim=1)
+AttnQSharding: Final = Layout((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), mode_dim=1)
+AttnKVSharding: Final = Layout((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), mode_dim=1)
+RowWise: Final = Layout((TP, (FSDP, SP)))
+SRowWise: Final = Layout((TP,))
+ColumnWise: Final = Layout(((FSDP, SP), TP))
+SColumnWise: Final = Layout(((FSDP, SP),))
+Replicated: Final = Layout((EMPTY,))
+ExpertColumnWise: Final = Layout((EP, FSDP, TP))
+ExpertRowWise: Final = Layout((EP, TP, FSDP))
+ExpertColumnWiseAlt: Final = Layout((EP, (FSDP, SP), TP))
+ExpertRowWiseAlt: Final = Layout((EP, TP, (FSDP, SP)))
+UnifiedExpertColumnWise: Final = Layout(((FSDP, SP, EP), EMPTY, TP))
+UnifiedExpertRowWise: Final = Layout(((FSDP, SP, EP), TP, EMPTY))
+ExpertActivations: Final = Layout((DP, SP, EP, TP))
+ExpertActivationsAlt: Final = Layout((DP, SP, (TP, FSDP)))
+ExpertTensorParallel: Final = Layout((TP, EMPTY, EMPTY))
