@@ -1,11 +1,12 @@
 """Models and rules by the names that a command line gives them."""
 
 import difflib
+import functools as ft
 import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -14,17 +15,19 @@ import jax
 from shardfx import AxisRules, PathRules, checkpoint, presets
 
 from ._usage import UsageError, calling
+from ._values import whole_number
 
 
 Rules = tuple[PathRules | None, AxisRules | None]
 
 
-def load_model(name: str) -> Any:
+def load_model(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     """The tree of structs of a model, or of the arrays in a checkpoint.
 
     **Arguments:**
 
     - `name`: `MODULE:CALLABLE` or a path. What the callable makes is traced with `equinox.filter_eval_shape`.
+    - `arguments`: keyword arguments for the callable.
 
     **Returns:**
 
@@ -35,13 +38,33 @@ def load_model(name: str) -> Any:
     `UsageError` if there is no such thing, or it fails.
     """
     if os.path.exists(name) or ":" not in name:
-        return calling(f"reading {name!r}", lambda: checkpoint.structs(checkpoint.read_index(name)))
+        if arguments:
+            raise UsageError(f"--kwargs are for a callable; name one as MODULE:CALLABLE, not {name!r}")
+        return _checkpoint(name)
     made = _attribute(name)
     if callable(made) and not isinstance(made, eqx.Module):
-        made = calling(f"`{name}`", lambda: _evaluated(name, made))
-    elif not jax.tree.leaves(made):
+        made = calling(f"`{name}`", lambda: _evaluated(name, made, arguments or {}))
+    elif arguments:
+        raise UsageError(f"--kwargs are for a callable, but `{name}` is {made!r:.60}; leave them out")
+    elif not calling(f"reading `{name}`", lambda: jax.tree.leaves(made)):
         raise UsageError(f"`{name}` is {made!r:.60}; name a callable that makes the model, or a tree of arrays.")
-    return jax.tree.map(lambda leaf: eqx.filter_eval_shape(lambda: leaf) if eqx.is_array(leaf) else leaf, made)
+    return calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made))
+
+
+def _struct(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
+
+
+def _checkpoint(path: str) -> Any:
+    try:
+        return calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path)))
+    except UsageError as error:
+        module = path.removesuffix(".py").rstrip("/").replace("/", ".")
+        data = os.path.isfile(path) and not path.endswith(".py")
+        if data or path.endswith(".safetensors") or not all(part.isidentifier() for part in module.split(".")):
+            raise
+        told = str(error).rstrip(".")
+        raise UsageError(f"{told}. A model is named as MODULE:CALLABLE, as in `{module}:make`") from error
 
 
 def load_rules(name: str | None, preset: str | None) -> Rules:
@@ -122,9 +145,13 @@ def _preset(text: str) -> Rules:
         raise UsageError(f"there is no preset {name!r}; there are {', '.join(preset_names())}")
     found = vars(presets)[name]
     pairs = [part.partition("=") for part in given.split(",") if part]
-    if any(not value for _, _, value in pairs) or (pairs and not inspect.isfunction(found)):
-        raise UsageError(f"--preset {text!r} is not of the form NAME or NAME:key=value,..., as in llama:head_dim=64")
-    arguments = {key: int(value) if value.isdecimal() else value for key, _, value in pairs}
+    numbers = {key: whole_number(value) for key, _, value in pairs}
+    unread = [value for key, _, value in pairs if not value or (value.isdecimal() and numbers[key] is None)]
+    if unread or (pairs and not inspect.isfunction(found)):
+        raise UsageError(
+            f"--preset {text!r:.200} is not of the form NAME or NAME:key=value,..., as in llama:head_dim=64"
+        )
+    arguments = {key: value if numbers[key] is None else numbers[key] for key, _, value in pairs}
     if not inspect.isfunction(found):
         return _sorted(found, f"preset {name!r}")
     return _sorted(calling(f"preset {text!r}", lambda: found(**arguments)), f"preset {name!r}")
@@ -185,14 +212,30 @@ def _needed(function: Any) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _evaluated(name: str, function: Any) -> Any:
+def _evaluated(name: str, function: Any, arguments: Mapping[str, Any]) -> Any:
     parameters, needed = inspect.signature(function).parameters.values(), _needed(function)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    if [other for other in needed if other != "key"]:
+    _check_arguments(name, parameters, arguments)
+    missing = [other for other in needed if other != "key" and other not in arguments]
+    if missing:
         raise UsageError(
-            f"`{name}` needs the arguments {', '.join(needed)}; name a callable that needs none, or `key` alone, "
+            f"`{name}` needs the arguments {', '.join(missing)}; give numbers and strings as "
+            f"--kwargs '{missing[0]}=...', or name a callable that needs `key` alone, "
             f"as in `def make(key): return {name.rpartition(':')[2]}(..., key=key)`"
         )
+    make = ft.partial(function, **arguments)
     if any(p.name == "key" and p.kind is p.POSITIONAL_ONLY for p in parameters):
-        return eqx.filter_eval_shape(function, key)
-    return eqx.filter_eval_shape(function, **({"key": key} if "key" in {p.name for p in parameters} else {}))
+        return eqx.filter_eval_shape(make, key)
+    takes_key = "key" in {p.name for p in parameters} and "key" not in arguments
+    return eqx.filter_eval_shape(make, **({"key": key} if takes_key else {}))
+
+
+def _check_arguments(name: str, parameters: Iterable[inspect.Parameter], arguments: Mapping[str, Any]) -> None:
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]
+    for given in arguments:
+        if given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(known) or 'none'}"
+            raise UsageError(f"`{name}` takes no argument `{given}` by name; {hint}")

@@ -1,16 +1,20 @@
 """TPU slices by name: how many devices they have, and how a mesh would lie on them. No TPU is needed."""
 
 import itertools
+import math
 import re
 import types
 from typing import NamedTuple
 
 from shardfx import MeshSpec
 
+from .._text import printable
 from ._usage import UsageError
+from ._values import whole_number
 
 
 # JAX's name for each kind, its cores per chip, and how many dimensions its network has.
+_MOST_CHIPS = 2**18
 _KINDS = {
     "v2": ("TPU v2", 2, 2),
     "v3": ("TPU v3", 2, 2),
@@ -49,11 +53,13 @@ def parse_slice(text: str) -> Slice:
     if found[1] not in _KINDS:
         raise UsageError(f"--target {text!r}: there is no kind {found[1]!r}; there are {', '.join(_KINDS)}")
     kind, cores, dimensions = _KINDS[found[1]]
-    chips = [int(size) for size in found[2].split("x")]
+    chips = [whole_number(size) or _MOST_CHIPS + 1 for size in found[2].split("x")]
     if len(chips) != dimensions:
         raise UsageError(
             f"--target {text!r}: {found[1]} has {dimensions} dimensions, as in {'x'.join('4' * dimensions)}"
         )
+    if math.prod(chips) > _MOST_CHIPS:
+        raise UsageError(f"--target {text!r:.60} has more than {_MOST_CHIPS:,} chips; no slice is that large")
     places = itertools.product(*[range(size) for size in reversed(chips)], range(cores))
     devices = tuple(
         types.SimpleNamespace(
@@ -76,4 +82,4 @@ def order_text(target: Slice, mesh: MeshSpec) -> str:
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
     told = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
     first = f"On {target.name}: {len(target.devices):,} devices, ordered by {order.method}; mean hops: {told}."
-    return "\n".join([first, *order.reasons])
+    return "\n".join(map(printable, [first, *order.reasons]))

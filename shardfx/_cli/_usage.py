@@ -19,6 +19,7 @@ from shardfx import (
 )
 
 from .._errors import CheckpointError
+from .._text import printable
 
 
 _Result = TypeVar("_Result")
@@ -36,6 +37,7 @@ OURS = (
     UnmatchedError,
 )
 _SHOWN_LINES = 3
+_SHOWN_CHARACTERS = 2000
 _ARGUMENT = re.compile(r"`(unmatched|mode|min_bytes|strict|refine)=([^`]+)`")
 _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent.parent))
 
@@ -52,6 +54,23 @@ def one_line(error: BaseException) -> str:
     for line in lines[:_SHOWN_LINES]:
         text += line if not text else f" {line}" if text[-1] in ".,:" else f"; {line}"
     return text + (f" (and {len(lines) - _SHOWN_LINES} lines more)" if len(lines) > _SHOWN_LINES else "")
+
+
+def shown(text: str, encoding: str | None) -> str:
+    """`text` in characters that a terminal shows and its encoding has, of a very long one the two ends.
+
+    What a user typed, or what stands in a file, may hold characters that a terminal obeys, or names without end.
+    """
+    text = printable(text)
+    if len(text) > _SHOWN_CHARACTERS:
+        text = f"{text[: _SHOWN_CHARACTERS // 2]} ... {text[-_SHOWN_CHARACTERS // 2 :]}"
+    return encodable(text, encoding)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """`text` with an escape for each character that the encoding lacks."""
+    name = encoding or "utf-8"
+    return text.encode(name, "backslashreplace").decode(name)
 
 
 def in_flags(text: str) -> str:
@@ -98,6 +117,8 @@ class _Reported:
         if isinstance(error, OURS):
             raise UsageError(in_flags(one_line(error))) from error
         if isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
+            # Below Python, JAX loses the type of an error that it met while it flattened a tree.
+            error = error.__cause__ if isinstance(error, SystemError) and error.__cause__ else error
             text = f"{self.what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}"
             raise UsageError(text) from error
         return False

@@ -16,7 +16,8 @@ from .._plan.report import report
 from .._plan.shard_plan import ShardPlan
 from ._load import load_model, load_optimizer, load_rules, preset_names
 from ._slice import order_text, parse_slice
-from ._usage import UsageError, calling, in_flags
+from ._usage import UsageError, calling, encodable, in_flags, shown
+from ._values import literals, whole_number
 
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -33,6 +34,7 @@ _EXAMPLES = """\
 examples:
   shardfx plan my_model:make --mesh data=64,fsdp=16,tensor=8 --rules my_model:RULES
   shardfx plan my_model:make --mesh fsdp=16 --rules 'norm|bias->replicate, .*->fsdp(fsdp)'
+  shardfx plan my_model:make --kwargs 'depth=4, width=1024' --mesh fsdp=16 --rules my_model:RULES
   shardfx plan my_model:make --mesh data=-1,fsdp=16 --rules my_model:RULES --target tpu:v5p:8x8x8
   shardfx plan ./model-dir --mesh fsdp=8,tensor=4 --preset llama --json plan.json
 """
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        print(f"shardfx {flags.command}: error: {error}", file=sys.stderr)
+        print(shown(f"shardfx {flags.command}: error: {error}", sys.stderr.encoding), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader, `head` for example, has what it wanted; the interpreter must not flush to it at its exit.
@@ -68,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all others here."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, shown(f"{self.prog}: error: {message}; see {self.prog} --help", sys.stderr.encoding) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +102,7 @@ def _add_demo(commands: Any) -> None:
     add("--axis-types", choices=tuple(_AXIS_TYPES), default="auto", help="of the mesh (default: auto)")
     add("--steps", type=_positive, default=100, metavar="N", help="training steps (default: 100)")
     add("--batch", type=_positive, default=16, metavar="N", help="texts in a batch (default: 16)")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
+    add("--seed", type=_number, default=0, metavar="N", help="of weights and batches (default: 0)")
 
 
 def _add_plan(commands: Any) -> None:
@@ -116,7 +118,7 @@ def _add_plan(commands: Any) -> None:
     add(
         "model",
         metavar="MODULE:CALLABLE",
-        help="makes the model, without arguments or with `key` alone (it is traced, not run); "
+        help="makes the model, without arguments, with `key` alone or with those of --kwargs (traced, not run); "
         "or a tree of arrays or ShapeDtypeStructs; or a directory with a checkpoint, of which only headers are read",
     )
     add("--mesh", required=True, metavar="MESH", help="as in data=64,fsdp=16,tensor=8; one size may be -1")
@@ -132,11 +134,12 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help=f"rules that come with shardfx, as in llama:head_dim=64: {', '.join(preset_names())}",
     )
+    add("--kwargs", metavar="NAME=VALUE,...", help="arguments for the model's callable, as in 'depth=4, width=1024'")
     add("--optimizer", metavar="MODULE:NAME", help="plan its state too, as in optax:adamw or my_model:OPTIMIZER")
     add("--mode", metavar="MODE", help="in which AxisRules are read, as in decode")
     add("--target", metavar="tpu:KIND:AxBxC", help="a TPU slice, as in tpu:v5p:8x8x8, that fills a size of -1")
     add("--devices", type=_positive, metavar="N", help="how many devices fill a size of -1")
-    add("--min-bytes", type=int, default=0, metavar="N", help="replicate arrays of fewer bytes")
+    add("--min-bytes", type=_number, default=0, metavar="N", help="replicate arrays of fewer bytes")
     add("--unmatched", choices=("raise", "replicate"), default="raise", help="arrays without a rule (default: raise)")
     add("--strict", action="store_true", help="fail where an array cannot be sharded as its rule asks")
     add("--refine", action="store_true", help="split mesh axes of which a dimension can take a part")
@@ -169,7 +172,7 @@ def _plan(flags: argparse.Namespace) -> int:
     target = None if flags.target is None else parse_slice(flags.target)
     mesh = calling("reading --mesh", lambda: _mesh(flags, None if target is None else len(target.devices)))
     paths, axes = load_rules(flags.rules, flags.preset)
-    tree = load_model(flags.model)
+    tree = load_model(flags.model, None if flags.kwargs is None else literals(flags.kwargs, "kwargs"))
     made = calling(
         "planning",
         lambda: plan(
@@ -189,9 +192,10 @@ def _plan(flags: argparse.Namespace) -> int:
         state = calling(f"`{flags.optimizer}`", lambda: follow(init, made))
         made = ShardPlan.join(model=made, optimizer=state)
     if flags.json == "-":
-        print(made.to_json())
+        print(calling("writing the plan", made.to_json))
         return 0
-    print(in_flags(report(made, width=flags.width or _terminal_width())))
+    text = in_flags(report(made, width=flags.width or _terminal_width()))
+    print(encodable(text, sys.stdout.encoding))
     if target is not None:
         print(f"\n{order_text(target, mesh)}")
     if flags.json is not None:
@@ -216,10 +220,18 @@ def _write(made: ShardPlan, file: str) -> None:
         opened.write(made.to_json() + "\n")
 
 
+def _number(text: str) -> int:
+    number = whole_number(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is no whole number of at most 18 digits")
+    return number
+
+
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(text)
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is no positive integer of at most 18 digits")
+    return number
 
 
 def _terminal_width() -> int | None:

@@ -44,8 +44,8 @@ def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], 
     raise UnmatchedError(
         "\n".join(
             [
-                f"no rule covers {len(found)} of {len(flat.paths)} leaves; add path rules or names for them, end the "
-                'path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:',
+                f"no rule covers {len(found)} of {sum(flat.is_array)} leaves; add path rules or names for them, end "
+                'the path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:',
                 *lines,
                 *more,
             ]

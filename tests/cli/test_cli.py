@@ -55,6 +55,23 @@ def failing():
 def calls_back(path, leaf):
     return P({}[path])
 
+class Sized(eqx.Module):
+    weight: jax.Array
+
+    def __init__(self, width, depth=2, scale=1.0, *, key):
+        self.weight = jax.random.normal(key, (depth, width)) * scale
+
+def seeded(depth, key):
+    return {"weight": jnp.zeros((depth, key))}
+
+def deep():
+    return nested
+
+nested = {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
+for _ in range(1100):
+    nested = {"a": nested}
+escapes = {name: jax.ShapeDtypeStruct((8,), jnp.float32) for name in ("red\\x1b[31m", "line\\nbreak", "\\udc80")}
+digits = {f"a.{n * 5000}.w": jax.ShapeDtypeStruct((8,), jnp.float32) for n in "89"}
 STRUCTS = {"w": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
 PATHS = PathRules([("bias", P()), ("weight", fsdp("fsdp"))])
 NAMED = PathRules([("bias", P()), ("weight", ("mlp", "embed"))])
@@ -157,6 +174,103 @@ def test_nothing_is_allocated_and_no_backend_starts(module, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "4.0 TiB" in done.stdout and "1.0 GiB per device" in done.stdout
+
+
+KWARGS = {
+    "depth=4, width=8": "f32[4,8]",
+    "width=8": "f32[2,8]",
+    " width = 16 , scale=-1e-3 ,": "f32[2,16]",
+    "width=4,depth=2  # small": "f32[2,4]",
+}
+
+
+@pytest.mark.parametrize("kwargs", KWARGS)
+def test_a_callable_takes_arguments(kwargs, module, capsys):
+    arguments = ("plan", f"{module}:Sized", "--kwargs", kwargs, "--mesh", "fsdp=2", "--rules", "weight->None.fsdp")
+    assert run(*arguments) == 0
+    assert KWARGS[kwargs] in capsys.readouterr().out
+
+
+def test_an_argument_may_be_called_key(module, capsys):
+    arguments = (
+        "plan",
+        f"{module}:seeded",
+        "--kwargs",
+        "depth=4, key=6",
+        "--mesh",
+        "fsdp=2",
+        "--rules",
+        "weight->fsdp",
+    )
+    assert run(*arguments) == 0
+    assert "f32[4,6]" in capsys.readouterr().out
+
+
+BAD_KWARGS = {
+    "no value": ("Sized", "width", "is not of the form NAME=VALUE, ..., as in --kwargs 'depth=4, name=\"small\"'"),
+    "a value alone": ("Sized", "4", "is not of the form NAME=VALUE"),
+    "a mapping": ("Sized", "**{'width': 4}", "is not of the form NAME=VALUE"),
+    "two calls": ("Sized", "width=4)(key=3", "is not of the form NAME=VALUE"),
+    "no Python": ("Sized", "width=4; depth=3", "is not of the form NAME=VALUE"),
+    "twice": ("Sized", "width=4, width=4", "is not of the form NAME=VALUE"),
+    "5,000 digits": ("Sized", f"width={'9' * 5000}", "is not of the form NAME=VALUE"),
+    "a bare word": ("Sized", "width=wide", "width=wide is no literal (a number, a string in quotes, a bool, None"),
+    "its advice": ("Sized", "width=wide", "write a string as width='wide'"),
+    "a call": ("Sized", "width=exit(3)", "width=exit(3) is no literal"),
+    "an unknown name": ("Sized", "widht=4", "takes no argument `widht` by name; did you mean `width`?"),
+    "no such name": ("Sized", "width=4, q=3", "takes no argument `q` by name; it takes width, depth, scale, key"),
+    "one missing": ("Sized", "depth=4", "needs the arguments width; give numbers and strings as --kwargs 'width=...'"),
+    "by position": ("positional", "key=3", "takes no argument `key` by name; it takes none"),
+    "what fails": ("Sized", "width='wide'", "TypeError"),
+    "a tree": ("STRUCTS", "width=4", "--kwargs are for a callable, but"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_KWARGS)
+def test_arguments_that_do_not_fit(case, module, capsys):
+    name, kwargs, message = BAD_KWARGS[case]
+    flags = ("--kwargs", kwargs, "--mesh", "fsdp=2", "--rules", "w->fsdp")
+    assert message in failure(capsys, "plan", f"{module}:{name}", *flags)
+
+
+def test_a_checkpoint_takes_no_arguments(module, capsys):
+    flags = ("--kwargs", "depth=4", "--mesh", "fsdp=2", "--rules", "w->fsdp")
+    assert "--kwargs are for a callable; name one as" in failure(capsys, "plan", "./model-dir", *flags)
+
+
+def test_a_directory_without_a_checkpoint_may_be_a_package(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    line = failure(capsys, "plan", "my_package", "--mesh", "fsdp=2", "--rules", "w->fsdp")
+    assert "A model is named as MODULE:CALLABLE, as in `my_package:make`" in line
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(module, capsys):
+    flags = ("--mesh", "data\x1b[2J=-1", "--rules", ".*->replicate", "--target", "tpu:v5e:4x4")
+    assert run("plan", f"{module}:escapes", *flags) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"red\x1b[31m  f32[8]" in out and r"line\nbreak  " in out and r"\udc80  " in out
+    assert r"on mesh data\x1b[2J=16 (16 devices)" in out and r"mean hops: data\x1b[2J " in out
+    assert r"on every device: line\nbreak (32 B), red\x1b[31m" in out
+
+
+def test_numbers_of_5000_digits_in_names(module, capsys):
+    assert run("plan", f"{module}:digits", "--mesh", "fsdp=2", "--rules", ".*->fsdp", "--width", "80") == 0
+    assert "2 arrays, 64 B" in capsys.readouterr().out
+
+
+def test_a_terminal_without_the_characters(module, tmp_path):
+    code = f"""
+        import sys
+        from shardfx.__main__ import main
+        main(["plan", "{module}:STRUCTS", "--mesh", "\u00e9=2", "--rules", "w->\u00e9"])
+        sys.exit(main(["plan", "{module}:\u00e9", "--mesh", "a=2", "--rules", "w->a"]))
+    """
+    command = [sys.executable, "-c", "import sys; exec(sys.argv[1])", textwrap.dedent(code).encode().decode()]
+    flags = {"PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": f"{ROOT}", "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=flags)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert r"on mesh \xe9=2" in done.stdout and r"has no `\xe9`" in done.stderr
 
 
 def test_python_m_finds_modules_of_the_current_directory(module, tmp_path):
@@ -285,7 +399,17 @@ BAD = {
     "a file": (("{}.py:make", "fsdp=4", "w->fsdp"), ".py' is a file; name its module, `cli_model_"),
     "no name": (("{}:", "fsdp=4", "w->fsdp"), "is not of the form MODULE:NAME"),
     "no such directory": (("./nowhere", "fsdp=4", "w->fsdp"), "'./nowhere'"),
-    "arguments": (("{}:configured", "fsdp=4", "w->fsdp"), "needs the arguments config, depth, key"),
+    "arguments": (("{}:configured", "fsdp=4", "w->fsdp"), "needs the arguments config, depth; give"),
+    "a module alone": (("{}", "fsdp=4", "w->fsdp"), ". A model is named as MODULE:CALLABLE, as in `cli_model_"),
+    "a file alone": (("{}.py", "fsdp=4", "w->fsdp"), ". A model is named as MODULE:CALLABLE, as in `cli_model_"),
+    "a name of 1,000 parts": (("a." * 1000 + "a:b", "fsdp=4", "w->fsdp"), "failed: RecursionError"),
+    "a lone surrogate": (("{}:\udc80", "fsdp=4", "w->fsdp"), r":\udc80' is not of the form MODULE:NAME"),
+    "an escape code": (("{}:make", "\x1b[31m", "w->fsdp"), r"mesh '\x1b[31m'"),
+    "an escape code in a name": (("{}:escapes", "fsdp=4", "red->None.fsdp, .*->fsdp"), r"leaf `red\x1b[31m`"),
+    "a tree without end": (("{}:deep", "fsdp=4", "w->fsdp"), "RecursionError"),
+    "a large tree without end": (("{}:nested", "fsdp=4", "w->fsdp"), "RecursionError"),
+    "5,000 digits": (("{}:make", "fsdp=" + "9" * 5000, "w->fsdp"), "`fsdp` has a size of 5000 digits"),
+    "too many devices": (("{}:make", "a=65536,b=65536", "w->a"), "has more devices than JAX can number"),
     "a failing model": (("{}:failing", "fsdp=4", "w->fsdp"), f"{place('@')}: TypeError"),
     "a model that is none": (("{}:P", "fsdp=4", "w->fsdp"), "P"),
     "bad mesh": (("{}:make", "fsdp", "w->fsdp"), "is not of the form `name=size`"),
@@ -302,7 +426,7 @@ BAD = {
     "neither name nor text": (("{}:make", "fsdp=4", "fsdp"), "neither MODULE:NAME nor a text"),
     "bad regex": (("{}:make", "fsdp=4", "a(->fsdp"), "has no `->`"),
     "bad text": (("{}:make", "fsdp=4", "[->fsdp"), "at position 0"),
-    "unmatched": (("{}:make", "fsdp=4", "bias->fsdp"), "no rule covers 3 of"),
+    "unmatched": (("{}:make", "fsdp=4", "bias->fsdp"), "no rule covers 3 of 6 leaves"),
     "advice": (("{}:make", "fsdp=4", "bias->fsdp"), "or pass `--unmatched replicate`"),
     "unused": (("{}:make", "fsdp=4", "wieght->fsdp,.*->fsdp"), "matches no path of the tree; the nearest path is"),
     "names without rules": (("{}:make", "fsdp=4", "{}:NAMED"), "need rules that say which mesh axes they use"),
@@ -324,6 +448,28 @@ FLAGS = {
     "no rules": (("plan", "m:m", "--mesh", "fsdp=4"), "one of the arguments --rules --preset is required"),
     "no such preset": (("plan", "m:m", "--mesh", "fsdp=4", "--preset", "lama"), "there is no preset 'lama'"),
     "no number": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--devices", "0"), "is no positive integer"),
+    "5,000 digits": (
+        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--devices", "9" * 5000),
+        "is no positive integer of at most 18 digits",
+    ),
+    "5,000 digits of bytes": (
+        ("plan", "m:m", "--mesh", "a=2", "--preset", "llama", "--min-bytes", "9" * 5000),
+        "is no whole number of at most 18 digits",
+    ),
+    "5,000 digits in a preset": (
+        ("plan", "m:m", "--mesh", "a=2", "--preset", f"llama:head_dim={'9' * 5000}"),
+        "is not of the form NAME or NAME:key=value",
+    ),
+    "5,000 digits of chips": (
+        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", f"tpu:v5e:{'9' * 5000}x4"),
+        "has more than 262,144 chips",
+    ),
+    "more chips than there are": (
+        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v5e:100000x100000"),
+        "has more than 262,144 chips",
+    ),
+    "an escape code": (("plan", "m:m", "--mesh", "a=2", "--preset", "\x1b[31m"), r"no preset '\x1b[31m'"),
+    "an escape code in a flag": (("plan", "m:m", "--mesh", "a=2", "--preset", "llama", "--\x1b[31m"), r"--\x1b[31m"),
     "no steps": (("demo", "--steps", "many"), "is no positive integer"),
     "no axis type": (("demo", "--axis-types", "manual"), "invalid choice: 'manual'"),
     "no kind": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v9:8"), "no kind 'v9'"),
