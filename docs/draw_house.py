@@ -72,7 +72,9 @@ def rooms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sources():
         room = module_of(path)[0]
-        found.setdefault(room, set()).update(target[0] for target, _ in imports(path) if target[0] != room)
+        found.setdefault(room, set()).update(
+            target[0] for target, _ in imports(path) if target[0] != room
+        )
     return found
 
 
@@ -82,7 +84,9 @@ def floors(graph: dict[str, set[str]]) -> list[list[str]]:
 
     def height(room: str) -> int:
         if room not in heights:
-            heights[room] = 1 + max((height(below) for below in sorted(graph[room])), default=-1)
+            heights[room] = 1 + max(
+                (height(below) for below in sorted(graph[room])), default=-1
+            )
         return heights[room]
 
     found: list[list[str]] = [[] for _ in range(1 + max(map(height, graph)))]
@@ -104,12 +108,20 @@ def drawn(graph: dict[str, set[str]]) -> str:
     for floor, storey in enumerate(storeys):
         top = total - MARGIN - BAND * (floor + 1)
         shade = "#f4f5f9" if floor % 2 else "#eceef5"
-        lines.append(f'<rect x="{MARGIN}" y="{top}" width="{WIDTH - 2 * MARGIN}" height="{BAND}" fill="{shade}"/>')
+        lines.append(
+            f'<rect x="{MARGIN}" y="{top}" width="{WIDTH - 2 * MARGIN}" height="{BAND}" fill="{shade}"/>'
+        )
         words = f"{floor}  {FLOORS[floor] if floor < len(FLOORS) else ''}"
-        lines.append(f'<text x="{MARGIN + 8}" y="{top + 17}" fill="#667" font-size="11">{html.escape(words)}</text>')
+        lines.append(
+            f'<text x="{MARGIN + 8}" y="{top + 17}" fill="#667" font-size="11">{html.escape(words)}</text>'
+        )
         space = (WIDTH - 2 * MARGIN) / len(storey)
         for at, room in enumerate(storey):
-            boxes[room] = (MARGIN + space * (at + 0.5), top + 30, min(space - 14, 9.5 * len(room) + 26))
+            boxes[room] = (
+                MARGIN + space * (at + 0.5),
+                top + 30,
+                min(space - 14, 9.5 * len(room) + 26),
+            )
     for room in sorted(graph):
         x, y, _ = boxes[room]
         for other in sorted(_direct(room, graph)):
@@ -125,7 +137,9 @@ def drawn(graph: dict[str, set[str]]) -> str:
             f'<rect x="{x - wide / 2:.0f}" y="{y:.0f}" width="{wide:.0f}" height="{BOX}" rx="5" '
             f'fill="{"#dfe5ff" if folder else "#ffffff"}" stroke="#4a5aa8"/>'
         )
-        lines.append(f'<text x="{x:.0f}" y="{y + 22:.0f}" text-anchor="middle" fill="#1c2450">{name}</text>')
+        lines.append(
+            f'<text x="{x:.0f}" y="{y + 22:.0f}" text-anchor="middle" fill="#1c2450">{name}</text>'
+        )
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -231,7 +231,9 @@ class MeshSpec(eqx.Module):
             from shardfx import MeshSpec
 
             order = MeshSpec({"data": -1, "tensor": 2}).order(jax.devices())
-            assert order.devices.shape == (4, 2) and order.method == "mesh_utils" and not order.reasons
+            assert (
+                order.devices.shape == (4, 2) and order.method == "mesh_utils" and not order.reasons
+            )
             ```
         """
         given = list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)

@@ -132,7 +132,10 @@ def axis_names_of(specs: Any) -> tuple[str, ...]:
         from jax.sharding import PartitionSpec as P
         from shardfx import axis_names_of
 
-        assert axis_names_of({"a": P("data"), "b": P(None, ("tensor", "data"))}) == ("data", "tensor")
+        assert axis_names_of({"a": P("data"), "b": P(None, ("tensor", "data"))}) == (
+            "data",
+            "tensor",
+        )
         ```
     """
     return tuple(dict.fromkeys(_axes_in(specs)))

@@ -57,15 +57,22 @@ def filter_jit(
         import jax.numpy as jnp
         from shardfx import MeshSpec, PathRules, filter_jit, plan
 
+
         def make(key):
             return eqx.nn.MLP(16, 16, 64, 2, key=key)  # holds functions and None
 
+
         mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
         structs = eqx.filter_eval_shape(make, jax.random.key(0))
-        params_plan = plan(structs, mesh, paths=PathRules.parse("weight->tensor, bias->replicate"))
+        params_plan = plan(
+            structs, mesh, paths=PathRules.parse("weight->tensor, bias->replicate")
+        )
 
-        model = filter_jit(make, out_shardings=params_plan)(jax.random.key(0))  # no device ever holds all of it
-        apply = filter_jit(lambda model, x: jax.vmap(model)(x), in_shardings=(params_plan, None))
+        # No device ever holds all of it
+        model = filter_jit(make, out_shardings=params_plan)(jax.random.key(0))
+        apply = filter_jit(
+            lambda model, x: jax.vmap(model)(x), in_shardings=(params_plan, None)
+        )
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """

@@ -42,7 +42,9 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
         from shardfx import MeshSpec, PathRules, plan, shard
 
         tree = {"w": jnp.arange(64.0).reshape(8, 8)}
-        made = plan(tree, MeshSpec({"data": 8}).build(jax.devices()), paths=PathRules.parse("w->data"))
+        made = plan(
+            tree, MeshSpec({"data": 8}).build(jax.devices()), paths=PathRules.parse("w->data")
+        )
         assert shard(tree, made)["w"].addressable_shards[0].data.shape == (1, 8)
         ```
     """

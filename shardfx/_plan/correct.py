@@ -57,7 +57,8 @@ def correct(
         mesh = MeshSpec({"data": 2, "tensor": 4})
         decision = correct(P(("data", "tensor"), "pipe"), (4, 16), mesh)
         assert decision.spec == P("tensor")
-        print(decision.reasons[0])  # dim 0: size 4 is not divisible by `data` (2) x `tensor` (4); ...
+        # dim 0: size 4 is not divisible by `data` (2) x `tensor` (4); ...
+        print(decision.reasons[0])
         ```
     """
     if not isinstance(spec, PartitionSpec):

@@ -76,7 +76,9 @@ def follow(
         mesh = MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})
         params_plan = plan(params, mesh, paths=PathRules.parse("w->fsdp.tensor"))
         opt_plan = follow(optax.adafactor(1e-3).init, params_plan)
-        assert opt_plan["0/v_row/w"].spec == P("fsdp") and opt_plan["0/v_col/w"].spec == P("tensor")
+        assert opt_plan["0/v_row/w"].spec == P("fsdp") and opt_plan["0/v_col/w"].spec == P(
+            "tensor"
+        )
         ```
     """
     if not callable(init):

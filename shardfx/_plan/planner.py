@@ -91,11 +91,15 @@ def plan(
         from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, PathRules, fsdp, plan
 
-        tree = {"embed": jax.ShapeDtypeStruct((50257, 768), jnp.float32), "head": jnp.ones((768, 8))}
+        tree = {
+            "embed": jax.ShapeDtypeStruct((50257, 768), jnp.float32),
+            "head": jnp.ones((768, 8)),
+        }
         rules = PathRules([("embed", P("tensor", "fsdp")), (".*", fsdp("fsdp"))])
         made = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
         assert made["embed"].spec == P(None, "fsdp")
-        print(made["embed"].reasons[0])  # dim 0: size 50257 is not divisible by `tensor` (2); ...
+        # dim 0: size 50257 is not divisible by `tensor` (2); ...
+        print(made["embed"].reasons[0])
         ```
     """
     if unmatched not in ("raise", "replicate"):

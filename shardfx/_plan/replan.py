@@ -124,11 +124,16 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> Replan:
         import jax.numpy as jnp
         from shardfx import MeshSpec, PathRules, plan, replan
 
-        tree = {"w": jax.ShapeDtypeStruct((24, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
+        tree = {
+            "w": jax.ShapeDtypeStruct((24, 8), jnp.float32),
+            "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+        }
         before = plan(tree, MeshSpec({"data": 8}), paths=PathRules.parse(".*->data"))
         after = replan(before, MeshSpec({"data": 6}))
         assert after.plan["w"].spec == jax.P("data") and after.plan["b"].spec == jax.P()
-        print(after)  # leaf `b`: P('data',) -> P(), 4 -> 32 bytes per device: dim 0: size 8 is not divisible by ...
+        # leaf `b`: P('data',) -> P(), 4 -> 32 bytes per device: dim 0: size 8 is not divisible
+        # by ...
+        print(after)
         ```
     """
     made = replanned(plan, mesh)

@@ -54,13 +54,14 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
 
         layer = {"wi": jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), "bias": jnp.ones(4099)}
         rules = PathRules.parse("wi->fsdp.tensor, bias->tensor")
-        print(report(plan({"layers": [layer] * 24}, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)))
+        mesh = MeshSpec({"fsdp": 4, "tensor": 2})
+        print(report(plan({"layers": [layer] * 24}, mesh, paths=rules), width=88))
         ```
 
         ```text
-        path                  arrays  shape            spec         bytes/device  why
-        layers/{0..23}/bias       24  f32[4099]        -               384.3 KiB  [1] paths[1] bias
-        layers/{0..23}/wi         24  bf16[1024,4096]  fsdp,tensor      24.0 MiB  paths[0] wi
+        path                 arrays  shape            spec         bytes/device  why
+        layers/{0..23}/bias      24  f32[4099]        -               384.3 KiB  [1] paths[1] ..
+        layers/{0..23}/wi        24  bf16[1024,4096]  fsdp,tensor      24.0 MiB  paths[0] wi
         ...
         ```
     """

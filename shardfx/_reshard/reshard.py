@@ -89,7 +89,10 @@ def reshard(
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
         from shardfx import reshard
 
-        trainers, servers = Mesh(jax.devices()[:6], ("fsdp",)), Mesh(jax.devices()[6:], ("tensor",))
+        trainers, servers = (
+            Mesh(jax.devices()[:6], ("fsdp",)),
+            Mesh(jax.devices()[6:], ("tensor",)),
+        )
         tree = {"w": jax.device_put(jnp.ones((24, 8)), NamedSharding(trainers, P("fsdp")))}
         moved = reshard(tree, NamedSharding(servers, P(None, "tensor")))
         assert moved["w"].addressable_shards[0].data.shape == (24, 4)

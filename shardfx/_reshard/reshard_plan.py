@@ -196,7 +196,11 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
 
         tree = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
         trainer = plan(tree, MeshSpec({"fsdp": 16}), paths=PathRules([("w", P("fsdp"))]))
-        server = plan(tree, MeshSpec({"data": 4, "tensor": 4}), paths=PathRules([("w", P(None, "tensor"))]))
+        server = plan(
+            tree,
+            MeshSpec({"data": 4, "tensor": 4}),
+            paths=PathRules([("w", P(None, "tensor"))]),
+        )
         moving = plan_reshard(trainer, server)
         assert moving.wire_bytes <= 1.25 * moving.lower_bound_bytes
         print(moving)

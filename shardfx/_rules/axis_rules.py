@@ -29,7 +29,12 @@ class AxisRules(eqx.Module):
         from shardfx import AxisRules, resolve
 
         rules = AxisRules(
-            [("batch", ("data", "fsdp")), ("heads", "tensor"), ("embed", "fsdp"), ("embed", "tensor")],
+            [
+                ("batch", ("data", "fsdp")),
+                ("heads", "tensor"),
+                ("embed", "fsdp"),
+                ("embed", "tensor"),
+            ],
             modes={"decode": [("batch", None)]},
         )
         assert resolve(("batch", "heads"), rules).spec == P(("data", "fsdp"), "tensor")

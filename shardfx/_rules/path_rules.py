@@ -117,7 +117,9 @@ class PathRules(eqx.Module):
             ```python
             from shardfx import PathRules
 
-            rules = PathRules.parse("attn|mlp -> data.model, embed -> None.data+model, .* -> fsdp(data)")
+            rules = PathRules.parse(
+                "attn|mlp -> data.model, embed -> None.data+model, .* -> fsdp(data)"
+            )
             assert rules.rules[0][0] == "attn|mlp"
             ```
         """
@@ -144,7 +146,10 @@ def match(tree: Any, rules: PathRules) -> Any:
         from shardfx import PathRules, match
 
         rules = PathRules([("weight", ("embed",)), ("bias", ())])
-        assert match({"weight": jnp.ones((4, 4)), "scale": jnp.ones(4)}, rules) == {"weight": 0, "scale": None}
+        assert match({"weight": jnp.ones((4, 4)), "scale": jnp.ones(4)}, rules) == {
+            "weight": 0,
+            "scale": None,
+        }
         ```
     """
     check_path_rules("rules", rules)

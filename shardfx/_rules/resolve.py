@@ -57,7 +57,9 @@ def resolve(
         from jax.sharding import PartitionSpec as P
         from shardfx import AxisRules, resolve
 
-        decision = resolve(("vocab", "embed", "typo"), AxisRules([("vocab", "tensor"), ("embed", "tensor")]))
+        decision = resolve(
+            ("vocab", "embed", "typo"), AxisRules([("vocab", "tensor"), ("embed", "tensor")])
+        )
         assert decision.spec == P("tensor")
         assert [reason.code.name for reason in decision.reasons] == ["blocked", "unmatched"]
         ```

@@ -107,7 +107,9 @@ def plan_reads(
         directory = tempfile.mkdtemp()
         save_file({"w": np.ones((64, 64), np.float32)}, f"{directory}/model.safetensors")
         index = checkpoint.read_index(directory)
-        made = shardfx.plan(checkpoint.structs(index), MeshSpec({"fsdp": 8}), paths=PathRules.parse("w->fsdp"))
+        made = shardfx.plan(
+            checkpoint.structs(index), MeshSpec({"fsdp": 8}), paths=PathRules.parse("w->fsdp")
+        )
         reads = checkpoint.plan_reads(index, made, processes=4)
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```

@@ -88,7 +88,9 @@ def save(
         from shardfx import MeshSpec, PathRules, checkpoint
 
         tree = {"w": jnp.ones((64, 8), jnp.bfloat16)}
-        made = shardfx.plan(tree, MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules.parse("w->fsdp"))
+        made = shardfx.plan(
+            tree, MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules.parse("w->fsdp")
+        )
         directory = tempfile.mkdtemp() + "/step-1"
         checkpoint.save(directory, shardfx.shard(tree, made), made)
         assert checkpoint.saved_plan(directory).digest == made.digest

@@ -58,9 +58,13 @@ def shardings(index: Index, mesh: AnyMesh, *, default: Any = None, prefix: str |
         from shardfx import MeshSpec, checkpoint
 
         directory = tempfile.mkdtemp()
-        save_file({"model/w": np.ones((8, 8)), "step": np.ones(())}, f"{directory}/model.safetensors")
+        save_file(
+            {"model/w": np.ones((8, 8)), "step": np.ones(())}, f"{directory}/model.safetensors"
+        )
         mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
-        tree = checkpoint.shardings(checkpoint.read_index(directory), mesh, default=P("dp", "tp"))
+        tree = checkpoint.shardings(
+            checkpoint.read_index(directory), mesh, default=P("dp", "tp")
+        )
         assert tree["model"]["w"].spec == P("dp", "tp") and tree["step"].spec == P()
         ```
     """

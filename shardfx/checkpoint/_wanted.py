@@ -35,7 +35,9 @@ class Take:
         ```python
         from shardfx import checkpoint
 
-        checkpoint.Take(tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(32)), transpose=(1, 0))
+        checkpoint.Take(
+            tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(32)), transpose=(1, 0)
+        )
         ```
     """
 

@@ -54,7 +54,9 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
         from shardfx import hosts, MeshSpec, PathRules, plan
 
         mesh = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
-        batch_plan = plan({"x": np.zeros((8, 3), np.float32)}, mesh, paths=PathRules([("x", P("data"))]))
+        batch_plan = plan(
+            {"x": np.zeros((8, 3), np.float32)}, mesh, paths=PathRules([("x", P("data"))])
+        )
         batch, mask = hosts.global_batch({"x": np.ones((7, 3), np.float32)}, batch_plan, pad=0)
         assert batch["x"].shape == (8, 3) and int(mask.sum()) == 7
         ```

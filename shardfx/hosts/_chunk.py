@@ -70,7 +70,9 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
         from jax.sharding import PartitionSpec as P
         from shardfx import hosts
 
-        grid = hosts.HostGrid({"data": 8, "model": 4}, {"data": 4}, [(0, 0), (2, 0), (1, 0), (3, 0)])
+        grid = hosts.HostGrid(
+            {"data": 8, "model": 4}, {"data": 4}, [(0, 0), (2, 0), (1, 0), (3, 0)]
+        )
         chunk = hosts.local_chunk((128, 16), P("data", "model"), grid, 1)
         assert chunk == hosts.LocalChunk((slice(64, 96), slice(0, 16)), 0)
         ```
@@ -103,7 +105,9 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
         ```python
         from shardfx import hosts, MeshSpec
 
-        grid = hosts.regular_grid(MeshSpec({"replica": 2, "data": 8}), {"replica": 2, "data": 2})
+        grid = hosts.regular_grid(
+            MeshSpec({"replica": 2, "data": 8}), {"replica": 2, "data": 2}
+        )
         assert [hosts.shard_id(("data", "replica"), grid, p) for p in range(4)] == [0, 2, 1, 3]
         ```
     """
@@ -200,9 +204,14 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
         from jax.sharding import NamedSharding, PartitionSpec as P
         from shardfx import hosts, MeshSpec
 
-        sharding = NamedSharding(MeshSpec({"data": 2, "tensor": 4}).build(jax.devices()), P("data"))
+        sharding = NamedSharding(
+            MeshSpec({"data": 2, "tensor": 4}).build(jax.devices()), P("data")
+        )
         chunks = hosts.owned((6, 5), sharding, 0)
-        assert [chunk.slices for chunk in chunks] == [(slice(0, 3), slice(0, 5)), (slice(3, 6), slice(0, 5))]
+        assert [chunk.slices for chunk in chunks] == [
+            (slice(0, 3), slice(0, 5)),
+            (slice(3, 6), slice(0, 5)),
+        ]
         ```
     """
     owners: dict[tuple[tuple[int, int], ...], list[int]] = {}

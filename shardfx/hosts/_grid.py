@@ -22,7 +22,9 @@ class HostGrid(eqx.Module):
         ```python
         from shardfx import hosts
 
-        grid = hosts.HostGrid({"data": 8, "model": 4}, {"data": 4}, [(0, 0), (2, 0), (1, 0), (3, 0)])
+        grid = hosts.HostGrid(
+            {"data": 8, "model": 4}, {"data": 4}, [(0, 0), (2, 0), (1, 0), (3, 0)]
+        )
         assert grid.process_count == 4 and grid.axis_sizes["data"] == 8
         ```
     """

@@ -41,7 +41,9 @@ def names_of(tree: Any, *, default: tuple[Any, ...] | None = None) -> Any:
         from shardfx import AxisRules, MeshSpec, plan
         from shardfx.interop import flax as interop
 
-        kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        kernel_init = nn.with_logical_partitioning(
+            nn.initializers.lecun_normal(), ("embed", "mlp")
+        )
         layer = nn.Dense(64, kernel_init=kernel_init)
         boxed = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 16)))
         rules = AxisRules([("embed", "fsdp"), ("mlp", "tensor")])

@@ -66,7 +66,11 @@ def bounds(devices: Devices) -> tuple[int, ...]:
         from types import SimpleNamespace
         from shardfx import topology
 
-        chips = [SimpleNamespace(coords=(x, y, 0), core_on_chip=0) for x in range(2, 4) for y in range(4)]
+        chips = [
+            SimpleNamespace(coords=(x, y, 0), core_on_chip=0)
+            for x in range(2, 4)
+            for y in range(4)
+        ]
         assert topology.bounds(chips) == (2, 4, 1, 1)
         ```
     """

@@ -146,7 +146,9 @@ def mean_hops(
         ```python
         from shardfx import topology
 
-        rows = topology.submesh_order((4, 4, 1, 1), (2, 2, 1, 1), (4, 4, 1, 1), tile_by_host=False)
+        rows = topology.submesh_order(
+            (4, 4, 1, 1), (2, 2, 1, 1), (4, 4, 1, 1), tile_by_host=False
+        )
         assert topology.mean_hops(rows, 1, (4, 4, 1, 1)) == 1.6
         snake = topology.torus_order((4, 4, 1, 1), (1, 16))
         assert topology.mean_hops(snake, 1, (4, 4, 1, 1)) == 1.0

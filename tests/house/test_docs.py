@@ -26,6 +26,7 @@ SOURCES = sorted((ROOT / "shardfx").rglob("*.py"))
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.DOTALL | re.MULTILINE
 )
+WIDTH = 88
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -106,6 +107,31 @@ def test_every_fence_is_closed():
         assert page.read_text().count("```") % 2 == 0, page
         ends = [m.group() for m in FENCE.finditer(page.read_text())]
         assert 2 * len(ends) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)), page
+
+
+def too_wide(text: str, languages: tuple[str, ...] = ()) -> list[str]:
+    """The lines of code that a page would cut off, those in `languages` apart."""
+    fences = [fence for fence in FENCE.finditer(text) if fence["language"] not in languages]
+    return [line for fence in fences for line in textwrap.dedent(fence["body"]).splitlines() if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_of_code_fit_the_page(page):
+    # A command of the README stands on one line, so that it is copied whole; .ci/run reads it there.
+    assert too_wide(page.read_text(), ("bash",) if page.name == "README.md" else ()) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_of_examples_fit_the_page(path):
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, owners)]
+    assert [line for node in nodes for line in too_wide(ast.get_docstring(node) or "")] == []
+
+
+def test_a_wide_line_is_noticed():
+    page = "    ```python\n    {}\n    ```\n"
+    assert too_wide(page.format("x" * WIDTH)) == [] and too_wide(page.format("x" * (WIDTH + 1)))
+    assert too_wide(page.format("x" * (WIDTH + 1)), ("python",)) == []
 
 
 def test_a_wrong_example_is_noticed():
