@@ -8,7 +8,9 @@ A room is a file or a folder in the package's root. A room stands one floor abov
 
 import ast
 import html
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +30,13 @@ FLOORS = (
     "commands",
     "python -m shardfx",
 )
-WIDTH, BAND, BOX, MARGIN = 960, 84, 34, 20
+# In pixels: the picture, one floor, one room, the strip with the floor's name, the legend.
+WIDTH, BAND, BOX, WIDEST, MARGIN, LABEL, TOP = 1120, 118, 66, 300, 16, 128, 64
+LEGEND = (
+    "Each box is a room of shardfx/: a folder (blue) or one file (white). An arrow leads from a room to one that it "
+    "imports;",
+    "imports that a chain of arrows implies are left out. A room knows nothing of the rooms above it.",
+)
 
 
 def sources() -> list[Path]:
@@ -95,52 +103,155 @@ def floors(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def words(room: str) -> str:
+    """What a room is for, in a few words: its docstring up to the first stop."""
+    file = PACKAGE / room / "__init__.py"
+    file = file if file.exists() else PACKAGE / f"{room}.py"
+    told = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return re.split(r"[.;]\s|\.$", told.replace("`", ""), maxsplit=1)[0].replace(
+        "\n", " "
+    )
+
+
 def drawn(graph: dict[str, set[str]]) -> str:
     """The picture."""
-    storeys = floors(graph)
-    total = BAND * len(storeys) + 2 * MARGIN
+    storeys = _untangled(floors(graph), graph)
+    total = TOP + BAND * len(storeys) + MARGIN
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" '
-        f'viewBox="0 0 {WIDTH} {total}" font-family="monospace" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" font-family="sans-serif">',
+        '<defs><marker id="to" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#7681b4"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{total}" fill="#ffffff"/>',
     ]
+    for number, line in enumerate(LEGEND):
+        lines.append(_text(MARGIN, 24 + 17 * number, line, size=13, fill="#445"))
     boxes: dict[str, tuple[float, float, float]] = {}
     for floor, storey in enumerate(storeys):
         top = total - MARGIN - BAND * (floor + 1)
-        shade = "#f4f5f9" if floor % 2 else "#eceef5"
+        shade = "#f6f7fb" if floor % 2 else "#eceef6"
         lines.append(
             f'<rect x="{MARGIN}" y="{top}" width="{WIDTH - 2 * MARGIN}" height="{BAND}" fill="{shade}"/>'
         )
-        words = f"{floor}  {FLOORS[floor] if floor < len(FLOORS) else ''}"
-        lines.append(
-            f'<text x="{MARGIN + 8}" y="{top + 17}" fill="#667" font-size="11">{html.escape(words)}</text>'
-        )
-        space = (WIDTH - 2 * MARGIN) / len(storey)
+        told = FLOORS[floor] if floor < len(FLOORS) else ""
+        for number, line in enumerate([f"floor {floor}", *textwrap.wrap(told, 17)]):
+            weight = "normal" if number else "bold"
+            lines.append(
+                _text(
+                    MARGIN + 8,
+                    top + 22 + 14 * number,
+                    line,
+                    size=11,
+                    fill="#667",
+                    weight=weight,
+                )
+            )
+        left = MARGIN + LABEL
+        space = (WIDTH - MARGIN - left) / len(storey)
         for at, room in enumerate(storey):
             boxes[room] = (
-                MARGIN + space * (at + 0.5),
-                top + 30,
-                min(space - 14, 9.5 * len(room) + 26),
+                left + space * (at + 0.5),
+                top + (BAND - BOX) / 2,
+                min(space - 12, WIDEST),
             )
-    for room in sorted(graph):
-        x, y, _ = boxes[room]
-        for other in sorted(_direct(room, graph)):
-            to_x, to_y, _ = boxes[other]
-            lines.append(
-                f'<line x1="{x:.0f}" y1="{y + BOX:.0f}" x2="{to_x:.0f}" y2="{to_y:.0f}" stroke="#8a93b8" '
-                'stroke-width="1.2"/>'
-            )
+    lines += _arrows(boxes, graph)
     for room, (x, y, wide) in sorted(boxes.items()):
         folder = (PACKAGE / room).is_dir()
-        name = f"{room}/" if folder else room
         lines.append(
-            f'<rect x="{x - wide / 2:.0f}" y="{y:.0f}" width="{wide:.0f}" height="{BOX}" rx="5" '
+            f'<rect x="{x - wide / 2:.0f}" y="{y:.0f}" width="{wide:.0f}" height="{BOX}" rx="6" '
             f'fill="{"#dfe5ff" if folder else "#ffffff"}" stroke="#4a5aa8"/>'
         )
+        name = f"{room}/" if folder else f"{room}.py"
         lines.append(
-            f'<text x="{x:.0f}" y="{y + 22:.0f}" text-anchor="middle" fill="#1c2450">{name}</text>'
+            _text(
+                x, y + 19, name, size=13, fill="#1c2450", anchor="middle", weight="bold"
+            )
         )
+        for number, line in enumerate(_short(words(room), int(wide / 5.6))):
+            lines.append(
+                _text(
+                    x,
+                    y + 33 + 12 * number,
+                    line,
+                    size=10.5,
+                    fill="#334",
+                    anchor="middle",
+                )
+            )
     return "\n".join([*lines, "</svg>", ""])
+
+
+def _short(told: str, columns: int) -> list[str]:
+    """At most three lines of words."""
+    return textwrap.wrap(told, columns, max_lines=3, placeholder=" ...")
+
+
+def _untangled(storeys: list[list[str]], graph: dict[str, set[str]]) -> list[list[str]]:
+    """Each floor's rooms so ordered that a room stands near what it imports, and near what imports it."""
+    place = {
+        room: (at + 0.5) / len(storey)
+        for storey in storeys
+        for at, room in enumerate(storey)
+    }
+    near: dict[str, set[str]] = {room: set() for room in graph}
+    for room in graph:
+        for other in _direct(room, graph):
+            near[room].add(other)
+            near[other].add(room)
+    for _ in range(12):
+        for number, storey in enumerate(storeys):
+            middle = {
+                room: sum(place[other] for other in near[room])
+                / max(1, len(near[room]))
+                for room in storey
+            }
+            storeys[number] = sorted(
+                storey, key=lambda room: (round(middle[room], 9), room)
+            )
+            place |= {
+                room: (at + 0.5) / len(storey)
+                for at, room in enumerate(storeys[number])
+            }
+    return storeys
+
+
+def _arrows(
+    boxes: dict[str, tuple[float, float, float]], graph: dict[str, set[str]]
+) -> Iterator[str]:
+    """A curve from the lower edge of each room to the upper edge of each that it imports, side by side."""
+    down = {
+        room: sorted(_direct(room, graph), key=lambda other: boxes[other][0])
+        for room in graph
+    }
+    up = {
+        room: sorted(
+            [o for o in graph if room in down[o]], key=lambda other: boxes[other][0]
+        )
+        for room in graph
+    }
+    for room in sorted(graph):
+        for other in down[room]:
+            (x, y, wide), (to_x, to_y, to_wide) = boxes[room], boxes[other]
+            x += wide * ((down[room].index(other) + 1) / (len(down[room]) + 1) - 0.5)
+            to_x += to_wide * ((up[other].index(room) + 1) / (len(up[other]) + 1) - 0.5)
+            y, bend = y + BOX, (to_y - y - BOX) / 2
+            path = f"M{x:.0f},{y:.0f} C{x:.0f},{y + bend:.0f} {to_x:.0f},{to_y - bend:.0f} {to_x:.0f},{to_y:.0f}"
+            yield f'<path d="{path}" fill="none" stroke="#7681b4" stroke-width="1.3" marker-end="url(#to)"/>'
+
+
+def _text(
+    x: float,
+    y: float,
+    told: str,
+    *,
+    size: float,
+    fill: str,
+    anchor: str = "start",
+    weight: str = "normal",
+) -> str:
+    return (
+        f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
+        f'font-weight="{weight}">{html.escape(told)}</text>'
+    )
 
 
 def _direct(room: str, graph: dict[str, set[str]]) -> set[str]:

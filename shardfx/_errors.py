@@ -1,3 +1,6 @@
+"""Every error that the package raises, and the check of an argument's type."""
+
+
 class MeshError(ValueError):
     """A mesh that cannot be described, filled, ordered or built."""
 

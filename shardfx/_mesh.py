@@ -1,3 +1,5 @@
+"""A mesh as a value: named axes with sizes, without devices until it is built."""
+
 import math
 import types
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,3 +1,5 @@
+"""Why an array got less than was asked for: a closed vocabulary of reasons, and a spec with its reasons."""
+
 import dataclasses
 import enum
 
