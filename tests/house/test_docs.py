@@ -144,6 +144,53 @@ def test_a_wrong_example_is_noticed():
     assert blocks("```py\nmissing\n```\n```text\n```") == []
 
 
+HOUSE_PAGE = ROOT / "docs" / "contributing.md"
+FILE = r"[\w./-]*(?:\.(?:py|md|svg|toml)|/run)"
+
+
+def files_named(text: str) -> dict[str, Path]:
+    """The files and folders that a page names in backticks: from the repository's root, or from the package's."""
+    names = re.findall(rf"`({FILE}|[\w.]+/)`", text)
+    here = {name: [root / name for root in (ROOT, ROOT / "shardfx") if (root / name).exists()] for name in names}
+    return {name: found[0] if found else Path("missing") for name, found in here.items()}
+
+
+def test_every_file_on_the_page_about_the_house_exists():
+    named = files_named(HOUSE_PAGE.read_text())
+    # What one adds is not there yet.
+    missing = [name for name, file in named.items() if not file.exists() and "_yours" not in name]
+    assert missing == [] and len(named) > 50
+
+
+def test_every_function_on_the_page_about_the_house_is_where_it_says():
+    text = " ".join(HOUSE_PAGE.read_text().split())
+    found = re.findall(rf"`(\w+)` in `({FILE})`", text)
+    for name, file in found:
+        assert re.search(rf"^(def|class) {name}\b", files_named(f"`{file}`")[file].read_text(), re.MULTILINE), name
+    assert len(found) > 15
+
+
+def test_a_wrong_path_is_noticed():
+    assert not files_named("`_plan/nothing.py`")["_plan/nothing.py"].exists()
+    assert files_named("`_plan/planner.py` and `.ci/run`, `topology/`").keys() == {
+        "_plan/planner.py",
+        ".ci/run",
+        "topology/",
+    }
+
+
+def test_the_page_about_the_house_knows_every_room_and_every_line_of_the_readme():
+    text = HOUSE_PAGE.read_text()
+    index = text[text.index("## Where is it?") : text.index("## Three walks")]
+    rooms = {path.name for path in (ROOT / "shardfx").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert [room for room in sorted(rooms) if f"`{room}/`" not in index] == []
+    wanted = re.findall(r"^\| .+? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)[1:]
+    names = {name for cell in wanted for name in re.findall(r"`(?:shardfx\.)?(\w+)`", cell)}
+    known = {*re.findall(r"\w+", index)}
+    aliases = {"PathRules": "path_rules", "AxisRules": "axis_rules", "plan": "planner"}
+    assert [name for name in sorted(names) if aliases.get(name, name) not in known] == []
+
+
 def test_readme_commands_name_what_exists():
     readme = (ROOT / "README.md").read_text()
     extras = re.findall(r"\.\[([a-z,]+)\]", readme)
