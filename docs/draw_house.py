@@ -219,7 +219,7 @@ def _arrows(
 ) -> Iterator[str]:
     """A curve from the lower edge of each room to the upper edge of each that it imports, side by side."""
     down = {
-        room: sorted(_direct(room, graph), key=lambda other: boxes[other][0])
+        room: sorted(_direct(room, graph), key=lambda other: (boxes[other][0], other))
         for room in graph
     }
     up = {

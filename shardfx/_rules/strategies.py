@@ -128,7 +128,8 @@ def optional(target: Any) -> Optional:
         from shardfx import MeshSpec, PathRules, optional, plan
 
         rules = PathRules([("lm_head", optional(P("tensor"))), ("embed", P("tensor"))])
-        plan({"embed": jnp.ones((64, 8))}, MeshSpec({"tensor": 4}), paths=rules)  # this model has no lm_head
+        # This model has no lm_head
+        plan({"embed": jnp.ones((64, 8))}, MeshSpec({"tensor": 4}), paths=rules)
         ```
     """
     return target if isinstance(target, Optional) else Optional(target)

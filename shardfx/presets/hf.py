@@ -47,7 +47,8 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
         k_proj = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)  # 8 heads of 128
         tree = {"model": {"layers": {"0": {"self_attn": {"k_proj": {"weight": k_proj}}}}}}
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.llama())
-        print(made.leaves[0].spec, made.leaves[0].reasons[0])  # not over `tensor`: 8 heads are not cut into 16
+        # Not over `tensor`: 8 heads are not cut into 16
+        print(made.leaves[0].spec, made.leaves[0].reasons[0])
         ```
     """
     return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
