@@ -105,6 +105,14 @@ class MeshSpec(eqx.Module):
         **Raises:**
 
         `MeshError` that names the part that is no `name=size`.
+
+        !!! Example
+
+            ```python
+            from shardfx import MeshSpec
+
+            assert MeshSpec.parse("data=-1, tensor=4").fit(32).axis_sizes == (8, 4)
+            ```
         """
         pairs = []
         for part in text.split(","):
@@ -130,6 +138,21 @@ class MeshSpec(eqx.Module):
         **Returns:**
 
         The mesh without its devices, every axis within one slice (`dcn` is not recorded in JAX meshes).
+
+        **Raises:**
+
+        `MeshError` for what is no mesh.
+
+        !!! Example
+
+            ```python
+            import jax
+            from shardfx import MeshSpec
+
+            mesh = jax.make_mesh((4, 2), ("data", "tensor"))
+            assert str(MeshSpec.of(mesh)) == "data=4,tensor=2"
+            assert MeshSpec.of(mesh).axis_types == mesh.axis_types
+            ```
         """
         if isinstance(mesh, MeshSpec):
             return mesh
@@ -165,6 +188,14 @@ class MeshSpec(eqx.Module):
         **Raises:**
 
         `MeshError` if the known sizes do not divide `device_count`, or, without a -1, do not give it.
+
+        !!! Example
+
+            ```python
+            from shardfx import MeshSpec
+
+            assert MeshSpec({"data": -1, "tensor": 4}).fit(64).axis_sizes == (16, 4)
+            ```
         """
         return self._fitted(device_count, "")
 
@@ -193,6 +224,19 @@ class MeshSpec(eqx.Module):
         **Returns:**
 
         How many pieces a dimension sharded over `names` is cut into.
+
+        **Raises:**
+
+        `MeshError` for a name that is no axis of the mesh, a name that occurs twice, or a mesh with a size of -1.
+
+        !!! Example
+
+            ```python
+            from shardfx import MeshSpec
+
+            mesh = MeshSpec({"data": 2, "fsdp": 4, "tensor": 8})
+            assert mesh.axis_size("fsdp") == 4 and mesh.axis_size(("data", "fsdp")) == 8
+            ```
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         if not all(isinstance(name, str) for name in names):
@@ -203,7 +247,25 @@ class MeshSpec(eqx.Module):
         return math.prod(self.filled().shape[name] for name in names)
 
     def abstract(self) -> AbstractMesh:
-        """The `jax.sharding.AbstractMesh` of the same axes: enough to trace and lower with, no devices."""
+        """The `jax.sharding.AbstractMesh` of the same axes: enough to trace and lower with, no devices.
+
+        **Returns:**
+
+        The AbstractMesh, with this mesh's axis types.
+
+        **Raises:**
+
+        `MeshError` while a size is -1.
+
+        !!! Example
+
+            ```python
+            from shardfx import MeshSpec
+
+            abstract = MeshSpec({"data": 1024, "tensor": 64}).abstract()
+            assert abstract.shape == {"data": 1024, "tensor": 64}
+            ```
+        """
         return AbstractMesh(self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types)
 
     def order(self, devices: Sequence[Any] | np.ndarray) -> DeviceOrder:

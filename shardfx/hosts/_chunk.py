@@ -21,6 +21,16 @@ class LocalChunk:
     - `slices`: one `slice(start, stop)` per dimension.
     - `replica_id`: which of the processes that own the same part this one is. Those numbered 0 own every
         element once.
+
+    !!! Example
+
+        ```python
+        import numpy as np
+        from shardfx import hosts
+
+        chunk = hosts.LocalChunk((slice(2, 4), slice(0, 3)), replica_id=0)
+        assert np.ones((8, 3))[chunk.slices].shape == (2, 3)
+        ```
     """
 
     slices: tuple[slice, ...]
@@ -37,6 +47,17 @@ class DataLayout:
     - `shard_id`: which of the `num_shards` parts of the data this process loads.
     - `num_shards`: into how many parts the processes divide the data.
     - `is_first_host_in_replica_set`: whether no process before this one loads the same part.
+
+    !!! Example
+
+        ```python
+        from shardfx import hosts, MeshSpec
+
+        grid = hosts.regular_grid(MeshSpec({"data": 8}), {"data": 4})
+        layout = hosts.data_layout(64, "data", grid, 2)
+        rows_of_this_process = layout.batch_size // layout.num_shards
+        assert rows_of_this_process == 16 and layout.is_first_host_in_replica_set
+        ```
     """
 
     batch_size: int
@@ -130,6 +151,16 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
     **Raises:**
 
     As [`shardfx.hosts.shard_id`][].
+
+    !!! Example
+
+        ```python
+        from shardfx import hosts, MeshSpec
+
+        mesh = MeshSpec({"replica": 2, "data": 8})
+        grid = hosts.regular_grid(mesh, {"replica": 2, "data": 2})
+        assert [hosts.replica_id("data", grid, process) for process in range(4)] == [0, 0, 1, 1]
+        ```
     """
     given = _axes(axes, grid)
     return _place(tuple(name for name in grid.axis_names if name not in given), grid, process_index)

@@ -74,6 +74,17 @@ def unboxed(tree: Any) -> Any:
     **Returns:**
 
     The same tree with arrays (or ShapeDtypeStructs) in place of boxes and variables.
+
+    !!! Example
+
+        ```python
+        import flax.linen as nn
+        import jax.numpy as jnp
+        from shardfx.interop.flax import unboxed
+
+        boxed = {"kernel": nn.Partitioned(jnp.ones((4, 8)), ("embed", "mlp"))}
+        assert unboxed(boxed)["kernel"].shape == (4, 8)
+        ```
     """
 
     def value(node: Any) -> Any:
@@ -101,6 +112,18 @@ def rules_of(tree: Any) -> AxisRules:
 
     `RuleError` if two variables contradict each other: one plan reads a name one way. Plan them apart, and
     join the plans.
+
+    !!! Example
+
+        ```python
+        import flax.linen as nn
+        import jax.numpy as jnp
+        from shardfx.interop.flax import rules_of
+
+        own = (("embed", "fsdp"), ("mlp", "tensor"))
+        box = nn.LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "mlp"), rules=own)
+        assert rules_of({"kernel": box}).rules == own
+        ```
     """
     merged = AxisRules()
     for node in jax.tree.leaves(tree, is_leaf=_is_box):
@@ -152,6 +175,15 @@ def composite_rules(rule1: RulesLike, rule2: RulesLike) -> AxisRules:
     **Raises:**
 
     `RuleError` if they contradict each other; see [`shardfx.AxisRules.merge`][].
+
+    !!! Example
+
+        ```python
+        from shardfx.interop.flax import composite_rules
+
+        rules = composite_rules([("embed", "fsdp")], [("embed", "fsdp"), ("mlp", "tensor")])
+        assert rules.rules == (("embed", "fsdp"), ("mlp", "tensor"))
+        ```
     """
     return _as_rules(rule1).merge(_as_rules(rule2))
 
@@ -203,6 +235,15 @@ def remove_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...
     **Raises:**
 
     `SpecError` if the dimension is not there or has another name; nothing is changed then.
+
+    !!! Example
+
+        ```python
+        from shardfx.interop.flax import add_axis, remove_axis
+
+        assert remove_axis(("layers", "embed", "mlp"), 0, "layers") == ("embed", "mlp")
+        assert remove_axis(add_axis(("embed",), 2, "layers"), 2, "layers") == ("embed",)
+        ```
     """
     if not -len(names) <= index < len(names) or names[index] != name:
         raise SpecError(

@@ -26,6 +26,14 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
 
     `MeshError` for a topology that libtpu does not know, or where the wheel is not installed
     (`pip install "shardfx[aot]"`; `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` keep it quiet).
+
+    !!! Example
+
+        ```py
+        from shardfx.interop import tpu
+
+        assert len(tpu.devices_of("v5p:4x4x4")) == 64
+        ```
     """
     name = target.removeprefix("tpu:")
     more = {} if num_slices == 1 else {"num_slices": num_slices}
@@ -57,5 +65,15 @@ def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
     **Raises:**
 
     `MeshError` as `devices_of` and [`shardfx.MeshSpec.build`][] do.
+
+    !!! Example
+
+        ```py
+        from shardfx import MeshSpec
+        from shardfx.interop import tpu
+
+        mesh = tpu.mesh_of("v5e:4x4", MeshSpec({"data": -1, "tensor": 4}))
+        assert mesh.shape == {"data": 4, "tensor": 4}
+        ```
     """
     return mesh.build(devices_of(target, num_slices=math.prod(mesh.dcn_sizes)))

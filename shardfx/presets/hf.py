@@ -55,12 +55,44 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for Mistral's dense models; arguments as for `llama`."""
+    """Rules for Mistral's dense models; arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((14336, 4096), jnp.bfloat16)
+        tree = {"model.layers.0.mlp.up_proj.weight": array}
+        # Into the hidden size by rows, over `tensor`.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.mistral())
+        assert made.leaves[0].spec == P("tensor", "fsdp")
+        ```
+    """
     return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
 
 
 def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for Mixtral 8x7B and 8x22B; arguments as for `llama`."""
+    """Rules for Mixtral 8x7B and 8x22B; arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
+        tree = {"model.layers.0.block_sparse_moe.experts.7.w2.weight": array}
+        # The projection back of an expert, by columns.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.mixtral())
+        assert made.leaves[0].spec == P("fsdp", "tensor")
+        ```
+    """
     return _path_rules(
         [
             *_attention(head_dim, fsdp, tensor),
@@ -74,18 +106,66 @@ def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
 
 
 def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for Qwen2 and Qwen2.5, whose query, key and value have biases; arguments as for `llama`."""
+    """Rules for Qwen2 and Qwen2.5, whose query, key and value have biases; arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((512,), jnp.bfloat16)
+        tree = {"model.layers.0.self_attn.k_proj.bias": array}
+        # Four heads of 128 are not cut into eight.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 8}), paths=presets.qwen2())
+        assert made.leaves[0].spec == P()
+        ```
+    """
     rules = [*_decoder(head_dim, fsdp, tensor), _head_bias(r"[qkv]_proj.bias$", head_dim, tensor)]
     return _path_rules(rules, fsdp, tensor)
 
 
 def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for the dense Qwen3 models; arguments as for `llama`."""
+    """Rules for the dense Qwen3 models; arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+        tree = {"model.layers.0.self_attn.q_norm.weight": array}
+        # A norm is cut over `fsdp` alone.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.qwen3())
+        assert made.leaves[0].spec == P("fsdp")
+        ```
+    """
     return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
 
 
 def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for the Qwen3 models with a mixture of experts; arguments as for `llama`."""
+    """Rules for the Qwen3 models with a mixture of experts; arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((128, 2048), jnp.bfloat16)
+        tree = {"model.layers.0.mlp.gate.weight": array}
+        # Every device of a `tensor` group routes to all experts.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.qwen3_moe())
+        assert made.leaves[0].spec == P(None, "fsdp")
+        ```
+    """
     return _path_rules([*_decoder(head_dim, fsdp, tensor), (r"mlp.gate.weight$", P(None, fsdp))], fsdp, tensor)
 
 
@@ -93,12 +173,43 @@ def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
     """Rules for the text models of Gemma, Gemma 2 and Gemma 3; arguments as for `llama`.
 
     Gemma 2 27B and Gemma 3 27B have heads of 128.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((3584, 4096), jnp.bfloat16)
+        tree = {"model.layers.0.self_attn.o_proj.weight": array}
+        # 16 heads of 256, four on each device.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.gemma())
+        assert made.leaves[0].spec == P("fsdp", "tensor")
+        ```
     """
     return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
 
 
 def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for StarCoder2; arguments as for `llama`."""
+    """Rules for StarCoder2; arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((6144, 24576), jnp.bfloat16)
+        tree = {"model.layers.0.mlp.c_proj.weight": array}
+        # Back from the hidden size, by columns.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.starcoder2())
+        assert made.leaves[0].spec == P("fsdp", "tensor")
+        ```
+    """
     return _path_rules(
         [
             (r"(embed_tokens|lm_head).weight$", P(tensor, fsdp)),
@@ -132,6 +243,21 @@ def deepseek_v3(
     **Returns:**
 
     [`shardfx.PathRules`][]. The compressed queries, keys and values belong to no head, and are cut by `fsdp` alone.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((24576, 1536), jnp.bfloat16)
+        tree = {"model.layers.3.self_attn.q_b_proj.weight": array}
+        # 128 heads of 128 + 64.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.deepseek_v3())
+        assert made.leaves[0].spec == P("tensor", "fsdp")
+        ```
     """
     query, both = qk_nope_head_dim + qk_rope_head_dim, qk_nope_head_dim + v_head_dim
     # The fp8 checkpoint has beside each weight one scale per block of 128 x 128, under the same name.
@@ -157,6 +283,21 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
     Query, key and value lie side by side in `c_attn`. They are cut between heads, but one device's part mixes
     heads of the three: split `c_attn` in three to give each device the query, key and value of the same heads.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((768, 3072), jnp.bfloat16)
+        tree = {"h.0.mlp.c_fc.weight": array}
+        # `[in, out]`: the hidden size is the second dimension.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.gpt2())
+        assert made.leaves[0].spec == P("fsdp", "tensor")
+        ```
     """
     return _path_rules(
         [
@@ -175,7 +316,23 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
 
 def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for BERT and for sentence encoders of its form, as MiniLM (heads of 32); arguments as for `llama`."""
+    """Rules for BERT and for sentence encoders of its form, as MiniLM (heads of 32); arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((384, 384), jnp.bfloat16)
+        tree = {"encoder.layer.0.attention.self.query.weight": array}
+        # MiniLM: 12 heads of 32, three on each device.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.bert(head_dim=32))
+        assert made.leaves[0].spec == P("tensor", "fsdp")
+        ```
+    """
     return _path_rules(
         [
             (r"word_embeddings.weight$|decoder.weight$", P(tensor, fsdp)),
@@ -196,7 +353,23 @@ def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
 
 def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for T5 and T5 v1.1; arguments as for `llama`."""
+    """Rules for T5 and T5 v1.1; arguments as for `llama`.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+        tree = {"encoder.block.0.layer.0.SelfAttention.q.weight": array}
+        # Eight heads of 64, two on each device.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.t5())
+        assert made.leaves[0].spec == P("tensor", "fsdp")
+        ```
+    """
     return _path_rules(
         [
             (r"(shared|embed_tokens|lm_head).weight$", P(tensor, fsdp)),

@@ -32,6 +32,19 @@ class Layout:
 
     - `axes`: one entry per dimension, as [`shardfx.resolve`][] takes them.
     - `mode_dim`: the dimension that [`shardfx.presets.infer_mode`][] looks at, or `None` for "train".
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import presets, resolve
+        from shardfx.presets.tokens import BATCH, EMBED, LENGTH
+
+        layout = presets.Layout((BATCH, LENGTH, EMBED), mode_dim=1)
+        mode = presets.infer_mode((8, 1024, 512), layout.mode_dim)
+        spec = resolve(layout.axes, presets.eformer(), mode=mode).spec
+        assert mode == "train" and spec == P(("fsdp", "dp"), "sp", "tp")
+        ```
     """
 
     axes: tuple[Any, ...]

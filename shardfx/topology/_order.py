@@ -26,6 +26,17 @@ class DeviceOrder:
     - `reasons`: why it is not JAX's own order, and what was changed in it; empty where nothing was.
     - `mean_hops`: per mesh axis, how many links lie between neighbours within a slice, on average; `None` for
         devices without coordinates.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec
+
+        order = MeshSpec({"data": 2, "tensor": 4}).order(jax.devices())
+        assert order.mean_hops is None  # CPUs have no coordinates
+        assert order.reasons == ()
+        ```
     """
 
     devices: np.ndarray
@@ -50,6 +61,16 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
     **Raises:**
 
     `MeshError` if the sizes do not use every device once, or the slices are not as many as `dcn_sizes` says.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import topology
+
+        order = topology.device_order(jax.devices(), (4, 2))
+        assert order.devices.shape == (4, 2) and order.method == "mesh_utils"
+        ```
     """
     sizes = tuple(sizes)
     dcn = (1,) * len(sizes) if dcn_sizes is None else tuple(dcn_sizes)

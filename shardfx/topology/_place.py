@@ -26,6 +26,10 @@ def coords(device: Any, local_device_count: int) -> tuple[int, ...]:
 
     `(*coords, core)`, or `(process_index, id % local_device_count)`.
 
+    **Raises:**
+
+    `MeshError` if the device has no coordinates and `local_device_count` is below 1.
+
     !!! Example
 
         ```python
@@ -136,6 +140,16 @@ def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
     **Returns:**
 
     One tuple of indices per slice.
+
+    !!! Example
+
+        ```python
+        from types import SimpleNamespace
+        from shardfx import topology
+
+        devices = [SimpleNamespace(slice_index=index) for index in (1, 0, 1, 0)]
+        assert topology.slices(devices) == ((1, 3), (0, 2))
+        ```
     """
     return _grouped([int(getattr(device, "slice_index", None) or 0) for device in listed(devices)])
 

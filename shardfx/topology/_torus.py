@@ -34,6 +34,15 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
     **Returns:**
 
     One bool per dimension; all `False` for kinds that are not known. Cores of a chip are never a ring.
+
+    !!! Example
+
+        ```python
+        from shardfx import topology
+
+        assert topology.wraps("TPU v4", (4, 4, 2, 1)) == (True, True, False, False)
+        assert topology.wraps("TPU v5 lite", (16, 8)) == (True, False)
+        ```
     """
     multiple, sizes = _RING_MULTIPLE.get(device_kind), _RING_SIZES.get(device_kind, ())
     torus = bounds[:3]
