@@ -38,7 +38,7 @@ OURS = (
 )
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
-_ARGUMENT = re.compile(r"`(unmatched|mode|min_bytes|strict|refine)=([^`]+)`")
+_ARGUMENT = re.compile(r"`(unmatched|unused|mode|min_bytes|strict|refine)=([^`]+)`")
 _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent.parent))
 
 

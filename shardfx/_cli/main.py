@@ -141,6 +141,7 @@ def _add_plan(commands: Any) -> None:
     add("--devices", type=_positive, metavar="N", help="how many devices fill a size of -1")
     add("--min-bytes", type=_number, default=0, metavar="N", help="replicate arrays of fewer bytes")
     add("--unmatched", choices=("raise", "replicate"), default="raise", help="arrays without a rule (default: raise)")
+    add("--unused", choices=("raise", "allow"), default="raise", help="rules that never apply (default: raise)")
     add("--strict", action="store_true", help="fail where an array cannot be sharded as its rule asks")
     add("--refine", action="store_true", help="split mesh axes of which a dimension can take a part")
     add("--width", type=_positive, metavar="N", help="columns of text (default: the terminal's, else no limit)")
@@ -183,6 +184,7 @@ def _plan(flags: argparse.Namespace) -> int:
             mode=flags.mode,
             min_bytes=flags.min_bytes,
             unmatched=flags.unmatched,
+            unused=flags.unused,
             strict=flags.strict,
             refine=flags.refine,
         ),

@@ -378,7 +378,9 @@ def test_min_bytes_unmatched_and_width(module, capsys):
     arguments = ("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules")
     assert run(*arguments, "w->fsdp", "--min-bytes", "10000") == 0
     assert "fewer than the 10000 asked for" in capsys.readouterr().out
-    assert run(*arguments, "x->fsdp", "--unmatched", "replicate", "--width", "72") == 0
+    assert "pass `--unused allow`" in failure(capsys, *arguments, "x->fsdp", "--unmatched", "replicate")
+    flags = ("--unmatched", "replicate", "--unused", "allow", "--width", "72")
+    assert run(*arguments, "x->fsdp", *flags) == 0
     out = capsys.readouterr().out
     assert "no rule covers the array" in out and max(map(len, out.splitlines())) <= 72
 
