@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from .._boxes import Box, boxes_here
 from .._errors import CheckpointError
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
@@ -20,9 +21,9 @@ from ._index import Index, read_index
 from ._keys import keys_from
 from ._progress import Progress
 from ._reader import GAP_BYTES, RUN_BYTES, Files, buffers, spans_of
-from ._spans import Box, Span
+from ._spans import Span
 from ._stores import MissingChunks
-from ._wanted import Fetch, Rename, Wanted, box_bytes, boxes_here, fetches, require_devices, wanted
+from ._wanted import Fetch, Rename, Wanted, box_bytes, fetches, require_devices, wanted
 
 
 _STAGING_BYTES = 2**30
@@ -160,7 +161,7 @@ def _in_file_order(leaves: list[Wanted]) -> list[tuple[int, Wanted]]:
 def _holders(shape: tuple[int, ...], sharding: Sharding) -> Mapping[Box, tuple[Any, ...]]:
     """The boxes of an array that this process holds, each with the devices that hold it."""
     holders: dict[Box, tuple[Any, ...]] = {}
-    for device, box in boxes_here(shape, sharding).items():
+    for device, box in boxes_here(sharding, shape).items():
         holders[box] = (*holders.get(box, ()), device)
     return types.MappingProxyType(holders)
 

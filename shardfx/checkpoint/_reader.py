@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from .._boxes import Box
 from .._errors import CheckpointError
 from .._text import quoted
 from ._casts import fill
 from ._entry import FileArray
 from ._files import Place, opened
-from ._spans import Box, Part, Span, spans
+from ._spans import Part, Span, spans
 
 
 # A process should read the bytes of its own shards; only crumbs are read along, where skipping takes ten times as long.

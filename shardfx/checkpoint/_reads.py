@@ -2,17 +2,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from .._boxes import Box, boxes as all_boxes
 from .._errors import PlanMismatchError
-from .._spec import entries_of, entry_axes
 from . import _stores as stores
 from ._entry import StoreArray
 from ._index import Index
 from ._reader import GAP_BYTES, spans_of
-from ._spans import Box
-from ._wanted import Fetch, Rename, Wanted, as_box, box_bytes, fetches, wanted
+from ._wanted import Fetch, Rename, Wanted, box_bytes, fetches, wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +97,7 @@ def plan_reads(
 
         ```python
         import tempfile
-        import numpy as np
-        from safetensors.numpy import save_file
+                from safetensors.numpy import save_file
         import shardfx
         from shardfx import MeshSpec, PathRules, checkpoint
 
@@ -153,32 +150,16 @@ def _sizes(fetch: Fetch, leaf: Wanted, gap_bytes: int) -> list[tuple[int, int]]:
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
     """Per process the different boxes of an array that its devices hold."""
     held: dict[int, dict[Box, None]] = {}
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        count, sizes = processes or 1, dict(sharding.mesh.shape)
-        if sharding.mesh.size % count:
-            raise PlanMismatchError(
-                f"{count} processes cannot each have as many of the {sharding.mesh.size} devices of the mesh; give a "
-                "number that divides it."
-            )
-        for position, box in enumerate(_abstract_boxes(shape, sharding, sizes)):
-            held.setdefault(position * count // sharding.mesh.size, {})[box] = None
-    else:
-        for device, index in sharding.devices_indices_map(shape).items():
-            if index is not None:
-                held.setdefault(device.process_index, {})[as_box(index, shape)] = None
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
+        for device, box in all_boxes(sharding, shape).items():
+            held.setdefault(device.process_index, {})[box] = None
+        return {process: tuple(boxes) for process, boxes in held.items()}
+    count, size = processes or 1, sharding.mesh.size
+    if size % count:
+        raise PlanMismatchError(
+            f"{count} processes cannot each have as many of the {size} devices of the mesh; give a number that "
+            "divides it."
+        )
+    for place, box in all_boxes(sharding, shape).items():
+        held.setdefault(place * count // size, {})[box] = None
     return {process: tuple(boxes) for process, boxes in held.items()}
-
-
-def _abstract_boxes(shape: tuple[int, ...], sharding: NamedSharding, sizes: Mapping[str, int]) -> list[Box]:
-    """Per position in the mesh, in row-major order, the box of an array there."""
-    sharding.shard_shape(shape)
-    coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
-    columns = []
-    for dim, size in enumerate(shape):
-        axes = entry_axes(entries_of(sharding.spec)[dim]) if dim < len(entries_of(sharding.spec)) else ()
-        number, count = np.zeros(sharding.mesh.size, np.int64), 1
-        for axis in axes:
-            number, count = number * sizes[axis] + coordinates[axis], count * sizes[axis]
-        step = size // count
-        columns.append([(start, start + step) for start in (number * step).tolist()])
-    return list(zip(*columns, strict=True)) if columns else [()] * sharding.mesh.size

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._boxes import Box, as_box
 from .._errors import CheckpointError, LeafTypeError
 from .._plan.content import rows_of
 from .._plan.shard_plan import ShardPlan
@@ -20,8 +21,7 @@ from ._files import inside, place, read_json
 from ._index import read_index
 from ._progress import Progress
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
-from ._spans import Box, spans, whole
-from ._wanted import as_box
+from ._spans import spans, whole
 
 
 PLAN = "plan.json"

@@ -5,9 +5,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from .._boxes import Box, volume
 
-# Per dimension the first index and the one after the last.
-Box = tuple[tuple[int, int], ...]
 
 # So many short reads are a task, whatever their bytes.
 _MOST_RUNS = 4096
@@ -66,11 +65,6 @@ def whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def elements(box: Box) -> int:
-    """How many elements a box has."""
-    return math.prod(stop - start for start, stop in box)
-
-
 def spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], *, gap_bytes: int, run_bytes: int, copy_bytes: int
 ) -> Iterator[Span]:
@@ -92,7 +86,7 @@ def spans(
     Spans in the order of the file, group by group.
     """
     strides = strides_of(shape, itemsize)
-    wanted = [(number, box) for number, box in enumerate(boxes) if elements(box)]
+    wanted = [(number, box) for number, box in enumerate(boxes) if volume(box)]
     cut = max((dim for _, box in wanted for dim in range(len(shape)) if box[dim] != (0, shape[dim])), default=0)
     for hull, members in _groups(wanted, cut, strides, gap_bytes):
         in_place = all(stop - start == 1 for start, stop in hull[:cut])
@@ -135,7 +129,7 @@ def _pieces(
     start, stop = box[dim]
     one = _reach(box, dim + 1, strides, itemsize)
     has_gaps = strides[dim] - one >= gap_bytes
-    if one > limit or (has_gaps and elements(box[dim + 1 :]) * itemsize < one):
+    if one > limit or (has_gaps and volume(box[dim + 1 :]) * itemsize < one):
         for index in range(start, stop):
             inner = (*box[:dim], (index, index + 1), *box[dim + 1 :])
             yield from _pieces(inner, dim + 1, strides, itemsize, gap_bytes, limit)
@@ -172,7 +166,7 @@ def _span(
         where = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True))
         if all(stop > start for start, stop in where):
             parts.append(Part(number, where, _first(where, strides) - first))
-    lengths = [elements(part.where) * itemsize for part in parts]
+    lengths = [volume(part.where) * itemsize for part in parts]
     starts = list(itertools.accumulate(lengths, initial=0))
     is_direct = starts[-1] == run_bytes * runs and all(
         part.offset == start and _reach(part.where, 0, strides, itemsize) == length

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from .._boxes import Box, volume
 from .._errors import CheckpointError, PlanMismatchError, UnknownPathError
 from .._plan.shard_plan import ShardPlan
 from .._text import printable, quoted
@@ -16,7 +17,6 @@ from .._tree import flatten
 from . import _keys as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, struct
-from ._spans import Box, elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,17 +288,6 @@ def require_devices(shardings: Iterable[Sharding]) -> None:
             )
 
 
-def boxes_here(shape: tuple[int, ...], sharding: Sharding) -> dict[Any, Box]:
-    """Per device of this process, the box of an array that it holds."""
-    found = sharding.addressable_devices_indices_map(shape)
-    return {device: as_box(index, shape) for device, index in found.items() if index is not None}
-
-
-def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """JAX's tuple of slices as a box."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
 def fetches(leaf: Wanted, boxes: Sequence[Box]) -> list[Fetch]:
     """Which boxes of which arrays fill `boxes` of a leaf."""
     rank = len(leaf.shape) - leaf.is_stacked
@@ -321,4 +310,4 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> list[Fetch]:
 
 def box_bytes(box: Box, dtype: Any) -> int:
     """Bytes of a box in memory."""
-    return elements(box) * itemsize(dtype)
+    return volume(box) * itemsize(dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec, Sharding
 
+from .._boxes import Box, boxes
 from .._errors import MeshError, SpecError
 from .._spec import UNCONSTRAINED, entries_of, entry_axes
 from ._grid import HostGrid
@@ -245,9 +246,8 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
         ]
         ```
     """
-    owners: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        part = tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
+    owners: dict[Box, list[int]] = {}
+    for device, part in boxes(sharding, tuple(shape)).items():
         owners.setdefault(part, []).append(device.process_index)
     chunks = []
     for part in sorted(owners):

@@ -7,7 +7,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from shardfx.checkpoint._spans import elements, spans
+from shardfx._boxes import volume
+from shardfx.checkpoint._spans import spans
 
 
 @st.composite
@@ -48,7 +49,7 @@ def check(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
             home = out[part.number][(*(slice(a - c, b - c) for (a, b), (c, _) in pairs), ...)]
             assert (home == -1).all(), "a byte of a box is read twice"
             if span.is_direct:
-                nbytes = elements(part.where) * itemsize
+                nbytes = volume(part.where) * itemsize
                 assert (data[position : position + nbytes : itemsize] == values.ravel()).all()
                 position += nbytes
             home[...] = values

@@ -1,0 +1,52 @@
+"""Boxes: the part of an array that a device holds, as start and stop per dimension."""
+
+import math
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from ._spec import entries_of, entry_axes
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """JAX's tuple of slices as a box."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """Per device the box that it holds of an array of `shape`.
+
+    On an AbstractMesh the devices are numbered by their place in the mesh, in row-major order.
+    """
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return dict(enumerate(_in_mesh_order(sharding, shape)))
+    return {device: as_box(index or (), shape) for device, index in sharding.devices_indices_map(shape).items()}
+
+
+def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """The same for the devices of this process alone."""
+    found = sharding.addressable_devices_indices_map(shape)
+    return {device: as_box(index or (), shape) for device, index in found.items()}
+
+
+def volume(box: Box) -> int:
+    """How many elements a box holds."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
+    sharding.shard_shape(shape)  # raises where the sharding does not fit
+    sizes, entries = dict(sharding.mesh.shape), entries_of(sharding.spec)
+    where = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
+    columns = []
+    for dim, size in enumerate(shape):
+        number, count = np.zeros(sharding.mesh.size, np.int64), 1
+        for axis in entry_axes(entries[dim]) if dim < len(entries) else ():
+            number, count = number * sizes[axis] + where[axis], count * sizes[axis]
+        step = size // count
+        columns.append([(start, start + step) for start in (number * step).tolist()])
+    return list(zip(*columns, strict=True)) if columns else [()] * sharding.mesh.size
