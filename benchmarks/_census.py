@@ -1,4 +1,4 @@
-"""XLA's own program against the chosen one over random pairs of shardings: memory, traffic, compile and run time."""
+"""XLA's own program against the planned steps over random pairs of shardings: memory, traffic, compile and run time."""
 
 import dataclasses
 import math
@@ -15,10 +15,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.steps.choose import choose, lowered, steps_program
-from shardfx._reshard.steps.hlo import wire_bytes
-
 from ._case import Value
+from ._hlo import lowered, planned, steps_program, wire_bytes
 from ._pairs import MESHES, emulated, every_layout, placed, sharding_of
 
 
@@ -31,7 +29,7 @@ SHOWN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A pair of shardings: what XLA's own program costs ("xla") and what the chosen one does ("ours")."""
+    """A pair of shardings: what XLA's own program costs ("xla") and what the steps do ("ours")."""
 
     move: str
     steps: str
@@ -62,7 +60,7 @@ def census(pairs: int, aot: str | None) -> Mapping[str, Value]:
     scratch = _scratch_bytes(devices)
     while len(rows) < pairs:
         src, dst = rng.choice(ends), rng.choice(ends)
-        if choose(shape, dtype, src, dst).how != "none":
+        if planned(shape, dtype, src, dst).steps:
             rows.append(_row(shape, dtype, src, dst, SLACK_BYTES + scratch, run=not aot))
     return {"bytes of scratch of a permutation": scratch, **_summary(rows)}
 
@@ -97,23 +95,19 @@ def _scratch_bytes(devices: np.ndarray) -> int:
 def _row(
     shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding, slack_bytes: int, *, run: bool
 ) -> Row:
-    choice = choose(shape, dtype, src, dst)
+    plan = planned(shape, dtype, src, dst)
     jax.clear_caches()
-    begin = time.perf_counter()
-    theirs = lowered(lambda x: x, shape, dtype, src, dst).compile()
-    taken = {"xla": time.perf_counter() - begin}
-    ours, taken["ours"] = theirs, taken["xla"]
-    if choice.how == "steps":
+    programs, taken = {}, {}
+    for name, fn in (("xla", lambda x: x), ("ours", steps_program(shape, dtype, src, dst))):
         begin = time.perf_counter()
-        ours = lowered(steps_program(shape, dtype, src, dst), shape, dtype, src, dst).compile()
-        taken["ours"] = time.perf_counter() - begin
-    programs = {"xla": theirs, "ours": ours}
+        programs[name] = lowered(fn, shape, dtype, src, dst).compile()
+        taken[name] = time.perf_counter() - begin
     row = Row(
         move=f"{_text(src)} to {_text(dst)}",
-        steps=", ".join(step.kind for step in choice.plan.steps),
+        steps=", ".join(step.kind for step in plan.steps),
         shard_bytes=max(math.prod(end.shard_shape(shape)) for end in (src, dst)) * dtype.itemsize,
         slack_bytes=slack_bytes,
-        bound_bytes=choice.plan.lower_bound_bytes,
+        bound_bytes=plan.lower_bound_bytes,
         temp_bytes={name: made.memory_analysis().temp_size_in_bytes for name, made in programs.items()},
         wire_bytes={name: float(wire_bytes(made.as_text(), src.mesh.size)) for name, made in programs.items()},
         compile_seconds=taken,
@@ -122,8 +116,6 @@ def _row(
     if not run:
         return row
     x = _checked(shape, dtype, src, programs)
-    if choice.how == "xla":
-        return dataclasses.replace(row, speedup=1.0)
     speedup = _speedup(programs, x, 11)
     if speedup < 1 / SLOWER:
         speedup = _speedup(programs, x, 31)  # one bad moment of the machine is no result

@@ -1,5 +1,6 @@
 """All pairs of shardings of a matrix on 16 devices: their plans over NumPy arrays, and their programs on devices."""
 
+import functools as ft
 import itertools as it
 import os
 import statistics
@@ -12,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.move import apply, move_of
+from shardfx._reshard.carry_out import carry_out
+from shardfx._reshard.move import move_of
 from shardfx._reshard.reshard import reshard
-from shardfx._reshard.steps.choose import choose, steps_program
 from shardfx._reshard.steps.layout import Layout
 from shardfx._reshard.steps.redistribute import redistribute
 
@@ -33,7 +34,7 @@ _SHAPE = (128, 128)
 # Compiled programs are never given back to the system, so that a process runs only so many.
 _CHUNKS = 24
 
-_HOW = {"xla": "by XLA's program", "steps": "by steps", "none": "nothing to do"}
+_HOW = {"steps": "by steps", "relabel": "nothing to do", "in place": "nothing to do"}
 Pair = tuple[Layout, Layout]
 
 
@@ -138,8 +139,7 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
     """In a process of its own: each of `chunks` takes every so many of the distinct pairs, and all that equal them.
 
     Every pair goes through `reshard`, which on the CPU copies between the shards in its memory, and through the
-    programs that accelerators run, compiled here for the CPU. Where XLA's own program is the one chosen, the planned
-    steps run as well.
+    programs that accelerators run, compiled here for the CPU.
     """
     # LLVM takes half of the time, and what is tested is neither its work nor its speed.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -152,14 +152,12 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
     wrong: list[str] = []
     for pairs in it.chain.from_iterable(map(_by_steps, _by_placement(ends)[chunk::chunks])):
         src, dst = (shardings[end] for end in pairs[0])
-        how = choose(_SHAPE, values.dtype, src, dst).how
-        ways: dict[str, Callable[[jax.Array], jax.Array]] = {"programs": _programs(src, dst, values.dtype)}
-        if how == "xla":
-            ways["steps"] = jax.jit(steps_program(_SHAPE, values.dtype, src, dst), in_shardings=src, out_shardings=dst)
+        move = move_of(_SHAPE, values.dtype, src, dst, copies=False)
+        ways: dict[str, Callable[[jax.Array], jax.Array]] = {"programs": ft.partial(carry_out, move)}
         totals["distinct"] += 1
         totals["pairs"] += len(pairs)
-        totals[_HOW[how]] += len(pairs)
-        totals["programs of steps compiled"] += how != "none"
+        totals[_HOW[move.how]] += len(pairs)
+        totals["programs of steps compiled"] += not move.idle
         for here, there in pairs:
             wrong += _wrong_ways(values, (shardings[here], shardings[there]), (src, dst), ways)
     return totals | {"wrong": wrong, "mappings": len(Path("/proc/self/maps").read_text().splitlines())}
@@ -181,12 +179,6 @@ def _by_steps(pairs: Sequence[Pair]) -> list[list[Pair]]:
     for src, dst in pairs:
         found.setdefault(redistribute(_SHAPE, 32, src, dst).steps, []).append((src, dst))
     return list(found.values())
-
-
-def _programs(src: NamedSharding, dst: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """What `reshard` does where devices have memories of their own."""
-    how = move_of(_SHAPE, dtype, src, dst, host=False)
-    return lambda x: apply(how, x)
 
 
 def _wrong_ways(

@@ -15,14 +15,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._mesh import MeshSpec
-from shardfx._reshard.reshard import reshard
+from shardfx._reshard.reshard import reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
-from shardfx._reshard.steps.choose import choose
 from shardfx._reshard.steps.layout import Layout
-from shardfx._reshard.steps.primitive import move
 from shardfx._reshard.steps.redistribute import layout, redistribute
 
 from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
+from ._hlo import planned
 from ._machine import fresh_process
 from ._pairs import compiled, placed, simulated
 from ._peers import device_put, eformer, scalax, whole_jit
@@ -152,11 +151,10 @@ def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Rac
     facts: dict[str, Value] = {"from": _text(src), "to": _text(dst)}
     if src.device_set == dst.device_set:
         # What `reshard` does where devices have memories of their own, and inside `jit` everywhere.
-        rivals.insert(1, Rival("shardfx, its program", lambda: lambda x: move(x, dst), right))
-        choice = choose(shape, values.dtype, src, dst)
-        steps = ", ".join(step.kind for step in choice.plan.steps)
-        facts["shardfx's program"] = {"none": "nothing to do", "xla": "XLA's own", "steps": steps}[choice.how]
-        facts |= {"wire bytes": choice.plan.wire_bytes, "lower bound": choice.plan.lower_bound_bytes}
+        rivals.insert(1, Rival("shardfx, its program", lambda: lambda x: resharded(x, dst, copies=False), right))
+        plan = planned(shape, values.dtype, src, dst)
+        facts["shardfx's program"] = ", ".join(step.kind for step in plan.steps) or "nothing to do"
+        facts |= {"wire bytes": plan.wire_bytes, "lower bound": plan.lower_bound_bytes}
     return Race(
         rivals=tuple(rivals),
         fresh=lambda: jax.block_until_ready(placed(values, src)),

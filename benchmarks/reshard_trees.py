@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.move import move_of
-from shardfx._reshard.reshard import reshard
+from shardfx._reshard.reshard import reshard, resharded
 
 from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
@@ -245,7 +244,8 @@ def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
         },
         out_shardings=src,
     )
-    move = ft.partial(reshard, memory_limit_bytes=limit) if how == "copies" else ft.partial(_by_programs, limit=limit)
+    # Programs are what accelerators run, where the CPU would copy between the shards in its memory.
+    move = ft.partial(resharded, memory_limit_bytes=limit, copies=how == "copies")
     first = jax.block_until_ready(move(jax.block_until_ready(make()), dst))
     del first
     tree = jax.block_until_ready(make())
@@ -256,14 +256,6 @@ def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
     seconds, beyond = time.perf_counter() - begin, peak_resident_bytes() - before - _bytes(tree)
     del moved
     return {"beyond_over_limit": max(0, beyond) / limit, "tree_over_limit": _bytes(tree) / limit, "seconds": seconds}
-
-
-def _by_programs(tree: Any, dst: NamedSharding, limit: int) -> Any:
-    """What accelerators run, where the CPU would copy between the shards in its memory."""
-    from unittest import mock
-
-    with mock.patch("shardfx._reshard.reshard.move_of", lambda *args: move_of(*args, host=False)):
-        return reshard(tree, dst, memory_limit_bytes=limit)
 
 
 def offloads(options: Options, mebibytes: int) -> list[Entry]:

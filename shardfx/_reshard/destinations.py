@@ -1,13 +1,13 @@
 """Where a tree's arrays shall lie, in all the forms that it can be said in: a plan, a sharding, a tree of shardings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from .._errors import LeafTypeError, PlanMismatchError
+from .._errors import LeafTypeError, PlanMismatchError, check_type
 from .._plan.shard_plan import ShardPlan, shardings_of_leaves
 from .._tree import flatten, tree_paths
 
@@ -70,3 +70,19 @@ def _sharding(entry: Any, at: int, treedef: Any, what: str, known: dict[int, Sha
 def is_array(leaf: Any) -> bool:
     """Whether a leaf can be moved."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def lost_devices(lost: Iterable[Any]) -> tuple[Any, ...]:
+    """The argument `lost` of a move, for which ids, or one device alone, would name no device; as a tuple."""
+    fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
+    check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
+    found = tuple(lost)
+    for device in found:
+        if not isinstance(device, jax.Device):
+            raise LeafTypeError(f"`lost` holds {device!r:.80}, of type {type(device).__name__}, not a device; {fix}")
+    return found
+
+
+def leaf_name(path: str) -> str:
+    """A leaf in a message; a tree that is one array has no path."""
+    return f"leaf `{path}`" if path else "the array"

@@ -11,21 +11,11 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._errors import LeafTypeError, MeshError, MoveError, SpecError
 from .._tree import tree_paths
-from .destinations import is_array, targets
-from .move import (
-    Move,
-    apply,
-    balanced,
-    leaf_name,
-    least_limit_bytes,
-    lost_devices,
-    move_of,
-    require_movable,
-    require_reduced,
-    why_least,
-)
-from .steps.primitive import traced
-from .tiles.transfer import IN_FLIGHT_BYTES
+from .carry_out import carry_out, least_limit_bytes, why_least
+from .destinations import is_array, leaf_name, lost_devices, targets
+from .move import Move, balanced, has_devices, move_of, require_movable, require_reduced
+from .tiles.transfer import IN_FLIGHT_BYTES, lost_text
+from .traced import traced
 
 
 # Each program that is under way holds threads of the CPU's runtime, which gives up when too many wait for each other;
@@ -98,13 +88,27 @@ def reshard(
         assert moved["w"].addressable_shards[0].data.shape == (24, 4)
         ```
     """
+    return resharded(tree, dst, src=src, memory_limit_bytes=memory_limit_bytes, donate=donate, lost=lost)
+
+
+def resharded(
+    tree: Any,
+    dst: Any,
+    *,
+    src: Any = None,
+    memory_limit_bytes: SupportsIndex | None = None,
+    donate: bool = False,
+    lost: Iterable[Any] = (),
+    copies: bool = True,
+) -> Any:
+    """As `reshard`; without `copies`, devices of the CPU run the programs of devices with memories of their own."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     leaves, treedef = jax.tree.flatten(tree)
     wanted = targets(dst, tree, leaves, treedef, "dst")
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         sources = [None] * len(leaves) if src is None else targets(src, tree, leaves, treedef, "src")
         return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, treedef))
-    job = _job(leaves, wanted, treedef, lost)
+    job = job_of(leaves, wanted, treedef, lost, copies)
     if limit_bytes is not None:
         _require_room(job, limit_bytes)
     with _asked_for():
@@ -128,7 +132,7 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class Job:
     """What there is to do: the leaves of each move, by number, and NumPy leaves that have yet to be placed."""
 
     moves: dict[Move, list[int]]
@@ -136,14 +140,22 @@ class _Job:
     treedef: Any
 
 
-def _job(leaves: Sequence[Any], wanted: Sequence[Sharding | None], treedef: Any, lost: tuple[Any, ...]) -> _Job:
-    known: dict[Any, Move | None] = {}
-    job = _Job({}, [], treedef)
+def job_of(
+    leaves: Sequence[Any],
+    wanted: Sequence[Sharding | None],
+    treedef: Any,
+    lost: tuple[Any, ...] = (),
+    copies: bool = True,
+) -> Job:
+    """Finds the move of every leaf, before any is made; what is wrong with one raises with its path."""
+    known: dict[Any, Move] = {}
+    job = Job({}, [], treedef)
     for at, (leaf, target) in enumerate(zip(leaves, wanted, strict=True)):
         if target is None or (not isinstance(leaf, jax.Array) and not is_array(leaf)):
             continue
         if not isinstance(leaf, jax.Array):
             with _naming(treedef, at):
+                _require_devices(target)
                 require_movable(leaf.shape, leaf.dtype, target)
                 require_reduced(target)
             job.placements.append((at, target))
@@ -152,22 +164,31 @@ def _job(leaves: Sequence[Any], wanted: Sequence[Sharding | None], treedef: Any,
         if key in known:
             move = known[key]
         else:
-            move = known[key] = _move(job, at, leaf, target, lost)
-        if move is not None:
+            move = known[key] = _move(job, at, leaf, target, lost, copies)
+        if move.how != "in place" or not leaf.committed:
             job.moves.setdefault(move, []).append(at)
     chosen = balanced({move: len(places) for move, places in job.moves.items()})
     return dataclasses.replace(job, moves={chosen[move]: places for move, places in job.moves.items()})
 
 
-def _move(job: _Job, at: int, leaf: jax.Array, target: Sharding, lost: tuple[Any, ...]) -> Move | None:
-    if leaf.sharding == target and not lost:
-        return None
+def _move(job: Job, at: int, leaf: jax.Array, target: Sharding, lost: tuple[Any, ...], copies: bool) -> Move:
     with _naming(job.treedef, at):
-        move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost)
-    return None if move.how == "in place" else move
+        _require_devices(target)
+        move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
+        if move.transfer is not None and move.transfer.tiles.missing:
+            raise MeshError(f"{lost_text(move.transfer)}; load it from a checkpoint.")
+    return move
 
 
-def _require_room(job: _Job, limit_bytes: int) -> None:
+def _require_devices(target: Sharding) -> None:
+    if isinstance(target, NamedSharding) and not has_devices(target):
+        raise MeshError(
+            f"the target {target.spec} lies on the mesh {dict(target.mesh.shape)} without devices; "
+            "use `plan.on(plan.mesh.build(jax.devices()))`, or a NamedSharding on a `jax.sharding.Mesh`."
+        )
+
+
+def _require_room(job: Job, limit_bytes: int) -> None:
     """Raises where some leaf cannot move within the limit, before any has moved."""
     short = {move: least_limit_bytes(move) for move in job.moves if move.extra_bytes > limit_bytes}
     short = {move: least for move, least in short.items() if least > limit_bytes}
@@ -194,8 +215,10 @@ def _naming(treedef: Any, at: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _asked_for() -> Iterator[None]:
-    """Makes the copies of a move explicit, as `jax.device_put` makes its own: guards that stop or log implicit ones let
-    them through. And the programs of a move are compiled under `jax.disable_jit` too, as it is they that move."""
+    """Makes the copies of a move explicit, as those of `jax.device_put` are: guards stop or log implicit ones alone.
+
+    A move's programs are compiled under `jax.disable_jit` too: run one operation at a time they would not move.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.disable_jit(False))
         for direction in ("host_to_device", "device_to_device", "device_to_host"):
@@ -204,7 +227,7 @@ def _asked_for() -> Iterator[None]:
         yield
 
 
-def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -> list[Any]:
+def _done(job: Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -> list[Any]:
     """Carries a job out; the leaves afterwards."""
     results = list(leaves)
     order = list(job.moves.items())
@@ -213,8 +236,8 @@ def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -
     last_use = {id(leaves[at]): move for move, places in order for at in places}
     moving = {at: move for move, places in order for at in places}
     # Where an array stays, the result shares its buffers: then no other place in the tree may give it up.
-    kept = {id(leaf) for at, leaf in enumerate(leaves) if at not in moving or moving[at].how == "relabel"}
-    window = _Window(limit_bytes)
+    kept = {id(leaf) for at, leaf in enumerate(leaves) if at not in moving or moving[at].idle}
+    window = Window(limit_bytes)
     arrived: dict[int, None] = {}
     at = -1
     try:
@@ -229,7 +252,7 @@ def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -
                     window.make_room(move.extra_bytes)
                     # An array that is in the tree more than once is given up by the last of its moves.
                     give_up = donate and last_use[id(leaf)] is move and id(leaf) not in kept
-                    made[id(leaf)] = apply(move, leaf, donate=give_up, limit_bytes=limit_bytes)
+                    made[id(leaf)] = carry_out(move, leaf, donate=give_up, limit_bytes=limit_bytes)
                     window.add(made[id(leaf)], move)
                 results[at] = made[id(leaf)]
                 arrived[at] = None
@@ -242,7 +265,7 @@ def _done(job: _Job, leaves: list[Any], limit_bytes: int | None, donate: bool) -
     return results
 
 
-class _Window:
+class Window:
     """Waits for the oldest moves when too much is under way."""
 
     def __init__(self, limit_bytes: int | None):
@@ -251,7 +274,7 @@ class _Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, move: Move) -> None:
-        if move.how in ("host", "relabel"):  # finished when it is returned
+        if move.idle or (move.transfer is not None and move.transfer.way == "host"):  # finished when it is returned
             return
         # A copy between memories needs nothing on the side, but too many at once would queue without bound.
         count = move.target_bytes if move.how == "memory kind" else move.extra_bytes
@@ -275,7 +298,7 @@ class _Window:
 
 
 def _stopped(
-    job: _Job, at: int, results: Sequence[Any], arrived: Sequence[int], error: Exception, donate: bool
+    job: Job, at: int, results: Sequence[Any], arrived: Sequence[int], error: Exception, donate: bool
 ) -> MoveError:
     paths = tree_paths(job.treedef)
     moved = {paths[done]: results[done] for done in arrived if _is_there(results[done])}

@@ -7,23 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import Sharding
 
+from .._boxes import Box
 from .._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from .._mesh import MeshSpec
 from .._plan.leaf import named_sharding
 from .._plan.shard_plan import ShardPlan
-from .._spec import array_bytes, bits
 from .._text import between_numbers, joined, table
 from .._tree import flatten
-from .destinations import targets
-from .move import data_of, decided, leaf_name, lost_devices, require_movable, require_reduced
-from .steps.layout import Layout, digits, piece_index
-from .steps.redistribute import Redistribution, Step, layout, redistribute
-from .tiles.host_copies import as_box
-from .tiles.tile_map import Box, TileMap, tile_map
-from .tiles.transfer import in_device_memory, spread, transfer_of
+from .destinations import leaf_name, lost_devices, targets
+from .move import Move, balanced, in_host_memory, move_of, shares_memory
+from .steps.redistribute import Step
+from .tiles.transfer import Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +32,12 @@ class LeafMove:
     - `src`, `dst`: its shardings.
     - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set) or "tiles"
         (between device sets).
-    - `steps`: the collectives, for "steps".
-    - `tiles`: which device takes which elements from which, for "tiles". A device is its id where it is known, else
-        its place in the mesh.
+    - `steps`: the collectives, for "steps": one [`shardfx.Step`][] each, in order.
+    - `links`: bytes per (sender, receiver), for "tiles"; what a device takes from itself is left out. A device is its
+        id where it is known, else its place in the mesh.
+    - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
+    - `copied`: whether `reshard` will not take the steps: the devices are all played by this process's CPU, and it
+        copies from shard to shard in the memory that they share. The costs are those of the steps all the same.
     - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
     - `dcn_bytes`: those of them that come from another slice (or node), for "steps"; at most, where slices do not line
         up with mesh axes.
@@ -55,7 +54,9 @@ class LeafMove:
     dst: Sharding
     how: str
     steps: tuple[Step, ...]
-    tiles: TileMap | None
+    links: Mapping[tuple[int, int], int] = dataclasses.field(hash=False)
+    missing: tuple[Box, ...]
+    copied: bool
     wire_bytes: int
     dcn_bytes: int
     lower_bound_bytes: int
@@ -71,7 +72,7 @@ class LeafMove:
     @property
     def held_bytes(self) -> tuple[int, int]:
         """Of `source_bytes` and `target_bytes` those in the device's own memory."""
-        source, target = (0 if _hosted(end) else 1 for end in (self.src, self.dst))
+        source, target = (0 if in_host_memory(end) else 1 for end in (self.src, self.dst))
         return source * self.source_bytes, target * self.target_bytes
 
 
@@ -145,7 +146,7 @@ class ReshardPlan:
         """Bytes per (sender, receiver) between device sets, over all arrays."""
         links: dict[tuple[int, int], int] = {}
         for leaf in self.leaves:
-            for pair, count in leaf.tiles.links.items() if leaf.tiles is not None else ():
+            for pair, count in leaf.links.items():
                 links[pair] = links.get(pair, 0) + count
         return links
 
@@ -160,7 +161,7 @@ class ReshardPlan:
     @property
     def missing(self) -> dict[str, tuple[Box, ...]]:
         """Per array the elements that only lost devices hold, as boxes of (start, stop) per dimension."""
-        return {leaf.path: leaf.tiles.missing for leaf in self.leaves if leaf.tiles is not None and leaf.tiles.missing}
+        return {leaf.path: leaf.missing for leaf in self.leaves if leaf.missing}
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -216,8 +217,9 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
         odd = next((leaf.path for leaf in (*ours, *theirs) if (leaf.path in here) != (leaf.path in there)), None)
         what = "their leaves are in another order" if odd is None else f"{leaf_name(odd)} is only in one of them"
         raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
-    leaves = [_leaf_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
-    return ReshardPlan(tuple(_balanced(leaves, lost)))
+    moves = [_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
+    chosen = balanced(collections.Counter(moves))
+    return ReshardPlan(tuple(_leaf_move(leaf, chosen[move]) for leaf, move in zip(ours, moves, strict=True)))
 
 
 class _Leaf(NamedTuple):
@@ -271,154 +273,57 @@ def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: Any) -> None:
         )
 
 
-def _leaf_move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> LeafMove:
+def _move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> Move:
     _require_same(ours, theirs.shape, theirs.dtype)
+    ends, meshes = (ours.sharding, theirs.sharding), (ours.mesh, theirs.mesh)
     try:
-        cost = _cost(ours.shape, ours.dtype, ours.sharding, theirs.sharding, lost, (ours.mesh, theirs.mesh))
+        return move_of(ours.shape, ours.dtype, *ends, lost, False, meshes)
     except (SpecError, MeshError, LeafTypeError) as error:
         raise type(error)(f"{leaf_name(ours.path)}: {error}") from error
-    return LeafMove(path=ours.path, shape=ours.shape, dtype=ours.dtype, src=ours.sharding, dst=theirs.sharding, **cost)
+
+
+def _leaf_move(leaf: _Leaf, move: Move) -> LeafMove:
+    costs = _costs(move)
+    return LeafMove(
+        path=leaf.path,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        src=move.src,
+        dst=move.dst,
+        how=move.how,
+        copied=move.how == "steps" and shares_memory(move),
+        source_bytes=move.source_bytes,
+        target_bytes=move.target_bytes,
+        **costs,
+    )
 
 
 @ft.lru_cache(maxsize=4096)
-def _cost(
-    shape: tuple[int, ...],
-    dtype: Any,
-    src: Sharding,
-    dst: Sharding,
-    lost: tuple[Any, ...],
-    meshes: tuple[MeshSpec | None, MeshSpec | None],
-) -> dict[str, Any]:
-    require_movable(shape, dtype, dst)
-    if lost or src != dst:
-        require_reduced(src, dst)
-    shape, dtype = data_of(shape, dtype)
-    how, found = _how(shape, dtype, src, dst, lost, meshes)
-    ends = [array_bytes(end.shard_shape(shape), dtype) for end in (src, dst)]
-    nothing = {"steps": (), "tiles": None, "wire_bytes": 0, "dcn_bytes": 0, "lower_bound_bytes": 0}
-    costs = {**nothing, "how": how, "source_bytes": ends[0], "target_bytes": ends[1]}
-    if found is not None:
+def _costs(move: Move) -> dict[str, Any]:
+    ends = (move.source_bytes, move.target_bytes)
+    nothing = {"steps": (), "links": {}, "missing": (), "wire_bytes": 0, "dcn_bytes": 0, "lower_bound_bytes": 0}
+    if move.plan is not None:
         # Programs compute on devices: what lies in host memory at either end is copied to them and from them.
+        found = move.plan
         wire = {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
         wire["lower_bound_bytes"] = found.lower_bound_bytes
-        return {**costs, **wire, "steps": found.steps, "peak_bytes": max(found.peak_bytes, *ends)}
-    if how == "tiles":
-        tiles, _ = _tiles(shape, dtype, src, dst, lost, {})
-        wire = -(-tiles.wire_bytes // max(1, dst.num_devices))
-        wires = {"wire_bytes": wire, "lower_bound_bytes": wire}
-        return {**costs, **wires, "tiles": tiles, "peak_bytes": sum(ends) + _beside(tiles)}
-    here = [size for end, size in zip((src, dst), ends, strict=True) if not _hosted(end)]
-    return {**costs, "peak_bytes": max([0, *here])}
+        return {**nothing, **wire, "steps": found.steps, "peak_bytes": max(found.peak_bytes, *ends)}
+    if move.transfer is not None:
+        tiles = move.transfer.tiles
+        wire = -(-tiles.wire_bytes // max(1, move.dst.num_devices))
+        wires = {"wire_bytes": wire, "lower_bound_bytes": wire, "missing": tiles.missing}
+        # While pieces of an array are cut and received a device holds two of them beside its shards.
+        beside = 2 * max([0, *tiles.links.values()])
+        return {**nothing, **wires, "links": _named_links(move.transfer), "peak_bytes": sum(ends) + beside}
+    here = [size for end, size in zip((move.src, move.dst), ends, strict=True) if not in_host_memory(end)]
+    return {**nothing, "peak_bytes": max([0, *here])}
 
 
-def _how(
-    shape: tuple[int, ...],
-    dtype: Any,
-    src: Sharding,
-    dst: Sharding,
-    lost: tuple[Any, ...],
-    meshes: tuple[MeshSpec | None, MeshSpec | None],
-) -> tuple[str, Redistribution | None]:
-    """How an array moves, and the steps if it takes some."""
-    if _have_devices(src, dst):
-        move = decided(shape, dtype, src, dst, lost, False)
-        return (move.how, move.plan) if move.transfer is None else ("tiles", None)
-    layouts = [
-        layout(mesh or end.mesh, end.spec, len(shape))
-        for end, mesh in zip((src, dst), meshes, strict=True)
-        if isinstance(end, NamedSharding)
-    ]
-    if lost or len(layouts) < 2 or not _same_devices(*layouts):
-        return "tiles", None
-    found = redistribute(shape, bits(dtype), *layouts)
-    if found.steps:
-        return "steps", found
-    if src.memory_kind != dst.memory_kind:
-        return "memory kind", None
-    return "in place" if src == dst else "relabel", None
-
-
-def _have_devices(*ends: Sharding) -> bool:
-    return not any(isinstance(end, NamedSharding) and isinstance(end.mesh, AbstractMesh) for end in ends)
-
-
-@ft.lru_cache(maxsize=1024)
-def _hosted(sharding: Sharding) -> bool:
-    """Whether an array lies in the host's memory, not in its devices'."""
-    if _have_devices(sharding):
-        return in_device_memory(sharding) is not sharding
-    return sharding.memory_kind not in (None, "device")
-
-
-def _beside(tiles: TileMap) -> int:
-    """What a device holds beside its shards while pieces of an array are cut and received."""
-    return 2 * max([0, *tiles.links.values()])
-
-
-def _same_devices(ours: Layout, theirs: Layout) -> bool:
-    if ours.order is None or theirs.order is None:
-        return ours.size == theirs.size
-    return ours.order == theirs.order or sorted(ours.order) == sorted(theirs.order)
-
-
-def _balanced(leaves: list[LeafMove], lost: tuple[Any, ...]) -> list[LeafMove]:
-    """The leaves with senders chosen over all of them, as `reshard` does: once per move, by what those before send."""
-    if not any(leaf.tiles is not None and leaf.tiles.replicas for leaf in leaves):
-        return leaves
-    keys = [(leaf.shape, leaf.dtype, leaf.src, leaf.dst) for leaf in leaves]
-    counts = collections.Counter(key for key, leaf in zip(keys, leaves, strict=True) if leaf.tiles is not None)
-    sent: dict[Any, int] = {}
-    chosen: dict[Any, TileMap] = {}
-    for key, count in counts.items():
-        shape, dtype, source, target = key
-        chosen[key], senders = _tiles(*data_of(shape, dtype), source, target, lost, sent)
-        for device, size in senders.items():
-            sent[device] = sent.get(device, 0) + count * size
-    return [
-        leaf
-        if leaf.tiles is None
-        else dataclasses.replace(
-            leaf, tiles=chosen[key], peak_bytes=leaf.source_bytes + leaf.target_bytes + _beside(chosen[key])
-        )
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-
-
-def _tiles(
-    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, lost: tuple[Any, ...], sent: Mapping[Any, int]
-) -> tuple[TileMap, dict[Any, int]]:
-    """The tile map in terms of device ids, and the bytes that each device sends, by whatever `sent` names it with."""
-    if _have_devices(src, dst):
-        made = spread(transfer_of(shape, dtype, src, dst, lost), sent)
-        ids = [device.id for device in made.devices]
-        # Devices of two platforms may share ids; their places tell them apart.
-        names = ids if len(set(ids)) == len(ids) else list(range(len(ids)))
-        tiles = [tile._replace(sender=names[tile.sender], receiver=names[tile.receiver]) for tile in made.tiles.tiles]
-        replicas = tuple(tuple(names[place] for place in holders) for holders in made.tiles.replicas)
-        senders = {made.devices[place]: size for place, size in made.tiles.sent_bytes.items()}
-        return dataclasses.replace(made.tiles, tiles=tuple(tiles), replicas=replicas), senders
-    gone = {device.id for device in lost}
-    sources, wanted = ([pair for pair in _boxes(end, shape)] for end in (src, dst))
-    made = ft.partial(tile_map, bits(dtype), [pair for pair in sources if pair[0] not in gone], wanted)
-    tiles = made()
-    ahead = tiles.ahead(sent)
-    tiles = made(ahead=ahead) if ahead else tiles
-    return tiles, tiles.sent_bytes
-
-
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
-    """The box of each device, by id or place; without asking JAX, which needs devices for it."""
-    if not isinstance(sharding, NamedSharding):
-        indices = sharding.devices_indices_map(shape).items()
-        return [(device.id, as_box(index or (), shape)) for device, index in indices]
-    end = layout(sharding.mesh, sharding.spec, len(shape))
-    where = digits(end.sizes, np.arange(end.size))
-    columns = []
-    for size, count, axes in zip(shape, end.counts, end.dims, strict=True):
-        width = size // count
-        columns.append([(int(at) * width, (int(at) + 1) * width) for at in piece_index(end.sizes, where, axes)])
-    boxes = list(zip(*columns, strict=True)) if columns else [()] * end.size
-    return list(zip(range(end.size) if end.order is None else end.order, boxes, strict=True))
+def _named_links(made: Transfer) -> dict[tuple[int, int], int]:
+    ids = [getattr(device, "id", device) for device in made.devices]
+    # Devices of two platforms may share ids; their places tell them apart.
+    names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
+    return {(names[sender], names[receiver]): size for (sender, receiver), size in made.tiles.links.items()}
 
 
 _HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")

@@ -9,43 +9,36 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..._errors import MeshError, SpecError
-from ..._spec import bits, canonical, entries_of, entry_axes
-from .choose import choose, layouts, same_order, settled, untyped, xla_program
-from .live import live_program, move_group, require_movable
-from .program import abstract, is_explicit, placed, program
-from .redistribute import layout, redistribute
-
-
-def move(x: Any, dst: NamedSharding, *, src: NamedSharding | None = None, donate: bool = False) -> Any:
-    """`x` in the sharding `dst`: bounded memory, little traffic, bitwise the same values.
-
-    **Arguments:**
-
-    - `x`: a live array, or a traced value inside `jit`. Differentiable: the cotangent is moved back.
-    - `dst`: a NamedSharding on a mesh of the same devices (for a live array in any order; inside `jit` the
-        order must be the one of the other shardings, as JAX demands).
-    - `src`: where `x` lies; read from live arrays and from Explicit types. Inside `jit` under Auto axes it has
-        to be given; a wrong one costs a reshard and is no error.
-    - `donate`: gives the buffers of a live `x` up; no effect inside `jit`.
-
-    **Returns:**
-
-    The array. Of a live array the sharding is checked to be `dst`.
-
-    **Raises:**
-
-    `LeafTypeError` for dtypes that JAX itself moves wrongly (int2, uint2); `SpecError` where `src` is needed
-    and missing, or a sharding does not divide the shape; `MeshError` for meshes over different devices.
-    """
-    if isinstance(x, Tracer):
-        return traced(x, dst, src)
-    return move_group([x], dst, donate=donate)[0]
+from .._errors import MeshError, SpecError
+from .._spec import bits, canonical, entries_of, entry_axes
+from .carry_out import carry_out
+from .move import move_of, require_movable
+from .steps.ends import abstract, is_explicit, layouts, same_order, settled
+from .steps.program import placed, program
+from .steps.redistribute import redistribute
 
 
 def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
-    """`move` inside `jit` or another transformation: of a traced value, or of an array that is a constant there."""
-    require_movable(x.dtype)
+    """`x` in the sharding `dst`, inside `jit` or another transformation.
+
+    **Arguments:**
+
+    - `x`: a traced value, or an array that is a constant there. Differentiable: the cotangent is moved back.
+    - `dst`: a NamedSharding on a mesh of the same devices, in the order of the other shardings, as JAX demands.
+    - `src`: where `x` lies; read from Explicit types. Under Auto axes it has to be given; a wrong one costs a reshard
+        and is no error.
+
+    **Returns:**
+
+    The traced array.
+
+    **Raises:**
+
+    `LeafTypeError` for dtypes that JAX itself moves wrongly (int2, uint2); `SpecError` where `src` is needed and
+    missing, a sharding does not divide the shape, or the axis types of the two meshes do not go together; `MeshError`
+    for meshes that one program cannot have.
+    """
+    require_movable(x.shape, x.dtype, dst)
     own = jax.typeof(x).sharding
     if any(kind == AxisType.Manual for kind in own.mesh.axis_types):
         raise SpecError(
@@ -77,9 +70,15 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
         )
     if src.spec.unreduced or dst.spec.unreduced:  # more than a move: sums
         return jax.sharding.reshard(x, dst)
-    src, dst = _on_devices(_trimmed(src), dst), _on_devices(_trimmed(dst), src)
-    redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, src, dst))  # raises here, and not where it is compiled
-    return _move.bind(x, src=src, dst=dst)
+    here, there = _on_devices(_trimmed(src), dst), _on_devices(_trimmed(dst), src)
+    _require_one_type(there, here)
+    _require_names(here)
+    redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))  # raises here, and not where it is compiled
+    if src.spec.reduced:
+        x = placed(x, here)
+    moved = _move.bind(x, src=here, dst=there)
+    # A name for what is the same on all devices of an axis: only gradients know it, whose sum over that axis is due.
+    return placed(moved, dst) if dst.spec.reduced else moved
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
@@ -88,6 +87,33 @@ def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
         return end
     devices = other.mesh.devices.reshape(end.mesh.axis_sizes)
     return NamedSharding(Mesh(devices, end.mesh.axis_names, axis_types=end.mesh.axis_types), end.spec)
+
+
+def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
+    """Raises for a target that neither a type nor a constraint can say: on both kinds of axes."""
+    kinds = dict(zip(dst.mesh.axis_names, dst.mesh.axis_types, strict=True))
+    if len({*kinds.values()}) < 2:
+        return
+    auto = [name for name, kind in kinds.items() if kind != AxisType.Explicit]
+    used = {axis for entry in entries_of(dst.spec) for axis in entry_axes(entry)}
+    if abstract(src.mesh) != abstract(dst.mesh) or used & {*auto}:
+        raise SpecError(
+            f"inside `jit` an array cannot move to {dst.spec} on a mesh of mixed axis types, {kinds}: types say how "
+            "Explicit axes cut it, and nothing says it of Auto ones; give all axes of the mesh one type, or reshard "
+            "outside."
+        )
+
+
+def _require_names(src: NamedSharding) -> None:
+    """Raises where a set mesh has other axes than meshes without devices, and the steps would run on its own."""
+    around = jax.sharding.get_abstract_mesh()
+    if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
+        return
+    raise MeshError(
+        f"`src` lies on the mesh {dict(src.mesh.shape)} without devices, and `jax.set_mesh` has set "
+        f"{dict(around.shape)}, whose devices the program runs on; give `src` or `dst` on a `jax.sharding.Mesh`: "
+        "`NamedSharding(mesh, spec)`."
+    )
 
 
 def _kind(sharding: NamedSharding) -> str:
@@ -107,17 +133,14 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
         raise MeshError(
             f"outside of `jit` {dst} has no devices to move an array of shape {x.shape} to; give a jax Mesh."
         )
-    here = x.sharding if isinstance(x, jax.Array) else None
-    if isinstance(here, NamedSharding) and here.device_set == dst.device_set:
-        return live_program(x.shape, x.dtype, here, dst)(x)
-    return jax.device_put(x, dst)
+    if not isinstance(x, jax.Array):
+        return jax.device_put(x, dst)
+    return carry_out(move_of(x.shape, x.dtype, x.sharding, dst), x)
 
 
 def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    choice = choose(x.shape, x.dtype, untyped(src), untyped(dst))
-    if choice.how == "steps":
-        return program(x, src, dst, choice.plan.steps, layout(src.mesh, src.spec, x.ndim))
-    return xla_program(x.dtype, src, dst)(x)
+    ends = layouts(x.ndim, src, dst)
+    return program(x, src, dst, redistribute(x.shape, bits(x.dtype), *ends).steps, ends[0])
 
 
 def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:

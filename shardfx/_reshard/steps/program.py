@@ -10,10 +10,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from ..small_floats import moved, on_bits
+from .ends import abstract, is_explicit
 from .groups import all_to_all, gathered, join, permutation, split, starts
 from .layout import Layout
 from .redistribute import Step
@@ -57,16 +58,6 @@ def flat_program(
 def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The spec that cuts the first dimension over all devices of a mesh."""
     return PartitionSpec(tuple(mesh.axis_names))
-
-
-def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-    """The mesh without its devices."""
-    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
-def is_explicit(sharding: NamedSharding) -> bool:
-    """Whether types carry the sharding of arrays on this mesh."""
-    return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, "..."]:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from .tile_map import Box, Tile, TileMap, volume
+from ..._boxes import Box, as_box, volume
+from .tile_map import Tile, TileMap
 
 
 Order = Literal["target", "source", "staged"]
@@ -149,13 +150,6 @@ def assemble(
         return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)
     buffers = dict(zip(plan.targets, built, strict=True))  # JAX asks once per device, by index
     return jax.make_array_from_callback(shape, sharding, lambda index: buffers[as_box(index or (), shape)], dtype=dtype)
-
-
-def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """A tuple of slices as start and stop per dimension."""
-    return tuple(
-        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True)
-    )
 
 
 def slices(box: Box) -> tuple[Any, ...]:

@@ -5,12 +5,10 @@ import dataclasses
 import functools as ft
 import heapq
 import itertools as it
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-
-Box = tuple[tuple[int, int], ...]
+from ..._boxes import Box, volume
 
 
 class Tile(NamedTuple):
@@ -64,26 +62,21 @@ class TileMap:
     @ft.cached_property
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that leave each sender, in order of the device numbers."""
-        return _totals((sender, count) for (sender, _), count in self.links.items())
-
-    @ft.cached_property
-    def received_bytes(self) -> dict[int, int]:
-        """Bytes that enter each receiver, in order of the device numbers."""
-        return _totals((receiver, count) for (_, receiver), count in self.links.items())
+        totals: dict[int, int] = {}
+        for (sender, _), count in self.links.items():
+            totals[sender] = totals.get(sender, 0) + count
+        return dict(sorted(totals.items()))
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that enter all devices together."""
         return sum(self.links.values())
 
-    @property
-    def busiest_sender(self) -> tuple[int, int] | None:
-        """The device that sends most, the first of equals, and its bytes; `None` if nothing travels."""
-        return max(self.sent_bytes.items(), key=lambda item: item[1]) if self.sent_bytes else None
+    def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """The senders that have sent more than another replica of their shard, and how much more.
 
-    def ahead(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-        """The senders that have sent more than another replica of their shard, and how much: all that `sent`, bytes
-        by device, can change about the choice of senders."""
+        Of `sent`, bytes by device, nothing else can change the choice of senders.
+        """
         leads = []
         for holders in self.replicas:
             least = min(sent.get(device, 0) for device in holders)
@@ -96,7 +89,7 @@ def tile_map(
     sources: Sequence[tuple[int, Box]],
     targets: Sequence[tuple[int, Box]],
     process_of: Mapping[int, int] | None = None,
-    ahead: Iterable[tuple[int, int]] = (),
+    sent_before: Iterable[tuple[int, int]] = (),
 ) -> TileMap:
     """For arbitrary layouts of one array, which target takes which piece of which shard.
 
@@ -110,11 +103,11 @@ def tile_map(
         sharding; equal boxes are replicas. Devices that were lost are left out.
     - `targets`: device and box of each shard that is wanted.
     - `process_of`: the process of each device; all in one if not given.
-    - `ahead`: devices and the bytes that they have sent already, of other arrays.
+    - `sent_before`: devices and the bytes that they have sent already, of other arrays.
 
     **Returns:**
 
-    The [`shardfx.TileMap`][].
+    The TileMap.
     """
     holders: dict[Box, list[int]] = {}
     for device, box in sources:
@@ -134,7 +127,7 @@ def tile_map(
         missing.update(dict.fromkeys(_outside(intervals, box)))
     tiles: list[Tile] = []
     replicas: list[tuple[int, ...]] = []
-    sent = dict(ahead)
+    sent = dict(sent_before)
     for cell, pieces in wanted.items():
         senders = _Senders(holders[cell], process_of or {}, sent)
         tiles += _assign(cell, pieces, senders, itemsize_bits)
@@ -143,11 +136,6 @@ def tile_map(
     order = {device: index for index, (device, _) in enumerate(targets)}
     tiles.sort(key=lambda tile: (order[tile.receiver], tile.box))
     return TileMap(tuple(tiles), tuple(missing), tuple(replicas))
-
-
-def volume(box: Box) -> int:
-    """How many elements a box holds."""
-    return math.prod(stop - start for start, stop in box)
 
 
 class _Senders:
@@ -220,10 +208,3 @@ def _intersection(a: Box, b: Box) -> Box:
 
 def _within(piece: Box, box: Box) -> Box:
     return tuple((start - low, stop - low) for (start, stop), (low, _) in zip(piece, box, strict=True))
-
-
-def _totals(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    totals: dict[int, int] = {}
-    for device, count in pairs:
-        totals[device] = totals.get(device, 0) + count
-    return dict(sorted(totals.items()))

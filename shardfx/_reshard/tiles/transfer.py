@@ -1,20 +1,22 @@
 """Moving one array between any two device sets: the tile map, and which of three ways carries it out."""
 
 import collections
+import contextlib
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from ..._boxes import boxes, boxes_here, volume
 from ..._errors import MeshError
 from ..._spec import array_bytes, bits
-from . import device_copies as _pieces, host_copies as _assemble, rounds as _rounds
-from .tile_map import Box, TileMap, tile_map, volume
+from . import device_copies, host_copies, rounds
+from .tile_map import TileMap, tile_map
 
 
 Way = Literal["host", "rounds", "pieces"]
@@ -24,18 +26,20 @@ IN_FLIGHT_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transfer:
-    """How arrays of one shape, dtype and placement get to another placement.
+    """How arrays of one shape, dtype and placement get to other devices.
 
     **Arguments:**
 
     - `way`: "host" (NumPy copies between host buffers), "rounds" (one program over all devices of both sides) or
         "pieces" (copies between single devices).
     - `tiles`: which device takes what from which; numbers are places in `devices`.
-    - `devices`: the devices of both sides, those of the source first.
+    - `devices`: the devices of both sides, those of the source first. Where an end has no devices all are integers:
+        a device's id, or its place in a mesh that has none.
     - `shape`, `dtype`: of the array.
     - `source`, `sharding`: before and afterwards.
     - `lost`: devices whose shards are not to be read.
-    - `ahead`: senders, and the bytes that they have sent more than other replicas of their shards, of other arrays.
+    - `sent_before`: senders, and the bytes that they have sent more than other replicas of their shards, of other
+        arrays.
     """
 
     way: Way
@@ -46,7 +50,7 @@ class Transfer:
     source: Sharding
     sharding: Sharding
     lost: tuple[Any, ...] = ()
-    ahead: tuple[tuple[int, int], ...] = ()
+    sent_before: tuple[tuple[int, int], ...] = ()
 
     @ft.cached_property
     def everything_is_here(self) -> bool:
@@ -71,7 +75,7 @@ class Transfer:
             return pieces + ends
         if any(device.platform == "cpu" for device in self.devices):
             # The CPU's compiler drops the barriers between rounds, and may cut all pieces before it sends the first.
-            pieces += sum(step.tiles[0].bytes for step in _rounds.rounds(self.tiles))
+            pieces += sum(step.tiles[0].bytes for step in rounds.rounds(self.tiles))
         # A device of one side only holds a block of the other side's shape too.
         blocks = (self.source_shape, self.sharding.shard_shape(self.shape))
         return (pieces + max(array_bytes(block, self.dtype) for block in blocks)) * sharers(self.devices) + ends
@@ -90,11 +94,10 @@ class Transfer:
         return {device: index for index, device in enumerate(self.devices)}
 
     @ft.cached_property
-    def assembly(self) -> _assemble.Assembly:
+    def assembly(self) -> host_copies.Assembly:
         """The copies that this process makes on the way "host"."""
-        here = self.sharding.addressable_devices_indices_map(self.shape)
-        mine = [(self.place[device], _assemble.as_box(index or (), self.shape)) for device, index in here.items()]
-        return _assemble.assembly(self.tiles, mine)
+        mine = [(self.place[device], box) for device, box in boxes_here(self.sharding, self.shape).items()]
+        return host_copies.assembly(self.tiles, mine)
 
     @ft.cached_property
     def positions(self) -> dict[int, int]:
@@ -103,12 +106,11 @@ class Transfer:
         return {sender: order[self.devices[sender]] for sender in self.assembly.readers}
 
     @ft.cached_property
-    def program(self) -> _rounds.Program:
+    def program(self) -> rounds.Program:
         """The compiled exchange of the way "rounds"."""
-        return _rounds.program(self.tiles, self.devices, self.source_shape, self.sharding.shard_shape(self.shape))
+        return rounds.program(self.tiles, self.devices, self.source_shape, self.sharding.shard_shape(self.shape))
 
 
-@ft.lru_cache(maxsize=1024)
 def transfer_of(
     shape: tuple[int, ...],
     dtype: Any,
@@ -122,13 +124,13 @@ def transfer_of(
     **Arguments:**
 
     - `shape`, `dtype`: of the whole array; for typed PRNG keys those of their `key_data`.
-    - `src`, `dst`: any shardings on devices.
+    - `src`, `dst`: any shardings.
     - `lost`: devices whose shards are not to be read.
-    - `way`: chosen by what the devices can do if not given.
+    - `way`: chosen by what the devices can do if not given; to be given where an end has no devices.
 
     **Returns:**
 
-    The [`shardfx.Transfer`][], from a bounded cache where the same was planned before.
+    The Transfer.
 
     **Raises:**
 
@@ -138,27 +140,10 @@ def transfer_of(
     return Transfer(way or _way(tiles, devices), tiles, devices, shape, dtype, src, dst, lost)
 
 
-def spread(made: Transfer, sent: Mapping[Any, int]) -> Transfer:
-    """The same move with other senders where others than the busy ones hold the same.
-
-    **Arguments:**
-
-    - `made`: the move.
-    - `sent`: the bytes that devices send of other arrays.
-
-    **Returns:**
-
-    The Transfer, from a bounded cache.
-    """
-    ahead = made.tiles.ahead({place: sent.get(device, 0) for place, device in enumerate(made.devices)})
-    return led(made, ahead) if ahead else made
-
-
-@ft.lru_cache(maxsize=1024)
-def led(made: Transfer, ahead: tuple[tuple[int, int], ...]) -> Transfer:
-    """A move for which some senders have sent more than other replicas of their shards."""
-    tiles, _ = _tiles(made.shape, made.dtype, made.source, made.sharding, made.lost, ahead)
-    return dataclasses.replace(made, tiles=tiles, ahead=ahead)
+def after(made: Transfer, sent_before: tuple[tuple[int, int], ...]) -> Transfer:
+    """The same move after some senders have sent more than other replicas of their shards: those send instead."""
+    tiles, _ = _tiles(made.shape, made.dtype, made.source, made.sharding, made.lost, sent_before)
+    return dataclasses.replace(made, tiles=tiles, sent_before=sent_before)
 
 
 def _tiles(
@@ -167,55 +152,34 @@ def _tiles(
     src: Sharding,
     dst: Sharding,
     lost: tuple[Any, ...],
-    ahead: tuple[tuple[int, int], ...] = (),
+    sent_before: tuple[tuple[int, int], ...] = (),
 ) -> tuple[TileMap, tuple[Any, ...]]:
     """The tile map, and the devices that its numbers stand for."""
-    gone = frozenset(lost)
-    sources = [(device, box) for device, box in _boxes(src, shape) if device not in gone]
-    targets = _boxes(dst, shape)
-    devices = tuple(dict.fromkeys([device for device, _ in (*sources, *targets)]))
+    (sources, targets), gone = named_boxes(shape, src, dst), {device for one in lost for device in (one, one.id)}
+    sources = {device: box for device, box in sources.items() if device not in gone}
+    devices = tuple(dict.fromkeys([*sources, *targets]))
     place = {device: index for index, device in enumerate(devices)}
     tiles = tile_map(
         bits(dtype),
-        [(place[device], box) for device, box in sources],
-        [(place[device], box) for device, box in targets],
-        {index: device.process_index for index, device in enumerate(devices)},
-        ahead,
+        [(place[device], box) for device, box in sources.items()],
+        [(place[device], box) for device, box in targets.items()],
+        {place[device]: device.process_index for device in devices if isinstance(device, jax.Device)},
+        sent_before,
     )
     return tiles, devices
 
 
-def transfer(
-    x: jax.Array, dst: Sharding, *, lost: tuple[Any, ...] = (), donate: bool = False, way: Way | None = None
+def named_boxes(shape: tuple[int, ...], *ends: Sharding) -> list[dict[Any, Any]]:
+    """The boxes of each end by device, or by the ids of devices where an end has none but places in a mesh."""
+    found = [boxes(end, shape) for end in ends]
+    if all(isinstance(device, jax.Device) for held in found for device in held):
+        return found
+    return [{getattr(device, "id", device): box for device, box in held.items()} for held in found]
+
+
+def transferred(
+    made: Transfer, x: jax.Array, donate: bool = False, in_flight_bytes: int = IN_FLIGHT_BYTES
 ) -> jax.Array:
-    """`x` in the sharding `dst`, on whatever devices that is.
-
-    **Arguments:**
-
-    - `x`: a live array. Of a typed PRNG key array the data are moved.
-    - `dst`: any sharding on devices.
-    - `lost`: devices whose shards are not to be read.
-    - `donate`: gives the buffers of `x` up, each as soon as it was read.
-    - `way`: chosen by what the devices can do if not given.
-
-    **Returns:**
-
-    The array. On a process that owns none of the devices of `dst`, one without addressable shards.
-
-    **Raises:**
-
-    `MeshError` if no way leads there, or if elements are on lost devices only; before anything is moved.
-    """
-    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = transfer(jax.random.key_data(x), dst, lost=lost, donate=donate, way=way)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    made = transfer_of(x.shape, x.dtype, x.sharding, dst, lost, way)
-    if made.tiles.missing:
-        raise MeshError(f"an array of shape {x.shape}: {lost_text(made)}; load it from a checkpoint.")
-    return carry_out(made, x, donate)
-
-
-def carry_out(made: Transfer, x: jax.Array, donate: bool = False, in_flight_bytes: int = IN_FLIGHT_BYTES) -> jax.Array:
     """Moves one array of the kind that a Transfer was planned for, with so many bytes of pieces at a time."""
     if x.weak_type and made.everything_is_here:
         return jax.device_put(x, made.sharding, donate=donate)
@@ -262,18 +226,26 @@ def _empty(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
 
 
 def _by_host(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
-    if not donate and not made.lost:
-        # `addressable_shards` makes an object per shard, and a tree of small arrays has many. But of an array that is
-        # the same on all devices this reads the first, whichever is asked for.
-        shards = {sender: x.addressable_data(index) for sender, index in made.positions.items()}
-        return _assemble.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards)
-    shards, free = _shards(x, made, donate)
-    return _assemble.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards, free)
+    with _copies_allowed():
+        if not donate and not made.lost:
+            # `addressable_shards` makes an object per shard, and a tree of small arrays has many. But of an array that
+            # is the same on all devices this reads the first, whichever is asked for.
+            shards = {sender: x.addressable_data(index) for sender, index in made.positions.items()}
+            return host_copies.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards)
+        shards, free = _shards(x, made, donate)
+        return host_copies.assemble(made.shape, made.dtype, made.sharding, made.assembly, shards, free)
+
+
+def _copies_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Lets copies within the host's memory through guards against explicit transfers: none leaves that memory."""
+    if "explicit" not in (jax.config.jax_transfer_guard_host_to_device or ""):  # pyright: ignore[reportAttributeAccessIssue]
+        return contextlib.nullcontext()
+    return jax.transfer_guard_host_to_device("allow")
 
 
 def _by_pieces(x: jax.Array, made: Transfer, donate: bool, *, in_flight_bytes: int) -> jax.Array:
     shards, free = _shards(x, made, donate)
-    return _pieces.put_together(
+    return device_copies.put_together(
         made.shape,
         made.dtype,
         made.sharding,
@@ -287,7 +259,7 @@ def _by_pieces(x: jax.Array, made: Transfer, donate: bool, *, in_flight_bytes: i
 
 def _by_rounds(x: jax.Array, made: Transfer, donate: bool) -> jax.Array:
     shards = {shard.device: shard.data for shard in x.addressable_shards if shard.device in made.place}
-    result = _rounds.exchange(made.program, made.shape, made.dtype, made.sharding, shards)
+    result = rounds.exchange(made.program, made.shape, made.dtype, made.sharding, shards)
     if donate:
         jax.block_until_ready(result)
         x.delete()
@@ -304,10 +276,6 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 def _shards(x: jax.Array, made: Transfer, donate: bool) -> tuple[dict[int, jax.Array], Callable[[int], None] | None]:
     shards = {made.place[shard.device]: shard.data for shard in x.addressable_shards if shard.device in made.place}
     return shards, (lambda sender: shards[sender].delete()) if donate else None
-
-
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
-    return [(device, _assemble.as_box(index, shape)) for device, index in sharding.devices_indices_map(shape).items()]
 
 
 def _way(tiles: TileMap, devices: Sequence[Any]) -> Way:

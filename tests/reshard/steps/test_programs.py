@@ -13,12 +13,11 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from benchmarks._hlo import lowered, planned, steps_program, wire_bytes
 from shardfx import reshard, topology
 from shardfx._errors import LeafTypeError, MeshError, SpecError
-from shardfx._reshard.steps.choose import choose, lowered, steps_program
-from shardfx._reshard.steps.hlo import wire_bytes
-from shardfx._reshard.steps.live import live_program, move_group
-from shardfx._reshard.steps.primitive import move
+from shardfx._reshard.move import move_of
+from shardfx._reshard.reshard import resharded
 
 
 DTYPES = ("bool", "int4", "uint4", "int8", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
@@ -42,6 +41,11 @@ def assert_lies(x: jax.Array, values: np.ndarray, sharding: NamedSharding):
     assert x.dtype == values.dtype
     for shard in x.addressable_shards:
         assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(values[shard.index]).tobytes()
+
+
+def move(x, dst, src=None, donate=False):
+    """Live or traced, by the programs that accelerators run."""
+    return resharded(x, dst, src=src, donate=donate, copies=False)
 
 
 def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
@@ -112,7 +116,7 @@ def test_small_floats_are_sent_as_what_they_are(dtype, spec):
     dst = NamedSharding(src.mesh, spec)
     steps = steps_program((16, 32), jnp.dtype(dtype), src, dst)
     text = lowered(steps, (16, 32), jnp.dtype(dtype), src, dst).compile().as_text()
-    assert wire_bytes(text, 8) == choose((16, 32), jnp.dtype(dtype), src, dst).plan.wire_bytes
+    assert wire_bytes(text, 8) == planned((16, 32), jnp.dtype(dtype), src, dst).wire_bytes
 
 
 def test_random_keys_move():
@@ -126,9 +130,11 @@ def test_random_keys_move():
 @pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2])
 def test_two_bit_integers_are_refused(dtype):
     src, dst = pair()
-    x = jax.ShapeDtypeStruct((16, 32), dtype, sharding=src)
-    with pytest.raises(LeafTypeError, match=r"int2 cannot be moved.*corrupts memory.*astype\(jnp.int4\)"):
-        move(x, dst)
+    message = r"int2 cannot be moved.*corrupts memory.*astype\(jnp.int4\)"
+    with pytest.raises(LeafTypeError, match=message):
+        move_of((16, 32), jnp.dtype(dtype), src, dst)
+    with pytest.raises(LeafTypeError, match=message):
+        jax.jit(lambda x: move(x.astype(dtype), dst, src=src)).lower(jax.ShapeDtypeStruct((16, 32), jnp.int8))
 
 
 def concrete(sharding: NamedSharding) -> Mesh:
@@ -168,14 +174,14 @@ def test_the_gradient_is_moved_back_by_the_planned_steps(kind):
     structs = (jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=end) for end in (src, dst))
     text = jax.jit(pull, out_shardings=src).lower(*structs).compile().as_text()
     assert text is not None
-    plan = choose(
+    plan = planned(
         VALUES.shape,
         jnp.dtype("float32"),
         NamedSharding(mesh(c=4, d=2), dst.spec),
         NamedSharding(mesh(a=2, b=4), src.spec),
     )
-    assert wire_bytes(text, 8) <= plan.plan.wire_bytes
-    assert plan.plan.steps
+    assert wire_bytes(text, 8) <= plan.wire_bytes
+    assert plan.steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,13 +278,12 @@ def test_arrays_that_are_constants_inside_jit_move_too(kind):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e3m4", "float8_e4m3", "float8_e5m2", "bfloat16"])
-def test_numbers_that_are_none_keep_their_bits_in_xlas_own_program(dtype):
+def test_numbers_that_are_none_keep_their_bits(dtype):
     square, dtype = mesh(a=2, b=2), jnp.dtype(dtype)
     integer = np.dtype(f"uint{8 * dtype.itemsize}")
     values = np.arange(256, dtype=integer) + (0x7F00 if dtype.itemsize == 2 else 0)
     for source, target in ((P(), P("a")), (P("a"), P(("a", "b")))):
         src, dst = NamedSharding(square, source), NamedSharding(square, target)
-        assert choose((256,), dtype, src, dst).how == "xla"
         x = jax.device_put(values.view(dtype), src)
         traced = jax.jit(lambda x, src=src, dst=dst: move(x, dst, src=src), out_shardings=dst)(x)
         for moved in (move(x, dst), traced):
@@ -311,16 +316,6 @@ def test_the_types_say_where_an_explicit_array_lies_afterwards():
     assert out.sharding.mesh == dst.mesh.abstract_mesh
 
 
-def test_a_group_shares_one_program_and_keeps_its_order():
-    src, dst = pair()
-    xs = [put(VALUES * factor, src) for factor in (1, 2, 3)]
-    before = live_program.cache_info().misses
-    for factor, y in zip((1, 2, 3), move_group(xs, dst), strict=True):
-        assert_lies(y, VALUES * factor, dst)
-    assert live_program.cache_info().misses <= before + 1
-    assert move_group([], dst) == []
-
-
 @pytest.mark.parametrize("spec", [P(None, ("d", "c")), P("d", ("c",))])
 def test_donated_arrays_are_gone(spec):
     src, dst = pair()
@@ -335,7 +330,7 @@ def test_nothing_moves_where_every_device_has_its_piece():
     a, b = mesh(a=2, b=4), mesh(c=2, d=2, e=2)
     src, dst = NamedSharding(a, P("a")), NamedSharding(b, P(("c",), None))
     x = put(VALUES, src)
-    assert choose(x.shape, x.dtype, src, dst).how == "none"
+    assert not planned(x.shape, x.dtype, src, dst).steps
     y = move(x, dst)
     assert_lies(y, VALUES, dst)
     pointers = [[shard.data.unsafe_buffer_pointer() for shard in z.addressable_shards] for z in (x, y)]
@@ -351,55 +346,51 @@ def test_memory_kinds_are_reached():
     assert_lies(move(move(x, host), src), VALUES, src)
 
 
-def test_xla_is_used_where_it_does_no_worse_and_the_steps_where_it_replicates():
+def test_what_is_compiled_sends_what_is_planned():
     m = mesh(a=2, b=4)
-    plain = choose((256, 256), jnp.dtype("float32"), NamedSharding(m, P("a")), NamedSharding(m, P(None, "a")))
-    assert plain.how == "xla"
-    assert plain.xla_wire_bytes == plain.plan.wire_bytes
-    src, dst = pair()
-    hard = choose((256, 256), jnp.dtype("float32"), src, dst)
-    assert hard.how == "steps"
-    assert hard.xla_wire_bytes is not None and hard.xla_wire_bytes > hard.plan.wire_bytes
-    compiled = lowered(
-        steps_program((256, 256), jnp.dtype("float32"), src, dst), (256, 256), jnp.dtype("float32"), src, dst
-    ).compile()
-    assert wire_bytes(compiled.as_text(), 8) == hard.plan.wire_bytes
+    for src, dst in (pair(), (NamedSharding(m, P("a")), NamedSharding(m, P(None, "a")))):
+        plan = planned((256, 256), jnp.dtype("float32"), src, dst)
+        ours = steps_program((256, 256), jnp.dtype("float32"), src, dst)
+        sent = [
+            wire_bytes(lowered(fn, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text(), 8)
+            for fn in (ours, lambda x: x)
+        ]
+        # XLA's own program of the first pair replicates the array.
+        assert sent[0] == plan.wire_bytes <= sent[1]
 
 
-def test_between_slices_the_planned_steps_run_where_xla_sends_more_across(monkeypatch):
+def test_between_slices_the_planned_steps_cross_less_than_xla(monkeypatch):
     monkeypatch.setattr(topology, "slices", lambda devices: ((0, 1, 2, 3), (4, 5, 6, 7)))
     m = mesh(slices=2, a=2, b=2)
     src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("slices", "a"))
-    choice = choose((256, 256), jnp.dtype("float32"), src, dst)
-    assert choice.how == "steps" and choice.xla_wire_bytes == choice.xla_dcn_bytes == 256 * 256 * 4 // 8
+    plan = planned((256, 256), jnp.dtype("float32"), src, dst)
     # The other half of a row's columns is in the own slice: nothing need cross.
-    assert choice.plan.wire_bytes == 256 * 256 * 4 // 4 and choice.plan.dcn_bytes == 0
+    assert plan.wire_bytes == 256 * 256 * 4 // 4 and plan.dcn_bytes == 0
     steps = steps_program((256, 256), jnp.dtype("float32"), src, dst)
-    text = lowered(steps, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text()
-    assert wire_bytes(text, 8) == choice.plan.wire_bytes
-    assert wire_bytes(text, 8, [0, 0, 0, 0, 1, 1, 1, 1]) == 0
+    ours, theirs = (
+        lowered(fn, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text() for fn in (steps, lambda x: x)
+    )
+    slices = [0, 0, 0, 0, 1, 1, 1, 1]
+    assert wire_bytes(ours, 8) == plan.wire_bytes and wire_bytes(ours, 8, slices) == 0
+    assert wire_bytes(theirs, 8, slices) == 256 * 256 * 4 // 8
     assert_lies(move(put(VALUES, src), dst), VALUES, dst)
-    whole = choose((256, 256), jnp.dtype("float32"), src, NamedSharding(m, P("b")))
-    assert whole.how == "xla" and whole.xla_dcn_bytes == 0
 
 
 def test_errors_say_what_to_do():
     src, dst = pair()
     with pytest.raises(SpecError, match="pass `src=` with its sharding"):
         jax.jit(lambda x: move(x, dst))(put(VALUES, src))
-    with pytest.raises(SpecError, match="lies in host memory as ndarray.*jax.device_put"):
-        move(VALUES, dst)
     permuted = NamedSharding(mesh(order=[1, 0, 2, 3, 4, 5, 6, 7], c=4, d=2), P("c"))
     with pytest.raises(MeshError, match="different orders.*reshard outside"):
         jax.jit(lambda x: move(x, permuted, src=src))(put(VALUES, src))
     typed = pair(AxisType.Explicit)[1]
     with pytest.raises(SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"):
         jax.jit(lambda x: move(x, typed, src=src))(put(VALUES, src))
-    with pytest.raises(SpecError, match=r"dim 1 .*\(16, 30\) does not divide into 8 pieces.*pad it to 32"):
-        move(put(VALUES[:, :30], NamedSharding(src.mesh, P("a"))), dst)
+    with pytest.raises(SpecError, match=r"dim 1 .*\(16, 30\) does not divide into the 8 pieces.*pad it to 32"):
+        jax.jit(lambda x: move(x, dst, src=src))(put(VALUES[:, :30], NamedSharding(src.mesh, P("a"))))
     few = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",)), P("a"))
-    with pytest.raises(MeshError, match=r"one has 8 .* the other 4 .*jax.device_put"):
-        move(put(VALUES, src), few)
+    with pytest.raises(MeshError, match="different orders"):
+        jax.jit(lambda x: move(x, few, src=src))(put(VALUES, src))
     with pytest.raises(SpecError, match="inside `shard_map`.*outside"):
         jax.jit(jax.shard_map(lambda x: move(x, dst), mesh=src.mesh, in_specs=src.spec, out_specs=src.spec))(
             put(VALUES, src)
@@ -413,8 +404,8 @@ def test_a_sample_of_all_moves_on_16_devices_in_a_process_of_its_own():
         import jax, numpy as np
         jax.config.update("jax_num_cpu_devices", 16)
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-        from shardfx._reshard.steps.choose import (lowered, steps_program)
-        from shardfx._reshard.steps.primitive import move
+        from benchmarks._hlo import steps_program
+        from shardfx._reshard.reshard import resharded
 
         devices = np.array(jax.devices())
         shardings = []
@@ -432,7 +423,7 @@ def test_a_sample_of_all_moves_on_16_devices_in_a_process_of_its_own():
             x = jax.make_array_from_callback(values.shape, src, lambda index: values[index])
             steps = steps_program(values.shape, values.dtype, src, dst)
             forced = jax.jit(steps, out_shardings=dst)(x)
-            for y in (forced, move(x, dst)) if number % 4 == 0 else (forced,):
+            for y in (forced, resharded(x, dst, copies=False)) if number % 4 == 0 else (forced,):
                 assert y.sharding == dst
                 for shard in y.addressable_shards:
                     np.testing.assert_array_equal(shard.data, values[shard.index], err_msg=f"{src} {dst}")

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from shardfx._reshard.steps.hlo import wire_bytes
+from benchmarks._hlo import wire_bytes
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,18 @@ def test_traffic_through_the_hosts_of_two_slices(size, target, wire, dcn):
     # Two of four devices move 8 bytes in each slice in the entry; a branch is of one slice.
     assert wire_bytes(text, 8) == Fraction(wire) + 4 + 2
     assert wire_bytes(text, 8, [0, 0, 0, 0, 1, 1, 1, 1]) == Fraction(dcn)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%m = f32[8]{0} all-mix(%x), replica_groups={{0,1}}, dimensions={0}",
+        '%m = f32[8]{0} custom-call(%x), channel_id=3, custom_call_target="ship"',
+        "%r = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=2",
+        "%g = f32[4,4]{1,0} all-gather(%p), replica_groups=V3[4,2]<=[8], dimensions={0}",
+    ],
+)
+def test_traffic_that_is_not_known_is_an_error(line):
+    with pytest.raises(ValueError, match="unknown"):
+        wire_bytes(line, 8)
+    assert wire_bytes("%d = f32[8]{0} all-gather-done(%s), channel_id=1", 8) == 0

@@ -1,13 +1,25 @@
-"""How much traffic a compiled program causes, read off its HLO text."""
+"""Programs of moves to be compiled and looked at, and how much traffic they cause, read off their HLO text."""
 
+import functools as ft
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
+
+from shardfx._reshard.steps.ends import NO_MESH, layouts, untyped
+from shardfx._reshard.steps.program import program
+from shardfx._reshard.steps.redistribute import Redistribution, redistribute
+from shardfx._spec import bits
 
 
+# What only instructions have that talk to other devices; `send` only begins what a `recv` takes in.
+_TALKS = re.compile(r"\b(replica_groups|source_target_pairs|channel_id)=")
+_SILENT = re.compile(r" (send|[\w-]+-done)\(")
 # `%x = bf16[8,4]{1,0} all-gather(...), replica_groups={{0,1},{2,3}}, ...`, the result maybe a tuple.
 _COLLECTIVE = re.compile(
     r"= (?P<result>\(.*?\)|\S+) "
@@ -31,6 +43,27 @@ _TRANSFER = re.compile(
 _SLICE = 100_000
 
 
+def planned(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Redistribution:
+    """The planner's steps from one sharding to another."""
+    return redistribute(shape, bits(dtype), *layouts(len(shape), untyped(src), untyped(dst)))
+
+
+def steps_program(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Callable[[Any], Any]:
+    """The planned steps as a function to be traced; the meshes list the same devices in the same order."""
+    src, dst = untyped(src), untyped(dst)
+    like, _ = layouts(len(shape), src, dst)
+    return ft.partial(program, src=src, dst=dst, steps=planned(shape, dtype, src, dst).steps, like=like)
+
+
+def lowered(
+    fn: Callable[[Any], Any], shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding
+) -> Any:
+    """`fn` lowered for one array that comes in `src` and leaves in `dst`, ready to be compiled and looked at."""
+    struct = jax.ShapeDtypeStruct(shape, dtype, sharding=untyped(src))
+    with jax.sharding.use_abstract_mesh(NO_MESH), jax.disable_jit(False):
+        return jax.jit(fn, in_shardings=untyped(src), out_shardings=untyped(dst)).lower(struct)
+
+
 def wire_bytes(hlo: str, devices: int, slices: Sequence[int] | np.ndarray | None = None) -> Fraction:
     """Bytes that enter a device over all collectives of a compiled program, the mean over devices.
 
@@ -45,6 +78,10 @@ def wire_bytes(hlo: str, devices: int, slices: Sequence[int] | np.ndarray | None
     The mean as a Fraction: a permute counts only the pairs that move, an all-to-all what each member of a group gets
     from each other one. A gather takes the pieces of other slices in once for all that are in a slice, as the compilers
     for TPUs do.
+
+    **Raises:**
+
+    `ValueError` for an instruction that talks to other devices in a way that is not known here.
     """
     apart = np.arange(devices) if slices is None else np.asarray(slices)
     transfers = _TRANSFER.findall(hlo)
@@ -85,6 +122,8 @@ def _traffic(line: str, apart: np.ndarray, runners: int) -> Fraction:
     """What enters a device in one instruction from devices with another number in `apart`."""
     found = _COLLECTIVE.search(line)
     if found is None:
+        if _TALKS.search(line) and not _SILENT.search(line) and not _TRANSFER.search(line):
+            raise ValueError(f"unknown traffic, of which no bytes can be told: {line.strip():.300}")
         return Fraction(0)
     kind, sizes = found["kind"], [_array_bytes(*array) for array in _ARRAY.findall(found["result"])]
     if found["start"] and len(sizes) > 1:
@@ -114,6 +153,8 @@ def _groups(line: str, devices: int) -> np.ndarray:
         return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(int(iota[1]), int(iota[2]))
     if mesh := _MESH.search(line):
         return _mesh_groups(mesh[1], mesh[2])
+    if "replica_groups=" in line and "replica_groups={}" not in line:
+        raise ValueError(f"unknown groups of devices: {line.strip():.300}")
     return np.arange(devices)[None]
 
 
