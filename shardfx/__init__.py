@@ -5,6 +5,7 @@ import typing as _typing
 
 from . import hosts as hosts, topology as topology
 from ._arrays import (
+    clear_caches as clear_caches,
     constrain as constrain,
     filter_jit as filter_jit,
     gather as gather,
@@ -56,8 +57,10 @@ from ._spec import axis_names_of as axis_names_of, canonical as canonical
 if _typing.TYPE_CHECKING:
     from . import checkpoint as checkpoint, interop as interop, presets as presets
     from ._reshard import (
+        Layout as Layout,
         LeafMove as LeafMove,
         ReshardPlan as ReshardPlan,
+        Step as Step,
         plan_reshard as plan_reshard,
         reshard as reshard,
     )
@@ -66,13 +69,14 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 # Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
 _LATE = {name: name for name in ("checkpoint", "interop", "presets")} | {
-    name: "_reshard" for name in ("LeafMove", "ReshardPlan", "plan_reshard", "reshard")
+    name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")
 }
 __all__ = [
     "AxisRules",
     "CheckpointError",
     "Code",
     "Decision",
+    "Layout",
     "LeafMove",
     "LeafPlan",
     "LeafTypeError",
@@ -89,12 +93,14 @@ __all__ = [
     "RuleError",
     "ShardPlan",
     "SpecError",
+    "Step",
     "UnknownPathError",
     "UnmatchedError",
     "atomic",
     "axis_names_of",
     "canonical",
     "checkpoint",
+    "clear_caches",
     "constrain",
     "correct",
     "differences",

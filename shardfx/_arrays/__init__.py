@@ -4,6 +4,7 @@ It may import `_plan` and what is below it. It never decides how an array is sha
 `constrain` is asked to the shape at hand; and it never moves an array from one plan to another, which `_reshard` does.
 """
 
+from .caches import clear_caches as clear_caches
 from .constrain import constrain as constrain
 from .jit import filter_jit as filter_jit
 from .place import gather as gather, shard as shard
