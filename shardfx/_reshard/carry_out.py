@@ -36,7 +36,8 @@ def carry_out(move: Move, x: jax.Array, *, donate: bool = False, limit_bytes: in
     cut = None if limit_bytes is None else slices_within(move, limit_bytes)
     if cut is not None:
         part = _part(move, cut)
-        moved = sliced(x, named(move.dst), cut, ft.partial(carry_out, part, donate=True), donate=donate)
+        ends = named(move.src), named(move.dst)
+        moved = sliced(x, *ends, cut, ft.partial(carry_out, part, donate=True), donate=donate)
     elif move.transfer is None:
         moved = move.programs[donate](x)
     else:

@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from .._spec import shard_counts
 from .small_floats import moved
-
-
-_NO_MESH = AbstractMesh((), ())
+from .steps.ends import NO_MESH, untyped
 
 
 class Slices(NamedTuple):
@@ -68,6 +66,7 @@ def slices_of(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding, co
 
 def sliced(
     x: jax.Array,
+    src: NamedSharding,
     dst: NamedSharding,
     how: Slices,
     move: Callable[[jax.Array], jax.Array],
@@ -79,17 +78,19 @@ def sliced(
     **Arguments:**
 
     - `x`: a live array.
-    - `dst`: where it shall lie.
+    - `src`, `dst`: where it lies, and where it shall lie.
     - `how`: the slices.
     - `move`: moves one slice, which may be donated.
     - `donate`: gives `x` up in the end.
 
     **Returns:**
 
-    The array in `dst`.
+    The array in `dst`, on Auto axes.
     """
-    cut, write = _programs(x.shape, x.sharding, dst, how)
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    # Of a mesh of mixed axis types JAX would let a result lie along its Explicit axes alone.
+    src, dst = untyped(src), untyped(dst)
+    cut, write = _programs(x.shape, src, dst, how)
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         out = jnp.zeros(x.shape, x.dtype, device=dst)
         for index in range(how.parts):
             out = jax.block_until_ready(write(out, move(cut(x, index)), index))
@@ -99,7 +100,7 @@ def sliced(
 
 
 @ft.lru_cache(maxsize=256)
-def _programs(shape: tuple[int, ...], src: Any, dst: NamedSharding, how: Slices) -> tuple[Any, Any]:
+def _programs(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding, how: Slices) -> tuple[Any, Any]:
     def by_block(piece: jax.Array, parts: int, pieces: int) -> jax.Array:
         """The cut dimension of a device's piece as its blocks, their parts, and the rest."""
         own = how.blocks // pieces
@@ -122,7 +123,10 @@ def _programs(shape: tuple[int, ...], src: Any, dst: NamedSharding, how: Slices)
     )
     ends = {"in_specs": (dst.spec, dst.spec, none), "out_specs": dst.spec}
     write = jax.shard_map(ft.partial(moved, put), mesh=dst.mesh, check_vma=False, **ends)
-    return jax.jit(cut), jax.jit(write, donate_argnums=0)
+    return (
+        jax.jit(cut, in_shardings=(src, None), out_shardings=src),
+        jax.jit(write, in_shardings=(dst, dst, None), out_shardings=dst, donate_argnums=0),
+    )
 
 
 def _pieces(end: NamedSharding, shape: tuple[int, ...], dim: int) -> int:
