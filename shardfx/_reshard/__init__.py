@@ -6,3 +6,5 @@ It may import `_plan` and what is below it. It never chooses where an array shal
 
 from .reshard import reshard as reshard
 from .reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
+from .steps.layout import Layout as Layout
+from .steps.redistribute import Step as Step

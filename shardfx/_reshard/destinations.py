@@ -13,7 +13,7 @@ from .._tree import flatten, tree_paths
 
 
 def targets(form: Any, tree: Any, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:
-    """The sharding of each leaf, `None` for those that no array is or that are to be left alone.
+    """The sharding of each leaf; `None` for a leaf that is no array, and for one that is to be left alone.
 
     **Arguments:**
 

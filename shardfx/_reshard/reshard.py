@@ -36,8 +36,9 @@ def reshard(
 
     Live arrays go in groups: all leaves of one shape, dtype and pair of shardings share a program, leaves that are
     where they should be are not touched, and only so much is under way at a time. Over the same devices an array takes
-    the steps of [`shardfx.plan_reshard`][]; to other devices each shard is put together from the shards that overlap
-    it. No device ever holds a whole array that it was not asked to hold.
+    the steps of [`shardfx.plan_reshard`][]; to other devices, and between all devices that this process's CPU plays,
+    each shard is put together from the shards that overlap it. No device ever holds a whole array that it was not
+    asked to hold.
 
     Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. What
     such a function returns lies as its `out_shardings` say; without them XLA may gather it.
@@ -55,13 +56,14 @@ def reshard(
         devices share one memory). One group moves at a time, and an array that needs more moves in slices; where
         even those need more, that is an error with the least limit that works. Inside `jit` it has no effect: there
         XLA decides over the memory.
-    - `donate`: gives up the arrays of `tree`, each as soon as it was read; what stays in place, under another mesh's
-        names too, is not deleted: the result shares its buffers.
+    - `donate`: gives up the arrays of `tree`, each as soon as it was read. An array of which every device keeps its
+        shard is not deleted: the result shares its buffers, under another mesh's names too.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
 
     **Returns:**
 
-    The tree in the shardings of `dst`.
+    The tree in the shardings of `dst`, committed to exactly those. An array's layout in memory is JAX's default one
+    afterwards, as after `jax.device_put` to a sharding: a custom layout (`jax.experimental.layout.Format`) is lost.
 
     **Raises:**
 

@@ -170,6 +170,9 @@ class ReshardPlan:
 def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan:
     """Plans a move without making it: steps, bytes and memory, per array and in total.
 
+    Devices are taken to have memories of their own. Where this process's CPU plays all of them, as in tests, `reshard`
+    copies from shard to shard in the one memory that there is, and takes no steps; `LeafMove.copied` says so.
+
     **Arguments:**
 
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
@@ -342,6 +345,9 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
         f"{_size(made.peak_bytes)} at the peak"
         + (f"; {_size(made.dcn_bytes)} of what enters come from other slices" if made.dcn_bytes else "")
     )
+    copied = sum(leaf.copied for leaf in made.leaves)
+    if copied:
+        yield f"{copied} arrays take no steps here, where this CPU plays all devices: they are copied in its memory"
     if idle:
         shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
         yield f"{len(idle)} arrays need nothing: {shown}"

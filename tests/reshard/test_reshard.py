@@ -1,4 +1,5 @@
 import functools as ft
+import itertools as it
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._hlo import lowered, steps_program
@@ -268,6 +270,31 @@ def test_a_memory_limit_changes_no_value(limit_bytes):
     moved = through_programs(source, wanted, memory_limit_bytes=limit_bytes)
     assert_equal(moved, state())
     assert moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2", "float8_e3m4", "float4_e2m1fn"])
+@pytest.mark.parametrize("target", [((2, 2), "b", "a"), ((2, 2, 2), ("c", "b"), "a"), ((2, 4), None, "b"), ((3,), "a")])
+def test_slices_keep_the_bits_of_small_floats(dtype, target):
+    sizes, *entries = target
+    made = Mesh(np.array(jax.devices())[: np.prod(sizes)].reshape(sizes), tuple("abc"[: len(sizes)]))
+    values = (np.arange(24 * 4) + 160).astype(np.uint8).reshape(24, 4)
+    values = (values % 16).astype(jnp.dtype(dtype)) if dtype.startswith("float4") else values.view(jnp.dtype(dtype))
+    x = jax.device_put(values, sharding((8,), "a"))
+    dst = NamedSharding(made, P(*entries))
+    with pytest.raises(MoveError, match="is too little") as error:
+        through_programs(x, dst, memory_limit_bytes=1)
+    moved = through_programs(x, dst, memory_limit_bytes=least_in(error))
+    assert np.asarray(moved).tobytes() == np.asarray(values).tobytes()
+
+
+@pytest.mark.parametrize("types", list(it.product((AxisType.Auto, AxisType.Explicit), repeat=3)))
+def test_slices_keep_their_sharding_on_meshes_of_mixed_axis_types(types):
+    """JAX would gather them over the Auto axes, as float16, which is not the bits of every NaN."""
+    made = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"), axis_types=types)
+    values = (np.arange(24 * 4) + 160).astype(np.uint8).reshape(24, 4).view(jnp.dtype("float8_e4m3"))
+    src, dst = NamedSharding(made, P("a", ("b", "c"))), NamedSharding(made, P("a", "c"))
+    moved = through_programs(jax.device_put(values, src), dst, memory_limit_bytes=200)
+    assert moved.sharding == dst and np.asarray(moved).tobytes() == values.tobytes()
 
 
 def test_slices_keep_the_bits_of_every_nan():
@@ -663,6 +690,73 @@ def test_offloads_are_bounded_in_flight():
         seen.append((window.bytes, len(window.pending)))
     assert max(size for size, _ in seen) <= 100 + 32 and max(count for _, count in seen) > 1
     assert_equal(reshard(source, away, memory_limit_bytes=100), [host((64,), i) for i in range(40)])
+
+
+# The result is exactly what was asked for
+
+
+def every_end():
+    """The same eight devices under names, axis types and orders that differ, some with equal shards."""
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    for types in ((auto, auto), (explicit, explicit), (auto, explicit)):
+        made = mesh((2, 4), axis_types=types)
+        yield from (NamedSharding(made, spec) for spec in (P("a", "b"), P("a"), P(), P("a", None)))
+    yield from (NamedSharding(mesh((2, 4), "cd"), spec) for spec in (P("c", "d"), P("d"), P()))
+    yield NamedSharding(mesh((8,), "z", order=range(7, -1, -1)), P())
+    yield NamedSharding(mesh((2, 4), order=(4, 5, 6, 7, 0, 1, 2, 3)), P("a"))
+
+
+@both_ways
+@pytest.mark.parametrize("ours", range(len(list(every_end()))))
+def test_a_result_has_the_very_sharding_and_a_donated_source_is_gone_unless_it_is_shared(move, ours):
+    ends = list(every_end())
+    for theirs, dst in enumerate(ends):
+        x = jax.make_array_from_callback((8, 8), ends[ours], lambda index: host((8, 8))[index].copy())
+        idle = move_of((8, 8), x.dtype, ends[ours], dst).idle
+        (leaf,) = plan_reshard(x, dst).leaves
+        same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
+        assert same == idle == leaf.idle, (ends[ours], dst)
+        moved = move(x, dst, donate=True)
+        assert moved.sharding == dst and moved.sharding.mesh == dst.mesh and moved.committed, theirs
+        assert x.is_deleted() != idle
+        np.testing.assert_array_equal(moved, host((8, 8)))
+
+
+def test_replicas_in_another_order_are_kept_where_the_array_also_moves():
+    """Their shards stay, so that no other place in the tree may give them up."""
+    x = jax.device_put(host((8, 8)), sharding((8,)))
+    turned = sharding((8,), order=range(7, -1, -1))
+    moved = through_programs({"a": x, "b": x}, {"a": turned, "b": sharding((8,), "a")}, donate=True)
+    assert not x.is_deleted()
+    assert_equal(moved, dict.fromkeys("ab", host((8, 8))))
+
+
+@pytest.mark.parametrize("make", [lambda: jnp.ones((8,)), lambda: jnp.asarray(2.0), lambda: jax.random.key(0)])
+def test_an_array_that_stays_is_committed_to_where_it_was_sent(make):
+    x = make()
+    assert not x.committed
+    for dst in (x.sharding, NamedSharding(mesh((1,)), P())):
+        moved = reshard([x], dst)[0]
+        assert moved.committed and moved.sharding == dst
+        assert moved.dtype == x.dtype and getattr(moved, "weak_type", None) == getattr(x, "weak_type", None)
+        assert bool((moved == x).all())
+
+
+def test_arrays_without_elements_go_everywhere():
+    x = jax.device_put(host((0, 8)), sharding((8,), None, "a"))
+    for dst in (sharding((2, 4), None, "b"), sharding((8,)), sharding((3,), order=(5, 6, 7)), sharding((8,), "a")):
+        for move in (reshard, through_programs):
+            moved = move(x, dst)
+            assert moved.sharding == dst and moved.shape == (0, 8)
+
+
+def test_a_custom_layout_becomes_the_default_one():
+    turned = Format(Layout((1, 0)), sharding((8,), "a"))
+    x = jax.device_put(host((16, 8)), turned)
+    moved, put_there = (move(x, sharding((8,), None, "a")) for move in (reshard, jax.device_put))
+    assert x.format.layout.major_to_minor == (1, 0) and moved.format == put_there.format
+    with pytest.raises(LeafTypeError, match="`dst` holds Format.*, which is no sharding"):
+        reshard(x, turned)
 
 
 # Traced values

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._hlo import lowered, planned, steps_program, wire_bytes
 from shardfx import reshard, topology
@@ -307,6 +307,83 @@ def test_sums_that_are_due_are_left_to_jax():
     columns = jax.device_put(VALUES.T, NamedSharding(square, P("b", None)))
     product = jax.jit(lambda x, y: move(jnp.einsum("ij,jk->ik", x, y, out_sharding=src), dst))(rows, columns)
     np.testing.assert_allclose(product, VALUES @ VALUES.T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("ends", [("", "b"), ("b", ""), ("b", "b")])
+def test_reduced_axes_are_kept_and_differentiated_as_jax_does(ends, cross):
+    square, other = mesh(AxisType.Explicit, a=2, b=4), mesh(AxisType.Explicit, c=2, b=4)
+    reduced = [frozenset(end) for end in ends]
+    src = NamedSharding(square, P("a", None, reduced=reduced[0]))
+    dst = NamedSharding(other if cross else square, P(None, "c" if cross else "a", reduced=reduced[1]))
+    x = jax.sharding.reshard(jax.device_put(VALUES, NamedSharding(square, P("a", None))), src)
+    eager = reshard(x, dst)
+    seen = []
+
+    def moved(x):
+        y = move(x, dst)
+        seen.append(jax.typeof(y).sharding.spec)
+        return y
+
+    assert_lies(jax.jit(moved)(x), VALUES, dst)
+    assert seen == [dst.spec] == [eager.sharding.spec]
+    if cross:  # which JAX's own does not do
+        return
+    due = NamedSharding(square, P(None, "a", unreduced=reduced[1]))
+    tangents = jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=due)
+    with jax.set_mesh(square):
+        pulled = [
+            jax.eval_shape(lambda x, y, way=way: jax.vjp(lambda x: way(x, dst), x)[1](y)[0], x, tangents)
+            for way in (move, jax.sharding.reshard)
+        ]
+    assert pulled[0].sharding.spec == pulled[1].sharding.spec == P("a", None, unreduced=reduced[0])
+
+
+def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
+    square = mesh(AxisType.Explicit, a=2, b=4)
+    plain, reduced = P("a", None), P("a", None, reduced=frozenset({"b"}))
+    x = jax.sharding.reshard(jax.device_put(VALUES, NamedSharding(square, plain)), NamedSharding(square, reduced))
+    dst = NamedSharding(square, P(None, "a"))
+
+    def gradient(x):
+        due = jax.grad(lambda x: jnp.sum(move(x, dst) ** 2))(x)
+        assert jax.typeof(due).sharding.spec == P("a", None, unreduced=frozenset({"b"}))
+        return jax.sharding.reshard(due, NamedSharding(square, plain))
+
+    with jax.set_mesh(square):
+        np.testing.assert_array_equal(jax.jit(gradient)(x), 2 * VALUES)
+
+
+@pytest.mark.parametrize("types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)])
+def test_meshes_of_mixed_axis_types_are_refused_inside_jit_and_taken_outside(types):
+    mixed = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=types)
+    dst = NamedSharding(mixed, P("y", "x"))
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        src = NamedSharding(mesh(kind, a=2, b=4), P("a", "b"))
+        x = put(VALUES, src)
+        with pytest.raises(SpecError, match="of mixed axis types, .*reshard outside|Auto axes and the target's"):
+            jax.jit(lambda x, src=src: move(x, dst, src=src), out_shardings=dst)(x)
+        assert_lies(move(x, dst), VALUES, dst)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meshes_without_devices_under_another_mesh(kind):
+    around = mesh(kind, a=2, b=4)
+    here = AbstractMesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    there = AbstractMesh((8,), ("z",), axis_types=(kind,))
+    src, dst = NamedSharding(here, P("x", "y")), NamedSharding(there, P(None, "z"))
+    fn = jax.jit(lambda x, src: move(x, dst, src=src), static_argnums=1)
+    x = put(VALUES, NamedSharding(around, P("a", "b")))
+    with jax.set_mesh(around):
+        named = NamedSharding(around.abstract_mesh, P("a", "b"))
+        np.testing.assert_array_equal(fn(x, named), VALUES)
+        if kind == AxisType.Explicit:  # the array's own type says where it lies
+            np.testing.assert_array_equal(fn(x, src), VALUES)
+        else:
+            with pytest.raises(
+                MeshError, match=r"without devices, and `jax.set_mesh` has set .*NamedSharding\(mesh, spec\)"
+            ):
+                fn(x, src)
 
 
 def test_the_types_say_where_an_explicit_array_lies_afterwards():
