@@ -33,6 +33,7 @@ AXIS_RULES = AxisRules(
         ("sequence", None),
     ],
     units={"heads": HEAD_DIM, "kv_heads": HEAD_DIM},
+    axes=("data", "fsdp", "tensor"),  # a mesh may lack some of them
 )
 
 _ROWS = ("batch", "sequence", None)
