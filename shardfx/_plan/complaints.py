@@ -12,8 +12,9 @@ from .._rules.axis_rules import AxisRules, axes_in, near
 from .._rules.path_rules import first_match
 from .._rules.resolve import unknown_names
 from .._rules.strategies import Optional
+from .._spec import array_bytes
 from .._tree import Flat
-from .leaf import LeafPlan
+from .leaf import Row
 
 
 _SHOWN = 40
@@ -28,11 +29,15 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
     raise kind("\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more]))
 
 
-def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], rules: Sequence[Any]) -> None:
+def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[Row], rules: Sequence[Any]) -> None:
     open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
     if not open_rows:
         return
-    found = [(rows[i].bytes, path, rows[i]) for i, path in zip(index, flat.paths, strict=True) if i in open_rows]
+    found = [
+        (array_bytes(rows[i].shape, rows[i].dtype), path, rows[i])
+        for i, path in zip(index, flat.paths, strict=True)
+        if i in open_rows
+    ]
     found.sort(key=lambda item: -item[0])
     patterns = [pattern for pattern, _ in rules]
     lines = []
@@ -53,7 +58,7 @@ def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], 
     )
 
 
-def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], axes: AxisRules | None) -> None:
+def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: AxisRules | None) -> None:
     """Raises if an array has a logical name that no rule is about, in any mode."""
     if axes is None:
         return
@@ -83,7 +88,7 @@ def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], ax
 def raise_absent(
     flat: Flat,
     index: Sequence[int],
-    rows: Sequence[LeafPlan],
+    rows: Sequence[Row],
     mesh: MeshSpec,
     axes: AxisRules | None,
     declared: tuple[str, ...],
@@ -175,7 +180,7 @@ def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
     return "no rule" if number is None else f"rule {number} ({patterns[number].pattern!r})"
 
 
-def _has(code: Code, row: LeafPlan) -> bool:
+def _has(code: Code, row: Row) -> bool:
     return any(why.code is code for why in row.reasons)
 
 
@@ -183,7 +188,7 @@ def _shown(lines: list[str]) -> list[str]:
     return [*lines[:_SHOWN], f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else lines
 
 
-def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[LeafPlan], refined: MeshSpec | None) -> None:
+def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[Row], refined: MeshSpec | None) -> None:
     """Raises if any array is not sharded as asked; `refined` is the mesh, if its axes have been split."""
     whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(rows)}
     lines = [

@@ -1,5 +1,6 @@
 """What a plan holds: its rows, shared by the leaves that are planned alike, and what is worked out from them."""
 
+import collections
 import functools as ft
 import hashlib
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from .._mesh import MeshSpec
 from .._rules.axis_rules import AxisRules
 from .._tree import Flat, flatten
 from . import codec, plan_json
-from .leaf import LeafPlan, canonical_dtype, named_sharding
+from .leaf import LeafPlan, Row, canonical_dtype, named_sharding
 
 
 class Content:
@@ -29,7 +30,7 @@ class Content:
         jax_mesh: Mesh | None,
         axes: AxisRules | None,
         mode: str | None,
-        rows: Sequence[LeafPlan],
+        rows: Sequence[Row],
         index: Sequence[int],
         paths: Sequence[str],
         treedef: Any,
@@ -71,11 +72,23 @@ class Content:
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
-        # `dataclasses.replace` validates what is known to be right, and takes five times as long.
-        rows = [dict(vars(row)) for row in self.rows]
-        return tuple(
-            LeafPlan(**{**rows[i], "path": path}) for i, path in zip(self.index, self.paths, strict=True) if i >= 0
-        )
+        return tuple(self.leaf(path, i) for path, i in zip(self.paths, self.index, strict=True) if i >= 0)
+
+    def leaf(self, path: str, number: int) -> LeafPlan:
+        """The LeafPlan of the array at `path`, whose row has this number."""
+        return LeafPlan(path, *self.rows[number], *self.byte_counts[number])
+
+    @ft.cached_property
+    def byte_counts(self) -> tuple[tuple[int, int], ...]:
+        """For each row the bytes of an array, and of one shard."""
+        return tuple(row.byte_counts(self.mesh.shape) for row in self.rows)
+
+    @ft.cached_property
+    def total_bytes(self) -> tuple[int, int]:
+        """The bytes of all arrays, and of all shards on one device."""
+        counts = collections.Counter(self.index)
+        pairs = [(whole * counts[i], shard * counts[i]) for i, (whole, shard) in enumerate(self.byte_counts)]
+        return sum(whole for whole, _ in pairs), sum(shard for _, shard in pairs)
 
     @ft.cached_property
     def by_path(self) -> dict[str, LeafPlan]:
@@ -103,9 +116,9 @@ class Content:
         return Content(**{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes})
 
 
-def _in_order_of_use(rows: Sequence[LeafPlan], index: Sequence[int]) -> tuple[tuple[LeafPlan, ...], tuple[int, ...]]:
+def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[Row, ...], tuple[int, ...]]:
     """The rows that are used, each once, in the order in which leaves first use them."""
-    merged: dict[LeafPlan, int] = {}
+    merged: dict[Row, int] = {}
     renumbered = {-1: -1}
     for i in dict.fromkeys(index):
         if i >= 0:

@@ -1,14 +1,23 @@
 import functools as ft
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._errors import SpecError
 from .._mesh import MeshSpec
 from .._reason import Code, Decision, Reason, reason
-from .._spec import UNCONSTRAINED, array_bytes, canonical_entry, entries_of, entry_axes, trimmed
+from .._rules.strategies import Fsdp
+from .._spec import UNCONSTRAINED, array_bytes, canonical_entry, entries_of, entry_axes, shard_counts, trimmed
+
+
+class Leaf(NamedTuple):
+    """What correction asks of an array; `units` has an entry per dimension, or is `None` where any cut will do."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    units: tuple[int, ...] | None
 
 
 def correct(
@@ -65,52 +74,35 @@ def correct(
         raise SpecError(f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`, or use `resolve`.")
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
-    shape = tuple(int(size) for size in shape)
-    units = tuple(units) if units is not None else None
-    nbytes = array_bytes(shape, dtype) if min_bytes else 0
-    decision = _cached(spec, shape, MeshSpec.of(mesh), units, nbytes, min_bytes)
+    leaf = Leaf(tuple(int(size) for size in shape), dtype, None if units is None else tuple(units))
+    _check_units(leaf)
+    decision = _cached(spec, leaf, MeshSpec.of(mesh), min_bytes)
     if strict and decision.reasons:
         raise SpecError(
-            f"{spec} for shape {shape} on mesh {MeshSpec.of(mesh)}: {'; '.join(map(str, decision.reasons))}"
+            f"{spec} for shape {leaf.shape} on mesh {MeshSpec.of(mesh)}: {'; '.join(map(str, decision.reasons))}"
         )
     return decision
 
 
 @ft.lru_cache(maxsize=4096)
-def _cached(
-    spec: PartitionSpec,
-    shape: tuple[int, ...],
-    mesh: MeshSpec,
-    units: tuple[int, ...] | None,
-    nbytes: int,
-    min_bytes: int,
-) -> Decision:
-    return corrected(spec, shape, mesh.shape, AxisType.Auto in mesh.axis_types, units, nbytes, min_bytes)
+def _cached(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> Decision:
+    return corrected(spec, leaf, mesh, min_bytes)
 
 
-def corrected(
-    spec: PartitionSpec,
-    shape: tuple[int, ...],
-    sizes: Mapping[str, int],
-    has_auto: bool,
-    units: tuple[int, ...] | None,
-    nbytes: int,
-    min_bytes: int,
-) -> Decision:
-    """[`shardfx.correct`][] for a mesh of plain axis sizes, that may have an Auto axis, and checked arguments."""
-    entries = _fitted(spec, shape)
-    units = _fitted_units(units, shape)
-    asked = tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))
-    if nbytes < min_bytes and asked:
-        return Decision(PartitionSpec(), (reason(Code.small, None, asked, size=nbytes, limit=min_bytes),))
+def corrected(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> Decision:
+    """[`shardfx.correct`][] of checked arguments."""
+    entries, sizes = _fitted(spec, leaf.shape), mesh.shape
+    if min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
+        if found := _too_small(leaf, asked, min_bytes):
+            return Decision(PartitionSpec(), found)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept, reasons = [], []
-    for dim, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True)):
+    for dim, (entry, size, unit) in enumerate(zip(entries, leaf.shape, _units(leaf), strict=True)):
         if entry is None:
             kept.append(None)
             continue
         if entry is UNCONSTRAINED:
-            entry, found = _unconstrained(has_auto, dim)
+            entry, found = _unconstrained(AxisType.Auto in mesh.axis_types, dim)
         elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
             found = ()  # by far the most frequent case: one axis, free, that divides
         else:
@@ -120,6 +112,23 @@ def corrected(
         reasons += found
     like, found = _reductions(spec, sizes)
     return Decision(trimmed(kept, like), (*reasons, *found))
+
+
+class Fit(NamedTuple):
+    """What a spec becomes for all arrays of one rank whose sizes are multiples of `cuts`."""
+
+    decision: Decision
+    cuts: tuple[int, ...]
+
+
+def fit(spec: PartitionSpec, rank: int, units: tuple[int, ...] | None, mesh: MeshSpec) -> Fit:
+    """What [`shardfx.correct`][] makes of a spec wherever no size stands in its way: it is worked out once."""
+    # Anything divides a size of 0, so nothing is dropped on account of it.
+    leaf = Leaf((0,) * rank, None, units)
+    decision = corrected(spec, leaf, mesh, 0)
+    counts = shard_counts(decision.spec, rank, mesh.shape)
+    pairs = zip(counts, _units(leaf), strict=True)
+    return Fit(decision, tuple(count * unit if count > 1 else 1 for count, unit in pairs))
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -132,15 +141,21 @@ def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return (*entries[: len(shape)], *[None] * (len(shape) - len(entries)))
 
 
-def _fitted_units(units: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if units is None:
-        return (1,) * len(shape)
-    if len(units) != len(shape) or not all(unit >= 1 for unit in units):
+def _check_units(leaf: Leaf) -> None:
+    if leaf.units is not None and (len(leaf.units) != len(leaf.shape) or not all(unit >= 1 for unit in leaf.units)):
         raise SpecError(
-            f"`units` must hold one positive int for each dimension of shape {shape}, not {units}; use 1 where any "
-            "cut will do."
+            f"`units` must hold one positive int for each dimension of shape {leaf.shape}, not {leaf.units}; use 1 "
+            "where any cut will do."
         )
-    return units
+
+
+def _units(leaf: Leaf) -> tuple[int, ...]:
+    return (1,) * len(leaf.shape) if leaf.units is None else leaf.units
+
+
+def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
+    size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
+    return (reason(Code.small, None, axes, size=size, limit=min_bytes),) if size < min_bytes else ()
 
 
 def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
@@ -225,23 +240,16 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
     return like, [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
 
 
-def spread(
-    spec: PartitionSpec,
-    shape: tuple[int, ...],
-    sizes: Mapping[str, int],
-    axes: tuple[str, ...],
-    units: tuple[int, ...] | None,
-    nbytes: int,
-    min_bytes: int,
-) -> Decision:
-    """Adds `axes` to the dimension that nothing shards yet and that they cut furthest; the largest of several.
+def spread(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, strategy: Fsdp) -> Decision:
+    """Adds the axes of `strategy` to the dimension that nothing shards yet and that they cut furthest.
 
-    `spec` has been through [`shardfx.correct`][] already; axes that it uses, and axes that the mesh lacks, are
-    left out with a reason.
+    Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
+    it uses, and axes that the mesh lacks, are left out with a reason.
     """
-    if nbytes < min_bytes:
-        return Decision(spec, (reason(Code.small, None, axes, size=nbytes, limit=min_bytes),))
-    entries, units = _fitted(spec, shape), _fitted_units(units, shape)
+    axes, shape, sizes = strategy.axes, leaf.shape, mesh.shape
+    if found := _too_small(leaf, axes, strategy.min_bytes):
+        return Decision(spec, found)
+    entries = _fitted(spec, shape)
     used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
     absent = tuple(axis for axis in axes if axis not in sizes)
     taken = tuple(axis for axis in axes if axis in used)
@@ -253,7 +261,7 @@ def spread(
         return Decision(spec, tuple(reasons))
     choices = [
         (math.prod(sizes[axis] for axis in kept), size, -dim, kept)
-        for dim, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True))
+        for dim, (entry, size, unit) in enumerate(zip(entries, shape, _units(leaf), strict=True))
         if entry is None and (kept := _divisors(free, size, unit, sizes))
     ]
     count, size, dim, kept = max(choices, default=(1, max(shape, default=1), 0, ()))

@@ -1,13 +1,14 @@
 import dataclasses
-from collections.abc import Mapping
+import functools as ft
+import operator
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from .._mesh import MeshSpec
 from .._reason import Reason
-from .._spec import array_bytes
-from .correct import corrected, spread
-from .leaf import LeafPlan, leaf_plan
+from .correct import Fit, Leaf, corrected, fit, spread
+from .leaf import Row
 
 
 class Request(NamedTuple):
@@ -21,33 +22,50 @@ class Request(NamedTuple):
     reasons: tuple[Reason, ...]
 
 
-def decided(
-    request: Request,
-    shape: tuple[int, ...],
-    dtype: Any,
-    sizes: Mapping[str, int],
-    has_auto: bool,
-    min_bytes: int,
-    memory_kind: str | None,
-) -> LeafPlan:
-    nbytes = array_bytes(shape, dtype)
-    found = corrected(request.spec, shape, sizes, has_auto, request.units, nbytes, min_bytes)
+def row_of(
+    request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec, min_bytes: int, memory_kind: str | None
+) -> Row:
+    """What the mesh and the shape leave of a request."""
+    leaf = Leaf(shape, dtype, request.units)
+    found = corrected(request.spec, leaf, mesh, min_bytes)
     reasons = (*request.reasons, *found.reasons)
     asked = request.strategies
     strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, min_bytes)) for step in asked)
     for step in strategies:
-        found = spread(found.spec, shape, sizes, step.axes, request.units, nbytes, step.min_bytes)
+        found = spread(found.spec, leaf, mesh, step)
         reasons += found.reasons
-    return leaf_plan(
-        sizes,
-        spec=found.spec,
+    return Row(
         shape=shape,
         dtype=dtype,
         names=request.names,
         requested=request.spec,
+        spec=found.spec,
         rule=request.rule,
         reasons=reasons,
         memory_kind=memory_kind,
         units=request.units,
         strategies=strategies,
     )
+
+
+class Asked:
+    """What has been asked for arrays of one rank, and planned for one of them at least.
+
+    Most arrays are cut evenly: what becomes of those is worked out once, and holds for every such shape.
+    """
+
+    def __init__(self, request: Request, rank: int, mesh: MeshSpec, min_bytes: int):
+        self.request, self.rank, self.mesh, self.min_bytes = request, rank, mesh, min_bytes
+        self.by_size_alone = not (min_bytes or request.strategies)
+
+    @ft.cached_property
+    def fit(self) -> Fit:
+        return fit(self.request.spec, self.rank, self.request.units, self.mesh)
+
+    def row(self, shape: tuple[int, ...], dtype: Any, memory_kind: str | None) -> Row:
+        asked = self.request
+        if not self.by_size_alone or any(map(operator.mod, shape, self.fit.cuts)):
+            return row_of(asked, shape, dtype, self.mesh, self.min_bytes, memory_kind)
+        found = self.fit.decision
+        reasons = asked.reasons + found.reasons
+        return Row(shape, dtype, asked.names, asked.spec, found.spec, asked.rule, reasons, memory_kind, asked.units, ())

@@ -60,7 +60,7 @@ def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
             groups.setdefault((between_numbers(path), number), []).append(path)
     rows = []
     for (_, number), paths in groups.items():
-        leaf, count = dataclasses.replace(content.rows[number], path=paths[0]), len(paths)
+        leaf, count = content.leaf(paths[0], number), len(paths)
         rows.append(ReportRow(joined(paths), count, leaf, leaf.bytes * count, leaf.bytes_per_device * count))
     return tuple(rows)
 

@@ -16,9 +16,9 @@ from .._text import between_numbers
 from .._tree import flatten
 from .complaints import raise_absent, raise_errors, raise_unknown, raise_unused
 from .content import Content
-from .decide import Request, decided
+from .decide import Request, row_of
 from .further import further
-from .leaf import LeafPlan, memory_kind_pairs
+from .leaf import LeafPlan, Row, memory_kind_pairs
 from .requests import asked_by_target
 from .shard_plan import ShardPlan, check_plan
 
@@ -169,7 +169,7 @@ def _structs(arg: Any, mesh: AbstractMesh | None, other: Any) -> Any:
     return arg.content.tree([_struct(row, mesh) for row in arg.content.rows], other)
 
 
-def _struct(row: LeafPlan, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
+def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
     sharding = None if mesh is None else NamedSharding(mesh, pinned(row.spec))
     return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
@@ -187,17 +187,16 @@ class _Follower:
         self.open: dict[str, None] = {}
         self.errors: list[tuple[str, Any]] = []
 
-    def row(self, path: str, leaf: Any, memory_kind: str | None) -> LeafPlan:
+    def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
         shape, mesh = tuple(leaf.shape), self.plan.mesh
-        has_auto = AxisType.Auto in mesh.axis_types
         try:
             request = self.request(path, leaf)
             if shape and self.over is not None:
                 request = further(request, shape, leaf.dtype, mesh, self.over)
-            return decided(request, shape, leaf.dtype, mesh.shape, has_auto, 0, memory_kind)
+            return row_of(request, shape, leaf.dtype, mesh, 0, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return decided(_NOTHING, shape, leaf.dtype, mesh.shape, has_auto, 0, memory_kind)
+            return row_of(_NOTHING, shape, leaf.dtype, mesh, 0, memory_kind)
 
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)

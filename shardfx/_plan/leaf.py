@@ -1,7 +1,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -56,6 +56,26 @@ class LeafPlan:
         return f"LeafPlan({printable(self.path)}: {printable('; '.join(told))})"
 
 
+class Row(NamedTuple):
+    """How arrays that are planned alike are placed, and why: the fields of their LeafPlans, but for path and bytes."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[Any, ...] | None
+    requested: PartitionSpec
+    spec: PartitionSpec
+    rule: str | None
+    reasons: tuple[Reason, ...]
+    memory_kind: str | None
+    units: tuple[int, ...] | None
+    strategies: tuple[Any, ...]
+
+    def byte_counts(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """The bytes of the whole array, and of one shard on a mesh of axis `sizes`."""
+        shard = shard_shape(self.shape, pinned(self.spec), sizes)
+        return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
+
+
 def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:
     """The pairs of a regex and a memory kind, each of a kind that exists."""
     pairs = tuple(given or ())
@@ -65,22 +85,6 @@ def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[st
                 f"`memory_kinds` maps {regex!r} to {kind!r}; a memory kind is one of {', '.join(MEMORY_KINDS)}."
             )
     return pairs
-
-
-def leaf_plan(
-    sizes: Mapping[str, int], *, spec: PartitionSpec, shape: tuple[int, ...], dtype: Any, **fields: Any
-) -> LeafPlan:
-    """A LeafPlan without its path, its bytes counted."""
-    shard = shard_shape(shape, pinned(spec), sizes)
-    return LeafPlan(
-        path="",
-        spec=spec,
-        shape=shape,
-        dtype=dtype,
-        bytes=array_bytes(shape, dtype),
-        bytes_per_device=array_bytes(shard, dtype),
-        **fields,
-    )
 
 
 @ft.lru_cache(maxsize=4096)

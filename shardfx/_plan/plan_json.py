@@ -11,7 +11,7 @@ from .._mesh import MeshSpec
 from .._rules.axis_rules import AxisRules
 from . import codec
 from .correct import correct
-from .leaf import MEMORY_KINDS, LeafPlan, leaf_plan
+from .leaf import MEMORY_KINDS, Row
 
 
 _FORMAT = "shardfx.plan"
@@ -22,7 +22,7 @@ def payload(
     mesh: MeshSpec,
     axes: AxisRules | None,
     mode: str | None,
-    rows: Sequence[LeafPlan],
+    rows: Sequence[Row],
     leaves: Iterable[tuple[str, int]],
     structure: Any,
     strict: bool,
@@ -45,7 +45,7 @@ def written(payload: dict[str, Any]) -> str:
     return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
 
 
-def _encode_row(row: LeafPlan) -> dict[str, Any]:
+def _encode_row(row: Row) -> dict[str, Any]:
     return {
         "shape": list(row.shape),
         "dtype": codec.encode_dtype(row.dtype),
@@ -60,15 +60,14 @@ def _encode_row(row: LeafPlan) -> dict[str, Any]:
     }
 
 
-def _decode_row(data: dict[str, Any], mesh: MeshSpec) -> LeafPlan:
+def _decode_row(data: dict[str, Any], mesh: MeshSpec) -> Row:
     spec, shape = codec.decode_spec(data["spec"]), tuple(data["shape"])
     if data["memory_kind"] not in (None, *MEMORY_KINDS):
         raise PlanFormatError(f"memory kind {data['memory_kind']!r} is none of {', '.join(MEMORY_KINDS)}.")
     valid = correct(spec, shape, mesh)
     if valid.spec != spec:
         raise PlanFormatError(f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}.")
-    return leaf_plan(
-        mesh.shape,
+    return Row(
         spec=spec,
         shape=shape,
         dtype=codec.decode_dtype(data["dtype"]),

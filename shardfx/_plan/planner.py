@@ -1,24 +1,22 @@
 """Match, then resolve, then correct, per leaf: here and nowhere else."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._errors import LeafTypeError, RuleError, SpecError
 from .._mesh import MeshSpec
 from .._reason import Code, reason, refined_reasons
 from .._rules.axis_rules import AxisRules, check_axis_rules
-from .._rules.digits import is_digit_blind
-from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match, is_callable
+from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match, is_callable, is_digit_blind
 from .._tree import Flat, flatten
 from .complaints import raise_absent, raise_cut, raise_errors, raise_unknown, raise_unmatched, raise_unused
 from .content import Content
-from .decide import Request, decided
-from .leaf import LeafPlan, canonical_dtype, memory_kind_pairs
+from .decide import Asked, Request, row_of
+from .leaf import Row, canonical_dtype, memory_kind_pairs
 from .names import names_of_leaves
 from .replan import refined
 from .requests import asked_by_names, asked_by_target
@@ -114,87 +112,102 @@ def plan(
     flat = flatten(tree)
     given = names_of_leaves(names, tree, flat, axes)
     kinds = memory_kind_pairs(memory_kinds)
-    kind_rules = PathRules((regex, ()) for regex, _ in kinds) if kinds else _NO_RULES
-    planner = _Planner(mesh_spec, _NO_RULES if paths is None else paths, axes, mode, min_bytes, kinds, kind_rules)
+    by_path = _Matcher(_NO_RULES if paths is None else paths)
+    by_kind = _Matcher(PathRules((regex, (kind,)) for regex, kind in kinds) if kinds else _NO_RULES)
+    planner = _Planner(mesh_spec, axes, mode, min_bytes, by_path, by_kind)
     index, rows = planner.columns(flat, given)
     if unmatched == "raise":
-        raise_unmatched(flat, index, rows, planner.rules)
+        raise_unmatched(flat, index, rows, by_path.rules)
         raise_unknown(flat, index, rows, axes)
         raise_absent(flat, index, rows, mesh_spec, axes, () if paths is None else paths.axes)
     if unused == "raise":
-        raise_unused("rule", planner.rules, planner.used_paths, flat, given, "the names of the leaves")
-        raise_unused("`memory_kinds` entry", kind_rules.rules, planner.used_kinds, flat)
+        raise_unused("rule", by_path.rules, by_path.used, flat, given, "the names of the leaves")
+        raise_unused("`memory_kinds` entry", by_kind.rules, by_kind.used, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     made = ShardPlan(
         Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef, strict=strict)
     )
     if refine:
         content = refined(made, min_bytes).content
-        rows = [dataclasses.replace(row, reasons=refined_reasons(row.reasons)) for row in content.rows]
+        rows = [row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows]
         made = ShardPlan(content.replaced(rows=rows))
     if strict:
         raise_cut(flat, made.content.index, made.content.rows, None if made.mesh == mesh_spec else made.mesh)
     return made
 
 
+class _Matcher:
+    """Regexes, and which of them have matched."""
+
+    def __init__(self, rules: PathRules):
+        self.rules, self.patterns = rules.rules, compiled(rules)
+        self.called = [is_callable(target) for _, target in rules.rules]
+        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        self.needs_paths = any(self.called) or not all(is_digit_blind(regex) for regex, _ in rules.rules)
+        self.used: dict[int, None] = {}
+
+    def first(self, path: str) -> int | None:
+        number = first_match(path, self.patterns)
+        if number is not None:
+            self.used[number] = None
+        return number
+
+
 class _Planner:
-    """The rules of one call of `plan`, and what it has decided so far."""
+    """What one call of `plan` goes by, and what it has decided so far."""
 
     def __init__(
         self,
         mesh: MeshSpec,
-        paths: PathRules,
         axes: AxisRules | None,
         mode: str | None,
         min_bytes: int,
-        kinds: tuple[tuple[str, str], ...],
-        kind_rules: PathRules,
+        paths: _Matcher,
+        kinds: _Matcher,
     ):
-        self.sizes, self.has_auto = mesh.shape, AxisType.Auto in mesh.axis_types
-        self.rules, self.axes, self.mode, self.min_bytes, self.kinds = paths.rules, axes, mode, min_bytes, kinds
-        self.patterns, self.kind_patterns = compiled(paths), compiled(kind_rules)
-        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
-        self.digits_matter = not (is_digit_blind(paths) and is_digit_blind(kind_rules))
-        self.called = any(is_callable(target) for _, target in paths.rules)
-        self.used_paths: dict[int, None] = {}
-        self.used_kinds: dict[int, None] = {}
-        self.decided: dict[Any, LeafPlan] = {}
+        self.mesh, self.axes, self.mode, self.min_bytes = mesh, axes, mode, min_bytes
+        self.paths, self.kinds, self.rules = paths, kinds, paths.rules
+        self.asked: dict[Any, Asked] = {}
+        self.numbers: dict[Any, int] = {}
+        self.rows: list[Row] = []
 
-    def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[LeafPlan]]:
+    def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[Row]]:
         """For each leaf the number of its row, and the rows. Leaves that are planned alike share one."""
-        keys = flat.paths if self.digits_matter or self.called else flat.templates
-        alike = _alike(keys, flat, given)
+        keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
         numbers: dict[Any, int] = {None: -1}
-        index, rows, errors = [], [], []
-        for kind in alike:
-            number = numbers.get(kind)
+        index, errors = [], []
+        for key in _keys(keys, flat, given):
+            number = numbers.get(key)
             if number is None:
-                number, at = len(numbers) - 1, len(index)
-                numbers[kind] = number
+                at = len(index)
                 try:
-                    rows.append(self.row(flat.paths[at], flat.leaves[at], given[at]))
+                    number = self.number(flat.paths[at], flat.leaves[at], given[at])
                 except (SpecError, RuleError, LeafTypeError) as error:
+                    number = -1
                     errors.append((flat.paths[at], error))
+                numbers[key] = number
             index.append(number)
         raise_errors(errors)
-        return index, rows
+        return index, self.rows
 
-    def row(self, path: str, leaf: Any, names: Any) -> LeafPlan:
-        kind = first_match(path, self.kind_patterns)
-        number = first_match(path, self.patterns) if names is None else None
-        if kind is not None:
-            self.used_kinds[kind] = None
-        if number is not None:
-            self.used_paths[number] = None
-        called = number is not None and is_callable(self.rules[number][1])
-        key = (number, kind, names, leaf.shape, leaf.dtype, path if called else None)
-        found = self.decided.get(key)
+    def number(self, path: str, leaf: Any, names: Any) -> int:
+        """The number of the row of an array."""
+        kind = self.kinds.first(path)
+        rule = self.paths.first(path) if names is None else None
+        shape, dtype, called = tuple(leaf.shape), _dtype(leaf), rule is not None and self.paths.called[rule]
+        asks = (rule, names, len(shape), (path, shape, dtype) if called else None)
+        found = self.numbers.get((asks, kind, shape, dtype))
         if found is None:
-            shape, dtype = tuple(leaf.shape), _dtype(leaf)
-            request = self.request(path, leaf, names, number)
-            memory_kind = None if kind is None else self.kinds[kind][1]
-            found = decided(request, shape, dtype, self.sizes, self.has_auto, self.min_bytes, memory_kind)
-            self.decided[key] = found
+            memory_kind = None if kind is None else self.kinds.rules[kind][1][0]
+            asked = self.asked.get(asks)
+            if asked is None:
+                request = self.request(path, leaf, names, rule)
+                row = row_of(request, shape, dtype, self.mesh, self.min_bytes, memory_kind)
+                self.asked[asks] = Asked(request, len(shape), self.mesh, self.min_bytes)
+            else:
+                row = asked.row(shape, dtype, memory_kind)
+            found = self.numbers[asks, kind, shape, dtype] = len(self.rows)
+            self.rows.append(row)
         return found
 
     def request(self, path: str, leaf: Any, names: Any, number: int | None) -> Request:
@@ -208,7 +221,7 @@ class _Planner:
         return asked_by_target(self.rules[number][1], path, leaf, _rule_text(number, self.rules), self.axes, self.mode)
 
 
-def _alike(keys: Sequence[str], flat: Flat, given: Sequence[Any]) -> Iterable[Any]:
+def _keys(keys: Sequence[str], flat: Flat, given: Sequence[Any]) -> Iterable[Any]:
     """For each array what decides how it is planned; `None` for what is no array."""
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]

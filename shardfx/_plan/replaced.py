@@ -4,16 +4,14 @@ import difflib
 import re
 from typing import Any
 
-from jax.sharding import AxisType
-
 from .._errors import RuleError, SpecError, UnknownPathError, UnmatchedError
 from .._reason import Code
 from .._rules.path_rules import PathRules
 from .._rules.resolve import check_known
 from .complaints import raise_errors
 from .content import Content
-from .decide import decided
-from .leaf import LeafPlan
+from .decide import row_of
+from .leaf import Row
 from .requests import asked_by_target
 from .single import check_absent
 
@@ -36,13 +34,12 @@ def replaced(content: Content, where: str, target: Any) -> Content:
     return content.replaced(rows=rows, index=index)
 
 
-def _row(content: Content, path: str, row: LeafPlan, target: Any) -> LeafPlan:
+def _row(content: Content, path: str, row: Row, target: Any) -> Row:
     mesh = content.mesh
     request = asked_by_target(target, path, row, RULE, content.axes, content.mode)
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
-    has_auto = AxisType.Auto in mesh.axis_types
-    made = decided(request, row.shape, row.dtype, mesh.shape, has_auto, 0, row.memory_kind)
+    made = row_of(request, row.shape, row.dtype, mesh, 0, row.memory_kind)
     check_absent(made.reasons, mesh, content.axes)
     cut = [why for why in made.reasons if why.code is not Code.scalar]
     if content.strict and cut:

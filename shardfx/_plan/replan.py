@@ -3,14 +3,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._mesh import MeshSpec
 from .._reason import Code, Reason
 from .._rules.axis_rules import AxisRules
 from .._rules.resolve import resolve
-from .decide import Request, decided
-from .leaf import LeafPlan
+from .decide import Request, row_of
+from .leaf import LeafPlan, Row
 from .refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
 from .shard_plan import ShardPlan
 
@@ -18,7 +18,6 @@ from .shard_plan import ShardPlan
 def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
     """The plan of the same leaves by the same rules on another mesh; see `shardfx.replan`."""
     spec = MeshSpec.of(mesh).filled()
-    sizes, has_auto = spec.shape, AxisType.Auto in spec.axis_types
     rows = []
     for row in made.content.rows:
         small = row.requested != row.spec == PartitionSpec() and any(why.code is Code.small for why in row.reasons)
@@ -27,7 +26,7 @@ def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPla
             continue
         first = _first_reasons(row, made)
         request = Request(row.names, row.requested, row.rule, row.units, row.strategies, first)
-        rows.append(decided(request, row.shape, row.dtype, sizes, has_auto, 0, row.memory_kind))
+        rows.append(row_of(request, row.shape, row.dtype, spec, 0, row.memory_kind))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
 
@@ -43,7 +42,7 @@ def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
         found = () if small else wishes(row.requested, row.spec, row.shape, row.units, steps, made.mesh.shape)
         wishing.append(bool(found))
         for wish in found:
-            saved = row.bytes_per_device * (wish.part - 1) // wish.part * counts[number]
+            saved = made.content.byte_counts[number][1] * (wish.part - 1) // wish.part * counts[number]
             asked[wish] = asked.get(wish, 0) + saved
     mesh, parts = refined_mesh(made.mesh, asked)
     if not parts:
@@ -56,18 +55,17 @@ def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
 
 
 def _refined_row(
-    row: LeafPlan, made: ShardPlan, mesh: MeshSpec, parts: dict[str, tuple[str, ...]], min_bytes: int, wished: bool
-) -> LeafPlan:
+    row: Row, made: ShardPlan, mesh: MeshSpec, parts: dict[str, tuple[str, ...]], min_bytes: int, wished: bool
+) -> Row:
     steps = tuple(dataclasses.replace(step, axes=renamed_axes(step.axes, parts)) for step in row.strategies)
     requested, first = renamed(row.requested, parts), _first_reasons(row, made)
     request = Request(row.names, requested, row.rule, row.units, steps, first)
-    has_auto = AxisType.Auto in mesh.axis_types
-    again = decided(request, row.shape, row.dtype, mesh.shape, has_auto, min_bytes, row.memory_kind)
+    again = row_of(request, row.shape, row.dtype, mesh, min_bytes, row.memory_kind)
     same = renamed(row.spec, parts)
     # Only an array that asked for a part of an axis may change its layout.
     if wished or again.spec == same:
         return again
-    return dataclasses.replace(row, spec=same, requested=requested, strategies=steps)
+    return row._replace(spec=same, requested=requested, strategies=steps)
 
 
 def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
@@ -80,7 +78,7 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
     )
 
 
-def _first_reasons(row: LeafPlan, made: ShardPlan) -> tuple[Reason, ...]:
+def _first_reasons(row: Row, made: ShardPlan) -> tuple[Reason, ...]:
     """The reasons of a row that came from its rule, not from the mesh it was corrected for."""
     if row.names is not None and made.axes is not None:
         return resolve(row.names, made.axes, mode=made.mode).reasons
@@ -142,7 +140,7 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> Replan:
     for path, before, after in zip(plan.content.paths, plan.content.index, made.content.index, strict=True):
         if before >= 0:
             if (before, after) not in texts:
-                texts[before, after] = _change(plan.content.rows[before], made.content.rows[after])
+                texts[before, after] = _change(plan.content.leaf(path, before), made.content.leaf(path, after))
             lines += [f"leaf `{path}`: {texts[before, after]}"] if texts[before, after] else []
     old, new = plan.bytes_per_device, made.bytes_per_device
     if old != new:

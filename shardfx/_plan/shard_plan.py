@@ -14,7 +14,7 @@ from .._rules.axis_rules import AxisRules
 from .._tree import Flat
 from .content import Content, read_json, rows_of, shaped_like
 from .facts import html_of
-from .leaf import LeafPlan, named_sharding
+from .leaf import LeafPlan, Row, named_sharding
 from .replaced import replaced
 from .single import decision_for
 
@@ -79,21 +79,17 @@ class ShardPlan(eqx.Module):
     @property
     def bytes_total(self) -> int:
         """How many bytes all the arrays have, each counted once."""
-        return sum(row.bytes * count for row, count in self._counts())
+        return self.content.total_bytes[0]
 
     @property
     def bytes_per_device(self) -> int:
         """How many bytes each device holds; all hold the same."""
-        return sum(row.bytes_per_device * count for row, count in self._counts())
+        return self.content.total_bytes[1]
 
     @property
     def digest(self) -> str:
         """The sha256 of the plan, in hex: the same on every process."""
         return self.content.digest
-
-    def _counts(self) -> list[tuple[LeafPlan, int]]:
-        counts = collections.Counter(self.content.index)
-        return [(row, counts[i]) for i, row in enumerate(self.content.rows)]
 
     def __getitem__(self, path: str) -> LeafPlan:
         found = self.content.by_path.get(path)
@@ -345,7 +341,7 @@ def _type_names(mesh: MeshSpec) -> str:
     return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"
 
 
-def _struct(row: LeafPlan, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
+def _struct(row: Row, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
     sharding = named_sharding(mesh, row.spec, row.memory_kind)
     return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 

@@ -1,4 +1,3 @@
-import functools as ft
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -166,9 +165,8 @@ def check_path_rules(what: str, given: Any) -> None:
     check_type(what, given, PathRules, RuleError, fix)
 
 
-@ft.lru_cache(maxsize=256)
 def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
-    """The rules' regexes, compiled once."""
+    """The rules' regexes; `re` remembers those that it has compiled."""
     return tuple(re.compile(pattern) for pattern, _ in rules.rules)
 
 
@@ -178,6 +176,17 @@ def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
         if pattern.search(path):
             return index
     return None
+
+
+# What may tell one digit from another: a digit, a character by its name, and a group that must occur again. The ends of
+# a range are characters too: one without a digit at either end holds all ten of them or none.
+_TELLS_DIGITS = re.compile(r"\d|\\N|\(\?P=")
+_ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
+
+
+def is_digit_blind(regex: str) -> bool:
+    """Whether paths that differ only in digits match alike, for sure: then repeated layers are matched once."""
+    return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
 
 def is_callable(target: Any) -> bool:

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import Code, MeshSpec, SpecError, correct
-from shardfx._plan.correct import spread
+from shardfx import Code, MeshSpec, SpecError, correct, fsdp
+from shardfx._plan.correct import Leaf, corrected, fit, spread
 from shardfx._spec import entries_of
 
 
 U = P.UNCONSTRAINED
 MESH = MeshSpec({"data": 2, "tensor": 4, "one": 1})
+
+
+def added(spec, shape, axes, units=None, min_bytes=0):
+    return spread(spec, Leaf(shape, jnp.float32, units), MESH, fsdp(axes, min_bytes))
 
 
 def codes(decision):
@@ -146,18 +150,37 @@ def test_the_largest_subset_that_divides_is_kept(sizes, count, unit):
     assert [name for name in given if name not in large] == [n for n in mesh.axis_names if mesh.shape[n] == 1]
 
 
+ENTRIES = st.sampled_from(
+    [None, U, "data", "tensor", "one", "gone", ("data", "tensor"), ("one", "gone"), ("data",) * 2]
+)
+
+
+@given(
+    st.lists(st.tuples(ENTRIES, st.integers(0, 32), st.sampled_from([1, 2, 3])), max_size=3),
+    st.sampled_from([AxisType.Auto, AxisType.Explicit]),
+    st.booleans(),
+)
+def test_a_fit_holds_for_every_shape_that_it_cuts_evenly(dims, kind, has_units):
+    mesh = MeshSpec({"data": 2, "tensor": 4, "one": 1}, axis_types=kind)
+    spec, shape = P(*[entry for entry, _, _ in dims]), tuple(size for _, size, _ in dims)
+    units = tuple(unit for _, _, unit in dims) if has_units else None
+    found = fit(spec, len(shape), units, mesh)
+    exact = corrected(spec, Leaf(shape, None, units), mesh, 0)
+    even = tuple(size * cut for size, cut in zip(shape, found.cuts, strict=True))
+    assert corrected(spec, Leaf(even, None, units), mesh, 0) == found.decision
+    assert (exact == found.decision) or any(size % cut for size, cut in zip(shape, found.cuts, strict=True))
+
+
 def test_spread_takes_the_largest_free_dimension_that_divides():
-    sizes = {"data": 2, "tensor": 4}
-    assert spread(P(), (6, 8, 4), sizes, ("data",), None, 1, 0).spec == P(None, "data")
-    assert spread(P(None, "tensor"), (6, 8, 4), sizes, ("data",), None, 1, 0).spec == P("data", "tensor")
-    assert spread(P(), (3, 5), sizes, ("data",), None, 1, 0).spec == P()
-    assert spread(P(), (4, 6), sizes, ("data", "tensor"), None, 1, 0).spec == P("tensor")
-    assert spread(P(), (6, 4), sizes, ("tensor",), (6, 1), 1, 0).spec == P(None, "tensor")
+    assert added(P(), (6, 8, 4), "data").spec == P(None, "data")
+    assert added(P(None, "tensor"), (6, 8, 4), "data").spec == P("data", "tensor")
+    assert added(P(), (3, 5), "data").spec == P()
+    assert added(P(), (4, 6), ("data", "tensor")).spec == P("tensor")
+    assert added(P(), (6, 4), "tensor", units=(6, 1)).spec == P(None, "tensor")
 
 
 def test_spread_says_why_not():
-    sizes = {"data": 2, "tensor": 4}
-    assert codes(spread(P("data"), (4, 4), sizes, ("data",), None, 1, 0)) == [Code.duplicate]
-    assert codes(spread(P(), (4,), sizes, ("gone",), None, 1, 0)) == [Code.absent]
-    assert codes(spread(P(), (4,), sizes, ("data",), None, 1, 2)) == [Code.small]
-    assert codes(spread(P(), (3,), sizes, ("data",), None, 1, 0)) == [Code.indivisible]
+    assert codes(added(P("data"), (4, 4), "data")) == [Code.duplicate]
+    assert codes(added(P(), (4,), "gone")) == [Code.absent]
+    assert codes(added(P(), (4,), "data", min_bytes=17)) == [Code.small]
+    assert codes(added(P(), (3,), "data")) == [Code.indivisible]
