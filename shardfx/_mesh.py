@@ -1,5 +1,6 @@
 """A mesh as a value: named axes with sizes, without devices until it is built."""
 
+import functools as ft
 import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,8 +162,7 @@ class MeshSpec(eqx.Module):
                 f"expected a MeshSpec, a jax Mesh or an AbstractMesh, not {type(mesh).__name__}; "
                 'make one with `MeshSpec({"data": 4, "tensor": 2})`.'
             )
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        return cls(mesh.shape.items(), axis_types=types)
+        return _of(mesh.axis_names, tuple(mesh.shape.values()), mesh.axis_types)
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -403,6 +403,11 @@ class MeshSpec(eqx.Module):
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
+
+
+@ft.lru_cache(maxsize=256)
+def _of(names: tuple[str, ...], sizes: tuple[int, ...], kinds: tuple[AxisType, ...]) -> MeshSpec:
+    return MeshSpec(zip(names, sizes, strict=True), axis_types=dict(zip(names, kinds, strict=True)))
 
 
 def _is_integer(text: str) -> bool:

@@ -1,7 +1,8 @@
 """Trees as flat columns: one path string per leaf, and the logical names that its module declares.
 
 Everything is read off the tree's structure and remembered per distinct subtree, because real models repeat the
-same layer or expert hundreds of times: building key paths leaf by leaf costs more than all of planning.
+same layer or expert hundreds of times: building key paths leaf by leaf costs more than all of planning. The columns of
+the last few structures are kept, because a model is planned, placed, saved and loaded under one.
 """
 
 import collections
@@ -32,13 +33,13 @@ class Flat(NamedTuple):
 
     leaves: list[Any]
     treedef: Any
-    paths: list[str]
-    templates: list[str]
-    names: list[Any]
+    paths: tuple[str, ...]
+    templates: tuple[str, ...]
+    names: tuple[Any, ...]
     is_array: list[bool]
 
 
-class Columns(NamedTuple):
+class _Columns(NamedTuple):
     """What a subtree contributes to each of its leaves, relative to its root."""
 
     paths: list[str]
@@ -49,22 +50,26 @@ class Columns(NamedTuple):
 def flatten(tree: Any) -> Flat:
     """The leaves of `tree`, and for each its path, the path with every digit as 0, and the names it was given."""
     leaves, treedef = jax.tree.flatten(tree)
-    columns = _root(treedef)
-    # isinstance against jax.Array costs half a microsecond, so it is asked once per type.
-    kinds = {kind: issubclass(kind, _ARRAYS) for kind in dict.fromkeys(map(type, leaves))}
+    columns = _columns_of(treedef)
+    kinds = {kind: _is_array_type(kind) for kind in set(map(type, leaves))}
     if all(kinds.values()):
         return Flat(leaves, treedef, *columns, [True] * len(leaves))
-    _refuse_specs(leaves, columns.paths)
+    _refuse_specs(leaves, columns[0])
     is_array = [kinds[type(leaf)] for leaf in leaves]
     return Flat(leaves, treedef, *columns, is_array)
 
 
-def tree_paths(treedef: Any) -> list[str]:
+def tree_paths(treedef: Any) -> tuple[str, ...]:
     """The paths of the leaves of a tree of this structure."""
-    return _root(treedef).paths
+    return _columns_of(treedef)[0]
 
 
-def _refuse_specs(leaves: list[Any], paths: list[str]) -> None:
+@ft.lru_cache(maxsize=1024)
+def _is_array_type(kind: type) -> bool:
+    return issubclass(kind, _ARRAYS)
+
+
+def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, PartitionSpec | Sharding):
             raise LeafTypeError(
@@ -73,22 +78,34 @@ def _refuse_specs(leaves: list[Any], paths: list[str]) -> None:
             )
 
 
-def _root(treedef: Any) -> Columns:
-    columns = Columns([], [], [])
+def _columns_of(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]:
+    """The paths, templates and names of the leaves."""
+    try:
+        return _remembered(treedef)
+    except ValueError:
+        # A static field that is no value, a NumPy array for one: structures that hold it cannot be compared.
+        return _walked(treedef)
+
+
+def _walked(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]:
+    columns = _Columns([], [], [])
     _append(treedef, "", "", columns, {}, "")
-    return columns
+    return tuple(columns.paths), tuple(columns.templates), tuple(columns.names)
 
 
-def _columns(treedef: Any, seen: dict[Any, Columns]) -> Columns:
+_remembered = ft.lru_cache(maxsize=8)(_walked)
+
+
+def _columns(treedef: Any, seen: dict[Any, _Columns]) -> _Columns:
     """The columns of a subtree; its paths begin with "/", so that any prefix can go before them."""
     found = seen.get(treedef)
     if found is None:
-        found = seen[treedef] = Columns([], [], [])
+        found = seen[treedef] = _Columns([], [], [])
         _append(treedef, "", "", found, seen, "/")
     return found
 
 
-def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[Any, Columns], slash: str) -> None:
+def _append(treedef: Any, prefix: str, template: str, out: _Columns, seen: dict[Any, _Columns], slash: str) -> None:
     """Adds the leaves below `treedef`, whose own path is `prefix`, to the columns `out`."""
     data = treedef.node_data()
     if data is None:
@@ -105,7 +122,7 @@ def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[A
     numbers = [kinds.setdefault(child, len(kinds)) for child in children]
     counts, empty = collections.Counter(numbers), [not kind.num_leaves for kind in kinds]
     keys = _keys(treedef, data, len(children))
-    below: dict[int, Columns] = {}
+    below: dict[int, _Columns] = {}
     copies: dict[tuple[str, int], list[str]] = {}
     for key, child, number in zip(keys, children, numbers, strict=True):
         if empty[number]:
@@ -117,11 +134,11 @@ def _append(treedef: Any, prefix: str, template: str, out: Columns, seen: dict[A
         columns = below.get(number)
         if columns is None:
             columns = below[number] = _columns(child, seen)
-        out.paths.extend([path + end for end in columns.paths])
+        out.paths.extend(map(path.__add__, columns.paths))
         # One string for all paths that differ in digits alone: it is hashed once, however many leaves share it.
         same = copies.get((zeros, number))
         if same is None:
-            same = copies[zeros, number] = [zeros + end for end in columns.templates]
+            same = copies[zeros, number] = list(map(zeros.__add__, columns.templates))
         out.templates.extend(same)
         out.names.extend(_declared_names(declared[key], columns.names) if key in declared else columns.names)
 

@@ -20,6 +20,17 @@ class Leaf(NamedTuple):
     units: tuple[int, ...] | None
 
 
+class Axes(NamedTuple):
+    """What correction asks of a mesh."""
+
+    sizes: Mapping[str, int]
+    has_auto: bool
+
+
+def axes_of(mesh: MeshSpec) -> Axes:
+    return Axes(mesh.shape, AxisType.Auto in mesh.axis_types)
+
+
 def correct(
     spec: Any,
     shape: Sequence[int],
@@ -86,12 +97,12 @@ def correct(
 
 @ft.lru_cache(maxsize=4096)
 def _cached(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> Decision:
-    return corrected(spec, leaf, mesh, min_bytes)
+    return corrected(spec, leaf, axes_of(mesh), min_bytes)
 
 
-def corrected(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> Decision:
+def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes, min_bytes: int) -> Decision:
     """[`shardfx.correct`][] of checked arguments."""
-    entries, sizes = _fitted(spec, leaf.shape), mesh.shape
+    entries, sizes = _fitted(spec, leaf.shape), axes.sizes
     if min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
         if found := _too_small(leaf, asked, min_bytes):
             return Decision(PartitionSpec(), found)
@@ -99,17 +110,17 @@ def corrected(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -
     kept, reasons = [], []
     for dim, (entry, size, unit) in enumerate(zip(entries, leaf.shape, _units(leaf), strict=True)):
         if entry is None:
-            kept.append(None)
-            continue
-        if entry is UNCONSTRAINED:
-            entry, found = _unconstrained(AxisType.Auto in mesh.axis_types, dim)
+            pass
         elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
-            found = ()  # by far the most frequent case: one axis, free, that divides
+            used[entry] = dim  # by far the most frequent case: one axis, free, that divides
+        elif entry is UNCONSTRAINED:
+            entry, found = _unconstrained(axes.has_auto, dim)
+            reasons += found
         else:
             entry, found = _entry(entry_axes(entry), dim, size, unit, sizes, used)
-        used.update(dict.fromkeys(entry_axes(entry), dim))
+            used.update(dict.fromkeys(entry_axes(entry), dim))
+            reasons += found
         kept.append(entry)
-        reasons += found
     like, found = _reductions(spec, sizes)
     return Decision(trimmed(kept, like), (*reasons, *found))
 
@@ -121,18 +132,20 @@ class Fit(NamedTuple):
     cuts: tuple[int, ...]
 
 
-def fit(spec: PartitionSpec, rank: int, units: tuple[int, ...] | None, mesh: MeshSpec) -> Fit:
+def fit(spec: PartitionSpec, rank: int, units: tuple[int, ...] | None, axes: Axes) -> Fit:
     """What [`shardfx.correct`][] makes of a spec wherever no size stands in its way: it is worked out once."""
     # Anything divides a size of 0, so nothing is dropped on account of it.
     leaf = Leaf((0,) * rank, None, units)
-    decision = corrected(spec, leaf, mesh, 0)
-    counts = shard_counts(decision.spec, rank, mesh.shape)
+    decision = corrected(spec, leaf, axes, 0)
+    counts = shard_counts(decision.spec, rank, axes.sizes)
     pairs = zip(counts, _units(leaf), strict=True)
     return Fit(decision, tuple(count * unit if count > 1 else 1 for count, unit in pairs))
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
     entries = entries_of(spec)
+    if len(entries) == len(shape):
+        return entries
     if any(entry is not None for entry in entries[len(shape) :]):
         raise SpecError(
             f"{spec} has {len(entries)} entries, but shape {shape} has {len(shape)} dimensions; "
@@ -240,13 +253,13 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
     return like, [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
 
 
-def spread(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, strategy: Fsdp) -> Decision:
+def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decision:
     """Adds the axes of `strategy` to the dimension that nothing shards yet and that they cut furthest.
 
     Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
     it uses, and axes that the mesh lacks, are left out with a reason.
     """
-    axes, shape, sizes = strategy.axes, leaf.shape, mesh.shape
+    axes, shape, sizes = strategy.axes, leaf.shape, mesh.sizes
     if found := _too_small(leaf, axes, strategy.min_bytes):
         return Decision(spec, found)
     entries = _fitted(spec, shape)

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from .._mesh import MeshSpec
 from .._reason import Reason
-from .correct import Fit, Leaf, corrected, fit, spread
+from .correct import Axes, Fit, Leaf, corrected, fit, spread
 from .leaf import Row
 
 
@@ -23,7 +22,7 @@ class Request(NamedTuple):
 
 
 def row_of(
-    request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec, min_bytes: int, memory_kind: str | None
+    request: Request, shape: tuple[int, ...], dtype: Any, mesh: Axes, min_bytes: int, memory_kind: str | None
 ) -> Row:
     """What the mesh and the shape leave of a request."""
     leaf = Leaf(shape, dtype, request.units)
@@ -54,7 +53,7 @@ class Asked:
     Most arrays are cut evenly: what becomes of those is worked out once, and holds for every such shape.
     """
 
-    def __init__(self, request: Request, rank: int, mesh: MeshSpec, min_bytes: int):
+    def __init__(self, request: Request, rank: int, mesh: Axes, min_bytes: int):
         self.request, self.rank, self.mesh, self.min_bytes = request, rank, mesh, min_bytes
         self.by_size_alone = not (min_bytes or request.strategies)
 

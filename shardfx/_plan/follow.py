@@ -16,6 +16,7 @@ from .._text import between_numbers
 from .._tree import flatten
 from .complaints import raise_absent, raise_errors, raise_unknown, raise_unused
 from .content import Content
+from .correct import axes_of
 from .decide import Request, row_of
 from .further import further
 from .leaf import LeafPlan, Row, memory_kind_pairs
@@ -93,10 +94,11 @@ def follow(
     flat = flatten(_evaluated(init, plan, args))
     follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan))
     rows, index, used_kinds = [], [], {}
+    patterns = compiled(kind_rules)
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
         if shaped:
-            kind = first_match(path, compiled(kind_rules))
+            kind = first_match(path, patterns)
             used_kinds[kind] = None
             rows.append(follower.row(path, leaf, None if kind is None else kinds[kind][1]))
     raise_errors(follower.errors)
@@ -108,7 +110,7 @@ def follow(
         raise_unused("`memory_kinds` entry", kind_rules.rules, used_kinds, flat)
     content = plan.content
     known = axes if content.axes is None else content.axes
-    columns = (rows, index, tuple(flat.paths), flat.treedef)
+    columns = (rows, index, flat.paths, flat.treedef)
     return ShardPlan(Content(content.mesh, content.jax_mesh, known, content.mode, *columns, strict=content.strict))
 
 
@@ -178,7 +180,7 @@ class _Follower:
     """What one call of `follow` goes by, and what it has found so far."""
 
     def __init__(self, plan: ShardPlan, paths: PathRules, axes: AxisRules | None, over: Fsdp | None):
-        self.plan, self.paths, self.over = plan, paths, over
+        self.plan, self.mesh, self.paths, self.over = plan, axes_of(plan.mesh), paths, over
         self.axes = plan.axes if axes is None else axes
         self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
         self.patterns = compiled(paths)
@@ -188,15 +190,15 @@ class _Follower:
         self.errors: list[tuple[str, Any]] = []
 
     def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
-        shape, mesh = tuple(leaf.shape), self.plan.mesh
+        shape = tuple(leaf.shape)
         try:
             request = self.request(path, leaf)
             if shape and self.over is not None:
-                request = further(request, shape, leaf.dtype, mesh, self.over)
-            return row_of(request, shape, leaf.dtype, mesh, 0, memory_kind)
+                request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
+            return row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return row_of(_NOTHING, shape, leaf.dtype, mesh, 0, memory_kind)
+            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, 0, memory_kind)
 
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)

@@ -11,10 +11,11 @@ from .._errors import LeafTypeError, RuleError, SpecError
 from .._mesh import MeshSpec
 from .._reason import Code, reason, refined_reasons
 from .._rules.axis_rules import AxisRules, check_axis_rules
-from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match, is_callable, is_digit_blind
+from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
 from .._tree import Flat, flatten
 from .complaints import raise_absent, raise_cut, raise_errors, raise_unknown, raise_unmatched, raise_unused
 from .content import Content
+from .correct import axes_of
 from .decide import Asked, Request, row_of
 from .leaf import Row, canonical_dtype, memory_kind_pairs
 from .names import names_of_leaves
@@ -108,7 +109,7 @@ def plan(
         check_path_rules("paths", paths)
     if axes is not None:
         check_axis_rules("axes", axes)
-    mesh_spec = MeshSpec.of(mesh).filled()
+    mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     flat = flatten(tree)
     given = names_of_leaves(names, tree, flat, axes)
     kinds = memory_kind_pairs(memory_kinds)
@@ -124,9 +125,7 @@ def plan(
         raise_unused("rule", by_path.rules, by_path.used, flat, given, "the names of the leaves")
         raise_unused("`memory_kinds` entry", by_kind.rules, by_kind.used, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
-    made = ShardPlan(
-        Content(mesh_spec, jax_mesh, axes, mode, rows, index, tuple(flat.paths), flat.treedef, strict=strict)
-    )
+    made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, flat.paths, flat.treedef, strict=strict))
     if refine:
         content = refined(made, min_bytes).content
         rows = [row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows]
@@ -143,7 +142,7 @@ class _Matcher:
         self.rules, self.patterns = rules.rules, compiled(rules)
         self.called = [is_callable(target) for _, target in rules.rules]
         # Paths that differ only in digits may share a row where no regex can tell the digits apart.
-        self.needs_paths = any(self.called) or not all(is_digit_blind(regex) for regex, _ in rules.rules)
+        self.needs_paths = any(self.called) or not are_digit_blind(tuple([regex for regex, _ in rules.rules]))
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:
@@ -165,7 +164,7 @@ class _Planner:
         paths: _Matcher,
         kinds: _Matcher,
     ):
-        self.mesh, self.axes, self.mode, self.min_bytes = mesh, axes, mode, min_bytes
+        self.mesh, self.axes, self.mode, self.min_bytes = axes_of(mesh), axes, mode, min_bytes
         self.paths, self.kinds, self.rules = paths, kinds, paths.rules
         self.asked: dict[Any, Asked] = {}
         self.numbers: dict[Any, int] = {}

@@ -10,6 +10,7 @@ from .._rules.path_rules import PathRules
 from .._rules.resolve import check_known
 from .complaints import raise_errors
 from .content import Content
+from .correct import axes_of
 from .decide import row_of
 from .leaf import Row
 from .requests import asked_by_target
@@ -39,7 +40,7 @@ def _row(content: Content, path: str, row: Row, target: Any) -> Row:
     request = asked_by_target(target, path, row, RULE, content.axes, content.mode)
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
-    made = row_of(request, row.shape, row.dtype, mesh, 0, row.memory_kind)
+    made = row_of(request, row.shape, row.dtype, axes_of(mesh), 0, row.memory_kind)
     check_absent(made.reasons, mesh, content.axes)
     cut = [why for why in made.reasons if why.code is not Code.scalar]
     if content.strict and cut:

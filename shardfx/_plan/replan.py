@@ -9,6 +9,7 @@ from .._mesh import MeshSpec
 from .._reason import Code, Reason
 from .._rules.axis_rules import AxisRules
 from .._rules.resolve import resolve
+from .correct import axes_of
 from .decide import Request, row_of
 from .leaf import LeafPlan, Row
 from .refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
@@ -18,7 +19,7 @@ from .shard_plan import ShardPlan
 def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
     """The plan of the same leaves by the same rules on another mesh; see `shardfx.replan`."""
     spec = MeshSpec.of(mesh).filled()
-    rows = []
+    rows, axes = [], axes_of(spec)
     for row in made.content.rows:
         small = row.requested != row.spec == PartitionSpec() and any(why.code is Code.small for why in row.reasons)
         if small:  # on one mesh, and so on every other
@@ -26,7 +27,7 @@ def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPla
             continue
         first = _first_reasons(row, made)
         request = Request(row.names, row.requested, row.rule, row.units, row.strategies, first)
-        rows.append(row_of(request, row.shape, row.dtype, spec, 0, row.memory_kind))
+        rows.append(row_of(request, row.shape, row.dtype, axes, 0, row.memory_kind))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
 
@@ -60,7 +61,7 @@ def _refined_row(
     steps = tuple(dataclasses.replace(step, axes=renamed_axes(step.axes, parts)) for step in row.strategies)
     requested, first = renamed(row.requested, parts), _first_reasons(row, made)
     request = Request(row.names, requested, row.rule, row.units, steps, first)
-    again = row_of(request, row.shape, row.dtype, mesh, min_bytes, row.memory_kind)
+    again = row_of(request, row.shape, row.dtype, axes_of(mesh), min_bytes, row.memory_kind)
     same = renamed(row.spec, parts)
     # Only an array that asked for a part of an axis may change its layout.
     if wished or again.spec == same:

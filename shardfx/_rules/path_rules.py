@@ -1,3 +1,4 @@
+import functools as ft
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -187,6 +188,11 @@ _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 def is_digit_blind(regex: str) -> bool:
     """Whether paths that differ only in digits match alike, for sure: then repeated layers are matched once."""
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
+
+
+@ft.lru_cache(maxsize=256)
+def are_digit_blind(regexes: tuple[str, ...]) -> bool:
+    return all(map(is_digit_blind, regexes))
 
 
 def is_callable(target: Any) -> bool:

@@ -16,6 +16,7 @@ from .axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, 
 from .strategies import Atomic
 
 
+_PLAIN = frozenset([str, type(None)])
 Policy: TypeAlias = Literal["replicate", "keep", "unconstrained", "raise"]
 
 
@@ -80,7 +81,7 @@ def units_of(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[in
 
     One int per dimension, the least common multiple where several names lie on one; `None` if all are 1.
     """
-    return _units_of(_entries(names), rules)
+    return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
 
 def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: str) -> tuple[Any, ...]:
@@ -214,6 +215,8 @@ def _slots(entries: tuple[Any, ...], rules: AxisRules) -> tuple[_Slot, ...]:
 
 def _entries(names: Any) -> tuple[Any, ...]:
     """`names` as hashable values, each entry of a known kind."""
+    if _is_plain(names):
+        return names
     if isinstance(names, PartitionSpec):
         names = entries_of(names)
     if isinstance(names, str) or not isinstance(names, Sequence):
@@ -227,6 +230,11 @@ def _entries(names: Any) -> tuple[Any, ...]:
     except TypeError:
         [_members(entry) for entry in entries]  # Raises: a list in a tuple, or a dict, is no entry.
     return entries
+
+
+def _is_plain(names: Any) -> bool:
+    """Whether `names` is a tuple of nothing but names and `None`, as most are."""
+    return type(names) is tuple and _PLAIN.issuperset(map(type, names))
 
 
 def _members(entry: Any) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
     shardings, treedef = jax.tree.flatten(plan.shardings, is_leaf=lambda leaf: leaf is None)
     if flat.treedef != treedef or None in shardings:
         raise PlanMismatchError(
-            f"the batch has the leaves {flat.paths}, the plan {[leaf.path for leaf in plan.leaves]}, all "
+            f"the batch has the leaves {list(flat.paths)}, the plan {[leaf.path for leaf in plan.leaves]}, all "
             "arrays; plan a tree of the batch's structure."
         )
     leaves = [plan[path] for path in flat.paths]

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import Code, MeshSpec, SpecError, correct, fsdp
-from shardfx._plan.correct import Leaf, corrected, fit, spread
+from shardfx._plan.correct import Leaf, axes_of, corrected, fit, spread
 from shardfx._spec import entries_of
 
 
@@ -18,7 +18,7 @@ MESH = MeshSpec({"data": 2, "tensor": 4, "one": 1})
 
 
 def added(spec, shape, axes, units=None, min_bytes=0):
-    return spread(spec, Leaf(shape, jnp.float32, units), MESH, fsdp(axes, min_bytes))
+    return spread(spec, Leaf(shape, jnp.float32, units), axes_of(MESH), fsdp(axes, min_bytes))
 
 
 def codes(decision):
@@ -161,7 +161,7 @@ ENTRIES = st.sampled_from(
     st.booleans(),
 )
 def test_a_fit_holds_for_every_shape_that_it_cuts_evenly(dims, kind, has_units):
-    mesh = MeshSpec({"data": 2, "tensor": 4, "one": 1}, axis_types=kind)
+    mesh = axes_of(MeshSpec({"data": 2, "tensor": 4, "one": 1}, axis_types=kind))
     spec, shape = P(*[entry for entry, _, _ in dims]), tuple(size for _, size, _ in dims)
     units = tuple(unit for _, _, unit in dims) if has_units else None
     found = fit(spec, len(shape), units, mesh)
