@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from .._errors import PlanFormatError, PlanMismatchError
@@ -40,7 +41,7 @@ class Content:
     ):
         self.mesh, self.jax_mesh, self.axes, self.mode = mesh, jax_mesh, axes, mode
         self.rows, self.index = _in_order_of_use(rows, index)
-        self.paths, self.treedef, self.order, self._structure = paths, treedef, order, structure
+        self.paths, self.treedef, self.order, self._structure = tuple(paths), treedef, order, structure
         self.strict = strict
 
     def __eq__(self, other: object) -> bool:
@@ -54,6 +55,15 @@ class Content:
     @ft.cached_property
     def _hash(self) -> int:
         return hash((self.digest, self.jax_mesh))
+
+    def __deepcopy__(self, memo: Any) -> "Content":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The sentinels within an Equinox treedef do not survive being pickled; those of a tree are made anew.
+        skeleton = jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
+        devices = None if self.jax_mesh is None else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
+        return _unpickled, (self.to_json(), skeleton, self.order, devices)
 
     @ft.cached_property
     def structure(self) -> Any:
@@ -130,9 +140,11 @@ def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[R
 
 def read_json(text: str) -> Content:
     """The content of a plan that was written as JSON."""
-    data = plan_json.parsed(text)
-    content = Content(**plan_json.decoded(data))
-    if data.get("digest", content.digest) != content.digest:
+    with plan_json.refused_as_invalid():
+        data = plan_json.parsed(text)
+        content = Content(**plan_json.decoded(data))
+        is_whole = data.get("digest", content.digest) == content.digest
+    if not is_whole:
         raise PlanFormatError(
             "the plan's JSON was edited: its digest is not that of its content; write it with `plan.to_json()`, or "
             "take out its `digest` to accept the edit."
@@ -140,10 +152,29 @@ def read_json(text: str) -> Content:
     return content
 
 
+def _unpickled(text: str, skeleton: Any, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
+    content = read_json(text)
+    jax_mesh = None if devices is None else _mesh_again(content.mesh, devices)
+    return content.replaced(jax_mesh=jax_mesh, treedef=jax.tree.structure(skeleton), order=order)
+
+
+def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
+    """The mesh of this process's devices that have the same platforms and ids."""
+    try:
+        here = {(d.platform, d.id): d for platform in dict(devices) for d in jax.devices(platform)}
+        found = np.array([here[device] for device in devices])
+    except (KeyError, RuntimeError) as error:
+        raise PlanMismatchError(
+            f"the plan was pickled on devices that this process does not have ({error}); pickle `plan.off()`, and put "
+            "it on the devices here with `plan.on(plan.mesh.build(jax.devices()))`."
+        ) from error
+    return Mesh(found.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def shaped_like(content: Content, like: Any) -> Content:
     flat = flatten(like)
     index = rows_of(content, flat)
-    if flat.paths == list(content.paths):
+    if flat.paths == content.paths:
         return content.replaced(treedef=flat.treedef, order=None)
     return content.replaced(treedef=flat.treedef, order=None, paths=flat.paths, index=index, structure=None)
 
@@ -158,7 +189,7 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
 
     `PlanMismatchError` that names the first array that differs.
     """
-    index = content.index if flat.paths == list(content.paths) else _aligned(content, flat)
+    index = content.index if flat.paths == content.paths else _aligned(content, flat)
     for path, leaf, shaped, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
         if i < 0:
             continue

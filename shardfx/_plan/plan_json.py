@@ -1,7 +1,8 @@
 """A plan as JSON text, and back: versioned, and checked field by field where it is read."""
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +86,7 @@ def parsed(text: str) -> dict[str, Any]:
     """The JSON of a plan of this version."""
     try:
         data = json.loads(text)
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN, and for a lone surrogate
     except json.JSONDecodeError as error:
         raise PlanFormatError(
             f"this is no whole JSON text ({error.msg} at character {error.pos} of {len(text)}); was the file truncated?"
@@ -101,17 +103,19 @@ def parsed(text: str) -> dict[str, Any]:
     return data
 
 
-def decoded(data: dict[str, Any]) -> dict[str, Any]:
-    """What `payload` was made from: the fields of a plan's content, without devices."""
+@contextlib.contextmanager
+def refused_as_invalid() -> Iterator[None]:
+    """Makes a PlanFormatError of whatever goes wrong while a text is read."""
     try:
-        return _decode(data)
+        yield
     except PlanFormatError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
 
 
-def _decode(data: dict[str, Any]) -> dict[str, Any]:
+def decoded(data: dict[str, Any]) -> dict[str, Any]:
+    """What `payload` was made from: the fields of a plan's content, without devices."""
     mesh = codec.decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")

@@ -1,7 +1,7 @@
 import collections
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -25,7 +25,11 @@ class ShardPlan(eqx.Module):
     Made by [`shardfx.plan`][].
 
     A value: it can be printed, stored, compared, hashed, closed over, and passed to a jitted function as an
-    argument, where an equal plan (one read back from JSON, for example) does not compile again.
+    argument, where an equal plan (one read back from JSON, for example) does not compile again. It pickles; the
+    devices of a plan on devices are found again by their ids, or it is an error ([`shardfx.ShardPlan.off`][]).
+
+    A plan is read by path: `plan["layers/0/w"]` is a [`shardfx.LeafPlan`][], `"layers/0/w" in plan` says whether
+    there is such an array, `for path in plan` goes through the paths, and `len(plan)` counts the arrays.
     """
 
     content: Content = eqx.field(static=True)
@@ -91,6 +95,18 @@ class ShardPlan(eqx.Module):
         """The sha256 of the plan, in hex: the same on every process."""
         return self.content.digest
 
+    def __contains__(self, path: object) -> bool:
+        return path in self.content.by_path
+
+    def __iter__(self) -> Iterator[str]:
+        return (path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0)
+
+    def __len__(self) -> int:
+        return sum(i >= 0 for i in self.content.index)
+
+    def __bool__(self) -> bool:
+        return True  # also where the tree has no arrays: a plan is never nothing
+
     def __getitem__(self, path: str) -> LeafPlan:
         found = self.content.by_path.get(path)
         if found is None:
@@ -133,6 +149,30 @@ class ShardPlan(eqx.Module):
                 "`plan.mesh.build(devices)`, or plan with `MeshSpec(..., axis_types=...)`."
             )
         return ShardPlan(self.content.replaced(jax_mesh=jax_mesh))
+
+    def off(self) -> "ShardPlan":
+        """The same plan without devices: to keep, to send to another process, or to put on other devices.
+
+        **Returns:**
+
+        A plan with the same digest whose `jax_mesh` is `None`; [`shardfx.ShardPlan.on`][] puts it on devices.
+
+        !!! Example
+
+            ```python
+            import pickle
+
+            import jax
+            import jax.numpy as jnp
+            from shardfx import MeshSpec, PathRules, plan
+
+            mesh = MeshSpec({"data": 8}).build(jax.devices())
+            made = plan({"w": jnp.ones((8, 4))}, mesh, paths=PathRules.parse(".*->data"))
+            again = pickle.loads(pickle.dumps(made.off()))
+            assert again.jax_mesh is None and again.on(mesh) == made
+            ```
+        """
+        return ShardPlan(self.content.replaced(jax_mesh=None))
 
     @staticmethod
     def join(**plans: "ShardPlan") -> "ShardPlan":
@@ -274,11 +314,10 @@ class ShardPlan(eqx.Module):
             i if pattern.search(path) else -1 for i, path in zip(self.content.index, self.content.paths, strict=True)
         ]
         if max(index, default=-1) < 0:
-            raise RuleError(f"`select({regex!r})` matches no path of the plan; paths look like `{self._example()}`.")
+            raise RuleError(
+                f"`select({regex!r})` matches no path of the plan; paths look like `{next(iter(self), '')}`."
+            )
         return ShardPlan(self.content.replaced(index=index))
-
-    def _example(self) -> str:
-        return next((path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0), "")
 
     def to_json(self) -> str:
         """The plan as JSON text: versioned, with its digest; the devices of a jax Mesh are left out."""
@@ -309,7 +348,7 @@ class ShardPlan(eqx.Module):
 
     def __repr__(self) -> str:
         return (
-            f"ShardPlan({sum(i >= 0 for i in self.content.index)} arrays, mesh {self.mesh}, {self.bytes_total} bytes, "
+            f"ShardPlan({len(self)} arrays, mesh {self.mesh}, {self.bytes_total} bytes, "
             f"{self.bytes_per_device} per device{'' if self.jax_mesh is None else ', on devices'})"
         )
 

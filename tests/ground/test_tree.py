@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import functools as ft
 
 import equinox as eqx
 import jax
@@ -54,14 +55,14 @@ def test_paths_are_those_of_jax(tree):
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     assert flat.treedef == treedef
     assert flat.leaves == [leaf for _, leaf in keyed]
-    assert flat.paths == [expected_path(keys) for keys, _ in keyed]
+    assert list(flat.paths) == [expected_path(keys) for keys, _ in keyed]
 
 
 @given(trees)
 def test_templates_are_the_paths_with_digits_as_zeros(tree):
     flat = flatten(tree)
     zeros = str.maketrans("123456789", "000000000")
-    assert flat.templates == [path.translate(zeros) for path in flat.paths]
+    assert list(flat.templates) == [path.translate(zeros) for path in flat.paths]
 
 
 def test_paths_of_modules_name_attributes_and_indices():
@@ -70,8 +71,27 @@ def test_paths_of_modules_name_attributes_and_indices():
     assert "layers/0/weight" in paths and "layers/2/bias" in paths and "activation" in paths
 
 
+def test_a_structure_that_comes_again_has_its_own_keys():
+    one = flatten({"a": [1, 2], "b": 3})
+    for other in ({"a": [1, 2], "c": 3}, {"a": (1, 2), "b": 3}, {"b": 3, "a": [1, 2]}, [[1, 2], 3]):
+        assert list(flatten(other).paths) == [expected_path(keys) for keys, _ in jtu.tree_flatten_with_path(other)[0]]
+    assert flatten({"a": [4, 5], "b": 6}).paths == one.paths == ("a/0", "a/1", "b")
+
+
+@ft.partial(jtu.register_dataclass, data_fields=["weight"], meta_fields=["table"])
+@dataclasses.dataclass
+class Tabled:
+    weight: jax.Array
+    table: np.ndarray
+
+
+def test_static_fields_that_cannot_be_compared_are_no_hindrance():
+    for size in (2, 2, 3):
+        assert flatten(Tabled(jnp.ones(2), np.arange(size))).paths == ("weight",)
+
+
 def test_a_single_array_has_the_empty_path():
-    assert flatten(jnp.ones(3)).paths == [""]
+    assert flatten(jnp.ones(3)).paths == ("",)
 
 
 def test_only_arrays_are_arrays():
