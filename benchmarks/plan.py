@@ -49,6 +49,7 @@ def cases(options: Options) -> list[Entry]:
         ),
         Case("10,000 leaves, no two paths alike", ft.partial(race, _all_different, llama), (fastest,)),
         *([] if options.quick else [Case("10,000 leaves, no two shapes alike", ft.partial(race, _shapes_too, llama))]),
+        *_planning(options),
         Finding(
             f"cost per leaf from 1,000 to {largest:,} leaves",
             ft.partial(_flatness, largest, options),
@@ -70,6 +71,26 @@ def cases(options: Options) -> list[Entry]:
             (Limit("added us per call", at_most=5), Limit("added us per call, read from JSON", at_most=5)),
         ),
     ]
+
+
+def _planning(options: Options) -> list[Entry]:
+    """Cold, hot and after a collection, side by side, each tree in a process of its own."""
+    trees = (
+        ("llama", "Llama 3.1 405B, 1,137 leaves", 2.0),
+        ("deepseek", "DeepSeek-V3, 47,705 leaves", 0.6),
+        ("distinct", "10,000 leaves, no two shapes alike", 6.0),
+    )
+    found: list[Entry] = [
+        Finding(
+            f"planning beside tree_flatten_with_path: {name}",
+            ft.partial(fresh_process, "benchmarks._planning:times", {"tree": tree, "repeats": options.repeats}),
+            (Limit("hot, x flatten", at_most=most),),
+        )
+        for tree, name, most in trees
+    ]
+    follow = ft.partial(fresh_process, "benchmarks._planning:follow", {"repeats": options.repeats})
+    limits = (Limit("hot, x eval_shape", at_most=10),)
+    return [*found, Finding("follow of AdamW beside jax.eval_shape: 1,137 leaves", follow, limits)]
 
 
 def planner(rules: Any, mesh: Any) -> Callable[[Any], sfx.ShardPlan]:
