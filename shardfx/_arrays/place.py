@@ -7,7 +7,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from .._plan.content import rows_of
-from .._plan.leaf import LeafPlan, named_sharding
+from .._plan.leaf import Row, named_sharding
 from .._plan.shard_plan import ShardPlan, check_plan, shardings_of_leaves
 from .._tree import Flat, flatten
 from .constrain import constrain
@@ -95,7 +95,7 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
     return [leaf if i < 0 else _constrained_leaf(leaf, rows[i], plan) for leaf, i in pairs]
 
 
-def _constrained_leaf(leaf: Any, row: LeafPlan, plan: ShardPlan) -> Any:
+def _constrained_leaf(leaf: Any, row: Row, plan: ShardPlan) -> Any:
     x = constrain(leaf, row.spec, plan)
     if row.memory_kind is None:
         return x
