@@ -56,7 +56,7 @@ class AxisRules(eqx.Module):
         modes: Mapping[str, Any] | Iterable[Any] | None = None,
         units: Mapping[str, int] | Iterable[Any] | None = None,
         aliases: Mapping[str, str] | Iterable[Any] | None = None,
-        axes: Iterable[str] = (),
+        axes: Iterable[Any] = (),
     ):
         """**Arguments:**
 
@@ -105,7 +105,7 @@ class AxisRules(eqx.Module):
         listed = [*self.rules, *(rule for _, rules in self.modes for rule in rules), *self.aliases]
         return tuple(dict.fromkeys(name for name, _ in listed))
 
-    def extend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[str] = ()) -> "AxisRules":
+    def extend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()) -> "AxisRules":
         """New AxisRules: these, then `rules` as fallbacks with less priority.
 
         **Arguments:**
@@ -129,7 +129,7 @@ class AxisRules(eqx.Module):
         """
         return _stacked(self, AxisRules(rules, modes=modes, axes=axes))
 
-    def prepend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[str] = ()) -> "AxisRules":
+    def prepend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()) -> "AxisRules":
         """New AxisRules: `rules` with priority, then these. So a rule can override one that is there.
 
         **Arguments:**
@@ -266,7 +266,7 @@ def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys((name, axis) for name, target in listed for axis in entry_axes(target)))
 
 
-def declared_axes(axes: Iterable[str]) -> tuple[str, ...]:
+def declared_axes(axes: Iterable[Any]) -> tuple[Any, ...]:
     """The names of mesh axes, each once."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:

@@ -41,7 +41,7 @@ class PathRules(eqx.Module):
     rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
     axes: tuple[str, ...] = eqx.field(static=True)
 
-    def __init__(self, rules: Iterable[Any], *, axes: Iterable[str] = ()):
+    def __init__(self, rules: Iterable[Any], *, axes: Iterable[Any] = ()):
         """**Arguments:**
 
         - `rules`: pairs of a regex and a target. A target is a PartitionSpec; a tuple of logical names; a

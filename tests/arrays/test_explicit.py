@@ -69,15 +69,16 @@ class Block(eqx.Module):
 
         def heads(weight: jax.Array, count: int) -> jax.Array:
             y = x @ say(weight, None, "joined_heads")
-            return say(say(y, "batch", None, "joined_heads").reshape(batch, length, count, 8), "batch", None, "heads")
+            y = say(y, "batch", None, "joined_heads")
+            return say(y.reshape(batch, length, count, 8), "batch", None, "heads", None)
 
         query, key, value = heads(self.query, 4), heads(self.key, 2), heads(self.value, 2)
-        query = say(query.reshape(batch, length, 2, 2, 8), "batch", None, "heads")
+        query = say(query.reshape(batch, length, 2, 2, 8), "batch", None, "heads", ...)
         scores = jax.nn.softmax(jnp.einsum("bqkgd,bskd->bkgqs", query, key) / 8, axis=-1)
-        mixed = say(jnp.einsum("bkgqs,bskd->bqkgd", scores, value), "batch")
-        x = x + say(mixed.reshape(batch, length, 32), "batch") @ say(self.out)
+        mixed = say(jnp.einsum("bkgqs,bskd->bqkgd", scores, value), "batch", ...)
+        x = x + say(mixed.reshape(batch, length, 32), "batch", ...) @ say(self.out)
         hidden = say(self.activation(x @ say(self.up, None, "mlp")), "batch", None, "mlp")
-        return say(x + say(hidden, "batch") @ say(self.down), "batch")
+        return say(x + say(hidden, "batch", ...) @ say(self.down), "batch", ...)
 
 
 X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)

@@ -81,28 +81,27 @@ def test_constrain_by_names_is_corrected_to_the_shape(mesh):
 def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(names, message):
     made = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P()))
-    everywhere = jax.shard_map(
-        lambda x: constrain(x, names, made, strict=True), mesh=AUTO, in_specs=P("data"), out_specs=P("data")
-    )
-    for function in (lambda x: constrain(x, names, made, strict=True), everywhere):
+    lenient = {"unmatched": "replicate"}
+    asked = lambda x: constrain(x, names, made, strict=True, **lenient)
+    everywhere = jax.shard_map(asked, mesh=AUTO, in_specs=P("data"), out_specs=P("data"))
+    for function in (asked, everywhere):
         for run in (function, jax.jit(function)):
             with pytest.raises(SpecError, match=message):
                 run(x)
-    assert np.array_equal(constrain(x, names, made), X)
+    assert np.array_equal(constrain(x, names, made, **lenient), X)
     assert constrain(x, ("batch", None), made, strict=True).sharding.spec == P("data")
 
 
-def test_constrain_takes_no_more_names_than_dimensions():
+def test_constrain_takes_one_name_per_dimension():
     made = plan_on(AUTO)
     for strict in (False, True):
-        with pytest.raises(
-            SpecError, match=r"3 logical names \('batch', None, 'mlp'\) for an array of rank 2; give one"
-        ):
-            constrain(X, ("batch", None, "mlp"), made, strict=strict)
-        # As in a PartitionSpec: what is not named is replicated.
+        for names in (("batch", None, "mlp"), ("batch", "mlp", None), ("batch",), ("batch", "mlp", None, ...)):
+            with pytest.raises(SpecError, match=r"logical names \(.*\) for an array of rank 2, shape .*; give one"):
+                constrain(X, names, made, strict=strict)
         assert constrain(X, (), made, strict=strict).sharding.spec == P()
-        for names in (("batch",), ("batch", None, None)):
+        for names in (("batch", ...), ("batch", None), ("batch", ..., None), ("batch", None, ...)):
             assert constrain(X, names, made, strict=strict).sharding.spec == P("data")
+        assert constrain(X, (..., "mlp"), made, strict=strict).sharding.spec == P(None, "tensor")
 
 
 def test_constrain_keeps_heads_whole():

@@ -83,8 +83,9 @@ if the first 1 are meant.
 
 def test_rank_mismatch_of_names():
     rules, axes = PathRules([("norm", ("mlp", "embed")), (".*", P())]), AxisRules([("mlp", "tensor")])
-    assert "leaf `decoder/norm`: 2 logical names ('mlp', 'embed') for an array of rank 1; give one per" in message(
-        SpecError, lambda: plan(TREE, MESH, paths=rules, axes=axes)
+    assert (
+        "leaf `decoder/norm`: 2 logical names ('mlp', 'embed') for an array of rank 1, shape (4,); give one per"
+        in message(SpecError, lambda: plan(TREE, MESH, paths=rules, axes=axes))
     )
 
 
@@ -97,6 +98,15 @@ def test_rank_mismatch_of_units():
 
 def test_unknown_mesh_axis_in_strict_mode():
     rules = PathRules([("embed", P("datta")), ("wi", P("tensor", "data")), (".*", P())])
+    assert message(RuleError, lambda: plan(TREE, MESH, paths=rules)) == text(
+        """
+        the mesh data=2,tensor=4 lacks mesh axes that the rules use. If they are for other meshes, declare them, \
+`AxisRules(..., axes=('datta',))` or `PathRules(..., axes=('datta',))`; or give the mesh the axis with size 1; or pass \
+`unmatched="replicate"`:
+          leaf `embed` (paths[0] embed) uses the mesh axis 'datta' (did you mean 'data'?)
+        """
+    )
+    rules = PathRules(rules.rules, axes=["datta"])
     plan(TREE, MESH, paths=rules)
     assert message(SpecError, lambda: plan(TREE, MESH, paths=rules, strict=True)) == text(
         """
@@ -177,12 +187,13 @@ def test_a_malformed_compact_rule_shows_the_position():
 def test_a_regex_that_matches_nothing_anywhere():
     rules = PathRules([("decoder/nrm", P("data")), (".*", P())])
     assert message(RuleError, lambda: plan(TREE, MESH, paths=rules)) == (
-        "rule 0, the regex 'decoder/nrm', matches no path of the tree; the nearest path is `decoder/norm`. Correct the "
-        'regex, take the rule out, or pass `unmatched="replicate"`.'
+        "rules that never apply are mostly mistakes. Correct them, take them out, mark those that other trees need "
+        'with `optional(target)`, or pass `unused="allow"`:\n'
+        "  rule 0, the regex 'decoder/nrm', matches no path of the tree; the nearest path is `decoder/norm`."
     )
-    assert message(
+    assert "  `memory_kinds` entry 0, the regex 'opt', matches no path of the tree; " in message(
         RuleError, lambda: plan(TREE, MESH, paths=EVERYTHING, memory_kinds=[("opt", "pinned_host")])
-    ).startswith("`memory_kinds` entry 0, the regex 'opt', matches no path of the tree; ")
+    )
     made = plan(TREE, MESH, paths=EVERYTHING)
     assert message(RuleError, lambda: made.select("attn")) == (
         "`select('attn')` matches no path of the plan; paths look like `decoder/mlp/wi`."
@@ -400,7 +411,8 @@ MADE = plan(
             ("keys", P("gone")),
             ("by_number/1", atomic(P(None, "tensor"), (1, 2, 1))),
             ("scalar|module", ()),
-        ]
+        ],
+        axes=["gone"],
     ),
     axes=AxisRules(
         [("a", ("data", "tensor")), ("b", None)], modes={"m": [("a", P.UNCONSTRAINED)]}, units={"a": 3}

@@ -17,6 +17,7 @@ from shardfx import (
     MeshSpec,
     PathRules,
     PlanMismatchError,
+    RuleError,
     ShardPlan,
     canonical,
     checkpoint,
@@ -25,6 +26,7 @@ from shardfx import (
     fsdp,
     plan,
     plan_reshard,
+    replicate,
     reshard,
     shard,
 )
@@ -213,7 +215,10 @@ def test_follow_gives_what_jax_gives(name, params_plan):
         else:
             # JAX replicates what does not depend on the parameters; the plan does better where a path says so.
             source = next(path for path in planned if leaf.path.endswith(path))
-            assert (leaf.shape, leaf.spec) == (planned[source].shape, planned[source].spec)
+            # A history, as L-BFGS keeps it, counts its entries on the first dimensions.
+            entries = (None,) * (len(leaf.shape) - len(planned[source].shape))
+            assert leaf.shape[len(entries) :] == planned[source].shape
+            assert leaf.spec == canonical(P(*entries, *planned[source].spec))
 
 
 @DEPRECATED
@@ -400,3 +405,123 @@ def test_an_init_that_takes_arrays_alone_gets_none_for_the_other_leaves():
     made = plan(model, MESH, paths=PathRules([("weight", P("tensor", "fsdp")), ("bias", P("tensor"))]))
     state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
     assert jax.tree.structure(follow(optax.adamw(1e-3).init, made).structs) == jax.tree.structure(state)
+
+
+SMALL = {"a": {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}}
+SMALL_PLAN = plan(SMALL, MESH, paths=PathRules.parse("w->fsdp.tensor, b->tensor"))
+
+
+def test_a_history_is_sharded_like_what_it_is_the_history_of():
+    made = follow(optax.lbfgs(memory_size=10).init, SMALL_PLAN)
+    for path in ("0/diff_params_memory/a/w", "0/diff_updates_memory/a/w"):
+        assert made[path].shape == (10, 256, 128) and made[path].spec == P(None, "fsdp", "tensor")
+    whole = sum(leaf.bytes for leaf in made.leaves if "memory" in leaf.path)
+    assert sum(leaf.bytes_per_device for leaf in made.leaves if "memory" in leaf.path) * 3 < whole
+
+
+def test_the_history_of_named_arrays_keeps_names_and_units():
+    axes = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 32})
+    made = plan({"q": jnp.ones((64, 8))}, MESH, names={"q": ("heads", "embed")}, axes=axes)
+    (history,) = follow(lambda tree: {"h": {"q": jnp.zeros((5, 3, 64, 8))}}, made).leaves
+    assert history.names == (None, None, "heads", "embed") and history.units == (1, 1, 32, 1)
+    assert history.spec == P(None, None, "tensor", "fsdp")
+
+
+def t5x_adafactor(params: Any) -> Any:
+    """A state with the leaves of T5X's own Adafactor: the statistics are below the path of the parameter."""
+
+    def leaf(x: Any) -> Any:
+        return {"m": jnp.zeros(x.shape), "v": jnp.zeros((1,)), "v_row": jnp.zeros(x.shape[:1])}
+
+    return {"step": jnp.zeros((), jnp.int32), "param_states": jax.tree.map(leaf, params)}
+
+
+def test_names_below_the_path_of_a_parameter():
+    made = follow(t5x_adafactor, SMALL_PLAN)
+    assert made["param_states/a/w/m"].spec == P("fsdp", "tensor")
+    assert made["param_states/a/w/v_row"].spec == P("fsdp")
+    assert made["param_states/a/b/m"].spec == P("tensor")
+    assert made["param_states/a/b/v"].spec == P() and made["param_states/a/b/v"].reasons
+
+
+def test_an_inner_path_needs_the_shape_too():
+    made = follow(lambda tree: {"a": {"w": {"x": jnp.zeros((256, 127)), "y": jnp.zeros((128, 256))}}}, SMALL_PLAN)
+    assert all(leaf.spec == P() and leaf.reasons for leaf in made.leaves)
+
+
+def test_rules_decide_about_what_follows_nothing():
+    init = optax.contrib.galore(1e-3, rank=4).init
+    bare = follow(init, SMALL_PLAN)
+    assert "`follow(..., paths=...)`" in str(bare["0/projector/a/w"].reasons[0])
+    rules = PathRules([("projector/.*w", P("fsdp")), ("[mn]u/.*w", (..., "mlp")), ("", P())])
+    axes = AxisRules([("mlp", "tensor")])
+    made = follow(init, SMALL_PLAN, paths=rules, axes=axes)
+    assert made["0/projector/a/w"].spec == P("fsdp") and made["0/projector/a/w"].rule == "paths[0] projector/.*w"
+    assert made["0/base_optimizer_state/mu/a/w"].spec == P(None, "tensor")
+    assert made["0/base_optimizer_state/mu/a/b"] == bare["0/base_optimizer_state/mu/a/b"]
+
+
+def test_rules_of_follow_that_never_apply():
+    init = optax.adamw(1e-3).init
+    with pytest.raises(RuleError, match=r"rule 0, the regex 'mu', is shadowed: .* goes to what they follow\."):
+        follow(init, SMALL_PLAN, paths=PathRules([("mu", P())]))
+    assert follow(init, SMALL_PLAN, paths=PathRules([("mu", P())]), unused="allow") == follow(init, SMALL_PLAN)
+    with pytest.raises(RuleError, match="`memory_kinds` entry 0, the regex 'momentum', matches no path"):
+        follow(init, SMALL_PLAN, memory_kinds=[("momentum", "pinned_host")])
+    with pytest.raises(RuleError, match=r"uses the mesh axis 'fdsp' \(did you mean 'fsdp'\?\)"):
+        follow(t5x_adafactor, SMALL_PLAN, paths=PathRules([("/v$", P("fdsp"))]))
+    overruled = follow(init, SMALL_PLAN).replace("mu/", replicate)
+    assert overruled["0/mu/a/w"].spec == P() and overruled["0/nu/a/w"].spec == P("fsdp", "tensor")
+
+
+def test_states_over_more_axes_than_their_parameters():
+    made = follow(optax.adamw(1e-3).init, SMALL_PLAN, over="data")
+    for moment in ("mu", "nu"):
+        assert made[f"0/{moment}/a/w"].spec == P(("fsdp", "data"), "tensor")
+        assert made[f"0/{moment}/a/b"].spec == P(("tensor", "data"))
+        assert made[f"0/{moment}/a/w"].bytes_per_device * 8 == made[f"0/{moment}/a/w"].bytes
+        assert made[f"0/{moment}/a/w"].reasons == () and made[f"0/{moment}/a/w"].rule.endswith(", over data")
+    assert made["0/count"].spec == P()
+    # An axis that the array has already adds nothing; a free dimension comes before one that is cut.
+    again = follow(optax.adamw(1e-3).init, SMALL_PLAN, over=("fsdp", "data"))
+    assert again["0/mu/a/w"].spec == P(("fsdp", "data"), "tensor")
+    free = plan(SMALL, MESH, paths=PathRules.parse("w->None.tensor, b->None"))
+    zero1 = follow(optax.adamw(1e-3).init, free, over=("data", "fsdp"))
+    assert zero1["0/mu/a/w"].spec == P(("data", "fsdp"), "tensor") and zero1["0/mu/a/b"].spec == P(("data", "fsdp"))
+    large = follow(optax.adamw(1e-3).init, free, over=fsdp("data", min_bytes=1024))
+    assert large["0/mu/a/w"].spec == P("data", "tensor") and large["0/mu/a/b"].spec == P()
+    assert "fewer than the 1024 asked for" in str(large["0/mu/a/b"].reasons[0])
+
+
+def test_over_never_cuts_units_and_says_where_there_is_no_room():
+    axes = AxisRules([("heads", "tensor")], units={"heads": 16})
+    mesh = MeshSpec({"data": 2, "tensor": 2})
+    made = plan({"q": jnp.ones((32, 3))}, mesh, names={"q": ("heads", None)}, axes=axes)
+    (leaf,) = follow(lambda tree: tree, made, over="data").leaves
+    assert leaf.spec == P("tensor") and "`data` (2) beside the axes" in str(leaf.reasons[0])
+    with pytest.raises(RuleError, match=r"`over` names mesh axis 'dta', .* \(did you mean 'data'\?\)"):
+        follow(lambda tree: tree, made, over="dta")
+    (empty,) = follow(lambda tree: {"e": jnp.zeros((0, 3))}, made, over="data").leaves
+    assert empty.spec == P()
+
+
+def test_training_with_states_over_more_axes_equals_one_device():
+    optimizer = optax.adamw(1e-2)
+    mesh = MESH.build(jax.devices())
+    params_plan = plan(SMALL, mesh, paths=PathRules.parse("w->None.tensor, b->None"))
+    opt_plan = follow(optimizer.init, params_plan, over=("data", "fsdp"))
+    loss = lambda params, x: jnp.mean((x @ params["a"]["w"] + params["a"]["b"]) ** 2)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = jax.random.normal(jax.random.key(0), (16, 256))
+    sharded = filter_jit(step, in_shardings=(params_plan, opt_plan, None), out_shardings=(params_plan, opt_plan))
+    params, state = shard(SMALL, params_plan), shard(optimizer.init(SMALL), opt_plan)
+    alone, alone_state = SMALL, optimizer.init(SMALL)
+    for _ in range(3):
+        params, state = sharded(params, state, x)
+        alone, alone_state = jax.jit(step)(alone, alone_state, x)
+    assert np.allclose(params["a"]["w"], alone["a"]["w"], atol=1e-5)
+    assert state[0].mu["a"]["w"].addressable_shards[0].data.size * 8 == 256 * 128

@@ -61,11 +61,10 @@ def test_shardings_and_structs_lie_on_the_mesh_that_there_is():
 
 
 def test_names_win_over_paths_and_none_leaves_them_the_choice():
-    made = plan(
-        TREE, MESH, paths=RULES, names={"w": ("mlp", None), "b": None, "step": (), "act": None, "none": None}, axes=AXES
-    )
+    names = {"w": ("mlp", None), "b": None, "step": (), "act": None, "none": None}
+    made = plan(TREE, MESH, paths=PathRules([("b", P("tensor"))]), names=names, axes=AXES)
     assert made["w"].spec == P("tensor") and made["w"].rule == "names" and made["w"].names == ("mlp", None)
-    assert made["b"].spec == P("tensor") and made["b"].rule == "paths[1] b"
+    assert made["b"].spec == P("tensor") and made["b"].rule == "paths[0] b"
 
 
 def test_names_may_be_a_prefix_of_the_tree():
@@ -86,7 +85,7 @@ def test_path_rules_may_give_names():
 
 
 def test_a_name_without_a_rule_replicates_with_a_reason():
-    made = plan({"w": jnp.ones((4, 4))}, MESH, names={"w": ("typo", "mlp")}, axes=AXES)
+    made = plan({"w": jnp.ones((4, 4))}, MESH, names={"w": ("typo", "mlp")}, axes=AXES, unmatched="replicate")
     assert made["w"].spec == P(None, "tensor")
     (why,) = made["w"].reasons
     assert why.code is Code.unmatched and why.dim == 0 and "`typo`" in why.message
@@ -221,8 +220,8 @@ def test_strict_reports_what_would_have_been_dropped():
     [
         ({"names": {"x": ("embed",)}, "axes": AXES}, RuleError, "`names` is no prefix of the tree"),
         ({"names": {"w": 3}, "axes": AXES}, RuleError, "leaf `w`: `names` holds 3"),
-        ({"names": {"w": ("embed",)}}, RuleError, "pass `axes=AxisRules"),
-        ({"paths": PathRules([("w", ("embed",))])}, RuleError, "pass `axes=AxisRules"),
+        ({"names": {"w": ("embed", None)}}, RuleError, "pass `axes=AxisRules"),
+        ({"paths": PathRules([("w", ("embed", None))])}, RuleError, "pass `axes=AxisRules"),
         ({"paths": PathRules([("w", atomic(P("data"), (1, 1, 4)))])}, SpecError, "the units .* the array has rank 2"),
     ],
 )
@@ -347,7 +346,7 @@ from shardfx import AxisRules, MeshSpec, PathRules, plan
 from jax.sharding import PartitionSpec as P
 tree = {f"k{i}": jnp.ones((8, 4)) for i in range(5)}
 axes = AxisRules({"a": "data", "b": ("fsdp", "tensor")}, modes={"x": [("a", None)], "y": []})
-rules = PathRules([("k[01]", ("a", "b")), (".*", P("gone", unreduced=frozenset(["data", "fsdp"])))])
+rules = PathRules([("k[01]", ("a", "b")), (".*", P("gone", unreduced=frozenset(["data", "fsdp"])))], axes=["gone"])
 print(plan(tree, MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}), paths=rules, axes=axes).digest)
 """
 

@@ -70,7 +70,7 @@ def test_every_name_of_a_preset_resolves_to_its_first_rule(rules):
 
 @pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
 def test_presets_are_equal_values(rules):
-    rebuilt = type(rules)(rules.rules, modes=rules.modes, units=rules.units, aliases=rules.aliases)
+    rebuilt = type(rules)(rules.rules, modes=rules.modes, units=rules.units, aliases=rules.aliases, axes=rules.axes)
     assert rebuilt == rules and hash(rebuilt) == hash(rules)
 
 

@@ -1,0 +1,172 @@
+"""What works on arrays inside a traced function, where nothing can be put anywhere: constraints, constants, reasons."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from shardfx import (
+    AxisRules,
+    Code,
+    Decision,
+    MeshSpec,
+    PathRules,
+    PlanMismatchError,
+    SpecError,
+    UnmatchedError,
+    constrain,
+    plan,
+    shard,
+)
+
+
+SIZES = {"data": 2, "tensor": 4}
+AXES = AxisRules([("batch", "data"), ("mlp", "tensor")])
+RULES = PathRules([("w", P("data", "tensor")), ("b", P("tensor"))])
+TREE = {"w": np.arange(128.0, dtype=np.float32).reshape(8, 16), "b": np.ones(16, np.float32), "act": jnp.tanh}
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+def made_for(kind: AxisType, **kwargs):
+    mesh = MeshSpec(SIZES, axis_types=kind).build(jax.devices())
+    return plan(TREE, mesh, paths=RULES, axes=AXES, **kwargs)
+
+
+@KINDS
+def test_shard_inside_jit_constrains(kind):
+    made = made_for(kind)
+
+    @jax.jit
+    def double(w, b):
+        tree = shard({"w": 2 * w, "b": 2 * b, "act": jnp.tanh}, made)
+        assert tree["act"] is jnp.tanh
+        return tree["w"], tree["b"]
+
+    replicated = NamedSharding(made.jax_mesh, P())
+    w, b = double(jax.device_put(TREE["w"], replicated), jax.device_put(TREE["b"], replicated))
+    assert w.sharding.is_equivalent_to(made.shardings["w"], 2) and b.sharding.is_equivalent_to(made.shardings["b"], 1)
+    assert np.array_equal(w, 2 * TREE["w"])
+    with pytest.raises(PlanMismatchError, match="leaf `w`"):
+        jax.jit(lambda w: shard({**TREE, "w": w[:4]}, made))(TREE["w"])
+
+
+@KINDS
+def test_shard_of_constants_inside_jit(kind):
+    made = made_for(kind)
+    # JAX itself compiles an Explicit constraint for the devices of an argument only.
+    zero = jax.device_put(np.zeros((8, 16), np.float32), NamedSharding(made.jax_mesh, P()))
+    out = jax.jit(lambda zero: zero + shard(TREE, made)["w"])(zero)
+    assert np.array_equal(out, TREE["w"])
+    text = jax.jit(lambda zero: zero + shard(TREE, made)["w"]).lower(zero).as_text()
+    assert "sharding_constraint" in text or "@Sharding" in text
+
+
+def test_shard_inside_jit_needs_no_devices_and_has_a_gradient():
+    made = plan(TREE, MeshSpec(SIZES), paths=RULES)
+    there = made.on(made.mesh.build(jax.devices()))
+    struct = jax.tree.map(lambda x: x, shard(TREE, there))
+    loss = lambda w: jnp.sum(shard({**TREE, "w": w}, made)["w"] ** 2)
+    assert np.array_equal(jax.jit(jax.grad(loss))(struct["w"]), 2 * TREE["w"])
+
+
+@KINDS
+@pytest.mark.parametrize("constant", [TREE["w"], jnp.asarray(TREE["w"])], ids=["numpy", "jax"])
+def test_a_constant_is_constrained_inside_jit(kind, constant):
+    made = made_for(kind)
+    zero = jax.device_put(np.zeros((8, 16), np.float32), made.shardings["w"])
+    out, said = jax.jit(lambda zero: (zero, constrain(constant, ("batch", "mlp"), made)))(zero)
+    assert said.sharding.is_equivalent_to(made.shardings["w"], 2) and np.array_equal(said, constant)
+
+
+def test_a_constant_under_a_plan_without_devices():
+    made = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
+    mesh = made.mesh.build(jax.devices())
+    x = jax.device_put(TREE["w"], NamedSharding(mesh, P()))
+    out = jax.jit(lambda x: x + constrain(TREE["w"], ("batch", "mlp"), made))(x)
+    assert np.array_equal(out, 2 * TREE["w"])
+    with pytest.raises(
+        PlanMismatchError, match=r"neither this one, ndarray of shape \(8, 16\), lies on a mesh of them"
+    ):
+        constrain(TREE["w"], ("batch", "mlp"), made)
+
+
+@KINDS
+def test_constrain_can_explain(kind):
+    made = made_for(kind)
+    decisions = []
+
+    @jax.jit
+    def inside(x):
+        x, decision = constrain(x, ("batch", "mlp"), made, explain=True)
+        decisions.append(decision)
+        return x
+
+    x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(made.jax_mesh, P()))
+    assert inside(x).sharding.is_equivalent_to(NamedSharding(made.jax_mesh, P("data")), 2)
+    _, outside = constrain(x, ("batch", "mlp"), made, explain=True)
+    assert decisions == [outside] and outside.spec == P("data")
+    assert [(why.code, why.dim) for why in outside.reasons] == [(Code.indivisible, 1)]
+    same, nothing = constrain(x, None, made, explain=True)
+    assert same is x and nothing == Decision(P())
+
+
+def test_a_strict_plan_makes_constrain_strict():
+    strict, loose = made_for(AxisType.Auto, strict=True), made_for(AxisType.Auto)
+    x = np.ones((8, 6), np.float32)
+    with pytest.raises(SpecError, match="`strict=True`, and .* size 6 is not divisible by `tensor`"):
+        jax.jit(lambda x: constrain(x, ("batch", "mlp"), strict))(x)
+    assert constrain(x, ("batch", "mlp"), strict, strict=False).sharding.spec == P("data")
+    assert constrain(x, ("batch", "mlp"), loose).sharding.spec == P("data")
+
+
+def test_typing_errors_are_no_layouts():
+    made = made_for(AxisType.Auto)
+    with pytest.raises(UnmatchedError, match=r"'bacth' \(did you mean 'batch'\?\)"):
+        jax.jit(lambda x: constrain(x, ("bacth", None), made))(TREE["w"])
+    with pytest.raises(SpecError, match=r"has no axis 'tenser' \(did you mean 'tensor'\?\)"):
+        jax.jit(lambda x: constrain(x, P("tenser"), made))(TREE["w"])
+    assert constrain(TREE["w"], ("bacth", "mlp"), made, unmatched="replicate").sharding.spec == P(None, "tensor")
+    assert constrain(TREE["w"], P("tenser", "tensor"), made, unmatched="replicate").sharding.spec == P(None, "tensor")
+    other = plan(TREE, made.jax_mesh, paths=RULES, axes=AXES.extend(axes=["pod"]))
+    assert constrain(TREE["w"], P(("pod", "data")), other).sharding.spec == P("data")
+
+
+def test_a_sharding_is_no_spec():
+    made = made_for(AxisType.Auto)
+    with pytest.raises(SpecError, match=r"pass `sharding.spec`, or use `reshard\(x, sharding\)`"):
+        constrain(TREE["w"], made.shardings["w"], made)
+    assert constrain(TREE["w"], made.shardings["w"].spec, made).sharding == made.shardings["w"]
+
+
+def test_manual_axes_are_left_out_in_silence():
+    made = made_for(AxisType.Auto, strict=True)
+
+    def body(x):
+        x, decision = constrain(x, ("batch", "mlp"), made, explain=True)
+        assert decision == Decision(P(None, "tensor"))
+        return x
+
+    out = jax.jit(
+        jax.shard_map(body, mesh=made.jax_mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    )(TREE["w"])
+    assert np.array_equal(out, TREE["w"])
+
+
+@KINDS
+def test_axes_of_size_one_stay_and_trip_nothing(kind):
+    mesh = MeshSpec({"data": 8, "fsdp": 1}, axis_types=kind).build(jax.devices())
+    axes = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp")])
+    made = plan({"w": TREE["w"].T}, mesh, names={"w": ("embed", None)}, axes=axes)
+    w = shard({"w": TREE["w"].T}, made)["w"]
+    x = jax.device_put(TREE["w"], NamedSharding(mesh, P("data")))
+
+    @jax.jit
+    def step(x, w):
+        x = constrain(x, ("batch", None), made)  # `with_sharding_constraint` of the same spec is refused or asserts
+        return jnp.matmul(x, constrain(w, (None, None), made), out_sharding=None) + constrain(
+            x[:, :8], ("batch", None), made
+        )
+
+    out = step(x, w)
+    assert np.allclose(out, TREE["w"] @ TREE["w"].T + TREE["w"][:, :8])
