@@ -160,8 +160,8 @@ def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> Partition
 def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
     if not isinstance(mesh, Mesh):
         raise PlanMismatchError(
-            f"outside `jit`, an array can only be constrained on devices, and neither this one, {type(x).__name__} of "
-            f"shape {x.shape}, lies on a mesh of them nor has the plan any; use "
+            "outside `jit`, an array can only be constrained on devices. This one, of type "
+            f"{type(x).__name__} and shape {x.shape}, lies on no mesh of them, and the plan has none; use "
             "`plan.on(plan.mesh.build(jax.devices()))`."
         )
     memory_kind = x.sharding.memory_kind if isinstance(x, jax.Array) else None

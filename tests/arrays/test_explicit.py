@@ -149,7 +149,7 @@ def scanned(say: Callable[..., Any], x: jax.Array) -> jax.Array:
 
 
 def remat(say: Callable[..., Any], x: jax.Array) -> jax.Array:
-    return jax.checkpoint(lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch"))(x)
+    return jax.checkpoint(lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch", ...))(x)
 
 
 def branched(say: Callable[..., Any], x: jax.Array) -> jax.Array:
