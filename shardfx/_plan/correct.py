@@ -279,7 +279,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     ]
     count, size, dim, kept = max(choices, default=(1, max(shape, default=1), 0, ()))
     if len(kept) < len(free):
-        unit = units[-dim] if kept else units[shape.index(size)] if shape else 1
+        unit = _units(leaf)[-dim if kept else shape.index(size)] if shape else 1
         reasons.append(_indivisible(free, kept, -dim if kept else None, size, unit, sizes))
     if not kept:
         return Decision(spec, tuple(reasons))

@@ -33,6 +33,11 @@ def made_for(kind: AxisType, **kwargs):
     return plan(TREE, mesh, paths=RULES, axes=AXES, **kwargs)
 
 
+def mesh_of(made):
+    assert made.jax_mesh is not None
+    return made.jax_mesh
+
+
 @KINDS
 def test_shard_inside_jit_constrains(kind):
     made = made_for(kind)
@@ -43,7 +48,7 @@ def test_shard_inside_jit_constrains(kind):
         assert tree["act"] is jnp.tanh
         return tree["w"], tree["b"]
 
-    replicated = NamedSharding(made.jax_mesh, P())
+    replicated = NamedSharding(mesh_of(made), P())
     w, b = double(jax.device_put(TREE["w"], replicated), jax.device_put(TREE["b"], replicated))
     assert w.sharding.is_equivalent_to(made.shardings["w"], 2) and b.sharding.is_equivalent_to(made.shardings["b"], 1)
     assert np.array_equal(w, 2 * TREE["w"])
@@ -55,7 +60,7 @@ def test_shard_inside_jit_constrains(kind):
 def test_shard_of_constants_inside_jit(kind):
     made = made_for(kind)
     # JAX itself compiles an Explicit constraint for the devices of an argument only.
-    zero = jax.device_put(np.zeros((8, 16), np.float32), NamedSharding(made.jax_mesh, P()))
+    zero = jax.device_put(np.zeros((8, 16), np.float32), NamedSharding(mesh_of(made), P()))
     out = jax.jit(lambda zero: zero + shard(TREE, made)["w"])(zero)
     assert np.array_equal(out, TREE["w"])
     text = jax.jit(lambda zero: zero + shard(TREE, made)["w"]).lower(zero).as_text()
@@ -100,8 +105,8 @@ def test_constrain_can_explain(kind):
         decisions.append(decision)
         return x
 
-    x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(made.jax_mesh, P()))
-    assert inside(x).sharding.is_equivalent_to(NamedSharding(made.jax_mesh, P("data")), 2)
+    x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(mesh_of(made), P()))
+    assert inside(x).sharding.is_equivalent_to(NamedSharding(mesh_of(made), P("data")), 2)
     _, outside = constrain(x, ("batch", "mlp"), made, explain=True)
     assert decisions == [outside] and outside.spec == P("data")
     assert [(why.code, why.dim) for why in outside.reasons] == [(Code.indivisible, 1)]
@@ -126,7 +131,7 @@ def test_typing_errors_are_no_layouts():
         jax.jit(lambda x: constrain(x, P("tenser"), made))(TREE["w"])
     assert constrain(TREE["w"], ("bacth", "mlp"), made, unmatched="replicate").sharding.spec == P(None, "tensor")
     assert constrain(TREE["w"], P("tenser", "tensor"), made, unmatched="replicate").sharding.spec == P(None, "tensor")
-    other = plan(TREE, made.jax_mesh, paths=RULES, axes=AXES.extend(axes=["pod"]))
+    other = plan(TREE, mesh_of(made), paths=RULES, axes=AXES.extend(axes=["pod"]))
     assert constrain(TREE["w"], P(("pod", "data")), other).sharding.spec == P("data")
 
 
@@ -146,7 +151,7 @@ def test_manual_axes_are_left_out_in_silence():
         return x
 
     out = jax.jit(
-        jax.shard_map(body, mesh=made.jax_mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        jax.shard_map(body, mesh=mesh_of(made), in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
     )(TREE["w"])
     assert np.array_equal(out, TREE["w"])
 

@@ -81,14 +81,13 @@ def test_constrain_by_names_is_corrected_to_the_shape(mesh):
 def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(names, message):
     made = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P()))
-    lenient = {"unmatched": "replicate"}
-    asked = lambda x: constrain(x, names, made, strict=True, **lenient)
+    asked = lambda x: constrain(x, names, made, strict=True, unmatched="replicate")
     everywhere = jax.shard_map(asked, mesh=AUTO, in_specs=P("data"), out_specs=P("data"))
     for function in (asked, everywhere):
         for run in (function, jax.jit(function)):
             with pytest.raises(SpecError, match=message):
                 run(x)
-    assert np.array_equal(constrain(x, names, made, **lenient), X)
+    assert np.array_equal(constrain(x, names, made, unmatched="replicate"), X)
     assert constrain(x, ("batch", None), made, strict=True).sharding.spec == P("data")
 
 

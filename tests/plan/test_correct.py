@@ -76,7 +76,7 @@ def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
     mesh = MeshSpec({"x": axis})
     for decision in (
         correct(P("x"), (size,), mesh, units=(unit,)),
-        spread(P(), (size,), mesh.shape, ("x",), (unit,), 1, 0),
+        spread(P(), Leaf((size,), jnp.float32, (unit,)), axes_of(mesh), fsdp("x")),
     ):
         (why,) = decision.reasons
         advised = re.search(r"axes whose product divides (\d+)", why.message)
