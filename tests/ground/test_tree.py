@@ -155,7 +155,7 @@ class Norms(eqx.Module):
 
 def test_states_of_modules_have_paths_that_name_the_module():
     _, state = eqx.nn.make_with_state(Norms)()
-    assert flatten({"state": state}).paths == [
+    assert list(flatten({"state": state}).paths) == [
         "state/blocks.0.batch_counter",
         "state/blocks.0.batch_state_index/0",
         "state/blocks.0.batch_state_index/1",
@@ -171,8 +171,8 @@ def test_states_of_modules_have_paths_that_name_the_module():
 
 def test_a_state_that_is_one_index_or_was_made_by_hand():
     _, alone = eqx.nn.make_with_state(lambda: eqx.nn.StateIndex(jnp.zeros(3)))()
-    assert flatten(alone).paths == ["StateIndex"]
-    assert flatten(eqx.nn.State(Norms())).paths[:3] == ["0", "1/0", "1/1"]
+    assert list(flatten(alone).paths) == ["StateIndex"]
+    assert list(flatten(eqx.nn.State(Norms())).paths[:3]) == ["0", "1/0", "1/1"]
 
 
 def test_a_plan_of_a_state_is_read_back():
