@@ -116,14 +116,13 @@ def _from_callback(source: Any, sharding: NamedSharding, shape: tuple[int, ...])
 
 def _memmap(file: Path, shardings: Any) -> Any:
     entries = checkpoint.read_index(file).by_path
-    return {
-        name: _from_callback(
-            np.memmap(file, entries[name].dtype, "r", entries[name].offset or 0, entries[name].shape),
-            sharding,
-            entries[name].shape or (),
-        )
-        for name, sharding in shardings.items()
-    }
+    return {name: _mapped(entries[name], sharding) for name, sharding in shardings.items()}
+
+
+def _mapped(entry: checkpoint.ArrayEntry, sharding: NamedSharding) -> jax.Array:
+    assert isinstance(entry, checkpoint.FileArray)
+    mapped = np.memmap(entry.file, entry.dtype, "r", entry.offset, entry.shape)
+    return _from_callback(mapped, sharding, entry.shape)
 
 
 def _flax(file: Path, shardings: Any) -> Any:

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from .._errors import LeafTypeError, PlanFormatError
 from .._plan.codec import decode_dtype, encode_dtype
-from .._spec import entries_of
 from ._entry import FileArray
 
 
@@ -65,14 +64,10 @@ def as_bits(entry: Any) -> Any:
     return dataclasses.replace(entry, shape=(*entry.shape, *one.shape), dtype=np.dtype(one.dtype))
 
 
-def sharding_of_bits(sharding: Sharding, rank: int, path: str) -> Sharding:
-    """Where the bits of an array of keys of `rank` lie: no key is cut."""
-    if isinstance(sharding, NamedSharding):
-        entries = entries_of(sharding.spec)
-        spec = PartitionSpec(*entries, *[None] * (rank - len(entries)))
-        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    if isinstance(sharding, SingleDeviceSharding):
-        return sharding
+def require_whole_keys(sharding: Sharding, path: str) -> None:
+    """Raises for shardings that mean something else for the bits of keys, which have more dimensions than they."""
+    if isinstance(sharding, NamedSharding | SingleDeviceSharding):
+        return
     raise LeafTypeError(
         f"leaf `{path}` holds PRNG keys under a {type(sharding).__name__}; give a NamedSharding, or a "
         "SingleDeviceSharding."

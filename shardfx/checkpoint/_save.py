@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._boxes import Box, as_box
-from .._errors import CheckpointError, LeafTypeError
-from .._plan.content import rows_of
+from .._errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
-from .._tree import flatten
 from . import _agree as agree, _safetensors as safetensors
 from ._files import inside, place, read_json
 from ._index import read_index
+from ._leaves import Leaves, leaves_to_save
+from ._numbers import NUMBERS_KEY, to_text
 from ._progress import Progress
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
 from ._spans import spans, whole
@@ -65,7 +64,9 @@ def save(
     **Arguments:**
 
     - `path`: the directory to make, which must not exist; or a file that ends in `.safetensors`.
-    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes.
+    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes. PRNG keys are saved
+        with the name of their implementation, and Python's numbers, a step counter for one, in the file's metadata.
+        Other leaves that are no arrays, functions and strings, are not saved.
     - `plan`: its plan. The arrays are written as they are placed, whether that is by this plan or not.
     - `overwrite`: replace the file, at once and as a whole, if it exists. A directory cannot be replaced so: save
         to a new name, then remove the old one.
@@ -74,7 +75,8 @@ def save(
 
     **Raises:**
 
-    `PlanMismatchError` if the tree is not the planned one; `LeafTypeError` for a dtype that safetensors cannot hold;
+    `PlanMismatchError` if the tree is not the planned one; `LeafTypeError` for a dtype that safetensors cannot hold, or
+    of which `load` could not give back the values under this plan (NumPy's int64 where the plan has int32);
     `CheckpointError` if `path` exists, or another process failed; `OSError` with the path where the disk is full or
     cannot be written. What was at `path` before is there after any of them.
 
@@ -97,12 +99,12 @@ def save(
         ```
     """
     path = os.path.abspath(os.fspath(path))
-    leaves = _leaves(tree, plan)
+    leaves = leaves_to_save(tree, plan)
     is_file = path.endswith(".safetensors")
     _require_free(path, is_file, overwrite)
-    group = agree.processes_of([value for _, value in leaves])
+    group = agree.processes_of([value for _, value in leaves.arrays])
     staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{group.token()}")
-    extra = {PLAN_KEY: plan.to_json()} if is_file else {PLAN_KEY: plan.digest}
+    extra = {PLAN_KEY: plan.to_json() if is_file else plan.digest, NUMBERS_KEY: to_text(leaves.numbers)}
     headers, tensors = _layout(leaves, staging, extra, None if is_file else file_bytes)
     try:
         with group.together(path):
@@ -147,24 +149,6 @@ def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
     return ShardPlan.from_json(text, like)
 
 
-def _leaves(tree: Any, plan: ShardPlan) -> list[tuple[str, Any]]:
-    flat = flatten(tree)
-    index = rows_of(plan.content, flat)
-    found = [(path, leaf) for path, leaf, i in zip(flat.paths, flat.leaves, index, strict=True) if i >= 0]
-    for path, leaf in found:
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to save.")
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise LeafTypeError(f"leaf `{path}` holds PRNG keys; save `jax.random.key_data(keys)`, and its plan.")
-        if safetensors.stored_name(leaf.dtype) is None:
-            raise LeafTypeError(f"leaf `{path}` is {leaf.dtype}, which safetensors cannot hold; cast it before saving.")
-    paths = [path for path, _ in found]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise CheckpointError(f"two leaves have the path `{twice}`; a checkpoint needs one name for each array.")
-    return found
-
-
 def _require_free(path: str, is_file: bool, overwrite: bool) -> None:
     if is_file and overwrite and not os.path.isdir(path):
         return
@@ -174,12 +158,12 @@ def _require_free(path: str, is_file: bool, overwrite: bool) -> None:
 
 
 def _layout(
-    leaves: list[tuple[str, Any]], staging: str, extra: dict[str, str], file_bytes: int | None
+    leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[dict[str, tuple[bytes, int, list[str]]], list[_Tensor]]:
     """Per file its header, its size and its tensors' names; and where each tensor goes. The same on every process."""
     groups: list[list[tuple[str, Any]]] = [[]]
     filled = 0
-    for path, value in leaves:
+    for path, value in leaves.arrays:
         if groups[-1] and file_bytes is not None and filled + value.nbytes > file_bytes:
             groups.append([])
             filled = 0
@@ -189,7 +173,7 @@ def _layout(
     for number, group in enumerate(groups):
         file = staging if file_bytes is None else os.path.join(staging, _file_name(number, len(groups)))
         rows = [(name, str(safetensors.stored_name(v.dtype)), tuple(v.shape), _nbytes(v)) for name, v in group]
-        other = {name: np.dtype(v.dtype).name for name, v in group if v.dtype not in safetensors.NAMES}
+        other = {name: leaves.kinds[name] for name, _ in group if name in leaves.kinds}
         metadata = extra | ({safetensors.DTYPES_KEY: json.dumps(other)} if other else {})
         header, offsets = safetensors.write_header(rows, metadata)
         headers[file] = (header, len(header) + sum(row[3] for row in rows), [name for name, _ in group])
@@ -276,7 +260,7 @@ def _write(descriptor: int, tensor: _Tensor, is_first: bool) -> int:
     pieces = list(_pieces(tensor, is_first))
     boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
     written = 0
-    # A gap of one byte belongs to another process already.
+    # Nothing between the pieces is written along: another process may have written it by now.
     limits = {"gap_bytes": 1, "run_bytes": RUN_BYTES, "copy_bytes": COPY_BYTES}
     for span in spans(tensor.shape, tensor.dtype.itemsize, boxes, **limits):
         views = [part_of(values[part.number], boxes[part.number], part.where) for part in span.parts]

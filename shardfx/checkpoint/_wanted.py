@@ -17,6 +17,7 @@ from .._tree import flatten
 from . import _keys as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, struct
+from ._numbers import from_metadata, is_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,39 +94,60 @@ class Fetch:
     homes: tuple[tuple[int, int | None], ...]
 
 
-def leaves_of(plan: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """The planned arrays as (path, struct with a sharding), and a function from their values to the tree."""
-    tree = plan.structs if isinstance(plan, ShardPlan) else plan
-    flat = flatten(tree)
-    arrays = [at for at, is_array in enumerate(flat.is_array) if is_array]
-    leaves = [(flat.paths[at], flat.leaves[at]) for at in arrays]
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A tree to be filled.
+
+    **Arguments:**
+
+    - `arrays`: per array its path and a struct with a sharding.
+    - `others`: the position, path and value of each leaf that is no array; of a plan, which has no values, `None`.
+    - `treedef`: the tree's structure.
+    """
+
+    arrays: list[tuple[str, Any]]
+    others: list[tuple[int, str, Any]]
+    treedef: Any
+
+    def filled(self, values: Sequence[Any], kept: Mapping[int, Any]) -> Any:
+        """The tree with these arrays, and at the positions of other leaves what is kept for them."""
+        left = iter(values)
+        others = {**{at: value for at, _, value in self.others}, **kept}
+        leaves = [others[at] if at in others else next(left) for at in range(self.treedef.num_leaves)]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def target_of(plan: Any) -> Target:
+    """What is to be filled: a plan's tree, or the tree itself."""
+    if isinstance(plan, ShardPlan):
+        content = plan.content
+        order = range(len(content.paths)) if content.order is None else content.order
+        arrays = [content.paths[i] for i in order if content.index[i] >= 0]
+        others = [(at, content.paths[i], None) for at, i in enumerate(order) if content.index[i] < 0]
+        return Target(list(zip(arrays, jax.tree.leaves(plan.structs), strict=True)), others, content.treedef)
+    flat = flatten(plan)
+    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
+    arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
+    others = [(at, path, leaf) for at, (path, leaf, is_array) in enumerate(rows) if not is_array]
     # A tree without any array is none that was meant: a file's name, for one.
-    problems = [
-        path
-        for path, leaf in leaves or zip(flat.paths, flat.leaves, strict=True)
-        if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None
-    ]
-    if problems:
-        raise PlanMismatchError(
-            "`load` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
-            f"`{printable(problems[0])}` is none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
-        )
-
-    def rebuild(values: Iterable[Any]) -> Any:
-        filled = list(flat.leaves)
-        for at, value in zip(arrays, values, strict=True):
-            filled[at] = value
-        return jax.tree.unflatten(flat.treedef, filled)
-
-    return leaves, rebuild
+    for path, leaf in arrays or [(path, leaf) for _, path, leaf in others]:
+        if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None:
+            raise PlanMismatchError(
+                "`load` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
+                f"`{printable(path)}` is none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
+            )
+    return Target(arrays, others, flat.treedef)
 
 
-def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wanted], Any]:
-    """What each leaf of the plan is made of; every leaf that cannot be read is named in one error."""
-    leaves, rebuild = leaves_of(plan)
+def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wanted], Callable[[Sequence[Any]], Any]]:
+    """What each array of the plan is made of, and a function from the arrays to the tree.
+
+    Every leaf that cannot be read is named in one error.
+    """
+    target = target_of(plan)
     found: list[Wanted] = []
     problems: list[tuple[str, CheckpointError | str]] = []
-    for path, leaf in leaves:
+    for path, leaf in target.arrays:
         try:
             take = _take(rename, path)
             absent = [name for name in take.all_names if name not in index.by_path]
@@ -136,15 +158,35 @@ def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wa
                 found.append(_wanted(index, path, leaf, take, dtype))
         except CheckpointError as error:
             problems.append((path, error))
+    kept = _numbers(index, target, rename, problems)
     if problems:
         shown = [f"leaf `{printable(path)}`: {_text(index, problem)}" for path, problem in problems[:_SHOWN]]
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            f"{len(problems)} of {len(leaves)} leaves cannot be read from {index.directory!r}; nothing was read:\n  "
-            + "\n  ".join(shown)
-            + more
+            f"{len(problems)} of {len(target.arrays)} leaves cannot be read from {index.directory!r}; nothing was "
+            "read:\n  " + "\n  ".join(shown) + more
         )
-    return found, rebuild
+    return found, lambda values: target.filled(values, kept)
+
+
+def _numbers(
+    index: Index, target: Target, rename: Rename, problems: list[tuple[str, CheckpointError | str]]
+) -> dict[int, Any]:
+    """By position the Python numbers that the checkpoint has for the tree; what it lacks becomes a problem."""
+    saved = from_metadata(index.metadata, index.directory)
+    kept: dict[int, Any] = {}
+    for at, path, value in target.others:
+        if saved is None and not (is_number(value) and path in index.by_path):
+            # A checkpoint of another origin knows no Python numbers: the tree keeps its own, as it keeps functions.
+            continue
+        name = _take(rename, path).all_names[0] if saved else path
+        if saved is not None and name in saved:
+            kept[at] = saved[name]
+        elif is_number(value):
+            lacks = "has an array" if name in index.by_path else "has no number"
+            fix = "plan it as `jnp.asarray(...)`" if name in index.by_path else "take it out of the tree"
+            problems.append((path, CheckpointError(f"it is {value!r} here, and the checkpoint {lacks} there; {fix}.")))
+    return kept
 
 
 def _text(index: Index, problem: CheckpointError | str) -> str:
@@ -232,13 +274,13 @@ def _is_keys(planned: Any, stored: list[Any], what: str) -> bool:
 
 def _wanted_bits(leaf: Wanted) -> Wanted:
     """A leaf of keys as the integers that are read for it."""
-    one, rank = prng.bits_of(leaf.dtype), len(leaf.shape)
-    ends = tuple(range(rank - leaf.is_stacked, rank - leaf.is_stacked + len(one.shape)))
+    prng.require_whole_keys(leaf.sharding, leaf.path)
+    one, rank = prng.bits_of(leaf.dtype), len(leaf.shape) - leaf.is_stacked
+    ends = tuple(range(rank, rank + len(one.shape)))
     return dataclasses.replace(
         leaf,
         shape=(*leaf.shape, *one.shape),
         dtype=np.dtype(one.dtype),
-        sharding=prng.sharding_of_bits(leaf.sharding, rank, leaf.path),
         entries=tuple([prng.as_bits(entry) for entry in leaf.entries]),
         order=None if leaf.order is None else (*leaf.order, *ends),
         keys=leaf.dtype,

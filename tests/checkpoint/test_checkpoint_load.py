@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import MeshSpec, PathRules, PlanMismatchError, checkpoint
 from shardfx._errors import CheckpointError
-from shardfx.checkpoint import Take, _load, _reader
+from shardfx.checkpoint import FileArray, Take, _load, _reader
 
 
 MESH = MeshSpec({"a": 2, "b": 2, "c": 2})
@@ -285,6 +285,7 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
     for name, array in arrays.items():
         width = array.shape[1] // 8
         entry = index[name]
+        assert isinstance(entry, FileArray)
         box = ((0, array.shape[0]), (3 * width, 4 * width))
         expected = sum(span.nbytes for span in _reader.spans_of(entry, (box,), True))
         [out] = _reader.buffers([(box, array.dtype)])

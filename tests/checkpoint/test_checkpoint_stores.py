@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import PathRules, checkpoint, plan
 from shardfx._errors import CheckpointError
-from shardfx.checkpoint import Take
+from shardfx.checkpoint import StoreArray, Take
 
 
 @pytest.fixture
@@ -61,8 +61,9 @@ def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
         write(tmp_path, path, array, chunks=[4] * array.ndim, driver=driver, ocdbt=ocdbt)
     index, made = check(tmp_path, mesh)
     assert index.format == ("ocdbt" if ocdbt else "zarr")
-    assert index["layer/w"].chunks == (4, 4)
-    assert index["layer/w"].driver == driver
+    found = index["layer/w"]
+    assert isinstance(found, StoreArray)
+    assert (found.chunks, found.driver) == ((4, 4), driver)
     reads = checkpoint.plan_reads(index, made)
     assert reads.needed_bytes == index.bytes_total
     # (16, 24) in pieces of (8, 6) touches chunks of 4 twice along the columns; the others fit.
@@ -83,7 +84,8 @@ def test_orbax(tmp_path, mesh, use_ocdbt, use_zarr3):
         "layer/0/w": ((16, 24), np.float32),
         "n": ((8,), np.int32),
     }
-    assert index["layer/0/w"].chunks == (4, 12)
+    found = index["layer/0/w"]
+    assert isinstance(found, StoreArray) and found.chunks == (4, 12)
     made = plan(tree, mesh, paths=PathRules.parse("w->a.b, n->replicate"))
     loaded = checkpoint.load(tmp_path / "c", made)
     assert loaded["layer"][0]["w"].sharding.spec == P("a", "b")

@@ -1,0 +1,299 @@
+"""What a training state holds besides float arrays: PRNG keys, Python's numbers, NumPy's 64-bit integers."""
+
+import enum
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
+
+import shardfx
+from shardfx import LeafTypeError, PathRules, checkpoint
+from shardfx._errors import CheckpointError
+
+
+REPLICATE = PathRules.parse(".*->replicate")
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+
+
+def planned(tree, mesh, rules=REPLICATE):
+    made = shardfx.plan(tree, mesh, paths=rules)
+    return shardfx.shard(tree, made), made
+
+
+def bits(keys):
+    return np.asarray(jax.random.key_data(keys))
+
+
+# PRNG keys
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "step"])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
+    tree = {
+        "one": jax.random.key(7, impl=impl),
+        "many": jax.random.split(jax.random.key(1, impl=impl), (8, 3)),
+        "none": jax.random.split(jax.random.key(1, impl=impl), 0),
+        "w": jnp.arange(16.0),
+    }
+    arrays, made = planned(tree, mesh, PathRules.parse("many->b, w->a, .*->replicate"))
+    checkpoint.save(tmp_path / name, arrays, made)
+    loaded = checkpoint.load(tmp_path / name, made)
+    for key in ("one", "many", "none"):
+        assert loaded[key].dtype == tree[key].dtype
+        # JAX itself fills up the spec of an array of keys.
+        assert loaded[key].sharding == arrays[key].sharding
+        assert np.array_equal(bits(loaded[key]), bits(tree[key]))
+    assert jax.random.normal(loaded["one"]) == jax.random.normal(tree["one"])
+    again = checkpoint.load(tmp_path / name, arrays)
+    assert again["many"].sharding == arrays["many"].sharding
+    # The file holds nothing that its own library could not read.
+    file = tmp_path / name if name.endswith(".safetensors") else tmp_path / name / "model.safetensors"
+    assert np.array_equal(load_file(file)["many"], bits(tree["many"]))
+
+
+def test_keys_are_planned_from_the_checkpoint_and_loaded_elsewhere(tmp_path, mesh):
+    tree = {"key": jax.random.key(3), "layers": [jax.random.split(jax.random.key(i), 4) for i in range(2)]}
+    arrays, made = planned(tree, mesh)
+    checkpoint.save(tmp_path / "step", arrays, made)
+    index = checkpoint.read_index(tmp_path / "step")
+    assert (index["layers/0"].shape, index["layers/0"].dtype, index["layers/0"].nbytes) == ((4,), tree["key"].dtype, 32)
+    assert "key" in str(index)
+    structs = checkpoint.structs(index)
+    other = Mesh(np.array(jax.devices()[:4]), ("x",))
+    found = shardfx.plan(structs, other, paths=PathRules.parse("layers->x, key->replicate"))
+    loaded = checkpoint.load(index, found)
+    assert loaded["layers"]["1"].sharding.spec == P("x")
+    assert np.array_equal(bits(loaded["layers"]["1"]), bits(tree["layers"][1]))
+    reads = checkpoint.plan_reads(index, found)
+    assert (reads.needed_bytes, reads.read_bytes) == (8 + 2 * 32, 8 + 2 * 32)
+    # Stacked, transposed and on one device alone, as any other array.
+    struct = jax.ShapeDtypeStruct((2, 4), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5]))
+    stacked = checkpoint.load(index, {"k": struct}, rename={"k": checkpoint.Take(("layers/0", "layers/1"), (0,))})
+    assert stacked["k"].devices() == {jax.devices()[5]}
+    assert np.array_equal(bits(stacked["k"]), np.stack([bits(keys) for keys in tree["layers"]]))
+
+
+def test_keys_of_two_dimensions_are_transposed(tmp_path, mesh):
+    keys = jax.random.split(jax.random.key(0), (4, 8))
+    arrays, made = planned({"k": keys}, mesh)
+    checkpoint.save(tmp_path / "step", arrays, made)
+    struct = jax.ShapeDtypeStruct((8, 4), keys.dtype, sharding=NamedSharding(mesh, P("b", "a")))
+    loaded = checkpoint.load(tmp_path / "step", {"k": struct}, rename={"k": checkpoint.Take("k", (1, 0))})
+    assert np.array_equal(bits(loaded["k"]), bits(keys).transpose(1, 0, 2))
+
+
+def test_a_key_of_another_implementation_is_an_error(tmp_path, mesh):
+    arrays, made = planned({"k": jax.random.key(0, impl="rbg")}, mesh)
+    checkpoint.save(tmp_path / "step", arrays, made)
+    _, other = planned({"k": jax.random.key(0)}, mesh)
+    for dtype in (None, "plan"):
+        with pytest.raises(
+            CheckpointError, match="'k' holds PRNG keys of rbg, but the plan has keys of threefry2x32; "
+        ):
+            checkpoint.load(tmp_path / "step", other, dtype=dtype)
+
+
+def test_integers_do_not_become_keys_nor_keys_integers(tmp_path, mesh):
+    raw, raw_plan = planned({"k": jax.random.key_data(jax.random.key(0))}, mesh)
+    keys, key_plan = planned({"k": jax.random.key(0)}, mesh)
+    checkpoint.save(tmp_path / "raw", raw, raw_plan)
+    checkpoint.save(tmp_path / "keys", keys, key_plan)
+    for path, made in (("raw", key_plan), ("keys", raw_plan)):
+        with pytest.raises(CheckpointError, match="of PRNG keys and integers one does not become the other"):
+            checkpoint.load(tmp_path / path, made, dtype="plan")
+
+
+@pytest.mark.parametrize("kind", ["key<rbg>", "key<nothing>", "key<", 3])
+def test_what_a_header_calls_keys_must_have_their_shape(tmp_path, kind):
+    save_file(
+        {"k": np.ones((3, 2), np.uint32)}, tmp_path / "x.safetensors", {"shardfx.dtypes": json.dumps({"k": kind})}
+    )
+    entry = checkpoint.read_index(tmp_path)["k"]
+    assert (entry.shape, entry.dtype) == ((3, 2), np.dtype(np.uint32))
+
+
+def test_an_nnx_state_with_dropout(tmp_path, mesh):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.linear(x))
+
+    model = Model(nnx.Rngs(0, dropout=1))
+    model(jnp.ones((2, 8)))
+    graph, state = nnx.split(model)
+    pure = nnx.to_pure_dict(state)
+    arrays, made = planned(pure, mesh, PathRules.parse("kernel->a.b, .*->replicate"))
+    checkpoint.save(tmp_path / "step", arrays, made)
+    loaded = checkpoint.load(tmp_path / "step", made)
+    nnx.replace_by_pure_dict(state, loaded)
+    other = nnx.merge(graph, state)
+    assert np.allclose(other(jnp.ones((2, 8))), model(jnp.ones((2, 8))), rtol=1e-4)
+
+
+# Python's numbers
+
+
+class Speed(enum.IntEnum):
+    fast = 1
+
+
+NUMBERS = [5, -3, 0, True, False, 2**70, -(2**70), 0.1, -0.0, 1e300, float("inf"), 1 + 2j, complex(-0.0, 1e-9)]
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "step"])
+def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
+    numbers = {f"{at:02}": value for at, value in enumerate(NUMBERS)}
+    state = {"w": jnp.arange(8.0), "numbers": numbers, "name": "run", "speed": Speed.fast, "f": jax.nn.gelu}
+    arrays, made = planned(state, mesh)
+    checkpoint.save(tmp_path / name, arrays, made)
+    fresh = arrays | {"numbers": dict.fromkeys(numbers, 0), "name": "other"}
+    for asked in (made, fresh):
+        loaded = checkpoint.load(tmp_path / name, asked)
+        assert repr(loaded["numbers"]) == repr(numbers)
+    # A plan has nothing that could be kept, a tree has.
+    assert loaded["name"] == "other" and loaded["speed"] is Speed.fast and loaded["f"] is jax.nn.gelu
+    assert checkpoint.load(tmp_path / name, made)["name"] is None
+
+
+def test_not_a_number_is_saved_too(tmp_path, mesh):
+    arrays, made = planned({"w": jnp.ones(8), "loss": float("nan")}, mesh)
+    checkpoint.save(tmp_path / "step", arrays, made)
+    assert np.isnan(checkpoint.load(tmp_path / "step", made)["loss"])
+
+
+def test_what_load_gives_is_saved_again(tmp_path, mesh):
+    class Model(eqx.Module):
+        w: jax.Array
+        dropout: eqx.nn.Dropout
+        act: object
+
+    model = Model(jnp.arange(8.0), eqx.nn.Dropout(0.25), jax.nn.gelu)
+    state = {"model": model, "step": 5, "key": jax.random.key(1)}
+    arrays, made = planned(state, mesh)
+    checkpoint.save(tmp_path / "1", arrays, made)
+    for number in range(1, 4):
+        loaded = checkpoint.load(tmp_path / str(number), made)
+        assert loaded["step"] == 5 and loaded["model"].dropout.p == 0.25
+        checkpoint.save(tmp_path / str(number + 1), loaded, made)
+    only_arrays = eqx.filter(arrays, eqx.is_array)
+    checkpoint.save(tmp_path / "arrays", only_arrays, made)
+    loaded = checkpoint.load(tmp_path / "arrays", made)
+    assert loaded["step"] is None and np.array_equal(loaded["model"].w, model.w)
+
+
+def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
+    arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
+    checkpoint.save(tmp_path / "step", arrays, made)
+    with pytest.raises(
+        CheckpointError, match="leaf `epoch`: it is 0 here, and the checkpoint has no number there; take"
+    ):
+        checkpoint.load(tmp_path / "step", arrays | {"epoch": 0})
+    with pytest.raises(
+        CheckpointError, match="leaf `w`: it is 0 here, and the checkpoint has an array there; plan it as"
+    ):
+        checkpoint.load(tmp_path / "step", {"v": arrays["w"], "w": 0}, rename=lambda path: "w")
+    # A file of other origin knows no numbers: those of the tree stay, unless it has an array there.
+    save_file({"w": np.ones(8, np.float32), "epoch": np.array(3)}, tmp_path / "x.safetensors")
+    assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1})["step"] == 1
+    with pytest.raises(CheckpointError, match="leaf `epoch`: it is 0 here, and the checkpoint has an array there"):
+        checkpoint.load(tmp_path / "x.safetensors", arrays | {"epoch": 0})
+
+
+def test_numbers_are_found_under_other_names(tmp_path, mesh):
+    arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
+    checkpoint.save(tmp_path / "step", {"loop": arrays}, shardfx.ShardPlan.join(loop=made))
+    for asked in (made, arrays | {"step": 0}):
+        assert checkpoint.load(tmp_path / "step", asked, rename=lambda path: f"loop/{path}")["step"] == 5
+
+
+@pytest.mark.parametrize("text", ["[]", '{"step": 5}', '{"step": ["int", "x"]}', '{"step": ["bool", "1"]}', "{"])
+def test_numbers_that_are_none(tmp_path, mesh, text):
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors", {"shardfx.numbers": text})
+    with pytest.raises(CheckpointError, match="must map paths to numbers|has no number for 'step'|no valid JSON"):
+        checkpoint.load(tmp_path / "x.safetensors", planned({"w": jnp.ones(8)}, mesh)[1])
+
+
+# What cannot be given back
+
+
+def test_a_leaf_whose_name_no_file_can_hold(tmp_path, mesh):
+    for name, message in (
+        ("__metadata__", "a leaf cannot be saved as `__metadata__`: safetensors keeps"),
+        ("half \ud800", r"leaf `half \\ud800`: its path holds half of a character"),
+    ):
+        arrays, made = planned({name: jnp.ones(8)}, mesh)
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.save(tmp_path / "x", arrays, made)
+    nested, made = planned({"a": {"__metadata__": jnp.ones(8)}}, mesh)
+    checkpoint.save(tmp_path / "x", nested, made)
+    assert np.array_equal(checkpoint.load(tmp_path / "x", made)["a"]["__metadata__"], np.ones(8))
+
+
+@pytest.mark.parametrize("value", [np.int64(5), np.arange(8), np.ones(8), np.uint64(2**40)])
+def test_what_the_plan_could_not_load_is_not_saved(tmp_path, mesh, value):
+    tree = {"n": value}
+    made = shardfx.plan(tree, mesh, paths=REPLICATE)
+    with pytest.raises(LeafTypeError, match=r"leaf `n` is \w+64 in NumPy and \w+32 in the plan, .*Save `leaf.astype"):
+        checkpoint.save(tmp_path / "x", tree, made)
+    arrays = shardfx.shard({"n": np.asarray(value).astype(made["n"].dtype)}, made)
+    checkpoint.save(tmp_path / "x", arrays, made)
+    assert np.array_equal(checkpoint.load(tmp_path / "x", made)["n"], arrays["n"])
+
+
+@pytest.mark.parametrize("spec", [P(), P("b"), P(("a", "b"))])
+@pytest.mark.parametrize(
+    ("stored", "to", "value", "fits"),
+    [
+        ("int64", "int32", 2**31, False),
+        ("int64", "int32", -(2**31) - 1, False),
+        ("int64", "int32", 2**31 - 1, True),
+        ("int64", "int32", -(2**31), True),
+        ("uint32", "int32", 2**31, False),
+        ("int32", "uint32", -1, False),
+        ("int32", "int8", 128, False),
+        ("int8", "int32", -128, True),
+        ("float32", "int32", 3e9, False),
+        ("float32", "int32", float("nan"), False),
+        ("float32", "int32", -7.0, True),
+        ("int32", "int4", 8, False),
+        ("int32", "int4", -8, True),
+    ],
+)
+def test_no_integer_changes_its_value(tmp_path, mesh, spec, stored, to, value, fits):
+    array = np.zeros((8, 4), stored)
+    array[5, 2] = value
+    save_file({"n": array}, tmp_path / "x.safetensors")
+    structs = {"n": jax.ShapeDtypeStruct((8, 4), jnp.dtype(to), sharding=NamedSharding(mesh, spec))}
+    if fits:
+        loaded = checkpoint.load(tmp_path, structs, dtype="plan")["n"]
+        assert np.array_equal(np.asarray(loaded).astype(stored), array)
+        return
+    with pytest.raises(
+        CheckpointError, match=f"array 'n' holds .*, and {to} goes from -?[0-9]+ to [0-9]+; plan a wider"
+    ):
+        checkpoint.load(tmp_path, structs, dtype="plan")
+
+
+def test_no_integer_of_a_store_changes_its_value(tmp_path, mesh):
+    import tensorstore as ts
+
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/n/"}}
+    array = np.arange(8) * 2**29
+    ts.open(spec, create=True, dtype=ts.int64, shape=[8]).result().write(array).result()
+    structs = {"n": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(mesh, P("a")))}
+    with pytest.raises(CheckpointError, match="array 'n' holds 3758096384, and int32 goes from"):
+        checkpoint.load(tmp_path, structs, dtype="plan")
