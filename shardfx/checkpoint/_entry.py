@@ -5,7 +5,7 @@ from typing import Any
 from .._spec import bits
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FileArray:
     """One array of a checkpoint whose bytes lie together in a file, as in safetensors.
 
@@ -31,7 +31,7 @@ class FileArray:
         return _nbytes(self.shape, self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class StoreArray:
     """One array of a checkpoint that is cut into chunks: a directory of zarr's, or a part of an OCDBT database.
 
@@ -63,7 +63,7 @@ class StoreArray:
         return _nbytes(self.shape, self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class ListedArray:
     """One array that an eformer index lists, and whose directory holds no array. It can be planned, and not loaded.
 

@@ -2,31 +2,28 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools as ft
-import itertools
 import os
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._boxes import Box, boxes_here
-from .._errors import CheckpointError
+from .._boxes import Box, as_box
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
 from ._files import ChangedError, require_seen_unchanged
+from ._flight import Filled, Flight, Task, groups
 from ._index import Index, read_index
 from ._keys import keys_from
 from ._progress import Progress
-from ._reader import GAP_BYTES, RUN_BYTES, Files, buffers, spans_of
+from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
-from ._wanted import Fetch, Rename, Wanted, box_bytes, fetches, require_devices, wanted
+from ._units import Host, Unit, units_of
+from ._wanted import Fetch, Rename, Wanted, fetches, require_devices, wanted
 
 
-_STAGING_BYTES = 2**30
 _WORKERS = 8
 _CALL_BYTES = 8192
 _TRIES = 16
@@ -100,226 +97,65 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    how = _How(rename, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
+    how = How(rename, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
     if isinstance(path, Index):
-        return _load(path, plan, how)
+        return load_index(path, plan, how, Host())
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     for _ in range(_TRIES if jax.process_count() == 1 else 0):
         with contextlib.suppress(ChangedError):
-            return _load(read_index(path, root=root), plan, how)
-    return _load(read_index(path, root=root), plan, how)
+            return load_index(read_index(path, root=root), plan, how, Host())
+    return load_index(read_index(path, root=root), plan, how, Host())
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
+class How:
     """What `load` was asked for, apart from what and where to."""
 
-    rename: Rename
-    dtype: Any
-    memory_limit_bytes: int | None
-    gap_bytes: int
-    missing_chunks: MissingChunks
-    progress: bool | None
+    rename: Rename = None
+    dtype: Any = None
+    memory_limit_bytes: int | None = None
+    gap_bytes: int = GAP_BYTES
+    missing_chunks: MissingChunks = "raise"
+    progress: bool | None = None
 
 
-def _load(index: Index, plan: Any, how: _How) -> Any:
+def load_index(index: Index, plan: Any, how: How, host: Host) -> Any:
+    """What an index says, loaded into the tree of a plan."""
     leaves, rebuild = wanted(index, plan, how.rename, how.dtype)
     require_devices(leaf.sharding for leaf in leaves)
-    limit = _limit(leaves, how.memory_limit_bytes)
-    units = [unit for number, leaf in _in_file_order(leaves) for unit in _units(number, leaf, limit)]
+    landed = _read(index, leaves, how, host)
+    placed = [landed.placed.get(number) for number in range(len(leaves))]
+    return rebuild(list(map(_assembled, leaves, landed.filled, placed)))
+
+
+def _read(index: Index, leaves: Sequence[Wanted], how: How, host: Host) -> Flight:
+    """Reads what this process holds of the leaves, in parallel; they have landed."""
+    units, limit = units_of(leaves, host, how.memory_limit_bytes)
     bar = Progress("loading", sum(unit.nbytes for unit in units), how.progress)
-    shards = _run(index, units, limit, how, bar)
-    bar.end()
-    return rebuild([_assembled(leaf, shards.get(number, {})) for number, leaf in enumerate(leaves)])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-    """What is read, and then moved, together: some boxes of one leaf."""
-
-    number: int
-    leaf: Wanted
-    boxes: tuple[Box, ...]
-    devices: tuple[tuple[Any, ...], ...]
-    staging_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(box_bytes(box, self.leaf.dtype) for box in self.boxes)
-
-
-def _in_file_order(leaves: list[Wanted]) -> list[tuple[int, Wanted]]:
-    def position(numbered: tuple[int, Wanted]) -> tuple[str, int]:
-        entry = numbered[1].entries[0]
-        return entry.file, entry.offset if isinstance(entry, FileArray) else 0
-
-    return sorted(enumerate(leaves), key=position)
-
-
-@ft.lru_cache(maxsize=1024)
-def _holders(shape: tuple[int, ...], sharding: Sharding) -> Mapping[Box, tuple[Any, ...]]:
-    """The boxes of an array that this process holds, each with the devices that hold it."""
-    holders: dict[Box, tuple[Any, ...]] = {}
-    for device, box in boxes_here(sharding, shape).items():
-        holders[box] = (*holders.get(box, ()), device)
-    return types.MappingProxyType(holders)
-
-
-@ft.lru_cache(maxsize=1024)
-def _is_final(sharding: Sharding) -> bool:
-    """Whether the host memory that an array is read into becomes the array's."""
-    return all(device.platform == "cpu" for device in sharding.addressable_devices)
-
-
-def _limit(leaves: list[Wanted], asked: int | None) -> int:
-    staged = [
-        (box_bytes(box, leaf.dtype), leaf)
-        for leaf in leaves
-        if not _is_final(leaf.sharding)
-        for box in _holders(leaf.shape, leaf.sharding)
-    ]
-    largest, leaf = max(staged, key=lambda pair: pair[0], default=(0, None))
-    if asked is None:
-        return max(_STAGING_BYTES, largest)
-    if asked < largest and leaf is not None:
-        raise CheckpointError(
-            f"`memory_limit_bytes={asked}` is less than one shard of leaf `{leaf.path}`, {largest} bytes; allow at "
-            "least that, or cut the leaf over more devices."
-        )
-    return asked
-
-
-def _units(number: int, leaf: Wanted, limit: int) -> list[_Unit]:
-    holders, is_final = _holders(leaf.shape, leaf.sharding), _is_final(leaf.sharding)
-    sizes = [0 if is_final else box_bytes(box, leaf.dtype) for box in holders]
-    if sum(sizes) <= limit:
-        return [_Unit(number, leaf, tuple(holders), tuple(holders.values()), sum(sizes))]
-    return [_Unit(number, leaf, (box,), (holders[box],), size) for box, size in zip(holders, sizes, strict=True)]
-
-
-Shards = dict[int, dict[Box, tuple[np.ndarray, list[Any]]]]
-Task = Callable[[], int]
-
-
-def _run(index: Index, units: list[_Unit], limit: int, how: _How, bar: Progress) -> Shards:
-    """Reads the units in parallel, at most `limit` bytes of them on their way to a device at any time."""
-    shards: Shards = {}
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
-    entries = [entry for unit in units for entry in unit.leaf.entries]
+    entries = [entry for leaf in leaves for entry in leaf.entries]
     stores.require_possible([entry for entry in entries if isinstance(entry, StoreArray)], index.place)
-    names = list(dict.fromkeys(entry.file for entry in entries if isinstance(entry, FileArray)))
+    names = list(dict.fromkeys([entry.file for entry in entries if isinstance(entry, FileArray)]))
     with Files(index.place, names, workers) as files:
         require_seen_unchanged(index.place)
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
-            flight = _Flight(pool, limit, bar, shards)
+            flight = Flight(pool, limit, bar, host, len(leaves))
             try:
-                for group in _groups(units, min(limit, RUN_BYTES)):
-                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, how))
+                for group in groups(units, min(limit, RUN_BYTES)):
+                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, how), files.read_pieces)
                 flight.land(0)
             finally:
                 # After an error, what has not begun must not begin.
                 pool.shutdown(wait=True, cancel_futures=True)
         # A store's chunks have no header of their own that could be looked at.
         require_seen_unchanged(index.place)
-    return shards
+    bar.end()
+    return flight
 
 
-def _groups(units: list[_Unit], most_bytes: int) -> Iterator[list[_Unit]]:
-    """Units that follow each other in the file and are small together: handing each to a thread would cost more."""
-    group: list[_Unit] = []
-    nbytes = 0
-    for unit in units:
-        if group and nbytes + unit.nbytes > most_bytes:
-            yield group
-            group, nbytes = [], 0
-        group.append(unit)
-        nbytes += unit.nbytes
-    if group:
-        yield group
-
-
-@dataclasses.dataclass
-class _Group:
-    """Units under way, the memory of each, and how many of their tasks are not done."""
-
-    units: list[tuple[_Unit, list[np.ndarray]]]
-    left: int
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(unit.staging_bytes for unit, _ in self.units)
-
-
-class _Flight:
-    """The groups being read: admitted in order while they fit, landed as they finish."""
-
-    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, shards: Shards):
-        self._pool, self._limit, self._bar, self._shards = pool, limit, bar, shards
-        self._open: dict[concurrent.futures.Future[int], _Group] = {}
-        self._staging_bytes = 0
-
-    def admit(self, units: list[_Unit], tasks_of: Callable[[_Unit, list[np.ndarray]], Iterator[Task]]) -> None:
-        coming = sum(unit.staging_bytes for unit in units)
-        while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > 256):
-            self._land_one()
-        memory = iter(buffers([(box, unit.leaf.dtype) for unit in units for box in unit.boxes]))
-        pairs = [(unit, list(itertools.islice(memory, len(unit.boxes)))) for unit in units]
-        tasks = [task for unit, memory in pairs for task in tasks_of(unit, memory)]
-        if len(units) > 1:
-            tasks = [_in_turn(tasks)]
-        group = _Group(pairs, len(tasks))
-        self._staging_bytes += coming
-        self._open.update((self._pool.submit(task), group) for task in tasks)
-        if not tasks:
-            self._finish(group)
-
-    def land(self, at_most: int) -> None:
-        while len(self._open) > at_most:
-            self._land_one()
-
-    def _land_one(self) -> None:
-        done, _ = concurrent.futures.wait(self._open, return_when=concurrent.futures.FIRST_COMPLETED)
-        for future in done:
-            group = self._open.pop(future)
-            self._bar.advance(future.result())
-            group.left -= 1
-            if not group.left:
-                self._finish(group)
-
-    def _finish(self, group: _Group) -> None:
-        moved = []
-        for unit, memory in group.units:
-            _check_bools(unit.leaf, memory)
-            held = self._shards.setdefault(unit.number, {})
-            for box, filled, devices in zip(unit.boxes, memory, unit.devices, strict=True):
-                # Where the memory is only a stop on the way, it must be gone before more is admitted.
-                placed = _moved(filled, devices, unit.leaf) if unit.staging_bytes else []
-                held[box] = (np.empty(0) if placed else filled, placed)
-                moved += placed
-        jax.block_until_ready(moved)
-        self._staging_bytes -= group.staging_bytes
-        group.units.clear()
-
-
-def _in_turn(tasks: list[Task]) -> Task:
-    return lambda: sum(task() for task in tasks)
-
-
-def _moved(filled: np.ndarray, devices: tuple[Any, ...], leaf: Wanted) -> list[Any]:
-    kind = leaf.sharding.memory_kind
-    return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
-
-
-def _check_bools(leaf: Wanted, memory: list[np.ndarray]) -> None:
-    if leaf.dtype == np.dtype(bool) and any(filled.view(np.uint8).max(initial=0) > 1 for filled in memory):
-        raise CheckpointError(
-            f"leaf `{leaf.path}`: a boolean in the checkpoint is neither 0 nor 1; the file is damaged."
-        )
-
-
-def _tasks(files: Files, unit: _Unit, memory: list[np.ndarray], how: _How) -> Iterator[Task]:
-    for fetch in fetches(unit.leaf, unit.boxes):
+def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], how: How) -> Iterator[Task]:
+    for fetch in fetches(unit.leaf, unit.kind.boxes):
         targets = _targets(unit.leaf, fetch, memory)
         entry = fetch.entry
         if isinstance(entry, StoreArray):
@@ -353,17 +189,23 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield batch
 
 
-def _assembled(leaf: Wanted, held: dict[Box, tuple[np.ndarray, list[Any]]]) -> jax.Array:
-    array = _array(leaf, held)
+def _assembled(leaf: Wanted, filled: Filled, placed: list[jax.Array] | None) -> jax.Array:
+    """The leaf as an array; keys as keys."""
+    array = _array(leaf, *filled) if placed is None else _joined(leaf, placed)
     return array if leaf.keys is None else keys_from(array, leaf.keys)
 
 
-def _array(leaf: Wanted, held: dict[Box, tuple[np.ndarray, list[Any]]]) -> jax.Array:
-    moved = [array for _, arrays in held.values() for array in arrays]
-    if moved:
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, moved)
+def _joined(leaf: Wanted, placed: list[jax.Array]) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
+
+
+def _array(leaf: Wanted, boxes: tuple[Box, ...], memory: list[np.ndarray]) -> jax.Array:
+    if len(memory) == 1:
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: memory[0])
+    by_box = dict(zip(boxes, memory, strict=True))
 
     def shard(index: Any) -> np.ndarray:
-        return held[tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))][0]
+        return by_box[as_box(index, leaf.shape)]
 
+    # Without a dtype, a process that holds no part of the array could not tell.
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard, dtype=leaf.dtype)

@@ -7,7 +7,7 @@ import math
 import os
 import queue
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,8 @@ GAP_BYTES = 64
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 64
+# POSIX lets one call fill at least 16 of them; Linux 1024.
+_MOST_BUFFERS = min(1000, os.sysconf("SC_IOV_MAX"))
 # Python has no other way to a bytearray that is not first filled with zeros.
 _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
@@ -33,17 +35,16 @@ _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_s
 _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
 
 
-def buffers(wanted: Sequence[tuple[Box, Any]]) -> list[np.ndarray]:
-    """Uninitialised arrays of the boxes' shapes and dtypes, side by side in one piece of memory that lives while
-    one does.
+def buffers(wanted: Sequence[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
+    """Uninitialised arrays of these shapes and dtypes, side by side in one piece of memory that lives while one does.
 
     They are aligned so that JAX takes them over on a CPU without a copy.
     """
     made, start = [], 0
-    for box, dtype in wanted:
-        dtype, shape = np.dtype(dtype), tuple(stop - start for start, stop in box)
-        made.append((start, math.prod(shape) * dtype.itemsize, dtype, shape))
-        start += -(-made[-1][1] // _ALIGNMENT) * _ALIGNMENT
+    for shape, dtype in wanted:
+        size = math.prod(shape) * dtype.itemsize
+        made.append((start, size, dtype, shape))
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
     memory = _memory(start)
     return [memory[at : at + size].view(dtype).reshape(shape) for at, size, dtype, shape in made]
 
@@ -55,6 +56,23 @@ def _memory(nbytes: int) -> np.ndarray:
     raw = np.frombuffer(_uninitialised(None, nbytes + _ALIGNMENT), np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes]
+
+
+class FilePiece(NamedTuple):
+    """Bytes of an array that are in the file as they will be in memory.
+
+    **Arguments:**
+
+    - `file`, `path`: of the array.
+    - `offset`, `nbytes`: of the bytes, counted from the file's first.
+    - `into`: the memory that they fill, one after the other.
+    """
+
+    file: str
+    path: str
+    offset: int
+    nbytes: int
+    into: list[np.ndarray]
 
 
 class Files:
@@ -96,6 +114,30 @@ class Files:
         finally:
             self._scratch.put(scratch)
         return sum(span.nbytes for span in todo)
+
+    def read_pieces(self, pieces: Sequence[FilePiece]) -> int:
+        """Reads pieces straight into place, those that follow each other in a file by one call."""
+        run: list[FilePiece] = []
+        buffers_in_run = 0
+        for piece in pieces:
+            goes_on = run and piece.file == run[-1].file and piece.offset == run[-1].offset + run[-1].nbytes
+            if run and (not goes_on or buffers_in_run + len(piece.into) > _MOST_BUFFERS):
+                self._read_run(run)
+                run, buffers_in_run = [], 0
+            run.append(piece)
+            buffers_in_run += len(piece.into)
+        if run:
+            self._read_run(run)
+        return sum(piece.nbytes for piece in pieces)
+
+    def _read_run(self, run: Sequence[FilePiece]) -> None:
+        into = [memory.reshape(-1).view(np.uint8) for piece in run for memory in piece.into if memory.size]
+        first, nbytes = run[0], sum(piece.nbytes for piece in run)
+        reached = _fill(self._descriptors[first.file], into, first.offset, nbytes)
+        if reached < nbytes:
+            end = first.offset + reached
+            cut = next(piece for piece in run if piece.offset + piece.nbytes > end)
+            raise _cut_off(first.file, end, cut.path)
 
 
 def spans_of(entry: FileArray, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES) -> tuple[Span, ...]:
@@ -152,17 +194,27 @@ def _read(descriptor: int, into: list[Any], span: Span, entry: FileArray) -> Non
 
 
 def _read_run(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: FileArray) -> None:
-    done = os.preadv(descriptor, into, offset)
+    done = _fill(descriptor, into, offset, nbytes)
+    if done < nbytes:
+        raise _cut_off(entry.file, offset + done, entry.path)
+
+
+def _fill(descriptor: int, into: list[Any], offset: int, nbytes: int) -> int:
+    """Reads `nbytes` from `offset` on into memory; how many there were."""
+    done = os.preadv(descriptor, into, offset) if nbytes else 0
     while 0 < done < nbytes:
         more = os.preadv(descriptor, _rest(into, done), offset + done)
         if not more:
             break
         done += more
-    if done < nbytes:
-        raise CheckpointError(
-            f"{entry.file!r} ends at byte {offset + done}, within array {quoted(entry.path)}; it was cut off since its "
-            "header was read. Copy the whole file."
-        )
+    return done
+
+
+def _cut_off(file: str, end: int, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file!r} ends at byte {end}, within array {quoted(path)}; it was cut off since its header was read. Copy the "
+        "whole file."
+    )
 
 
 def _rest(into: list[Any], done: int) -> list[Any]:

@@ -55,7 +55,7 @@ _SHOWN = 20
 Rename = Mapping[str, str | Take] | Callable[[str], str | Take] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
     """One leaf: what it will be, and what it is made of. A leaf of PRNG keys is read as their bits.
 
@@ -147,7 +147,14 @@ def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wa
     target = target_of(plan)
     found: list[Wanted] = []
     problems: list[tuple[str, CheckpointError | str]] = []
+    # A model has many leaves and few kinds of them: what was found out of one holds for all of its kind.
+    known: dict[Any, Any] = {}
     for path, leaf in target.arrays:
+        entry = index.by_path.get(path) if rename is None else None
+        kind = None if entry is None else (entry.shape, entry.dtype, leaf.shape, leaf.dtype)
+        if kind in known and isinstance(entry, FileArray | StoreArray):
+            found.append(Wanted(path, leaf.shape, known[kind], leaf.sharding, (entry,), None, False))
+            continue
         try:
             take = _take(rename, path)
             absent = [name for name in take.all_names if name not in index.by_path]
@@ -156,6 +163,8 @@ def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wa
                 problems.append((path, absent[0]))
             else:
                 found.append(_wanted(index, path, leaf, take, dtype))
+                if kind is not None and found[-1].keys is None:
+                    known[kind] = found[-1].dtype
         except CheckpointError as error:
             problems.append((path, error))
     kept = _numbers(index, target, rename, problems)

@@ -15,8 +15,11 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import MeshSpec, PathRules, PlanMismatchError, checkpoint
+from shardfx._boxes import boxes_here
 from shardfx._errors import CheckpointError
-from shardfx.checkpoint import FileArray, Take, _load, _reader
+from shardfx.checkpoint import FileArray, Take, _reader
+from shardfx.checkpoint._load import How, load_index
+from shardfx.checkpoint._units import Host, moved
 
 
 MESH = MeshSpec({"a": 2, "b": 2, "c": 2})
@@ -288,7 +291,7 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
         assert isinstance(entry, FileArray)
         box = ((0, array.shape[0]), (3 * width, 4 * width))
         expected = sum(span.nbytes for span in _reader.spans_of(entry, (box,), True))
-        [out] = _reader.buffers([(box, array.dtype)])
+        [out] = _reader.buffers([((array.shape[0], width), array.dtype)])
         reads.clear()
         with _reader.Files(index.place, [entry.file], 1) as files:
             files.read(entry, list(_reader.spans_of(entry, (box,), True)), [box], [out])
@@ -307,22 +310,30 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
 
 
 @pytest.mark.parametrize("gap_bytes", [1, 10**9])
-def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, monkeypatch, gap_bytes):
+def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     array = random((64, 512), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     mesh = Mesh(np.array(jax.devices()), ("x",))
     structs = {"w": struct(array, P(None, "x"), mesh)}
-    # As in a process that owns the second and the seventh device.
-    devices = [jax.devices()[1], jax.devices()[6]]
-    here = _load.boxes_here
-    monkeypatch.setattr(_load, "boxes_here", lambda *given: {d: box for d, box in here(*given).items() if d in devices})
-    monkeypatch.setattr(_load, "_assembled", lambda leaf, held: held)
-    _load._holders.cache_clear()
-    held = checkpoint.load(tmp_path, structs, gap_bytes=gap_bytes)["w"]
-    _load._holders.cache_clear()
-    for box, (filled, _) in held.items():
-        assert same_bytes(filled, np.ascontiguousarray(array[tuple(slice(*edge) for edge in box)]))
-    assert len(held) == 2
+    # As in a process that owns the second and the seventh device, on another mesh: only those two are asked for.
+    owned, held = [jax.devices()[1], jax.devices()[6]], {}
+
+    def boxes_of(sharding, shape):
+        return {device: box for device, box in boxes_here(sharding, shape).items() if device in owned}
+
+    def move(filled, devices, sharding):
+        held.update(dict.fromkeys(devices, filled.copy()))
+        return []
+
+    host = Host(boxes_of, lambda sharding: False, move)
+    with pytest.raises(ValueError):
+        # There is no array of two shards out of eight; what was read is what counts here.
+        load_index(checkpoint.read_index(tmp_path), structs, How(gap_bytes=gap_bytes), host)
+    assert held.keys() == set(owned)
+    for device, filled in held.items():
+        assert same_bytes(
+            filled, np.ascontiguousarray(array[structs["w"].sharding.devices_indices_map(array.shape)[device]])
+        )
     assert sum(reads) == (array.nbytes // 4 if gap_bytes == 1 else array.nbytes - 2 * 64 * 4)
 
 
@@ -374,10 +385,11 @@ def test_a_file_cut_off_after_its_header_was_read(tmp_path):
 def test_reads_that_return_less_are_continued(tmp_path, monkeypatch):
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:100]], at))
-    array = random((64, 64), np.float32)
-    save_file({"w": array}, tmp_path / "x.safetensors")
+    arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(3)}
+    save_file(arrays, tmp_path / "x.safetensors")
     for spec in (P("a"), P(None, "a")):
-        assert same_bytes(checkpoint.load(tmp_path, {"w": struct(array, spec)})["w"], array)
+        loaded = checkpoint.load(tmp_path, {name: struct(array, spec) for name, array in arrays.items()})
+        assert all(same_bytes(loaded[name], array) for name, array in arrays.items())
 
 
 def test_a_boolean_that_is_neither(tmp_path):
@@ -388,40 +400,70 @@ def test_a_boolean_that_is_neither(tmp_path):
         checkpoint.load(tmp_path, {"w": struct(np.ones(4, bool), P())})
 
 
-@pytest.fixture
-def staged(monkeypatch):
-    """As on an accelerator: the memory that is read into is only a stop on the way. Records how much was held."""
-    held = []
-    monkeypatch.setattr(_load, "_is_final", lambda sharding: False)
-    finish = _load._Flight._finish
+class Accelerator:
+    """A host whose memory is only a stop on the way, and what the kernel has read that is not yet on a device."""
 
-    def finished(flight, group):
-        held.append(flight._staging_bytes)
-        finish(flight, group)
+    def __init__(self, monkeypatch):
+        self.on_way = self.most = 0
+        preadv = os.preadv
 
-    monkeypatch.setattr(_load._Flight, "_finish", finished)
-    return held
+        def counted(descriptor, into, offset):
+            done = preadv(descriptor, into, offset)
+            self.on_way += done
+            self.most = max(self.most, self.on_way)
+            return done
+
+        monkeypatch.setattr(os, "preadv", counted)
+        self.host = Host(is_final=lambda sharding: False, move=self.move)
+
+    def move(self, filled, devices, sharding):
+        placed = moved(filled, devices, sharding)
+        self.on_way -= filled.nbytes
+        return placed
 
 
-def test_no_more_than_the_limit_is_on_its_way(tmp_path, staged):
+@pytest.mark.parametrize("limit", [32 * 1024, 40_000, 10**9])
+def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, limit):
     arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(12)} | {"big": random((8, 8192), np.float32)}
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
-    for limit in (32 * 1024, 40_000, 10**9):
-        staged.clear()
-        loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
-        assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
-        assert max(staged) <= limit
-        assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
+    index, device = checkpoint.read_index(tmp_path), Accelerator(monkeypatch)
+    loaded = load_index(index, plan, How(memory_limit_bytes=limit), device.host)
+    assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
+    assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
+    assert 0 < device.most <= limit
+    assert device.on_way == 0
+    # The limit is what holds it down.
+    assert device.most < sum(array.nbytes for array in arrays.values()) or limit == 10**9
 
 
-def test_a_limit_below_one_shard(tmp_path, staged):
+def test_a_limit_below_one_shard(tmp_path):
     array = random((64, 64), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
+    plan = {"w": struct(array, P(("a", "b", "c")))}
     with pytest.raises(
-        CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048 bytes"
+        CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048 bytes; allow at least"
     ):
-        checkpoint.load(tmp_path, {"w": struct(array, P(("a", "b", "c")))}, memory_limit_bytes=100)
+        host = Host(is_final=lambda sharding: False)
+        load_index(checkpoint.read_index(tmp_path), plan, How(memory_limit_bytes=100), host)
+
+
+def test_small_tensors_are_read_together(tmp_path, reads):
+    """As many as the kernel takes at once, whatever their shapes, shardings and dtypes; and what is cut is in place."""
+    shapes = [(16,), (3, 5), (), (0, 4), (8, 2), (24,)]
+    arrays = {
+        f"w{i:04}": random(shapes[i % 6], (np.float32, jnp.bfloat16, np.int8, bool)[i % 4], i) for i in range(2000)
+    }
+    save_file(arrays, tmp_path / "x.safetensors")
+    specs = {(16,): P("a"), (8, 2): P("c", "b"), (24,): P(("a", "b", "c"))}
+    plan = {name: struct(array, specs.get(array.shape, P())) for name, array in arrays.items()}
+    loaded = checkpoint.load(tmp_path, plan)
+    for name, array in arrays.items():
+        assert same_bytes(loaded[name], array), name
+        assert loaded[name].sharding == plan[name].sharding
+    assert sum(reads) == sum(array.nbytes for array in arrays.values())
+    # (8, 2) in columns is cut out of what is read; the others, of up to eight pieces each, go straight into place.
+    assert len(reads) < 1000
 
 
 def test_memory_kinds_and_other_shardings(tmp_path):

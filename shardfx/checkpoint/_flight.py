@@ -1,0 +1,139 @@
+"""Units on their way from files into arrays: read in parallel, never more bytes of them at once than a limit."""
+
+import concurrent.futures
+import dataclasses
+import itertools as it
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from .._boxes import Box
+from .._errors import CheckpointError
+from .._text import printable
+from ._progress import Progress
+from ._reader import FilePiece, buffers
+from ._units import Host, Unit
+
+
+Task = Callable[[], int]
+# Of one leaf: the boxes that are here, and the memory of each.
+Filled = tuple[tuple[Box, ...], list[np.ndarray]]
+_MOST_OPEN = 256
+
+
+def groups(units: Sequence[Unit], most_bytes: int) -> Iterator[list[Unit]]:
+    """Units that follow each other in the file and are small together: handing each to a thread would cost more."""
+    group: list[Unit] = []
+    nbytes = 0
+    for unit in units:
+        if group and nbytes + unit.nbytes > most_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(unit)
+        nbytes += unit.nbytes
+    if group:
+        yield group
+
+
+@dataclasses.dataclass
+class _Group:
+    """Units under way, the memory of each, and how many of their tasks are not done."""
+
+    units: list[tuple[Unit, list[np.ndarray]]]
+    staging_bytes: int
+    left: int
+
+
+class Flight:
+    """The groups being read: admitted in order while they fit, landed as they finish.
+
+    What has landed is, by leaf, in `filled` where the memory is to be the array's, else in `placed`, on devices.
+    """
+
+    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, host: Host, leaf_count: int):
+        self._pool, self._limit, self._bar, self._host = pool, limit, bar, host
+        self._open: dict[concurrent.futures.Future[int], _Group] = {}
+        self._staging_bytes = 0
+        self.filled: list[Filled] = [((), [])] * leaf_count
+        self.placed: dict[int, list[jax.Array]] = {}
+
+    def admit(
+        self,
+        units: list[Unit],
+        tasks_of: Callable[[Unit, list[np.ndarray]], Iterator[Task]],
+        read_pieces: Callable[[Sequence[FilePiece]], int],
+    ) -> None:
+        """Begins to read units; waits before until they fit."""
+        coming = sum(unit.kind.staging_bytes for unit in units)
+        while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > _MOST_OPEN):
+            self._land_one()
+        memory = iter(buffers([(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]))
+        pairs = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
+        pieces, tasks = _pieces(pairs), []
+        for unit, filled in pairs:
+            if unit.direct is None:
+                tasks += tasks_of(unit, filled)
+        if pieces:
+            tasks.append(lambda: read_pieces(pieces))
+        if len(units) > 1:
+            tasks = [_in_turn(tasks)]
+        group = _Group(pairs, coming, len(tasks))
+        self._staging_bytes += coming
+        self._open.update((self._pool.submit(task), group) for task in tasks)
+        if not tasks:
+            self._finish(group)
+
+    def land(self, at_most: int) -> None:
+        """Waits until at most so many reads are open."""
+        while len(self._open) > at_most:
+            self._land_one()
+
+    def _land_one(self) -> None:
+        done, _ = concurrent.futures.wait(self._open, return_when=concurrent.futures.FIRST_COMPLETED)
+        for future in done:
+            group = self._open.pop(future)
+            self._bar.advance(future.result())
+            group.left -= 1
+            if not group.left:
+                self._finish(group)
+
+    def _finish(self, group: _Group) -> None:
+        on_devices = []
+        for unit, memory in group.units:
+            if unit.leaf.dtype.kind == "b":
+                _check_bools(unit, memory)
+            if unit.kind.is_final:
+                self.filled[unit.number] = (unit.kind.boxes, memory)
+                continue
+            # The memory is only a stop on the way: it must be gone before more is admitted.
+            for filled, devices in zip(memory, unit.kind.devices, strict=True):
+                placed = self._host.move(filled, devices, unit.leaf.sharding)
+                self.placed.setdefault(unit.number, []).extend(placed)
+                on_devices += placed
+        jax.block_until_ready(on_devices)
+        self._staging_bytes -= group.staging_bytes
+        group.units.clear()
+
+
+def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> list[FilePiece]:
+    """The reads of units whose bytes are in the file as they will be in memory."""
+    found = []
+    for unit, memory in pairs:
+        if unit.direct is not None:
+            entry, pieces = unit.direct
+            for offset, nbytes, numbers in pieces:
+                into = [memory[number] for number in numbers]
+                found.append(FilePiece(entry.file, entry.path, entry.offset + offset, nbytes, into))
+    return found
+
+
+def _in_turn(tasks: list[Task]) -> Task:
+    return lambda: sum(task() for task in tasks)
+
+
+def _check_bools(unit: Unit, memory: list[np.ndarray]) -> None:
+    if any(filled.view(np.uint8).max(initial=0) > 1 for filled in memory):
+        raise CheckpointError(
+            f"leaf `{printable(unit.leaf.path)}`: a boolean in the checkpoint is neither 0 nor 1; the file is damaged."
+        )
