@@ -1,6 +1,7 @@
 """The safetensors format: a length, a JSON header, and one buffer; checked in full before anything is believed."""
 
 import dataclasses
+import itertools as it
 import json
 import os
 from typing import Any, NamedTuple
@@ -120,30 +121,29 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"`__metadata__` in the header of {file!r} must map strings to strings.")
     base = 8 + len(data)
-    placed = sorted([_array(name, entry, base, file) for name, entry in content.items()], key=_position)
+    arrays = [_array(name, entry, base, file) for name, entry in content.items()]
+    ends = {name: base + entry["data_offsets"][1] for name, entry in content.items()}
+    if any(one.offset > other.offset for one, other in it.pairwise(arrays)):
+        arrays.sort(key=lambda array: (array.offset, ends[array.path]))
     reached = base
-    for array, nbytes in placed:
+    for array in arrays:
         if array.offset != reached:
             problem = "overlaps the one before it" if array.offset < reached else "leaves a hole before it"
             raise CheckpointError(
                 f"tensor {quoted(array.path)} in {file!r} starts at byte {array.offset - base} of the buffer and "
                 f"{problem}, which ends at {reached - base}; the file is damaged or forged."
             )
-        reached += nbytes
+        reached = ends[array.path]
     if reached != base + buffer_bytes:
         raise CheckpointError(
             f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes} follow the header; the file is "
             "truncated or damaged."
         )
-    return Header(_renamed([array for array, _ in placed], metadata), metadata)
+    return Header(_renamed(arrays, metadata), metadata)
 
 
-def _position(placed: tuple[FileArray, int]) -> tuple[int, int]:
-    return placed[0].offset, placed[1]
-
-
-def _array(name: str, entry: Any, base: int, file: str) -> tuple[FileArray, int]:
-    """One array, and how many bytes it has in the file. Other fields than the format's are ignored, as it does."""
+def _array(name: str, entry: Any, base: int, file: str) -> FileArray:
+    """One array. Other fields than the format's are ignored, as its library does."""
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     stored, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -165,7 +165,7 @@ def _array(name: str, entry: Any, base: int, file: str) -> tuple[FileArray, int]
             f"{-(-expected_bits // 8)} bytes and at most {_MOST_DIMENSIONS} dimensions, but the offsets "
             f"[{begin}, {end}]; the file is damaged or forged."
         )
-    return FileArray(name, tuple(shape), dtype, file, stored, base + begin), end - begin
+    return FileArray(name, tuple(shape), dtype, file, stored, base + begin)
 
 
 def _count(shape: list[int]) -> int:

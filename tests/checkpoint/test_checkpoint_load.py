@@ -331,9 +331,8 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
         load_index(checkpoint.read_index(tmp_path), structs, How(gap_bytes=gap_bytes), host)
     assert held.keys() == set(owned)
     for device, filled in held.items():
-        assert same_bytes(
-            filled, np.ascontiguousarray(array[structs["w"].sharding.devices_indices_map(array.shape)[device]])
-        )
+        part = structs["w"].sharding.devices_indices_map(array.shape)[device]
+        assert same_bytes(filled, np.ascontiguousarray(array[part]))
     assert sum(reads) == (array.nbytes // 4 if gap_bytes == 1 else array.nbytes - 2 * 64 * 4)
 
 
@@ -455,15 +454,17 @@ def test_small_tensors_are_read_together(tmp_path, reads):
         f"w{i:04}": random(shapes[i % 6], (np.float32, jnp.bfloat16, np.int8, bool)[i % 4], i) for i in range(2000)
     }
     save_file(arrays, tmp_path / "x.safetensors")
-    specs = {(16,): P("a"), (8, 2): P("c", "b"), (24,): P(("a", "b", "c"))}
-    plan = {name: struct(array, specs.get(array.shape, P())) for name, array in arrays.items()}
-    loaded = checkpoint.load(tmp_path, plan)
-    for name, array in arrays.items():
-        assert same_bytes(loaded[name], array), name
-        assert loaded[name].sharding == plan[name].sharding
-    assert sum(reads) == sum(array.nbytes for array in arrays.values())
     # (8, 2) in columns is cut out of what is read; the others, of up to eight pieces each, go straight into place.
-    assert len(reads) < 1000
+    for spec, most in ((P("c"), 20), (P("c", "b"), 1200)):
+        specs = {(16,): P("a"), (8, 2): spec, (24,): P(("a", "b", "c"))}
+        plan = {name: struct(array, specs.get(array.shape, P())) for name, array in arrays.items()}
+        reads.clear()
+        loaded = checkpoint.load(tmp_path, plan)
+        for name, array in arrays.items():
+            assert same_bytes(loaded[name], array), name
+            assert loaded[name].sharding == plan[name].sharding
+        assert sum(reads) == sum(array.nbytes for array in arrays.values())
+        assert len(reads) <= most
 
 
 def test_memory_kinds_and_other_shardings(tmp_path):
