@@ -4,6 +4,7 @@ import argparse
 import atexit
 import functools as ft
 import gc
+import importlib.util
 import os
 import shutil
 import statistics
@@ -37,7 +38,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def cases(options: Options) -> list[Entry]:
     size = options.flags.mebibytes or (64 if options.quick else 2048)
     name = f"{size} MiB safetensors"
-    first = tuple(Limit(f"faster_than.{cut}.load_file, device_put", at_least=4.0) for cut in ("rows", "columns"))
+    cuts = ("rows", "columns")
+    first = tuple(Limit(f"faster_than.{cut}.load_file, device_put", at_least=4.0) for cut in cuts)
+    first += tuple(Limit(f"faster_than.{cut}.{rival}", at_least=1.0) for cut in cuts for rival in TORCH)
+    count = 2000 if options.quick else 20_000
     lean = (Limit("resident_over_tensors.shardfx", at_most=1.05), Limit("peak_over_tensors.shardfx", at_most=1.05))
     quarter = tuple(Limit(f"read_over_quarter.{cut}", at_most=1.001) for cut in ("rows", "columns"))
     # Every replica is a copy for the rivals: eight times 2 GiB would not fit everywhere.
@@ -45,6 +49,7 @@ def cases(options: Options) -> list[Entry]:
         Case(f"{count} MiB safetensors, {cut}, again in one process", ft.partial(_safetensors, count, cut, options))
         for cut, count in (("rows", size), ("columns", size), ("replicated", min(size, 512)))
     ]
+    small = (Limit("speedup.safe_open, device_put", at_least=1.0),)
     # Limits are for the full size; at 64 MiB starting up weighs more than reading.
     return [
         Finding(f"{name}, first load of a process", ft.partial(_first, size, options), () if options.quick else first),
@@ -54,6 +59,9 @@ def cases(options: Options) -> list[Entry]:
         *again,
         Case(f"{name}, float32 to bfloat16 on the way", ft.partial(_cast, size, options)),
         Case(f"{size} MiB, Orbax's own format", ft.partial(_orbax, size, options)),
+        Case(
+            f"{count:,} small tensors, replicated", ft.partial(_small, count, options), () if options.quick else small
+        ),
     ]
 
 
@@ -125,6 +133,37 @@ def _mapped(entry: checkpoint.ArrayEntry, sharding: NamedSharding) -> jax.Array:
     return _from_callback(mapped, sharding, entry.shape)
 
 
+def _safe_open(file: Path, shardings: Any) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(file, "numpy") as opened:
+        return jax.device_put({name: opened.get_tensor(name) for name in opened.keys()}, shardings)
+
+
+def _fastsafetensors(file: Path, shardings: Any) -> Any:
+    from fastsafetensors import fastsafe_open  # pyright: ignore[reportMissingImports]
+
+    with fastsafe_open(str(file), device="cpu", nogds=True) as opened:
+        return jax.device_put({name: _as_numpy(opened.get_tensor(name)) for name in opened.keys()}, shardings)
+
+
+def _streamer(file: Path, shardings: Any) -> Any:
+    from runai_model_streamer import SafetensorsStreamer  # pyright: ignore[reportMissingImports]
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(file))
+        return jax.device_put({name: _as_numpy(tensor) for name, tensor in streamer.get_tensors()}, shardings)
+
+
+def _as_numpy(tensor: Any) -> np.ndarray:
+    """A tensor of PyTorch, in its own memory; NumPy has no bfloat16 that PyTorch knows."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+    return tensor.numpy()
+
+
 def _flax(file: Path, shardings: Any) -> Any:
     from flax.serialization import msgpack_restore
 
@@ -189,11 +228,52 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
             _rival("safetensors slices", _slices, own, shardings, ("safetensors",)),
             _rival("memory map", _memmap, own, shardings, ()),
             _rival("flax msgpack", _flax, lambda: _flax_file(file), shardings, ("flax", "msgpack")),
+            _rival("safe_open, device_put", _safe_open, own, shardings, ("safetensors",)),
+            *[_rival(name, load, own, shardings, needs) for name, (load, needs) in TORCH.items()],
         ),
         fresh=own,
         byte_count=made.bytes_total,
         floor=memcpy(made.bytes_total),
         facts={"tensors": COUNT, "devices": len(options.devices)},
+        clear_caches=False,
+    )
+
+
+# Libraries of 2026 that read safetensors into PyTorch's tensors: how each is used, and what it needs.
+TORCH: dict[str, tuple[Callable[[Path, Any], Any], tuple[str, ...]]] = {
+    "fastsafetensors": (_fastsafetensors, ("fastsafetensors", "torch")),
+    "Run:ai Model Streamer": (_streamer, ("runai_model_streamer", "torch")),
+}
+
+
+def _is_installed(names: tuple[str, ...]) -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+def _small(count: int, options: Options) -> Race:
+    """Many tensors of 64 bytes: what counts is what each costs, not its bytes."""
+    from safetensors.numpy import save_file
+
+    folder = Path(tempfile.mkdtemp(prefix="shardfx-load-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = folder / "small.safetensors"
+    save_file({f"layers.{i}.scale": np.full(16, i, np.float32) for i in range(count)}, file)
+    structs = checkpoint.structs(checkpoint.read_index(file))
+    made = plan(structs, Mesh(np.array(options.devices), ("x",)), paths=PathRules([(".*", P())]))
+    shardings = made.shardings
+
+    def own() -> Path:
+        return file
+
+    return Race(
+        rivals=(
+            _rival("shardfx", lambda path, _: checkpoint.load(path, made), own, shardings, ()),
+            _rival("safe_open, device_put", _safe_open, own, shardings, ("safetensors",)),
+            _rival("load_file, device_put", _load_file, own, shardings, ("safetensors",)),
+            *[_rival(name, load, own, shardings, needs) for name, (load, needs) in TORCH.items()],
+        ),
+        fresh=own,
+        facts={"tensors": count, "devices": len(options.devices)},
         clear_caches=False,
     )
 
@@ -262,13 +342,25 @@ LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
     "safetensors slices": lambda file, made: _slices(file, made.shardings),
     "memory map": lambda file, made: _memmap(file, made.shardings),
     "flax msgpack": lambda file, made: _flax(_flax_file(file), made.shardings),
+    "safe_open, device_put": lambda file, made: _safe_open(file, made.shardings),
+    **{
+        name: lambda file, made, load=load: load(file, made.shardings)
+        for name, (load, needs) in TORCH.items()
+        if _is_installed(needs)
+    },
+}
+# A line in the place of the numbers of those that are not there.
+ABSENT: dict[str, Value] = {
+    f"skipped.{name}": f"{', '.join(needs)} not installed"
+    for name, (_, needs) in TORCH.items()
+    if not _is_installed(needs)
 }
 
 
 def _first(mebibytes: int, options: Options) -> Mapping[str, Value]:
     """Later loads find memory that earlier ones have touched, which is most of the cost; a real load is the first."""
     file = _folder(mebibytes) / "model.safetensors"
-    values: dict[str, Value] = {}
+    values = dict(ABSENT)
     for cut in ("rows", "columns"):
         seconds: dict[str, list[float]] = {name: [] for name in LOADERS}
         for _ in range(1 if options.quick else min(5, options.repeats)):
@@ -313,7 +405,7 @@ def _ready(mebibytes: int, name: str, cut: str, devices: int) -> ShardPlan:
 
 def _memory(mebibytes: int, options: Options) -> Mapping[str, Value]:
     file = _folder(mebibytes) / "model.safetensors"
-    values: dict[str, Value] = {}
+    values = dict(ABSENT)
     for name in LOADERS:
         _warm(_read_by(name, file))
         given = {"file": str(file), "mebibytes": mebibytes, "name": name, "devices": len(options.devices)}
@@ -335,7 +427,7 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
 
 def _cold(mebibytes: int, options: Options) -> Mapping[str, Value]:
     file, made = _folder(mebibytes) / "model.safetensors", _plan(mebibytes, "rows", options.devices)
-    values: dict[str, Value] = {}
+    values = dict(ABSENT)
     for name, load in LOADERS.items():
         _forget(_read_by(name, file))
         begin = time.perf_counter()
