@@ -1,21 +1,47 @@
-import difflib
 import functools as ft
 import inspect
 import itertools as it
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
-import equinox as eqx
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from .._errors import LeafTypeError, PlanMismatchError
-from .._plan.shard_plan import ShardPlan
+from .entries import (
+    Donate,
+    by_parameter,
+    checked,
+    counts_as_given,
+    donated,
+    key_of,
+    lacks,
+    shardings_in,
+    spread,
+)
+from .static import Recent, Static, data_needs_marks, is_float, is_traced, marker
 
 
-Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+# Structures of arguments that one function remembers. Its programs are in the cache of `jax.jit`.
+_LAYOUTS = 128
+_ARRAY = jax.ShapeDtypeStruct((), np.float32)
+
+
+@overload
+def filter_jit(
+    fn: Callable[P, R], *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
+) -> "Jitted[P, R]": ...
+
+
+@overload
+def filter_jit(
+    fn: None = None, *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
+) -> "Decorator": ...
 
 
 def filter_jit(
@@ -76,172 +102,257 @@ def filter_jit(
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """
-    if fn is None:
-        return lambda fn: filter_jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate)
-    return _Jitted(fn, in_shardings, out_shardings, donate)
+    given = Decorator(in_shardings, out_shardings, donate)
+    return given if fn is None else given(fn)
 
 
-class _Static(eqx.Module):
-    """What is not traced of a tree, as a tree without leaves."""
+class Decorator(NamedTuple):
+    """A `filter_jit` that waits for its function."""
 
-    treedef: Any = eqx.field(static=True)
-    leaves: tuple[Any, ...] = eqx.field(static=True)
+    in_shardings: Any
+    out_shardings: Any
+    donate: Donate
 
-    def joined(self, arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        return jax.tree.unflatten(self.treedef, [next(given) if leaf is _ARRAY else leaf for leaf in self.leaves])
-
-
-class _Array:
-    """Stands for a traced array among static leaves."""
-
-    def __repr__(self) -> str:
-        return "<array>"
+    def __call__(self, fn: Callable[P, R]) -> "Jitted[P, R]":
+        return Jitted(fn, self.in_shardings, self.out_shardings, self.donate)
 
 
-_ARRAY = _Array()
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+class _Layout:
+    """Where arrays and static leaves are among the leaves of all arguments, for one structure of these."""
+
+    def __init__(self, treedef: Any, kinds: tuple[type, ...], groups: list[list[int]]):
+        self.groups = groups
+        self.kinds = tuple([None if is_traced(kind) else kind for kind in kinds])
+        self.parts = [_part(group) for group in groups]
+        self.statics = [at for at, kind in enumerate(self.kinds) if kind is not None]
+        self.has_marks = any(marker(kinds[at]) is not None for at in self.statics)
+        self.has_floats = any(is_float(kinds[at]) for at in self.statics)
+        self.has_data = data_needs_marks(treedef)
+        self.recent = Recent(treedef, self.has_data)
+        # Where there are arrays alone, all calls have the same static part.
+        self.alone = None if self.statics or self.has_data else Static(treedef, self, ())
+
+    def joined(self, static: Static, lists: tuple[Sequence[Any], ...]) -> Any:
+        leaves: list[Any] = [None] * len(self.kinds)
+        for at, value in zip(self.statics, static.values, strict=True):
+            leaves[at] = value
+        for group, arrays in zip(self.groups, lists, strict=True):
+            for at, array in zip(group, arrays, strict=True):
+                leaves[at] = array
+        return jax.tree.unflatten(static.treedef, leaves)
 
 
-@ft.lru_cache(maxsize=256)
-def _is_traced(kind: type) -> bool:
-    return issubclass(kind, (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+def _part(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Takes what is at some positions out of a list."""
+    if len(positions) > 1 and positions[-1] - positions[0] + 1 > len(positions):
+        return operator.itemgetter(*positions)
+    start = positions[0] if positions else 0
+    return operator.itemgetter(slice(start, start + len(positions)))
 
 
-class _Program(NamedTuple):
-    """A jitted function of lists of arrays, one list for each argument: for one structure of all arguments."""
+@jax.tree_util.register_pytree_node_class
+class _Rest:
+    """What a function returns beside arrays, as a tree without leaves."""
 
-    run: Any
-    ends: tuple[int, ...]
+    def __init__(self, treedef: Any, statics: list[Any], order: list[int] | None):
+        self.treedef, self.statics, self.order = treedef, statics, order
 
-    def lists(self, arrays: list[Any]) -> list[list[Any]]:
-        return [arrays[start:end] for start, end in zip((0, *self.ends), self.ends, strict=False)]
+    def tree_flatten(self) -> tuple[tuple[()], "_Rest"]:
+        return (), self
+
+    @staticmethod
+    def tree_unflatten(aux: "_Rest", _: Any) -> "_Rest":
+        return aux
+
+    def joined(self, lists: tuple[list[Any], ...]) -> Any:
+        if self.order is None:
+            return self.treedef.unflatten(lists[0])
+        leaves = [*self.statics, *it.chain.from_iterable(lists)]
+        return self.treedef.unflatten([leaves[at] for at in self.order])
 
 
-class _Jitted:
-    def __init__(self, fn: Callable[..., Any], in_shardings: Any, out_shardings: Any, donate: Donate):
-        self._fn, self._out, self._donate = fn, _resolved(out_shardings), donate
+class Jitted(Generic[P, R]):
+    """What [`shardfx.filter_jit`][] returns: a function with the signature of the one that it was given.
+
+    It is one `jax.jit`, whose static argument is all that is not traced. The arrays go in as lists, one for each
+    sharding that `in_shardings` has: those are known before any argument is. The results come out likewise.
+    """
+
+    def __init__(self, fn: Callable[P, R], in_shardings: Any, out_shardings: Any, donate: Donate):
         self._signature = inspect.signature(fn)
-        self._in = _by_parameter(in_shardings, self._signature)
-        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
-        self._positional = len(kinds) if all(kind in _POSITIONAL for kind in kinds) else -1
-        # One jitted function for each structure of the arguments: jit wants a sharding for every array.
-        self._program = ft.lru_cache(maxsize=None)(self._program_for)
+        self._in, self._out = by_parameter(checked(in_shardings), self._signature), checked(out_shardings)
+        self._donated = donated(donate, self._signature)
+        self._counts = counts_as_given(self._signature)
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        # The function may be a module with arrays, which are traced as well.
+        self._fn_leaves, self._fn_treedef = jax.tree.flatten(fn)
+        self._fn_arrays = [leaf for leaf in self._fn_leaves if is_traced(type(leaf))]
+        self._layout = ft.lru_cache(maxsize=_LAYOUTS)(self._layout_of)
+        self._run = self._jitted(getattr(fn, "__name__", type(fn).__name__))
         ft.update_wrapper(self, fn, updated=())
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def _jitted(self, name: str) -> Any:
+        wanted = {key_of(one): one for entry in self._in.all() for one in shardings_in(entry)}
+        results = {key_of(one): one for one in shardings_in(self._out)}
+        self._slots = list(it.product(wanted, (False, True) if self._donated.some else (False,)))
+        self._out_slots = list(results)
+
+        def traced(static: Static, fn_arrays: list[Any], *lists: Sequence[Any]) -> Any:
+            return self._traced(static, fn_arrays, lists)
+
+        # What profiles and the names of programs show.
+        traced.__name__ = traced.__qualname__ = name
+        return jax.jit(
+            traced,
+            static_argnums=0,
+            in_shardings=(None, *[wanted[key] for key, _ in self._slots]),
+            out_shardings=(tuple(results.values()), None),
+            donate_argnums=[2 + at for at, (_, donated) in enumerate(self._slots) if donated],
+        )
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, R]": ...
+
+    @overload
+    def __get__(self: "Jitted[Concatenate[Any, Q], R]", instance: object, owner: Any = None) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else ft.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        program, lists = self._bound(args, kwargs)
-        return _joined(*program.run(*lists))
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        arguments, static, lists = self._bound(args, kwargs)
+        try:
+            out, rest = self._run(static, self._fn_arrays, *lists)
+        except (TypeError, ValueError, AttributeError) as error:
+            self._explain(error, *arguments)
+            raise
+        return rest.joined(out)
 
-    def lower(self, *args: Any, **kwargs: Any) -> "_Lowered":
+    def lower(self, *args: Any, **kwargs: Any) -> "Lowered[P, R]":
         """Traces and lowers the function for arguments, or structs, of these shapes."""
-        program, lists = self._bound(args, kwargs)
-        return _Lowered(self, program.run.lower(*lists))
+        arguments, static, lists = self._bound(args, kwargs)
+        try:
+            return Lowered(self, static, self._run.lower(static, self._fn_arrays, *lists))
+        except (TypeError, ValueError, AttributeError) as error:
+            self._explain(error, *arguments)
+            raise
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, list[list[Any]]]:
-        if kwargs or len(args) != self._positional:
+    def _bound(self, args: Any, kwargs: Any) -> tuple[Any, Static, list[Sequence[Any]]]:
+        if kwargs or len(args) not in self._counts:
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs
-        leaves, treedef = jax.tree.flatten((self._fn, *args, kwargs))
-        traced = [_is_traced(type(leaf)) for leaf in leaves]
-        rest = tuple([_ARRAY if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)])
+        arguments = args, kwargs
+        leaves, treedef = jax.tree.flatten(arguments)
+        layout = self._layout(treedef, tuple(map(type, leaves)))
+        static = layout.alone
+        if static is None:
+            static = self._static(treedef, layout, tuple([leaves[at] for at in layout.statics]))
+        return arguments, static, [part(leaves) for part in layout.parts]
+
+    def _static(self, treedef: Any, layout: _Layout, values: tuple[Any, ...]) -> Static:
         try:
-            program = self._program(treedef, rest)
+            return layout.recent.static(treedef, layout, values)
         except TypeError as error:
-            found = next((leaf for leaf in rest if type(leaf).__hash__ is None), None)
+            found = next((value for value in values if not _is_hashable(value)), None)
             if found is None:
                 raise
             raise LeafTypeError(
-                f"an argument of `{self._name()}` holds {type(found).__name__} {found!r:.60}, which is no array and "
+                f"an argument of `{self._name}` holds {type(found).__name__} {found!r:.60}, which is no array and "
                 "cannot be hashed, so it can be neither traced nor static; make it an array or something hashable."
             ) from error
-        return program, program.lists([leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array])
 
-    def _name(self) -> str:
-        return getattr(self._fn, "__qualname__", type(self._fn).__name__)
+    def _layout_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Layout:
+        leaves = [_ARRAY if is_traced(kind) else object() for kind in kinds]
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        numbers = {slot: number for number, slot in enumerate(self._slots)}
+        groups: list[list[int]] = [[] for _ in numbers]
+        at = 0
+        for position, (which, arg, entry) in enumerate(self._in.of(args, kwargs)):
+            is_donated = (position if position < len(args) else None) in self._donated
+            for sharding in spread(entry, arg, self._argument(which), shapes=False):
+                if leaves[at] is _ARRAY:
+                    groups[numbers[key_of(sharding), is_donated]].append(at)
+                at += 1
+        return _Layout(treedef, kinds, groups)
 
-    def _program_for(self, treedef: Any, rest: tuple[Any, ...]) -> _Program:
-        static = _Static(treedef, rest)
-        _, *args, kwargs = static.joined([_ARRAY] * len(rest))
-        positional, keywords = self._in.of(len(args), tuple(kwargs))
-        pairs = [(str(at), arg, given) for at, (arg, given) in enumerate(zip(args, positional, strict=True))]
-        pairs += [(f"`{name}`", kwargs[name], given) for name, given in keywords.items()]
-        # The function itself comes first: it may be a module with arrays.
-        whole = [[None] * _count(self._fn_leaves(treedef, rest)), *[self._placed(*pair) for pair in pairs[: len(args)]]]
-        whole.append([one for pair in pairs[len(args) :] for one in self._placed(*pair)])
-        run = jax.jit(
-            ft.partial(_run, static),
-            in_shardings=tuple(whole),
-            out_shardings=(self._out, None),
-            donate_argnums=_donated(self._donate, self._signature, len(args)),
-        )
-        return _Program(run, tuple(it.accumulate(len(shardings) for shardings in whole)))
+    def _argument(self, which: str) -> str:
+        return f"argument {which} of `{self._name}`"
 
-    def _fn_leaves(self, treedef: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-        return rest[: treedef.children()[0].num_leaves]
+    def _check(self, args: Any, kwargs: Any) -> None:
+        """Raises unless the arguments have the shapes and dtypes that are planned for them."""
+        for which, arg, entry in self._in.of(args, kwargs):
+            if entry is not None:
+                spread(entry, arg, self._argument(which))
 
-    def _placed(self, which: str, arg: Any, given: Any) -> list[Any]:
-        """The sharding of each array of an argument, `None` where JAX is to take it as it comes."""
-        arrays = jax.tree.map(lambda leaf: leaf if leaf is _ARRAY else None, arg)
-        shardings = _resolved(given)
-        if isinstance(given, ShardPlan) and jax.tree.structure(arrays) != jax.tree.structure(shardings):
-            raise PlanMismatchError(
-                f"argument {which} of `{self._name()}` is not the tree that its plan is for "
-                f"({_difference(arrays, shardings)}); plan the tree that you pass."
-            )
-        placed: list[Any] = []
-
-        def place(sharding: Any, below: Any) -> None:
-            placed.extend([sharding] * len(jax.tree.leaves(below)))
-
+    def _explain(self, error: Exception, args: Any, kwargs: Any) -> None:
+        """Raises what is wrong with the arguments, if it is that; else notes on the error what they lack."""
+        if isinstance(error, PlanMismatchError):
+            return
         try:
-            jax.tree.map(place, shardings, arrays, is_leaf=lambda node: node is None)
-        except ValueError as error:
-            raise PlanMismatchError(
-                f"the entry of `in_shardings` for argument {which} of `{self._name()}` is no prefix of it: {error}"
-            ) from error
-        return placed
+            self._check(args, kwargs)
+        except PlanMismatchError as mismatch:
+            raise mismatch from error
+        for which, arg, entry in self._in.of(args, kwargs):
+            for path in lacks(entry, arg)[:1]:
+                error.add_note(
+                    f"{self._argument(which)} lacks `{path}`, which is no array and was there when its plan was made; "
+                    "`equinox.combine(arrays, model)` puts what is no array back."
+                )
+
+    def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[Any], ...]) -> Any:
+        args, kwargs = static.layout.joined(static, lists)
+        self._check(args, kwargs)
+        given = iter(fn_arrays)
+        fn_leaves = [next(given) if is_traced(type(leaf)) else leaf for leaf in self._fn_leaves]
+        out = jax.tree.unflatten(self._fn_treedef, fn_leaves)(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten(out)
+        groups: dict[Any, list[int]] = {key: [] for key in self._out_slots}
+        statics: list[int] = []
+        for at, sharding in enumerate(spread(self._out, out, f"what `{self._name}` returns")):
+            (groups[key_of(sharding)] if is_traced(type(leaves[at])) else statics).append(at)
+        order = [*statics, *it.chain.from_iterable(groups.values())]
+        places = None if len(groups) == 1 and not statics else list(np.argsort(np.array(order, np.int64)).tolist())
+        rest = _Rest(treedef, [leaves[at] for at in statics], places)
+        return tuple([[leaves[at] for at in group] for group in groups.values()]), rest
 
 
-def _count(leaves: tuple[Any, ...]) -> int:
-    return sum(leaf is _ARRAY for leaf in leaves)
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
-def _run(static: _Static, *lists: list[Any]) -> tuple[Any, _Static]:
-    fn, *args, kwargs = static.joined([array for arrays in lists for array in arrays])
-    leaves, treedef = jax.tree.flatten(fn(*args, **kwargs))
-    traced = [_is_traced(type(leaf)) for leaf in leaves]
-    pairs = list(zip(leaves, traced, strict=True))
-    out = jax.tree.unflatten(treedef, [leaf if is_array else None for leaf, is_array in pairs])
-    return out, _Static(treedef, tuple([_ARRAY if is_array else leaf for leaf, is_array in pairs]))
+class Lowered(Generic[P, R]):
+    """A function that is lowered for arguments of some shapes."""
 
-
-def _joined(out: Any, rest: _Static) -> Any:
-    return rest.joined(jax.tree.leaves(out))
-
-
-class _Lowered:
-    def __init__(self, jitted: _Jitted, lowered: Any):
-        self._jitted, self.lowered = jitted, lowered
+    def __init__(self, jitted: Jitted[P, R], static: Static, lowered: Any):
+        self._jitted, self._static, self.lowered = jitted, static, lowered
 
     def as_text(self, dialect: str | None = None) -> str:
         return self.lowered.as_text(dialect)
 
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> "_Compiled":
-        return _Compiled(self._jitted, self.lowered.compile(compiler_options))
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled[P, R]":
+        return Compiled(self._jitted, self._static, self.lowered.compile(compiler_options))
 
 
-class _Compiled:
-    def __init__(self, jitted: _Jitted, compiled: Any):
-        self._jitted, self.compiled = jitted, compiled
+class Compiled(Generic[P, R]):
+    """A function that is compiled for arguments of some shapes, and for the static ones that it was lowered with."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _, lists = self._jitted._bound(args, kwargs)
-        return _joined(*self.compiled(*lists))
+    def __init__(self, jitted: Jitted[P, R], static: Static, compiled: Any):
+        self._jitted, self._static, self.compiled = jitted, static, compiled
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        _, static, lists = self._jitted._bound(args, kwargs)
+        if static != self._static:
+            raise PlanMismatchError(
+                f"`{self._jitted._name}` was compiled for other arguments: they differ in their structure, or in what "
+                f"is no array ({_difference(self._static, static)}); lower it with what you call it with."
+            )
+        out, rest = self.compiled(self._jitted._fn_arrays, *lists)
+        return rest.joined(out)
 
     def as_text(self) -> str:
         return self.compiled.as_text()
@@ -253,100 +364,9 @@ class _Compiled:
         return self.compiled.cost_analysis()
 
 
-def _is_plan(node: Any) -> bool:
-    return isinstance(node, ShardPlan)
-
-
-def _resolved(entry: Any) -> Any:
-    """A tree of plans and shardings as one of shardings."""
-    return jax.tree.map(_shardings, entry, is_leaf=_is_plan)
-
-
-def _shardings(given: Any) -> Any:
-    """The shardings of a plan; other entries as they are, if they say on which mesh."""
-    if isinstance(given, PartitionSpec):
-        raise PlanMismatchError(
-            f"`in_shardings` or `out_shardings` holds the bare spec {given}; say which mesh it is for: "
-            f"`NamedSharding(plan.jax_mesh, {given})`."
-        )
-    if not isinstance(given, ShardPlan):
-        return given
-    if given.jax_mesh is None:
-        raise PlanMismatchError(
-            f"the plan is for the mesh {given.mesh} and has no devices, so arrays cannot be placed by it; use "
-            "`plan.on(plan.mesh.build(jax.devices()))`."
-        )
-    return given.shardings
-
-
-class _Entries(NamedTuple):
-    """What `in_shardings` says of each parameter, and of what `*args` and `**kwargs` take."""
-
-    positional: tuple[Any, ...]
-    more: Any
-    keywords: dict[str, Any]
-    others: Any
-
-    def of(self, count: int, names: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """The entries of a call with `count` positional arguments and the keywords `names`."""
-        positional = [*self.positional[:count], *[self.more] * (count - len(self.positional))]
-        return positional, {name: self.keywords.get(name, self.others) for name in names}
-
-
-def _by_parameter(in_shardings: Any, signature: inspect.Signature) -> _Entries:
-    parameters = signature.parameters.values()
-    positional, keywords = _positional(signature), [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    more = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    if isinstance(in_shardings, dict) and (others is not None or set(in_shardings) <= set(signature.parameters)):
-        rest = {name: entry for name, entry in in_shardings.items() if name not in (*positional, more, others)}
-        given = tuple(in_shardings.get(name) for name in positional)
-        return _Entries(given, in_shardings.get(more), rest, in_shardings.get(others))
-    if isinstance(in_shardings, dict) and not set(signature.parameters).isdisjoint(in_shardings):
-        unknown = next(name for name in in_shardings if name not in signature.parameters)
-        near = difflib.get_close_matches(str(unknown), list(signature.parameters), n=1)
-        raise PlanMismatchError(
-            f"`in_shardings` names {unknown!r}, which is no parameter ({', '.join(signature.parameters)})"
-            + (f"; did you mean {near[0]!r}?" if near else "; name parameters, or give a tuple, one entry for each.")
-        )
-    if isinstance(in_shardings, tuple | list):
-        if len(in_shardings) > len(positional) and more is None:
-            raise PlanMismatchError(
-                f"`in_shardings` has {len(in_shardings)} entries, but there are {len(positional)} positional "
-                f"parameters ({', '.join(positional)}); give one for each, or name parameters in a dict."
-            )
-        return _Entries(tuple(in_shardings), None, {}, None)
-    return _Entries(
-        (in_shardings,) * len(positional), in_shardings, dict.fromkeys(keywords, in_shardings), in_shardings
-    )
-
-
-def _positional(signature: inspect.Signature) -> list[str]:
-    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
-
-
-def _donated(donate: Any, signature: inspect.Signature, count: int) -> tuple[int, ...]:
-    if donate == "none":
-        return ()
-    if donate in ("all", "all-except-first", "warn", "warn-except-first"):
-        return tuple(range(2 if donate.endswith("-except-first") else 1, count + 2))
-    names = _positional(signature)
-    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
-    chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
-    for one in chosen:
-        if one not in names if isinstance(one, str) else one < 0 or (one >= len(names) and not variadic):
-            raise ValueError(
-                f"`donate` names {one!r}, which is no positional parameter ({', '.join(names)}); use those, their "
-                'positions, "all", "all-except-first" or "none".'
-            )
-    positions = [names.index(one) if isinstance(one, str) else one for one in chosen]
-    return tuple(1 + position for position in positions if position < count)
-
-
-def _difference(arrays: Any, shardings: Any) -> str:
-    here = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(arrays)}
-    there = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shardings)}
-    extra, missing = sorted(here - there), sorted(there - here)
-    if extra:
-        return f"the plan has no array at `{extra[0]}`"
-    return f"it has no array at `{missing[0]}`" if missing else "its nodes differ in their static fields"
+def _difference(lowered: Static, given: Static) -> str:
+    if lowered.treedef != given.treedef:
+        return f"{lowered.treedef.num_leaves} leaves then, {given.treedef.num_leaves} now"
+    pairs = zip(lowered.values, given.values, strict=False)
+    then, now = next((pair for pair in pairs if type(pair[0]) is not type(pair[1]) or pair[0] != pair[1]), ("", ""))
+    return f"{then!r:.60} then, {now!r:.60} now"

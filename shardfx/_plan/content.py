@@ -189,7 +189,7 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
 
     `PlanMismatchError` that names the first array that differs.
     """
-    index = content.index if flat.paths == content.paths else _aligned(content, flat)
+    index = aligned(content, flat)
     for path, leaf, shaped, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
         if i < 0:
             continue
@@ -207,11 +207,14 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
     return index
 
 
-def _aligned(content: Content, flat: Flat) -> list[int]:
-    """The row of each leaf of a tree whose leaves that are no arrays are others than the plan's."""
+def aligned(content: Content, flat: Flat) -> Sequence[int]:
+    """As `rows_of`, by where the arrays are in the tree alone: neither their shapes nor their dtypes are compared."""
+    if flat.paths == content.paths:
+        return content.index
     planned = list(zip(content.paths, content.index, strict=True))
     kept = {path for path, i in planned if i >= 0}
-    index, at = [], 0
+    index: list[int] = []
+    at = 0
     for path, shaped in zip(flat.paths, flat.is_array, strict=True):
         if not shaped and path not in kept:
             index.append(-1)

@@ -404,6 +404,11 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
         raise PlanMismatchError(
             f"the plan is for the mesh {plan.mesh} and has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
         )
-    rows = [named_sharding(plan.jax_mesh, row.spec, row.memory_kind) for row in plan.content.rows]
-    table = [*rows, None]
+    table = [*row_shardings(plan), None]
     return [table[i] for i in index]
+
+
+def row_shardings(plan: ShardPlan) -> list[NamedSharding]:
+    """The sharding of each row of a plan, on its devices if it has some."""
+    mesh = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
+    return [named_sharding(mesh, row.spec, row.memory_kind) for row in plan.content.rows]

@@ -250,3 +250,128 @@ def test_more_entries_than_parameters_are_an_error():
     for position in (1, -1):
         with pytest.raises(ValueError, match=f"`donate` names {position}, which is no positional parameter"):
             filter_jit(lambda a: a, donate=position)(jnp.ones(2))
+
+
+def test_arguments_of_another_dtype_or_shape_name_the_leaf():
+    params, _, _ = plans(AxisType.Auto)
+    model, traces = Net(jax.random.key(0)), []
+    run = filter_jit(lambda model, x: traces.append(x) or jax.vmap(model)(x), in_shardings=(params, None))
+    run(model, X)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_array(leaf) else leaf, model)
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"argument 0 of `.*` is not the tree that its plan is for: leaf `mlp/layers/0/weight` is bfloat16\[32, "
+        r"16\], but the plan is for float32\[32, 16\]; plan the tree that you use",
+    ):
+        run(half, X)
+    wide = eqx.tree_at(lambda net: net.mlp.layers[0].bias, model, jnp.ones(33))
+    with pytest.raises(PlanMismatchError, match=r"leaf `mlp/layers/0/bias` is float32\[33\], but the plan is for"):
+        run(wide, X)
+    odd = eqx.tree_at(lambda net: net.mlp.layers[0].weight, model, jnp.ones((32, 17)))  # JAX cannot cut 17 in two
+    with pytest.raises(PlanMismatchError, match=r"leaf `mlp/layers/0/weight` is float32\[32, 17\]"):
+        run(odd, X)
+    with pytest.raises(PlanMismatchError, match=r"leaf `mlp/layers/0/weight` is float32\[32, 17\]"):
+        run.lower(odd, X)
+    assert len(traces) == 1
+
+
+def test_results_that_do_not_fit_name_the_leaf():
+    params, opt, batch = plans(AxisType.Auto)
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"what `.*<lambda>` returns is not the tree that its plan is for: leaf `y` is bfloat16\[8, 16\], but the "
+        r"plan is for float32\[8, 16\]; plan the tree that you use",
+    ):
+        filter_jit(lambda x: {"x": x, "y": x.astype(jnp.bfloat16)}, out_shardings=batch)(X)
+    with pytest.raises(
+        PlanMismatchError, match=r"returns is not the tree that .* \(1 arrays more, 0 missing\): .* `z`"
+    ):
+        filter_jit(lambda x: {"x": x, "y": x, "z": x}, out_shardings=batch)(X)
+    with pytest.raises(PlanMismatchError, match=r"`1/a` of what `.*` returns is not the tree .* has no `y`"):
+        filter_jit(lambda x: (x, {"a": {"x": x}}), out_shardings=(None, {"a": batch}))(X)
+    with pytest.raises(PlanMismatchError, match=r"what `.*<lambda>` returns is no prefix of it"):
+        filter_jit(lambda x: {"x": x}, out_shardings=(params, opt))(X)
+
+
+def test_shardings_that_do_not_fit_name_the_leaf():
+    data = NamedSharding(SPEC.build(jax.devices()), P("data"))
+    wanted = (
+        r"the sharding of argument 0 of `.*<lambda>` does not fit its leaf `a`, float32\[3\]: the spec is "
+        r"P\('data',\) on a mesh {'data': 2, 'fsdp': 2, 'tensor': 2}; `correct\(.*, \(3,\), mesh\)` gives"
+    )
+    with pytest.raises(PlanMismatchError, match=wanted):
+        filter_jit(lambda tree: tree, in_shardings=data)({"a": jnp.ones(3)})
+    with pytest.raises(PlanMismatchError, match=r"the sharding of `b` of what .* does not fit it, float32\[\]"):
+        filter_jit(lambda x: {"b": x.sum()}, out_shardings={"b": data})(X)
+
+
+def test_a_function_that_fails_fails_as_it_does():
+    params, _, _ = plans(AxisType.Auto)
+
+    def wrong(model):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="^mine"):
+        filter_jit(wrong, in_shardings=params)(Net(jax.random.key(0)))
+
+
+def test_lowering_with_the_structs_of_a_plan():
+    params, _, batch = plans(AxisType.Auto)
+    run = filter_jit(lambda model, data: jax.vmap(model)(data["x"]), in_shardings=(params, batch))
+    with pytest.raises(TypeError, match="'NoneType' object is not callable") as caught:
+        run.lower(params.structs, batch.structs)
+    note = caught.value.__notes__[-1]
+    assert "argument 0 of `test_lowering_with_the_structs_of_a_plan.<locals>.<lambda>` lacks `mlp/activation`" in note
+    assert note.endswith("`equinox.combine(arrays, model)` puts what is no array back.")
+    structs = eqx.combine(params.structs, eqx.filter_eval_shape(Net, jax.random.key(0)))
+    model = Net(jax.random.key(0))
+    compiled = run.lower(structs, batch.structs).compile()
+    out = compiled(shard(model, params), shard({"x": X, "y": X}, batch))
+    assert np.allclose(out, jax.vmap(model)(X), rtol=1e-5, atol=1e-6)
+    # Where no function is called, the structs are enough.
+    arrays = eqx.filter(model, eqx.is_array)
+    double = filter_jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), in_shardings=params, out_shardings=params)
+    doubled = double.lower(params.structs).compile()(shard(arrays, params))
+    assert np.array_equal(doubled.mlp.layers[0].bias, 2 * model.mlp.layers[0].bias)
+
+
+def test_what_is_compiled_keeps_its_static_arguments():
+    compiled = filter_jit(lambda x, scale: x * scale).lower(X, 2).compile()
+    assert np.array_equal(compiled(X, 2), 2 * X) and np.array_equal(compiled(x=X, scale=2), 2 * X)
+    with pytest.raises(
+        PlanMismatchError, match=r"was compiled for other arguments.*\(2 then, 2.0 now\); lower it with"
+    ):
+        compiled(X, 2.0)
+    with pytest.raises(PlanMismatchError, match=r"was compiled for other arguments.*\(2 leaves then, 3 now\)"):
+        compiled(X, (2, 2))
+
+
+def test_a_plan_of_few_arrays_takes_the_rest_as_it_comes():
+    params, _, _ = plans(AxisType.Auto)
+    few = params.select("bias")
+    model = Net(jax.random.key(0))
+    out = filter_jit(lambda model: model, in_shardings=few, out_shardings=few)(model)
+    assert specs_of(out.mlp.layers[0].bias) == P() and np.array_equal(
+        out.mlp.layers[0].weight, model.mlp.layers[0].weight
+    )
+
+
+def test_many_shardings_of_many_kinds_of_leaves():
+    mesh = SPEC.build(jax.devices())
+    tree = {
+        "empty": jnp.ones((0, 4)),
+        "scalar": jnp.ones(()),
+        "key": jax.random.key(0),
+        "small": jnp.ones(8, jnp.float8_e4m3fn),
+    }
+    rules = PathRules([("empty", P(None, "fsdp")), ("small", P(("data", "tensor"))), (".*", P())])
+    made = plan(tree, mesh, paths=rules)
+    out = filter_jit(lambda tree: tree, in_shardings=made, out_shardings=made, donate="none")(tree)
+    assert specs_of(out) == made.specs and np.array_equal(
+        jax.random.key_data(out["key"]), jax.random.key_data(tree["key"])
+    )
+    given = {name: leaf for name, leaf in tree.items() if name != "key"}
+    numpy = {name: np.asarray(leaf) for name, leaf in given.items()}
+    assert specs_of(filter_jit(lambda tree: tree, in_shardings=plan(given, mesh, paths=rules))(numpy))["small"] == P(
+        ("data", "tensor")
+    )

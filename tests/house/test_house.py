@@ -28,8 +28,8 @@ FORBIDDEN_NAMES = {
     "use_mesh",
     "hasattr",
 }
-# JAX's error for a sharding that it cannot type is not public; and each jitted function owns one small cache.
-EXCUSED = {"follow.py": ["broad except"], "jit.py": ["unbounded cache"]}
+# JAX's error for a sharding that it cannot type is not public.
+EXCUSED = {"follow.py": ["broad except"]}
 FORBIDDEN_MODULES = {"threading.local", "contextvars", "__future__", "pickle"}
 
 

@@ -1,0 +1,233 @@
+"""What `filter_jit` does not trace is told apart by value and by type, and none of it is kept for ever."""
+
+import collections
+import dataclasses
+import enum
+import gc
+import math
+import weakref
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardfx import LeafTypeError, filter_jit
+
+
+X = np.ones(4, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    value: object
+    inner: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    value: object
+    note: object = dataclasses.field(default=None, compare=False)
+
+
+class Text(str):
+    pass
+
+
+class Level(enum.IntEnum):
+    ONE = 1
+
+
+class Act(enum.StrEnum):
+    RELU = "relu"
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+class Module(eqx.Module):
+    array: jax.Array
+    value: object = eqx.field(static=True)
+    leaf: object = None
+
+
+class Bare(eqx.Module):
+    value: object = eqx.field(static=True)
+
+
+def signed(value):
+    """What a program may depend on, and equality does not see."""
+    return f"{type(value).__name__} {value!r}"
+
+
+DIFFERENT = [
+    (1, 1.0),
+    (1, True),
+    (0, False),
+    (0.0, -0.0),
+    (0, -0.0),
+    (1 + 0j, 1),
+    (complex(0.0, 0.0), complex(0.0, -0.0)),
+    ("a", Text("a")),
+    ("relu", Act.RELU),
+    (1, Level.ONE),
+    (frozenset({1}), frozenset({1.0})),
+    (frozenset({(1, 2)}), frozenset({(1, True)})),
+    (Config(1), Config(1.0)),
+    (Config(Config((1, 2))), Config(Config((1, 2.0)))),
+    (Config(frozenset({0.0})), Config(frozenset({-0.0}))),
+]
+
+
+def around(value):
+    return {
+        "leaf": value,
+        "list": [1, {"deep": (value,)}],
+        "pair": Pair(value, 2),
+        "static field": Module(jnp.ones(2), value),
+        "leaf of a module": Module(jnp.ones(2), "same", value),
+        "module without arrays": Bare(value),
+        "nested in a field": Module(jnp.ones(2), (1, (value,))),
+        "field of a dataclass": Config(value),
+        "key": {value: "text"} if not isinstance(value, complex | frozenset | Config) else value,
+    }
+
+
+@pytest.mark.parametrize("place", list(around(1)))
+@pytest.mark.parametrize("pair", DIFFERENT, ids=str)
+def test_equal_values_of_other_types_are_other_programs(pair, place):
+    if place == "key" and isinstance(pair[1], str):
+        pytest.skip("strings are compared as keys by what they say")
+    traced = []
+
+    @filter_jit
+    def run(x, tree):
+        traced.append(signed(tree))
+        return x, signed(tree)
+
+    for value in (*pair, *pair):
+        given = around(value)[place]
+        assert run(X, given)[1] == signed(given)
+    assert len(traced) == 2
+
+
+@pytest.mark.parametrize("place", list(around(1)))
+@pytest.mark.parametrize("value", [1, 2**40, 1.5, "text", (1, 2.0), frozenset({1, 2}), Config(3), Level.ONE], ids=str)
+def test_equal_values_of_one_type_are_one_program(value, place):
+    traced = []
+
+    @filter_jit
+    def run(x, tree):
+        traced.append(tree)
+        return x
+
+    for _ in range(3):
+        # Equal, and not the same object.
+        again = eval(repr(value), {**globals(), "frozenset": frozenset}) if value is not Level.ONE else value
+        run(X, around(again)[place])
+    assert len(traced) == 1
+
+
+def test_nan_is_one_program():
+    traced = []
+
+    @filter_jit
+    def run(x, value):
+        traced.append(value)
+        return x, value
+
+    for value in (math.nan, float("nan"), float("nan"), complex("nan"), complex("nan")):
+        out = run(X, value)[1]
+        assert type(out) is type(value) and out != out
+    assert len(traced) == 2
+
+
+def test_what_a_dataclass_does_not_compare_makes_no_program():
+    traced = []
+    run = filter_jit(lambda x, config: traced.append(config) or x)
+    run(X, Named(1, "a"))
+    run(X, Named(1, 2))
+    assert len(traced) == 1
+
+
+def test_numpy_scalars_are_traced():
+    traced = []
+    run = filter_jit(lambda x, y: traced.append(y) or x * y)
+    assert np.array_equal(run(X, np.float32(2)), 2 * X) and np.array_equal(run(X, np.float32(3)), 3 * X)
+    assert len(traced) == 1
+
+
+def test_numpy_and_jax_arrays_are_one_program():
+    traced = []
+    run = filter_jit(lambda x, flag: traced.append(flag) or x)
+    run(X, True)
+    run(jnp.asarray(X), True)
+    assert traced == [True]
+
+
+class Token:
+    """Hashed by identity."""
+
+
+def test_static_values_are_not_kept():
+    alive = weakref.WeakSet()
+    run = filter_jit(lambda x, token: x)
+    for _ in range(20):
+        token = Token()
+        alive.add(token)
+        run(X, token)
+    del token
+    jax.clear_caches()
+    gc.collect()
+    assert len(alive) <= 1  # that of the last call
+
+
+def test_structures_are_remembered_within_a_bound():
+    alive = weakref.WeakSet()
+    run = filter_jit(lambda x, tree: x)
+    with jax.disable_jit():  # each would be a program
+        for _ in range(300):
+            token = Token()
+            alive.add(token)
+            run(X, Bare(token))
+    del token
+    jax.clear_caches()
+    gc.collect()
+    assert 0 < len(alive) < 200
+
+
+@pytest.mark.parametrize("value", [{1}, Config([1]), bytearray(b"a")], ids=str)
+def test_what_cannot_be_hashed_is_named(value):
+    with pytest.raises(LeafTypeError, match="which is no array and cannot be hashed, so it can be neither traced nor"):
+        filter_jit(lambda x, tree: x)(X, value)
+
+
+def test_a_static_field_need_not_be_hashable():
+    run = filter_jit(lambda module: module.array + module.value[0])
+    assert run(Module(X, [1]))[0] == 2 and run(Module(X, [2]))[0] == 3
+
+
+def test_results_keep_their_order_and_their_functions():
+    tree = {"b": (jnp.ones(2), jax.nn.relu, 3), "a": None, "c": [Module(jnp.zeros(1), "static", "leaf")]}
+    out = filter_jit(lambda tree: tree)(tree)
+    assert jax.tree.structure(out) == jax.tree.structure(tree)
+    assert out["b"][1] is jax.nn.relu and out["c"][0].leaf == "leaf"
+
+
+def test_the_program_has_the_name_of_the_function():
+    def my_step(x):
+        return x
+
+    assert "jit_my_step" in filter_jit(my_step).lower(X).as_text()
+    assert filter_jit(my_step).__wrapped__ is my_step
+
+
+def test_it_nests_in_transformations():
+    module = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    run = filter_jit(lambda module, x, scale: (module(x) * scale).sum())
+    grads = eqx.filter_grad(run)(module, X, 2.0)
+    assert np.allclose(grads.bias, 2.0)
+    assert jax.vmap(lambda x: run(module, x, 2.0))(jnp.stack([X, X])).shape == (2,)
+    assert np.allclose(eqx.filter_grad(lambda module: filter_jit(module)(X).sum())(module).bias, 1.0)
+    assert filter_jit(lambda x: run(module, x, 2.0))(X).shape == ()
