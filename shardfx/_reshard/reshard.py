@@ -163,9 +163,8 @@ def job_of(
             job.placements.append((at, target))
             continue
         key = (leaf.sharding, target, leaf.shape, leaf.dtype)
-        if key in known:
-            move = known[key]
-        else:
+        move = known.get(key)
+        if move is None:
             move = known[key] = _move(job, at, leaf, target, lost, copies)
         if move.how != "in place" or not leaf.committed:
             job.moves.setdefault(move, []).append(at)

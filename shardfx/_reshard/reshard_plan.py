@@ -222,7 +222,12 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
         raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
     moves = [_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
     chosen = balanced(collections.Counter(moves))
-    return ReshardPlan(tuple(_leaf_move(leaf, chosen[move]) for leaf, move in zip(ours, moves, strict=True)))
+    return ReshardPlan(
+        tuple(
+            LeafMove(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype, **_costs(chosen[move]))
+            for leaf, move in zip(ours, moves, strict=True)
+        )
+    )
 
 
 class _Leaf(NamedTuple):
@@ -285,26 +290,13 @@ def _move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> Move:
         raise type(error)(f"{leaf_name(ours.path)}: {error}") from error
 
 
-def _leaf_move(leaf: _Leaf, move: Move) -> LeafMove:
-    costs = _costs(move)
-    return LeafMove(
-        path=leaf.path,
-        shape=leaf.shape,
-        dtype=leaf.dtype,
-        src=move.src,
-        dst=move.dst,
-        how=move.how,
-        copied=move.how == "steps" and shares_memory(move),
-        source_bytes=move.source_bytes,
-        target_bytes=move.target_bytes,
-        **costs,
-    )
-
-
 @ft.lru_cache(maxsize=4096)
 def _costs(move: Move) -> dict[str, Any]:
+    """What a LeafMove says of all arrays that are moved alike."""
     ends = (move.source_bytes, move.target_bytes)
     nothing = {"steps": (), "links": {}, "missing": (), "wire_bytes": 0, "dcn_bytes": 0, "lower_bound_bytes": 0}
+    nothing |= {"source_bytes": ends[0], "target_bytes": ends[1], "src": move.src, "dst": move.dst, "how": move.how}
+    nothing["copied"] = move.how == "steps" and shares_memory(move)
     if move.plan is not None:
         # Programs compute on devices: what lies in host memory at either end is copied to them and from them.
         found = move.plan

@@ -135,7 +135,7 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
         )
     if not isinstance(x, jax.Array):
         return jax.device_put(x, dst)
-    return carry_out(move_of(x.shape, x.dtype, x.sharding, dst), x)
+    return carry_out(move_of(x.shape, x.dtype, x.sharding, dst, (), True), x)
 
 
 def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:

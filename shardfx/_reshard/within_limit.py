@@ -68,7 +68,7 @@ def sliced(
     x: jax.Array,
     src: NamedSharding,
     dst: NamedSharding,
-    how: Slices,
+    cuts: Slices,
     move: Callable[[jax.Array], jax.Array],
     *,
     donate: bool,
@@ -79,7 +79,7 @@ def sliced(
 
     - `x`: a live array.
     - `src`, `dst`: where it lies, and where it shall lie.
-    - `how`: the slices.
+    - `cuts`: the slices.
     - `move`: moves one slice, which may be donated.
     - `donate`: gives `x` up in the end.
 
@@ -89,10 +89,10 @@ def sliced(
     """
     # Of a mesh of mixed axis types JAX would let a result lie along its Explicit axes alone.
     src, dst = untyped(src), untyped(dst)
-    cut, write = _programs(x.shape, src, dst, how)
+    cut, write = _programs(x.shape, src, dst, cuts)
     with jax.sharding.use_abstract_mesh(NO_MESH):
         out = jnp.zeros(x.shape, x.dtype, device=dst)
-        for index in range(how.parts):
+        for index in range(cuts.parts):
             out = jax.block_until_ready(write(out, move(cut(x, index)), index))
     if donate:
         x.delete()
@@ -100,22 +100,22 @@ def sliced(
 
 
 @ft.lru_cache(maxsize=256)
-def _programs(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding, how: Slices) -> tuple[Any, Any]:
+def _programs(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding, cuts: Slices) -> tuple[Any, Any]:
     def by_block(piece: jax.Array, parts: int, pieces: int) -> jax.Array:
         """The cut dimension of a device's piece as its blocks, their parts, and the rest."""
-        own = how.blocks // pieces
-        size = piece.shape[how.dim]
-        return piece.reshape(*piece.shape[: how.dim], own, parts, size // (own * parts), *piece.shape[how.dim + 1 :])
+        own = cuts.blocks // pieces
+        size = piece.shape[cuts.dim]
+        return piece.reshape(*piece.shape[: cuts.dim], own, parts, size // (own * parts), *piece.shape[cuts.dim + 1 :])
 
     def take(piece: jax.Array, index: jax.Array) -> jax.Array:
-        blocks = by_block(piece, how.parts, _pieces(src, shape, how.dim))
-        part = jax.lax.dynamic_index_in_dim(blocks, index, how.dim + 1, keepdims=False)
-        return part.reshape(*piece.shape[: how.dim], -1, *piece.shape[how.dim + 1 :])
+        blocks = by_block(piece, cuts.parts, _pieces(src, shape, cuts.dim))
+        part = jax.lax.dynamic_index_in_dim(blocks, index, cuts.dim + 1, keepdims=False)
+        return part.reshape(*piece.shape[: cuts.dim], -1, *piece.shape[cuts.dim + 1 :])
 
     def put(piece: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-        count = _pieces(dst, shape, how.dim)
-        blocks, part = by_block(piece, how.parts, count), by_block(part, 1, count)
-        return jax.lax.dynamic_update_slice_in_dim(blocks, part, index, how.dim + 1).reshape(piece.shape)
+        count = _pieces(dst, shape, cuts.dim)
+        blocks, part = by_block(piece, cuts.parts, count), by_block(part, 1, count)
+        return jax.lax.dynamic_update_slice_in_dim(blocks, part, index, cuts.dim + 1).reshape(piece.shape)
 
     none = jax.sharding.PartitionSpec()
     cut = jax.shard_map(
