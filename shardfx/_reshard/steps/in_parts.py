@@ -1,0 +1,188 @@
+"""A move one part of every piece after another, where tiles would make what lies between the ends large.
+
+TPUs keep arrays in tiles of 8 x 128 elements. Pieces that are no multiples of a tile are padded, and what an all-to-all
+cuts out of them is padded more: of a (129, 4160) piece cut into 64 for as many devices, every (129, 65) part takes the
+room of (136, 128). The compiler holds several such copies, up to eight times a piece altogether.
+
+All steps of a move keep the order of elements within a *block*: what one device holds along a dimension that is cut as
+finely as all layouts on the way together. So a move can be made for the first eighth of every block, then for the
+second, and so on. The copies are then an eighth of what they were, and each part is put into its place in the result.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
+
+from .redistribute import Step
+
+
+_TILE = (8, 128)
+_PARTS = 8
+# What lies between the ends of smaller moves is small too, and more collectives would only take longer.
+_SMALL_BYTES = 2**18
+# So many copies of strips are one operation to the compiler, and a loop runs over the rest.
+_STRIPS_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the pieces of a move are cut into parts.
+
+    **Arguments:**
+
+    - `dim`: the dimension.
+    - `block`: the size of a block along it.
+    - `part`: the size of each part of a block but the last, which may be smaller.
+    - `target_shape`: of the piece that the move results in.
+    """
+
+    dim: int
+    block: int
+    part: int
+    target_shape: tuple[int, ...]
+
+
+def cut_for_tiles(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step]) -> Cut | None:
+    """How to cut the pieces of a move on TPUs; None where it is made at once.
+
+    **Arguments:**
+
+    - `shape`: of the piece that the move starts from.
+    - `itemsize_bits`: bits per element.
+    - `steps`: of the move.
+    """
+    whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
+    layouts = [steps[0].source, *(step.target for step in steps)]
+    blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
+    target_shape = layouts[-1].piece_shape(whole)
+    bytes_of_piece = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
+    joins = any(step.kind in ("all_to_all", "all_gather") for step in steps)
+    if not joins or bytes_of_piece < _SMALL_BYTES or _fills_tiles(blocks):
+        return None
+    # The dimension whose parts are padded least; of several, the one along which blocks lie in fewest strips.
+    dim = min(
+        (dim for dim in range(len(shape)) if blocks[dim] > 1),
+        key=lambda dim: (
+            _least_padded([*blocks[:dim], _part(blocks[dim]), *blocks[dim + 1 :]]) / _part(blocks[dim]) * blocks[dim],
+            max(shape[dim], target_shape[dim]) // blocks[dim],
+        ),
+        default=None,
+    )
+    return None if dim is None else Cut(dim, blocks[dim], _part(blocks[dim]), target_shape)
+
+
+def _part(block: int) -> int:
+    return -(-block // _PARTS)
+
+
+def _fills_tiles(shape: Sequence[int]) -> bool:
+    tile = _TILE[-len(shape) :]
+    return all(size % full == 0 for size, full in zip(shape[-len(tile) :], tile, strict=True))
+
+
+def in_parts(piece: Any, move: Callable[[Any], Any], cut: Cut) -> Any:
+    """`move(piece)`, one part of the blocks after another; to be traced where `move` is.
+
+    **Arguments:**
+
+    - `piece`: what a device holds.
+    - `move`: a move of such pieces, or of parts of them.
+    - `cut`: into which parts.
+
+    **Returns:**
+
+    The piece that the device holds afterwards.
+    """
+    source, target = (_Stored.compactly(shape, cut) for shape in (piece.shape, cut.target_shape))
+
+    def moved_to(out: Any, start: Any, size: int) -> Any:
+        part = source.unturned(_pinned(source.part_of(stored, start, size)))
+        return _pinned(target.with_part(out, _pinned(target.turned(move(part))), start, size))
+
+    stored = _pinned(source.turned(piece))
+    out = _pinned(lax.empty(tuple(cut.target_shape[dim] for dim in target.order), piece.dtype))
+    full, rest = divmod(cut.block, cut.part)
+    out = lax.fori_loop(0, full, lambda index, out: moved_to(out, index * cut.part, cut.part), out)
+    return target.unturned(moved_to(out, full * cut.part, rest) if rest else out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A piece in the order of dimensions in which it is stored: `order`, the minor one last."""
+
+    order: tuple[int, ...]
+    dim: int
+    strips: int
+    block: int
+
+    @staticmethod
+    def compactly(shape: tuple[int, ...], cut: Cut) -> "_Stored":
+        """In the order that takes the least room; that is the one in which the TPU compiler passes it."""
+        order = min(_orders(len(shape)), key=lambda order: _padded([shape[dim] for dim in order]))
+        return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
+
+    def turned(self, piece: Any) -> Any:
+        return piece.transpose(self.order)
+
+    def unturned(self, stored: Any) -> Any:
+        return stored.transpose(np.argsort(self.order))
+
+    def part_of(self, stored: Any, start: Any, size: int) -> Any:
+        """From `start` on so much of each block."""
+        if self.strips == 1:
+            return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
+        shape = list(stored.shape)
+        shape[self.dim] = self.strips * size
+        copy = lambda index, part: lax.dynamic_update_slice_in_dim(
+            part,
+            lax.dynamic_slice_in_dim(stored, index * self.block + start, size, self.dim),
+            index * size,
+            self.dim,
+        )
+        return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
+
+    def with_part(self, stored: Any, part: Any, start: Any, size: int) -> Any:
+        """With so much of each block replaced, from `start` on."""
+        copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
+            stored,
+            lax.dynamic_slice_in_dim(part, index * size, size, self.dim),
+            index * self.block + start,
+            self.dim,
+        )
+        return self._for_each_strip(copy, stored)
+
+    def _for_each_strip(self, copy: Callable[[Any, Any], Any], out: Any) -> Any:
+        return lax.fori_loop(0, self.strips, copy, out, unroll=min(self.strips, _STRIPS_AT_ONCE))
+
+
+def _orders(rank: int) -> list[tuple[int, ...]]:
+    """The orders in which a piece may be stored: any dimension is the minor one, the last of all preferred."""
+    return [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]
+
+
+def _least_padded(shape: Sequence[int]) -> int:
+    return min(_padded([shape[dim] for dim in order]) for order in _orders(len(shape)))
+
+
+def _padded(shape: Sequence[int]) -> int:
+    """How many elements fit where an array of this shape lies, the minor dimension last."""
+    *outer, minor = shape
+    found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
+    if not outer:
+        return found
+    # Of few rows the tiles have only 1, 2 or 4.
+    rows = min(_TILE[0], 1 << (outer[-1] - 1).bit_length())
+    return found * -(-outer[-1] // rows) * rows
+
+
+def _pinned(x: Any) -> Any:
+    """`x`, stored in the order of its dimensions.
+
+    Left to itself the compiler stores whole pieces as the collectives like the parts of them, and pads them for it.
+    """
+    return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

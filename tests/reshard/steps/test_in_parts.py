@@ -1,0 +1,100 @@
+import functools as ft
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx._reshard.steps.in_parts import Cut, cut_for_tiles, in_parts
+from shardfx._reshard.steps.layout import Layout
+from shardfx._reshard.steps.program import flat, run
+from shardfx._reshard.steps.redistribute import Redistribution, redistribute
+
+
+@st.composite
+def layouts(draw, rank: int):
+    """The fields of a random layout over eight devices."""
+    sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
+    dims = [[] for _ in range(rank + 1)]
+    for axis in draw(st.permutations(list(range(len(sizes))))):
+        dims[draw(st.integers(0, rank))].append(axis)
+    return sizes, tuple(map(tuple, dims[:rank]))
+
+
+@st.composite
+def moves(draw):
+    """The sizes of blocks, a dtype, two layouts, the size of parts, and the dimension that is cut into them."""
+    rank = draw(st.integers(1, 3))
+    src, dst = draw(layouts(rank)), draw(layouts(rank))
+    more = draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank))
+    dtype = draw(st.sampled_from([np.dtype("uint8"), np.dtype("float32"), np.dtype("uint16")]))
+    return more, dtype, src, dst, draw(st.integers(1, 4)), draw(st.integers(0, rank - 1))
+
+
+def moved(values: np.ndarray, src: Layout, dst: Layout, plan: Redistribution, cut: Cut) -> jax.Array:
+    """The array after the steps of a plan, part by part; its pieces lie end to end along the first dimension."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(src.sizes), tuple("abc"[: len(src.sizes)]))
+    spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in src.dims])
+    step = ft.partial(run, steps=plan.steps, like=src, axes=mesh.axis_names)
+    body = ft.partial(in_parts, move=step, cut=cut)
+    program = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=flat(mesh), check_vma=False)
+    return jax.jit(program)(jax.device_put(values, NamedSharding(mesh, spec)))
+
+
+def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: Layout, dst: Layout, part: int, dim: int):
+    plan = redistribute(shape, 8 * dtype.itemsize, src, dst)
+    assume(plan.steps)
+    on_the_way = [plan.steps[0].source, *(step.target for step in plan.steps)]
+    block = shape[dim] // math.lcm(*(end.counts[dim] for end in on_the_way))
+    # Every element has bits of its own, also where they are those of a NaN (of a small one the CPU would change them).
+    bits = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(32 - 8 * dtype.itemsize)
+    values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
+    got = moved(values, src, dst, plan, Cut(dim, block, min(part, block), dst.piece_shape(shape)))
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(dst.sizes), tuple("abc"[: len(dst.sizes)]))
+    right = NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims]))
+    wanted = {device: values[index] for device, index in right.devices_indices_map(shape).items()}
+    for shard in got.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(wanted[shard.device]).tobytes()
+
+
+@given(moves())
+@settings(max_examples=20, deadline=None)
+def test_a_move_in_parts_gives_every_device_its_piece(move):
+    blocks, dtype, src, dst, part, dim = move
+    src, dst = Layout(*src), Layout(*dst)
+    shape = tuple(math.lcm(*counts) * size for *counts, size in zip(src.counts, dst.counts, blocks, strict=True))
+    assert_moved(shape, dtype, src, dst, part, dim)
+
+
+def test_the_last_part_of_a_block_may_be_smaller():
+    assert_moved((8 * 13, 16), np.dtype("float32"), Layout((8,), ((0,), ())), Layout((8,), ((), (0,))), part=5, dim=0)
+
+
+ROWS, COLUMNS = Layout((64,), ((0,), ())), Layout((64,), ((), (0,)))
+
+
+@pytest.mark.parametrize(
+    "shape, bits, src, dst, cut",
+    [
+        # Parts of 129 x 65 are padded; the blocks of rows lie in one strip of the source and 64 of the target.
+        ((8256, 4160), 16, ROWS, COLUMNS, Cut(1, 65, 9, (8256, 65))),
+        ((8192, 8192), 16, ROWS, COLUMNS, None),  # 128 x 128
+        ((640, 640), 16, ROWS, COLUMNS, None),  # small
+        ((8256, 4160), 16, ROWS, Layout((64,), ((), ())), Cut(0, 129, 17, (8256, 4160))),
+        ((8256, 4160), 16, Layout((64,), ((), ())), COLUMNS, None),  # nothing but a slice
+        ((2**22,), 16, Layout((8,), ((0,),)), Layout((8,), ((),)), None),
+        # The heads are the minor dimension's neighbour, and the minor one is cut no further.
+        (
+            (5120, 64, 80),
+            16,
+            Layout((64,), ((0,), (), ())),
+            Layout((64,), ((), (0,), ())),
+            Cut(0, 80, 10, (5120, 1, 80)),
+        ),
+    ],
+)
+def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(shape, bits, src, dst, cut):
+    plan = redistribute(shape, bits, src, dst)
+    assert cut_for_tiles(src.piece_shape(shape), bits, plan.steps) == cut
