@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -69,6 +70,15 @@ def cases(options: Options) -> list[Entry]:
             "a 47,705-leaf plan as an argument of a jitted function",
             ft.partial(_argument, 500 if options.quick else 3000),
             (Limit("added us per call", at_most=5), Limit("added us per call, read from JSON", at_most=5)),
+        ),
+        Finding(
+            "calls with 38 arrays through filter_jit",
+            ft.partial(_calls, options.devices, 100 if options.quick else 1000),
+            (
+                Limit("added us per call", at_most=10),
+                Limit("added us per call, a planned dict", at_most=10),
+                Limit("over equinox.filter_jit, modules", at_most=1.0),
+            ),
         ),
     ]
 
@@ -294,15 +304,65 @@ def _argument(number: int) -> dict[str, Value]:
     }
 
 
-def _alternating(calls: dict[str, Callable[[], Any]], number: int) -> dict[str, float]:
+class _Layer(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    linear: eqx.nn.Linear
+
+
+def _calls(devices: list[Any], number: int) -> dict[str, Value]:
+    """A call that computes next to nothing: the way in and out, by the wall clock, with sharded arrays.
+
+    `jax.jit` gets the arrays as a flat list, so that it takes no tree apart; a module is taken apart in Python, which
+    takes a multiple of all else, so that its flattening stands beside the calls.
+    """
+    mesh = mesh_of(devices)
+    keys = jax.random.split(jax.random.key(0), 9)
+    model = [*[_Layer(eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 8, key=key)) for key in keys], eqx.nn.LayerNorm(8)]
+    flat = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    named = {f"layer_{number}": array for number, array in enumerate(flat)}
+    plans = [sfx.plan(tree, mesh, paths=sfx.PathRules.parse(".*->replicate")) for tree in (flat, named, model)]
+    flat, named, model = (sfx.shard(tree, plan) for tree, plan in zip((flat, named, model), plans, strict=True))
+
+    def first(tree: Any) -> jax.Array:
+        return jax.tree.leaves(tree)[0] + 1
+
+    plain = jax.jit(first, in_shardings=(plans[0].shardings,))
+    ours = [sfx.filter_jit(first, in_shardings=(plan,)) for plan in plans]
+    equinox = eqx.filter_jit(first)
+    calls = {
+        "plain": lambda: plain(flat),
+        "flat": lambda: ours[0](flat),
+        "named": lambda: ours[1](named),
+        "model": lambda: ours[2](model),
+        "equinox": lambda: equinox(flat),
+        "equinox model": lambda: equinox(model),
+        "flatten": lambda: jax.tree.flatten(model),
+    }
+    times = {name: 1e6 * taken for name, taken in _alternating(calls, number, time.perf_counter).items()}
+    return {
+        "arrays": len(flat),
+        "us per call of jax.jit": times["plain"],
+        "added us per call": times["flat"] - times["plain"],
+        "added us per call, a planned dict": times["named"] - times["plain"],
+        "added us per call, modules": times["model"] - times["plain"],
+        "us to flatten the modules": times["flatten"],
+        "added us per call, equinox.filter_jit": times["equinox"] - times["plain"],
+        "added us per call, equinox.filter_jit, modules": times["equinox model"] - times["plain"],
+        "over equinox.filter_jit, modules": times["model"] / times["equinox model"],
+    }
+
+
+def _alternating(
+    calls: dict[str, Callable[[], Any]], number: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, float]:
     """Median over nine rounds of the mean over `number` calls, all in turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         jax.block_until_ready(call())
     for _ in range(9):
         for name, call in calls.items():
-            begin = time.thread_time()
+            begin = clock()
             results = [call() for _ in range(number)]
             jax.block_until_ready(results[-1])
-            times[name].append((time.thread_time() - begin) / number)
+            times[name].append((clock() - begin) / number)
     return {name: statistics.median(taken) for name, taken in times.items()}

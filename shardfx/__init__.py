@@ -62,8 +62,8 @@ if _typing.TYPE_CHECKING:
         ReshardPlan as ReshardPlan,
         Step as Step,
         plan_reshard as plan_reshard,
-        reshard as reshard,
     )
+    from ._reshard.reshard import reshard as reshard
 
 
 __version__ = "0.1.0"

@@ -98,7 +98,8 @@ def train(mesh):
         arrays, mask = hosts.global_batch(local, batch_plan, pad=0)
         model, state, value = run(model, state, arrays, mask)
         losses.append(float(value))
-    return gather(model), gather(state[0].mu), losses, params_plan.digest, state_plan.digest, batch_plan.digest
+    moments: Any = state
+    return gather(model), gather(moments[0].mu), losses, params_plan.digest, state_plan.digest, batch_plan.digest
 
 
 def listening():

@@ -1,7 +1,7 @@
 """Arrays under a plan: placing them, constraining them, and reading back how they are placed."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import numpy as np
@@ -18,28 +18,43 @@ from .put import is_tracing, placed
 from .read_back import sharding_of
 
 
+T = TypeVar("T")
+
+
 @overload
 def constrain(
-    x: Any,
+    x: np.ndarray,
     names_or_spec: Any,
     plan: ShardPlan,
     *,
     strict: bool | None = None,
     unmatched: Policy = "raise",
     explain: Literal[False] = False,
-) -> Any: ...
+) -> jax.Array: ...
 
 
 @overload
 def constrain(
-    x: Any,
+    x: T,
+    names_or_spec: Any,
+    plan: ShardPlan,
+    *,
+    strict: bool | None = None,
+    unmatched: Policy = "raise",
+    explain: Literal[False] = False,
+) -> T: ...
+
+
+@overload
+def constrain(
+    x: T,
     names_or_spec: Any,
     plan: ShardPlan,
     *,
     strict: bool | None = None,
     unmatched: Policy = "raise",
     explain: Literal[True],
-) -> tuple[Any, Decision]: ...
+) -> tuple[T, Decision]: ...
 
 
 def constrain(

@@ -68,12 +68,17 @@ def filter_jit(
 
     A function with the signature of `fn`. Keyword arguments are bound to their positions, so that they are sharded
     as well. Its `.lower(...)` takes arguments, or ShapeDtypeStructs in their place, and gives what `jax.jit`'s does;
-    `.compile()` of that gives a function with the signature of `fn` again.
+    `.compile()` of that gives a function with the signature of `fn` again, for the same static arguments. For a
+    module with functions, lower with `equinox.combine(plan.structs, model)`: `plan.structs` alone has none.
+
+    Static arguments are told apart by value and by type: 1, 1.0 and True are three programs. A tree may have `None`
+    in the place of the functions that were planned with it, as `equinox.partition` leaves it.
 
     **Raises:**
 
-    `PlanMismatchError` if a plan has no devices, an argument is not the tree that its plan is for, or a bare
-    PartitionSpec is given, which says nothing of the mesh: `jax.set_mesh` is not asked.
+    `PlanMismatchError` at once if a plan has no devices, or a bare PartitionSpec is given, which says nothing of the
+    mesh: `jax.set_mesh` is not asked. When it is traced, if arguments or results are not the trees that their plans
+    are for, in paths, shapes or dtypes. `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
 

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,17 @@ from .._plan.shard_plan import ShardPlan, check_plan, shardings_of_leaves
 from .._tree import Flat, flatten
 from .constrain import constrain
 from .put import is_tracing, placed
+
+
+T = TypeVar("T")
+
+
+@overload
+def shard(tree: np.ndarray, plan: ShardPlan) -> jax.Array: ...
+
+
+@overload
+def shard(tree: T, plan: ShardPlan) -> T: ...
 
 
 def shard(tree: Any, plan: ShardPlan) -> Any:
@@ -62,6 +73,14 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
     for at, array in zip(moved, placed([leaves[at] for at in moved], [shardings[at] for at in moved]), strict=True):
         leaves[at] = array
     return jax.tree.unflatten(flat.treedef, leaves)
+
+
+@overload
+def gather(tree: jax.Array) -> np.ndarray: ...
+
+
+@overload
+def gather(tree: T) -> T: ...
 
 
 def gather(tree: Any) -> Any:

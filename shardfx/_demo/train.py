@@ -86,7 +86,9 @@ def start_sharded(plans: Plans, run: Run) -> tuple[Any, Transformer, optax.OptSt
     """The jitted step, and model and optimizer state, each array made in the shards that its plan says."""
     optimizer = make_optimizer(run)
     init = filter_jit(_init_model, out_shardings=plans.model)
-    init_state = filter_jit(optimizer.init, in_shardings=(plans.model,), out_shardings=plans.optimizer)
+    init_state = filter_jit(
+        lambda model: optimizer.init(model), in_shardings=(plans.model,), out_shardings=plans.optimizer
+    )
     step = filter_jit(
         make_step(optimizer, plans.model),
         in_shardings=(plans.model, plans.optimizer, plans.batch),

@@ -3,9 +3,10 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
@@ -18,9 +19,35 @@ from .tiles.transfer import IN_FLIGHT_BYTES, lost_text
 from .traced import traced
 
 
+T = TypeVar("T")
+
 # Each program that is under way holds threads of the CPU's runtime, which gives up when too many wait for each other;
 # those that wait for other processes can block all of them.
 _IN_FLIGHT_COUNT = 32
+
+
+@overload
+def reshard(
+    tree: np.ndarray,
+    dst: Any,
+    *,
+    src: Any = None,
+    memory_limit_bytes: SupportsIndex | None = None,
+    donate: bool = False,
+    lost: Iterable[Any] = (),
+) -> jax.Array: ...
+
+
+@overload
+def reshard(
+    tree: T,
+    dst: Any,
+    *,
+    src: Any = None,
+    memory_limit_bytes: SupportsIndex | None = None,
+    donate: bool = False,
+    lost: Iterable[Any] = (),
+) -> T: ...
 
 
 def reshard(

@@ -4,12 +4,13 @@ import dataclasses
 import functools as ft
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
 
 from .._boxes import Box, as_box
+from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
 from ._files import ChangedError, require_seen_unchanged
@@ -24,9 +25,71 @@ from ._units import Host, Unit, units_of
 from ._wanted import Fetch, Rename, Wanted, fetches, require_devices, wanted
 
 
+T = TypeVar("T")
+
 _WORKERS = 8
 _CALL_BYTES = 8192
 _TRIES = 16
+
+
+@overload
+def load(
+    path: str | os.PathLike[str] | Index,
+    plan: ShardPlan,
+    *,
+    rename: Rename = None,
+    dtype: Any = None,
+    memory_limit_bytes: int | None = None,
+    gap_bytes: int = GAP_BYTES,
+    root: str | os.PathLike[str] | None = None,
+    missing_chunks: MissingChunks = "raise",
+    progress: bool | None = None,
+) -> Any: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str] | Index,
+    plan: jax.ShapeDtypeStruct,
+    *,
+    rename: Rename = None,
+    dtype: Any = None,
+    memory_limit_bytes: int | None = None,
+    gap_bytes: int = GAP_BYTES,
+    root: str | os.PathLike[str] | None = None,
+    missing_chunks: MissingChunks = "raise",
+    progress: bool | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str] | Index,
+    plan: dict[str, jax.ShapeDtypeStruct],
+    *,
+    rename: Rename = None,
+    dtype: Any = None,
+    memory_limit_bytes: int | None = None,
+    gap_bytes: int = GAP_BYTES,
+    root: str | os.PathLike[str] | None = None,
+    missing_chunks: MissingChunks = "raise",
+    progress: bool | None = None,
+) -> dict[str, jax.Array]: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str] | Index,
+    plan: T,
+    *,
+    rename: Rename = None,
+    dtype: Any = None,
+    memory_limit_bytes: int | None = None,
+    gap_bytes: int = GAP_BYTES,
+    root: str | os.PathLike[str] | None = None,
+    missing_chunks: MissingChunks = "raise",
+    progress: bool | None = None,
+) -> T: ...
 
 
 def load(

@@ -119,8 +119,8 @@ def test_a_strict_plan_makes_constrain_strict():
     x = np.ones((8, 6), np.float32)
     with pytest.raises(SpecError, match="`strict=True`, and .* size 6 is not divisible by `tensor`"):
         jax.jit(lambda x: constrain(x, ("batch", "mlp"), strict))(x)
-    assert constrain(x, ("batch", "mlp"), strict, strict=False).sharding.spec == P("data")
-    assert constrain(x, ("batch", "mlp"), loose).sharding.spec == P("data")
+    assert constrain(x, ("batch", "mlp"), strict, strict=False).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
+    assert constrain(x, ("batch", "mlp"), loose).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_typing_errors_are_no_layouts():
@@ -129,7 +129,7 @@ def test_typing_errors_are_no_layouts():
         jax.jit(lambda x: constrain(x, ("bacth", None), made))(TREE["w"])
     with pytest.raises(SpecError, match=r"has no axis 'tenser' \(did you mean 'tensor'\?\)"):
         jax.jit(lambda x: constrain(x, P("tenser"), made))(TREE["w"])
-    assert constrain(TREE["w"], ("bacth", "mlp"), made, unmatched="replicate").sharding.spec == P(None, "tensor")
+    assert constrain(TREE["w"], ("bacth", "mlp"), made, unmatched="replicate").sharding.spec == P(None, "tensor")  # pyright: ignore[reportAttributeAccessIssue]
     assert constrain(TREE["w"], P("tenser", "tensor"), made, unmatched="replicate").sharding.spec == P(None, "tensor")
     other = plan(TREE, mesh_of(made), paths=RULES, axes=AXES.extend(axes=["pod"]))
     assert constrain(TREE["w"], P(("pod", "data")), other).sharding.spec == P("data")

@@ -88,7 +88,7 @@ def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(name
             with pytest.raises(SpecError, match=message):
                 run(x)
     assert np.array_equal(constrain(x, names, made, unmatched="replicate"), X)
-    assert constrain(x, ("batch", None), made, strict=True).sharding.spec == P("data")
+    assert constrain(x, ("batch", None), made, strict=True).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_constrain_takes_one_name_per_dimension():
@@ -97,16 +97,16 @@ def test_constrain_takes_one_name_per_dimension():
         for names in (("batch", None, "mlp"), ("batch", "mlp", None), ("batch",), ("batch", "mlp", None, ...)):
             with pytest.raises(SpecError, match=r"logical names \(.*\) for an array of rank 2, shape .*; give one"):
                 constrain(X, names, made, strict=strict)
-        assert constrain(X, (), made, strict=strict).sharding.spec == P()
+        assert constrain(X, (), made, strict=strict).sharding.spec == P()  # pyright: ignore[reportAttributeAccessIssue]
         for names in (("batch", ...), ("batch", None), ("batch", ..., None), ("batch", None, ...)):
-            assert constrain(X, names, made, strict=strict).sharding.spec == P("data")
-        assert constrain(X, (..., "mlp"), made, strict=strict).sharding.spec == P(None, "tensor")
+            assert constrain(X, names, made, strict=strict).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
+        assert constrain(X, (..., "mlp"), made, strict=strict).sharding.spec == P(None, "tensor")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_constrain_keeps_heads_whole():
     made = plan_on(AUTO)
-    assert constrain(jnp.ones((8, 16)), ("batch", "heads"), made).sharding.spec == P("data", "tensor")
-    assert constrain(jnp.ones((8, 8)), ("batch", "heads"), made).sharding.spec == P("data")
+    assert constrain(jnp.ones((8, 16)), ("batch", "heads"), made).sharding.spec == P("data", "tensor")  # pyright: ignore[reportAttributeAccessIssue]
+    assert constrain(jnp.ones((8, 8)), ("batch", "heads"), made).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_constrain_leaves_unconstrained_dimensions_to_the_compiler():
@@ -120,7 +120,7 @@ def test_constrain_leaves_unconstrained_dimensions_to_the_compiler():
 def test_constrain_works_on_numpy_and_on_arrays_of_one_device():
     made = plan_on(AUTO)
     for x in (X, jnp.asarray(X)):
-        assert constrain(x, P("data"), made).sharding.spec == P("data")
+        assert constrain(x, P("data"), made).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_constrain_keeps_the_memory_kind():
@@ -199,7 +199,7 @@ def test_every_dtype_moves_bitwise(dtype):
 
 def test_shard_moves_to_other_memory():
     made = plan({"w": X}, AUTO, paths=PathRules.parse("w->data"), memory_kinds=[("w", "pinned_host")])
-    assert shard({"w": X}, made)["w"].sharding.memory_kind == "pinned_host"
+    assert shard({"w": X}, made)["w"].sharding.memory_kind == "pinned_host"  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
 
 
 def test_bytes_per_device_are_what_jax_allocates():

@@ -133,7 +133,7 @@ def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):
     for given in (other, eqx.combine(made.structs, model)):
         loaded = checkpoint.load(tmp_path / "step", given)
         assert np.allclose(loaded(jnp.ones(8)), model(jnp.ones(8)), rtol=1e-5)
-        assert loaded.layers[0].weight.sharding.spec == P("a", "b")
+        assert loaded.layers[0].weight.sharding.spec == P("a", "b")  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(PlanMismatchError, match="leaf `act` is none. Make a plan"):
         checkpoint.load(tmp_path / "step", {"act": "relu"})
 

@@ -160,7 +160,7 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
     state = {"w": jnp.arange(8.0), "numbers": numbers, "name": "run", "speed": Speed.fast, "f": jax.nn.gelu}
     arrays, made = planned(state, mesh)
     checkpoint.save(tmp_path / name, arrays, made)
-    fresh = arrays | {"numbers": dict.fromkeys(numbers, 0), "name": "other"}
+    fresh = arrays | {"numbers": dict.fromkeys(numbers, 0), "name": "other"}  # pyright: ignore[reportOperatorIssue]
     for asked in (made, fresh):
         loaded = checkpoint.load(tmp_path / name, asked)
         assert repr(loaded["numbers"]) == repr(numbers)
@@ -201,22 +201,22 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     with pytest.raises(
         CheckpointError, match="leaf `epoch`: it is 0 here, and the checkpoint has no number there; take"
     ):
-        checkpoint.load(tmp_path / "step", arrays | {"epoch": 0})
+        checkpoint.load(tmp_path / "step", arrays | {"epoch": 0})  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(
         CheckpointError, match="leaf `w`: it is 0 here, and the checkpoint has an array there; plan it as"
     ):
         checkpoint.load(tmp_path / "step", {"v": arrays["w"], "w": 0}, rename=lambda path: "w")
     # A file of other origin knows no numbers: those of the tree stay, unless it has an array there.
     save_file({"w": np.ones(8, np.float32), "epoch": np.array(3)}, tmp_path / "x.safetensors")
-    assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1})["step"] == 1
+    assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1})["step"] == 1  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(CheckpointError, match="leaf `epoch`: it is 0 here, and the checkpoint has an array there"):
-        checkpoint.load(tmp_path / "x.safetensors", arrays | {"epoch": 0})
+        checkpoint.load(tmp_path / "x.safetensors", arrays | {"epoch": 0})  # pyright: ignore[reportOperatorIssue]
 
 
 def test_numbers_are_found_under_other_names(tmp_path, mesh):
     arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
     checkpoint.save(tmp_path / "step", {"loop": arrays}, shardfx.ShardPlan.join(loop=made))
-    for asked in (made, arrays | {"step": 0}):
+    for asked in (made, arrays | {"step": 0}):  # pyright: ignore[reportOperatorIssue]
         assert checkpoint.load(tmp_path / "step", asked, rename=lambda path: f"loop/{path}")["step"] == 5
 
 

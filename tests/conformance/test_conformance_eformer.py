@@ -287,8 +287,8 @@ def test_with_sharding_constraint(vector):
             result = jax.tree.map(lambda leaf: constrain(leaf, spec, made), value)["a"]
         else:
             result = constrain(value, spec, made)
-        assert isinstance(result.sharding, NamedSharding) and result.sharding.mesh == made.jax_mesh
-        assert canonical(result.sharding.spec) == wanted
+        assert isinstance(result.sharding, NamedSharding) and result.sharding.mesh == made.jax_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        assert canonical(result.sharding.spec) == wanted  # pyright: ignore[reportAttributeAccessIssue]
         # Under Explicit axes JAX wants the argument of a jitted function on the mesh already.
         inside = jax.jit(lambda x: constrain(x, spec, made))(constrain(array, P(), made))
         assert inside.sharding.is_equivalent_to(NamedSharding(devices, wanted), array.ndim)
@@ -436,8 +436,8 @@ def test_shard_and_gather(vector):
     if isinstance(wanted, str):
         assert type(placed).__name__ == wanted
         return
-    assert isinstance(placed.sharding, NamedSharding) and placed.sharding.mesh == mesh
-    assert canonical(placed.sharding.spec) == wanted
+    assert isinstance(placed.sharding, NamedSharding) and placed.sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
+    assert canonical(placed.sharding.spec) == wanted  # pyright: ignore[reportAttributeAccessIssue]
     if vector["id"] == "eformer-0125":
         with pytest.raises(RuleError, match="uses the mesh axis 'zz'"):
             plan({"x": value}, mesh, paths=PathRules([("x", P("zz"))]))
@@ -624,7 +624,7 @@ def test_memory_kinds_are_kept():
     x = shard({"x": jnp.ones((8, 8))}, made)["x"]
     moved = constrain(x, P("tp"), made)
     assert x.sharding.memory_kind == moved.sharding.memory_kind == "pinned_host"
-    assert moved.sharding.spec == P("tp")
+    assert moved.sharding.spec == P("tp")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_unreduced_axes_are_kept():

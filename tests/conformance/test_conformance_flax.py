@@ -274,7 +274,7 @@ def test_with_logical_constraint(vector):
         if names is None:
             assert (out is x) == wanted
             return
-        assert canonical(out.sharding.spec) == wanted
+        assert canonical(out.sharding.spec) == wanted  # pyright: ignore[reportAttributeAccessIssue]
         inside = jax.jit(lambda x: constrain(x, names, made))(x)
         if U not in names:
             assert inside.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
@@ -397,7 +397,7 @@ def test_axis_types(vector):
         made = plan(jnp.ones((8, 8)), mesh, names=("row", "col"), axes=interop.core_rules((), mesh))
         assert made.leaves[0].spec == spec_of(vector["expected"]["spec"])
         out = constrain(jnp.ones((8, 8)), ("row", "col"), made)
-        assert canonical(out.sharding.spec) == made.leaves[0].spec
+        assert canonical(out.sharding.spec) == made.leaves[0].spec  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @vectors("per-variable meshes")
@@ -408,7 +408,7 @@ def test_a_plan_per_mesh(vector):
         x = jnp.ones((4, 4))
         made = plan(x, mesh, names=tuple(given["spec"]), axes=interop.core_rules((), mesh))
         assert made.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
-        assert constrain(x, made.leaves[0].spec, made).sharding.mesh == mesh
+        assert constrain(x, made.leaves[0].spec, made).sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @vectors("explicit mesh type string")

@@ -387,7 +387,7 @@ def test_a_plan_without_devices():
     made = plan(TREE, MESH, paths=EVERYTHING)
     wanted = "use `plan.on(plan.mesh.build(jax.devices()))`."
     assert message(PlanMismatchError, lambda: shard(TREE, made)).endswith(wanted)
-    assert message(PlanMismatchError, lambda: filter_jit(gather, in_shardings=(made,))(TREE)).endswith(wanted)
+    assert message(PlanMismatchError, lambda: filter_jit(gather, in_shardings=(made,))(TREE)).endswith(wanted)  # pyright: ignore[reportArgumentType]
     assert message(PlanMismatchError, lambda: constrain(jnp.ones(4), P("data"), made)).endswith(wanted)
 
 

@@ -113,7 +113,7 @@ def test_nnx_states_are_planned_and_sharded():
     assert made["kernel/value"].spec == P("fsdp", "tensor") and made["bias/value"].spec == P()
     arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
     placed = shard(arrays, made)
-    assert placed["kernel"].get_value().sharding == NamedSharding(mesh, P("fsdp", "tensor"))
+    assert placed["kernel"].get_value().sharding == NamedSharding(mesh, P("fsdp", "tensor"))  # pyright: ignore[reportAttributeAccessIssue]
     doubled = jax.jit(lambda state: jax.tree.map(lambda x: 2 * x, state), out_shardings=made.shardings)(placed)
     assert isinstance(doubled["kernel"], nnx.Param) and float(doubled["kernel"].get_value()[0, 0]) == 2
 

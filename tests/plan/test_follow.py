@@ -524,4 +524,4 @@ def test_training_with_states_over_more_axes_equals_one_device():
         params, state = sharded(params, state, x)
         alone, alone_state = jax.jit(step)(alone, alone_state, x)
     assert np.allclose(params["a"]["w"], alone["a"]["w"], atol=1e-5)
-    assert state[0].mu["a"]["w"].addressable_shards[0].data.size * 8 == 256 * 128
+    assert state[0].mu["a"]["w"].addressable_shards[0].data.size * 8 == 256 * 128  # pyright: ignore[reportAttributeAccessIssue, reportIndexIssue]

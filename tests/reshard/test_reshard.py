@@ -755,7 +755,7 @@ def test_a_custom_layout_becomes_the_default_one():
     turned = Format(Layout((1, 0)), sharding((8,), "a"))
     x = jax.device_put(host((16, 8)), turned)
     moved, put_there = (move(x, sharding((8,), None, "a")) for move in (reshard, jax.device_put))
-    assert x.format.layout.major_to_minor == (1, 0) and moved.format == put_there.format
+    assert x.format.layout.major_to_minor == (1, 0) and moved.format == put_there.format  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(LeafTypeError, match="`dst` holds Format.*, which is no sharding"):
         reshard(x, turned)
 

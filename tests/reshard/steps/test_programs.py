@@ -326,7 +326,7 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(ends, cross):
         return y
 
     assert_lies(jax.jit(moved)(x), VALUES, dst)
-    assert seen == [dst.spec] == [eager.sharding.spec]
+    assert seen == [dst.spec] == [eager.sharding.spec]  # pyright: ignore[reportAttributeAccessIssue]
     if cross:  # which JAX's own does not do
         return
     due = NamedSharding(square, P(None, "a", unreduced=reduced[1]))

@@ -1,0 +1,63 @@
+"""Runs basedpyright and mypy over the type tests, and over a copy in which every asserted type is wrong.
+
+`python tests/types/check.py` fails unless both find nothing in `signatures.py`, an error at every `assert_type` of the
+copy, and an error at exactly the lines of `mistakes.py` that say "refused".
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SIGNATURES, MISTAKES = (HERE / name for name in ("signatures.py", "mistakes.py"))
+CHECKERS = {
+    "basedpyright": ["basedpyright", "--pythonpath", sys.executable],
+    "mypy": ["mypy", "--python-executable", sys.executable, "--follow-imports=silent", "--no-error-summary"],
+}
+
+
+def lines_with_errors(checker: str, file: Path) -> set[int]:
+    command = [str(Path(sys.executable).parent / CHECKERS[checker][0]), *CHECKERS[checker][1:], str(file)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return {int(line) for line in re.findall(rf"{re.escape(file.name)}:(\d+):.*error", said)}
+
+
+def with_wrong_types(source: str) -> tuple[str, set[int]]:
+    """The source with another type in each `assert_type`, and the lines of these."""
+    lines, asserted = source.splitlines(keepends=True), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "assert_type":
+            kind = node.args[1]
+            assert kind.end_col_offset is not None and kind.lineno == kind.end_lineno == node.lineno
+            line = lines[kind.lineno - 1]
+            lines[kind.lineno - 1] = line[: kind.col_offset] + "memoryview" + line[kind.end_col_offset :]
+            asserted.add(kind.lineno)
+    return "".join(lines), asserted
+
+
+def main() -> int:
+    wrong, asserted = with_wrong_types(SIGNATURES.read_text())
+    refused = {number for number, line in enumerate(MISTAKES.read_text().splitlines(), 1) if "# refused" in line}
+    failed = False
+    with tempfile.TemporaryDirectory(dir=ROOT / "tests") as directory:
+        copy = Path(directory) / "wrong.py"
+        copy.write_text(wrong)
+        for checker in CHECKERS:
+            for file, expected in ((SIGNATURES, set()), (copy, asserted), (MISTAKES, refused)):
+                found = lines_with_errors(checker, file)
+                as_expected = found == expected
+                failed = failed or not as_expected
+                verdict = "as expected" if as_expected else "NOT as expected"
+                print(f"{checker}, {file.name}: errors on {len(found)} lines, {verdict}")
+                if not as_expected:
+                    print(f"  missing: {sorted(expected - found)}, too many: {sorted(found - expected)}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
