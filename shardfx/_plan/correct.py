@@ -262,7 +262,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     axes, shape, sizes = strategy.axes, leaf.shape, mesh.sizes
     if found := _too_small(leaf, axes, strategy.min_bytes):
         return Decision(spec, found)
-    entries = _fitted(spec, shape)
+    entries, units = _fitted(spec, shape), _units(leaf)
     used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
     absent = tuple(axis for axis in axes if axis not in sizes)
     taken = tuple(axis for axis in axes if axis in used)
@@ -274,7 +274,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
         return Decision(spec, tuple(reasons))
     choices = [
         (math.prod(sizes[axis] for axis in kept), size, -dim, kept)
-        for dim, (entry, size, unit) in enumerate(zip(entries, shape, _units(leaf), strict=True))
+        for dim, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True))
         if entry is None and (kept := _divisors(free, size, unit, sizes))
     ]
     count, size, dim, kept = max(choices, default=(1, max(shape, default=1), 0, ()))
