@@ -7,8 +7,13 @@ import pytest
 
 # One process with eight emulated devices; tests that need more processes or devices start their own.
 jax.config.update("jax_num_cpu_devices", 8)
-# A sum of two dtypes is an error, so that nothing here relies on promotion that a user may have switched off.
-jax.config.update("jax_numpy_dtype_promotion", "strict")
+# These run the code of optax, flax and others, which adds numbers of two dtypes.
+_STANDARD_PROMOTION = {
+    *("test_aot", "test_benchmarks", "test_benchmarks_gpu", "test_benchmarks_reshard", "test_cli", "test_demo"),
+    *("test_conformance_eformer", "test_conformance_flax", "test_conformance_t5x", "test_conformance_checkpoint"),
+    *("test_docs", "test_follow", "test_foreign_trees", "test_hosts", "test_interop_flax", "test_jit"),
+    *("test_messages", "test_presets", "test_hf_presets", "test_replan", "test_types"),
+}
 
 
 @pytest.fixture
@@ -16,10 +21,11 @@ def getkey():
     return eqx.internal.GetKey()
 
 
-@pytest.fixture
-def standard_promotion():
-    """For tests that run the code of optax and others, which adds numbers of two dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
+@pytest.fixture(autouse=True, scope="module")
+def _promotion(request: pytest.FixtureRequest):
+    """Elsewhere a sum of two dtypes is an error, so that the package relies on no promotion that a user may forbid."""
+    name = request.module.__name__.rpartition(".")[2]
+    with jax.numpy_dtype_promotion("standard" if name in _STANDARD_PROMOTION else "strict"):
         yield
 
 

@@ -63,7 +63,6 @@ def plans(kind):
     return params, follow(OPTIMIZER.init, params), batch
 
 
-@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("ambient", [False, True])
 def test_training_under_a_plan_equals_training_without(kind, ambient):
@@ -192,7 +191,6 @@ def test_donation():
         filter_jit(lambda a, b: a, donate="z")(X, X)
 
 
-@pytest.mark.usefixtures("standard_promotion")
 def test_compiled_ahead_of_time():
     params, opt, batch = plans(AxisType.Auto)
     train = filter_jit(step, in_shardings=(params, opt, batch), out_shardings=(params, opt, None))

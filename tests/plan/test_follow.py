@@ -32,8 +32,6 @@ from shardfx import (
 )
 
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 MESH = MeshSpec(SIZES)
 RULES = PathRules(
