@@ -14,7 +14,7 @@ def clear_caches() -> None:
 
     After devices were lost, or between tests, nothing of the package keeps them alive then; JAX keeps caches of its
     own, which `jax.clear_caches()` clears. Results do not change: what is needed again is planned and compiled again.
-    The programs of a function made by [`shardfx.filter_jit`][] go with the function.
+    The programs of [`shardfx.filter_jit`][] are in JAX's caches, and what else such a function remembers goes with it.
 
     !!! Example
 

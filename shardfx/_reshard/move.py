@@ -134,7 +134,7 @@ def move_of(
         ends = [layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in _on_axes((src, dst), meshes)]
         # Devices that share a memory take no steps, so that none are looked for.
         steps = redistribute(shape, bits(dtype), *ends) if len(ends) == 2 and not (copies and _share(src)) else None
-        if _alike(shape, src, dst) if steps is None else not steps.steps:
+        if _same_shards(shape, src, dst) if steps is None else not steps.steps:
             if src.memory_kind != dst.memory_kind and (in_host_memory(src) or in_host_memory(dst)):
                 return make("memory kind")
             return make("relabel")
@@ -264,7 +264,7 @@ def _one_set(*ends: Sharding) -> bool:
     return ids[0] == ids[1]
 
 
-def _alike(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
+def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
     ours, theirs = named_boxes(shape, src, dst)
     return ours == theirs
 

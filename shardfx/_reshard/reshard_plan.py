@@ -328,7 +328,7 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
     groups: dict[Any, list[LeafMove]] = {}
     for leaf in made.leaves:
         if not leaf.idle:
-            groups.setdefault(_alike(leaf), []).append(leaf)
+            groups.setdefault(_group(leaf), []).append(leaf)
     yield from table([_HEAD, *map(_row, groups.values())], right=set())
     idle = made.in_place
     yield (
@@ -353,7 +353,7 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
         yield f"lost: `{path}` {text}" + (", ..." if len(boxes) > 3 else "")
 
 
-def _alike(leaf: LeafMove) -> tuple[Any, ...]:
+def _group(leaf: LeafMove) -> tuple[Any, ...]:
     return between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst
 
 

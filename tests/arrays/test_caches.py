@@ -43,7 +43,7 @@ def test_cleared_caches_hold_no_device_and_no_program(tmp_path):
     held = [name for name, size in sizes().items() if size]
     for name in ("_reshard.move.move_of", "_reshard.within_limit._programs", "_plan.leaf.named_sharding"):
         assert f"shardfx.{name}" in held
-    assert "shardfx.checkpoint._load._holders" in held
+    assert any(name.startswith("shardfx.checkpoint.") for name in held)
 
     shardfx.clear_caches()
     gc.collect()
