@@ -1,5 +1,4 @@
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools as ft
 import os
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 
 from .._boxes import Box, as_box
+from .._errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
@@ -161,14 +161,18 @@ def load(
         ```
     """
     how = How(rename, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
-    if isinstance(path, Index):
-        return load_index(path, plan, how, Host())
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
-    for _ in range(_TRIES if jax.process_count() == 1 else 0):
-        with contextlib.suppress(ChangedError):
-            return load_index(read_index(path, root=root), plan, how, Host())
-    return load_index(read_index(path, root=root), plan, how, Host())
+    tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
+    for left in reversed(range(tries)):
+        try:
+            index = path if isinstance(path, Index) else read_index(path, root=root)
+            return load_index(index, plan, how, Host())
+        except ChangedError as error:
+            if not left:
+                # The name of the private class would say no more than the sentence does.
+                raise CheckpointError(str(error)) from None
+    raise AssertionError("the last try returns or raises")
 
 
 @dataclasses.dataclass(frozen=True)

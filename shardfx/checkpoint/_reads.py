@@ -97,7 +97,8 @@ def plan_reads(
 
         ```python
         import tempfile
-                from safetensors.numpy import save_file
+        import numpy as np
+        from safetensors.numpy import save_file
         import shardfx
         from shardfx import MeshSpec, PathRules, checkpoint
 
