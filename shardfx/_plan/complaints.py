@@ -103,7 +103,7 @@ def raise_absent(
         for i, row in enumerate(rows)
         if row.names is None and _has(Code.absent, row)
     }
-    for i, path in zip(index, flat.paths, strict=True):
+    for i, path in zip(index, flat.paths, strict=True) if asked else ():
         for axis in asked.get(i, ()):
             wrong.setdefault(axis, f"leaf `{path}` ({rows[i].rule})")
     lines = [
@@ -181,7 +181,7 @@ def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
 
 
 def _has(code: Code, row: Row) -> bool:
-    return any(why.code is code for why in row.reasons)
+    return bool(row.reasons) and any(why.code is code for why in row.reasons)
 
 
 def _shown(lines: list[str]) -> list[str]:

@@ -169,6 +169,15 @@ class AxisRules(eqx.Module):
         **Raises:**
 
         `RuleError` for a name that has neither rules nor a unit.
+
+        !!! Example
+
+            ```python
+            from shardfx import AxisRules
+
+            rules = AxisRules([("embed", "fsdp"), ("mlp", "tensor")]).without("embed")
+            assert rules.names == ("mlp",)
+            ```
         """
         known = dict.fromkeys([*self.names, *(name for name, _ in self.units)])
         for name in names:
@@ -227,6 +236,15 @@ class AxisRules(eqx.Module):
         **Raises:**
 
         `RuleError` that names the contradiction, in rules, modes, units or aliases.
+
+        !!! Example
+
+            ```python
+            from shardfx import AxisRules
+
+            rules = AxisRules([("mlp", "tensor")]).merge(AxisRules([("embed", "fsdp")]))
+            assert rules.names == ("mlp", "embed")
+            ```
         """
         check_axis_rules("other", other)
         modes, others = dict(self.modes), dict(other.modes)
@@ -252,6 +270,15 @@ class AxisRules(eqx.Module):
         **Returns:**
 
         AxisRules with one rule per name.
+
+        !!! Example
+
+            ```python
+            from shardfx import AxisRules
+
+            rules = AxisRules.last_wins([("embed", "data"), ("embed", "model")])
+            assert rules.rules == (("embed", "model"),)
+            ```
         """
         return cls(dict(_rules(rules, "rules")))
 

@@ -89,6 +89,15 @@ class PathRules(eqx.Module):
         **Returns:**
 
         New PathRules that declare the same mesh axes.
+
+        !!! Example
+
+            ```python
+            from shardfx import PathRules, fsdp
+
+            rules = PathRules.parse("embed->tensor.fsdp").extend([(".*", fsdp("fsdp"))])
+            assert [regex for regex, _ in rules.rules] == ["embed", ".*"]
+            ```
         """
         return PathRules([*self.rules, *rules], axes=self.axes)
 
