@@ -229,8 +229,7 @@ def remove_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...
 
     **Returns:**
 
-    The names after. Where the last name went, the `None`s before it go too: `add_axis` may have put them there,
-    and names shorter than the rank leave the rest replicated.
+    The names after. Where the last name went, the `None`s before it go too, since `add_axis` may have put them there.
 
     **Raises:**
 
