@@ -259,7 +259,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
     it uses, and axes that the mesh lacks, are left out with a reason.
     """
-    axes, shape, sizes = strategy.axes, leaf.shape, mesh.sizes
+    axes, shape, sizes, units = strategy.axes, leaf.shape, mesh.sizes, _units(leaf)
     if found := _too_small(leaf, axes, strategy.min_bytes):
         return Decision(spec, found)
     entries, units = _fitted(spec, shape), _units(leaf)
