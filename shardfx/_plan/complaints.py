@@ -62,7 +62,9 @@ def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: A
     """Raises if an array has a logical name that no rule is about, in any mode."""
     if axes is None:
         return
-    asked = [(i, row) for i, row in enumerate(rows) if row.names is not None and _has(Code.unmatched, row)]
+    asked = [
+        (i, row) for i, row in enumerate(rows) if row.reasons and row.names is not None and _has(Code.unmatched, row)
+    ]
     unknown = {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
     if not unknown:
         return
@@ -101,7 +103,7 @@ def raise_absent(
     asked = {
         i: [axis for why in row.reasons if why.code is Code.absent for axis in why.axes]
         for i, row in enumerate(rows)
-        if row.names is None and _has(Code.absent, row)
+        if row.reasons and row.names is None and _has(Code.absent, row)
     }
     for i, path in zip(index, flat.paths, strict=True) if asked else ():
         for axis in asked.get(i, ()):
@@ -181,7 +183,7 @@ def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
 
 
 def _has(code: Code, row: Row) -> bool:
-    return bool(row.reasons) and any(why.code is code for why in row.reasons)
+    return any(why.code is code for why in row.reasons)
 
 
 def _shown(lines: list[str]) -> list[str]:
