@@ -52,4 +52,4 @@ def _no_room(axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshSpec) -> t
         return ()
     what = " x ".join(f"`{axis}` ({mesh.axis_size(axis)})" for axis in axes)
     what = f"{what} beside the axes that shard it already, and no other dimension is"
-    return (reason(Code.indivisible, None, axes, size=size, what=what, padded=math.lcm(size, count)),)
+    return (reason(Code.indivisible, None, axes, size=size, what=what, padded=math.lcm(size, count), whole=size),)
