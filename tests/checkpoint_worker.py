@@ -2,16 +2,22 @@
 
 import errno
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import multiprocess_worker as worker
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import MeshSpec, PathRules, checkpoint
-from shardfx._errors import CheckpointError
+from shardfx.checkpoint._together.board import board_of_this_job
 
 
 FOLDER = Path(sys.argv[-1])
@@ -81,14 +87,112 @@ def errors(made):
     os.pwrite = full
     found = []
     for path in (FOLDER / "failed", FOLDER / f"elsewhere-{jax.process_index() % 2}"):
-        try:
-            checkpoint.save(path, arrays, made)
-        except (CheckpointError, OSError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(saved(path, arrays, made)[0])
         os.pwrite = pwrite
     return found
 
 
+def saved(path, arrays, made, **options):
+    """What saving says if it fails, and how long it took."""
+    started, text = time.monotonic(), "saved"
+    try:
+        checkpoint.save(path, arrays, made, **options)
+    except (ValueError, TypeError, OSError, KeyboardInterrupt) as error:
+        text = f"{type(error).__name__}: {error}"
+    return text, time.monotonic() - started
+
+
+def interrupted(after_seconds):
+    """Sends this process what Ctrl-C sends."""
+    threading.Timer(after_seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def slowed(seconds):
+    """Makes each write last as long as it does on a slow disk."""
+    pwrite = os.pwrite
+
+    def slow(*args):
+        time.sleep(seconds)
+        return pwrite(*args)
+
+    os.pwrite = slow
+    return pwrite
+
+
+def disagreements():
+    """What every process is told where one of them, its number in the name, does not do as the others do."""
+    mesh, me = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices()), jax.process_index()
+    made = shardfx.plan(tree(), mesh, paths=PathRules.parse(RULES["rows"]))
+    other = shardfx.plan(tree(), mesh, paths=PathRules.parse(RULES["others"]))
+    arrays = shardfx.shard(tree(), made)
+    half = arrays | {"rows": arrays["rows"].astype("bfloat16")}
+    halved = shardfx.plan(half, mesh, paths=PathRules.parse(RULES["rows"]))
+    file = FOLDER / "one.safetensors"
+    no_path: Any = 7
+    result = {}
+
+    def tried(name, odd, *given, path: Any = FOLDER / "never", **options):
+        """Of the process `odd` the arguments are others."""
+        multihost_utils.sync_global_devices(name)
+        result[name] = saved(path, *(given if me == odd else (arrays, made)), **(options if me == odd else {}))
+
+    def cut(name, odd, after_seconds, late=None):
+        """On the process `odd` somebody presses Ctrl-C."""
+        multihost_utils.sync_global_devices(name)
+        pwrite = slowed(0.5)
+        if me == odd:
+            interrupted(after_seconds)
+        if me == late:
+            time.sleep(2)
+        result[name] = saved(FOLDER / "never", arrays, made)
+        os.pwrite = pwrite
+
+    tried("overwrite", 2, arrays, made, path=file, overwrite=True)
+    tried("file_bytes", 0, arrays, made, file_bytes=1000)
+    tried("leaf", 1, arrays | {"whole": "text"}, made)
+    tried("leaf of the first", 0, arrays | {"whole": "text"}, made)
+    tried("tree", 3, None, made)
+    tried("plan", 3, arrays, None)
+    tried("other plan", 2, arrays, other)
+    tried("dtype", 1, half, halved)
+    tried("placed otherwise", 1, shardfx.reshard(arrays, other), made)
+    tried("path", 2, arrays, made, path=no_path if me == 2 else FOLDER / "never")
+    cut("ctrl-c", 3, 1.5)
+    cut("ctrl-c in the first", 0, 1.5)
+    cut("ctrl-c before the first has come", 2, 1.0, late=0)
+    result["good"] = saved(file, arrays, made)
+    result["exists"] = saved(file, arrays, made)
+    result["again"] = saved(file, arrays, made, overwrite=True)
+    result["right"] = right(checkpoint.load(file, made))
+    result["absent"] = ("stayed away", 0.0) if me == 1 else saved(FOLDER / "never", arrays, made, wait_seconds=3)
+    multihost_utils.sync_global_devices("absent")
+    result["after"] = saved(file, arrays, made, overwrite=True)
+    ours = shardfx.reshard(arrays, NamedSharding(Mesh(jax.devices()[:2], "x"), P()))
+    result["one process's"] = saved(FOLDER / "ours.safetensors", ours, made)
+    pair = shardfx.reshard(arrays, NamedSharding(Mesh(jax.devices()[2:6], "x"), P("x")))
+    result["two processes'"] = saved(FOLDER / "pair.safetensors", pair, made)
+    multihost_utils.sync_global_devices("pair")
+    for name in ("ours", "pair"):
+        loaded = checkpoint.load(FOLDER / f"{name}.safetensors", made)
+        result[name] = right(loaded)
+    result["left behind"] = board_of_this_job().client.key_value_dir_get("shardfx.save")
+    return result
+
+
+def killed():
+    """The third process is killed while all write."""
+    mesh, me = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices()), jax.process_index()
+    made = shardfx.plan(tree(), mesh, paths=PathRules.parse(RULES["rows"]))
+    arrays = shardfx.shard(tree(), made)
+    slowed(26.0 if me == 0 else 1.0)
+    if me == 2:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return saved(FOLDER / "never", arrays, made)
+
+
 if __name__ == "__main__":
-    worker.TASKS[saves_and_loads.__name__] = saves_and_loads
-    worker.main(*sys.argv[1:])
+    for task in (saves_and_loads, disagreements, killed):
+        worker.TASKS[task.__name__] = task
+    # Of a killed process the save itself must notice, before JAX does and ends all others.
+    heartbeat_seconds, shutdown_seconds = (100, 8) if sys.argv[1] == "killed" else (10, 20)
+    worker.main(*sys.argv[1:], heartbeat_seconds=heartbeat_seconds, shutdown_seconds=shutdown_seconds)

@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +209,10 @@ def survives():
         print(f"failed after {time.monotonic() - started:.1f} s", flush=True)
 
 
-TASKS = {task.__name__: task for task in (everything, dies, survives)}
+TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives)}
 
 
-def main(task, index, count, devices, port, folder):
+def main(task, index, count, devices, port, folder, *, heartbeat_seconds=10, shutdown_seconds=20):
     jax.config.update("jax_num_cpu_devices", int(devices))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Gloo listens on whatever the host's name resolves to unless it is told a name, and JAX has no option for it.
@@ -226,8 +227,8 @@ def main(task, index, count, devices, port, folder):
         num_processes=int(count),
         process_id=int(index),
         initialization_timeout=60,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=20,
+        heartbeat_timeout_seconds=heartbeat_seconds,
+        shutdown_timeout_seconds=shutdown_seconds,
     )
     result = TASKS[task]()
     Path(folder, f"{index}.pickle").write_bytes(pickle.dumps(result))

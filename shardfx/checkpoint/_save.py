@@ -1,9 +1,11 @@
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +13,9 @@ import jax
 import numpy as np
 
 from .._boxes import Box, as_box
-from .._errors import CheckpointError
+from .._errors import CheckpointError, LeafTypeError, check_type
 from .._plan.shard_plan import ShardPlan
-from . import _agree as agree, _safetensors as safetensors
+from . import _safetensors as safetensors
 from ._files import inside, place, read_json
 from ._index import read_index
 from ._leaves import Leaves, leaves_to_save
@@ -21,12 +23,19 @@ from ._numbers import NUMBERS_KEY, to_text
 from ._progress import Progress
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
 from ._spans import spans, whole
+from ._together.facts import digest_of, lines_of
+from ._together.follower import Follower
+from ._together.leader import Leader
+from ._together.meeting import Alone, meeting
 
 
 PLAN = "plan.json"
 PLAN_KEY = "shardfx.plan"
 _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
+# A save that has failed elsewhere stops after so much.
+_STEP_BYTES = 16 << 20
+_WAIT_SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +63,14 @@ def save(
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
     progress: bool | None = None,
+    wait_seconds: float = _WAIT_SECONDS,
 ) -> None:
     """Writes the arrays of a tree as safetensors, together with their plan.
 
     Everything is written under a temporary name beside `path`, flushed to the disk, and renamed at the end: whoever is
-    killed on the way leaves what was there as it was, and of two writers one gets an error. On many processes all must
-    call this, and `path` must be on a file system that they share; each writes its replica-0 shards.
+    killed on the way leaves what was there as it was, and of two writers one gets an error. Every process that owns a
+    device of the arrays must call this, with the same arguments, and `path` must be on a file system that they share;
+    each writes its replica-0 shards. Whatever goes wrong in one of them, the others hear of it.
 
     **Arguments:**
 
@@ -72,12 +83,15 @@ def save(
         to a new name, then remove the old one.
     - `file_bytes`: a directory gets a further file where one would get larger than this.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
+    - `wait_seconds`: how long the processes wait for one that has not called this yet. One that has called it, and then
+        fails or dies, is noticed within 30 seconds however long the others wait.
 
     **Raises:**
 
     `PlanMismatchError` if the tree is not the planned one; `LeafTypeError` for a dtype that safetensors cannot hold, or
     of which `load` could not give back the values under this plan (NumPy's int64 where the plan has int32);
-    `CheckpointError` if `path` exists, or another process failed; `OSError` with the path where the disk is full or
+    `CheckpointError` if `path` exists, or another process failed, died, did not come, or has other arguments, which
+    names that process; `OSError` with the path where the disk is full or
     cannot be written. What was at `path` before is there after any of them.
 
     !!! Example
@@ -98,28 +112,32 @@ def save(
         assert checkpoint.saved_plan(directory).digest == made.digest
         ```
     """
-    path = os.path.abspath(os.fspath(path))
-    leaves = leaves_to_save(tree, plan)
-    is_file = path.endswith(".safetensors")
-    _require_free(path, is_file, overwrite)
-    group = agree.processes_of([value for _, value in leaves.arrays])
-    staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{group.token()}")
-    extra = {PLAN_KEY: plan.to_json() if is_file else plan.digest, NUMBERS_KEY: to_text(leaves.numbers)}
-    headers, tensors = _layout(leaves, staging, extra, None if is_file else file_bytes)
-    try:
-        with group.together(path):
-            if group.is_first:
-                _require_space(path, headers)
-                _begin(staging, headers, None if is_file else plan.to_json())
-        with group.together(path):
-            _write_all(tensors, Progress("saving", sum(tensor.nbytes for tensor in tensors), progress), group.is_first)
-        with group.together(path):
-            if group.is_first:
-                _commit(staging, path, is_file, overwrite)
-    finally:
-        # After a commit nothing has this name any more.
-        if group.is_first:
-            _remove(staging)
+    what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
+    with contextlib.ExitStack() as afterwards, meeting(tree, what, wait_seconds) as together:
+        token = together.join()
+        path = os.path.abspath(os.fspath(path))
+        check_type("plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes")
+        leaves = leaves_to_save(tree, plan)
+        is_file = path.endswith(".safetensors")
+        staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
+        numbers = to_text(leaves.numbers)
+        extra = {PLAN_KEY: plan.to_json() if is_file else plan.digest, NUMBERS_KEY: numbers}
+        headers, tensors = _layout(leaves, staging, extra, None if is_file else file_bytes)
+        if together.is_first:
+            # After a commit nothing has this name any more.
+            afterwards.callback(_remove, staging)
+
+        def begin() -> None:
+            _require_free(path, is_file, overwrite)
+            _require_space(path, headers)
+            _begin(staging, headers, None if is_file else plan.to_json())
+
+        given = {"path": repr(path), "overwrite": repr(bool(overwrite)), "file_bytes": repr(file_bytes)}
+        lines = [*lines_of(leaves.arrays), f"the numbers are {numbers}"]
+        together.agree(given | {"leaves": digest_of(lines), "plan": plan.digest}, lines, begin)
+        total = sum(tensor.nbytes for tensor in tensors)
+        wrote = _write_all(tensors, Progress("saving", total, progress), together, afterwards)
+        together.finish(wrote, total, lambda: _commit(staging, path, is_file, overwrite))
 
 
 def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
@@ -225,25 +243,27 @@ def _write_file(file: str, data: bytes, size: int | None = None) -> None:
         os.fsync(out.fileno())
 
 
-def _write_all(tensors: list[_Tensor], bar: Progress, is_first: bool) -> None:
-    descriptors: dict[str, int] = {}
-    try:
-        for tensor in tensors:
-            if tensor.file not in descriptors:
-                descriptors[tensor.file] = os.open(tensor.file, os.O_WRONLY | os.O_CLOEXEC)
-        with concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save") as pool:
-            futures = [pool.submit(_write, descriptors[tensor.file], tensor, is_first) for tensor in tensors]
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    bar.advance(future.result())
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+def _write_all(
+    tensors: list[_Tensor], bar: Progress, together: Alone | Leader | Follower, afterwards: contextlib.ExitStack
+) -> int:
+    """Writes what this process holds; returns how many bytes that was.
+
+    Where it fails, the writes that have begun are waited for `afterwards`: the other processes hear of it before.
+    """
+    files: dict[str, int] = {}
+    for file in dict.fromkeys(tensor.file for tensor in tensors):
+        files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+        afterwards.callback(os.close, files[file])
+    pool, stop, wrote = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event(), 0
+    afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
+    afterwards.callback(stop.set)
+    for future in together.attend([pool.submit(_write, files[t.file], t, together.is_first, stop) for t in tensors]):
+        wrote += future.result()
+        bar.advance(future.result())
+    for future in together.attend([pool.submit(os.fsync, file) for file in files.values()]):
+        future.result()
     bar.end()
+    return wrote
 
 
 def _pieces(tensor: _Tensor, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
@@ -256,7 +276,7 @@ def _pieces(tensor: _Tensor, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]
             yield as_box(shard.index, tensor.shape), np.asarray(shard.data)
 
 
-def _write(descriptor: int, tensor: _Tensor, is_first: bool) -> int:
+def _write(descriptor: int, tensor: _Tensor, is_first: bool, stop: threading.Event) -> int:
     pieces = list(_pieces(tensor, is_first))
     boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
     written = 0
@@ -270,15 +290,15 @@ def _write(descriptor: int, tensor: _Tensor, is_first: bool) -> int:
             out = copied_out(views, span, tensor.dtype)
         for run in range(span.runs):
             piece = out[run * span.run_bytes : (run + 1) * span.run_bytes]
-            _write_at(descriptor, piece, tensor.offset + span.offset + run * span.step)
+            _write_at(descriptor, piece, tensor.offset + span.offset + run * span.step, stop)
         written += span.nbytes
     return written
 
 
-def _write_at(descriptor: int, data: np.ndarray, offset: int) -> None:
+def _write_at(descriptor: int, data: np.ndarray, offset: int, stop: threading.Event) -> None:
     left = memoryview(data.data)
-    while len(left):
-        done = os.pwrite(descriptor, left, offset)
+    while len(left) and not stop.is_set():
+        done = os.pwrite(descriptor, left[:_STEP_BYTES], offset)
         left, offset = left[done:], offset + done
 
 
