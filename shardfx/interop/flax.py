@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 from flax.core import meta
 from flax.linen.spmd import LogicallyPartitioned
+from flax.nnx.bridge import NNXMeta
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._errors import SpecError
@@ -24,7 +25,7 @@ def names_of(tree: Any, *, default: tuple[Any, ...] | None = None) -> Any:
     **Arguments:**
 
     - `tree`: linen variables with `nn.Partitioned` or `nn.LogicallyPartitioned` boxes (from `jax.eval_shape`
-        or with arrays), or an `nnx.State`.
+        or with arrays), or with the boxes that `nnx.bridge.to_linen` makes, or an `nnx.State`.
     - `default`: the names of arrays that have none: `()` replicates them, `None` leaves them to path rules.
 
     **Returns:**
@@ -260,16 +261,19 @@ def _is_box(node: Any) -> bool:
     return isinstance(node, meta.AxisMetadata | nnx.Variable)
 
 
-def _sharding(node: Any) -> Any:
+def _metadata(node: Any) -> Mapping[str, Any]:
+    """What an nnx variable carries; `nnx.bridge.to_linen` puts it into a box."""
     if isinstance(node, nnx.Variable):
-        return node.get_metadata().get("out_sharding")
-    return node.names if isinstance(node, meta.Partitioned) else None
+        return node.get_metadata()
+    return node.metadata if isinstance(node, NNXMeta) else {}
+
+
+def _sharding(node: Any) -> Any:
+    return node.names if isinstance(node, meta.Partitioned) else _metadata(node).get("out_sharding")
 
 
 def _own_rules(node: Any) -> RulesLike:
-    if isinstance(node, nnx.Variable):
-        return node.get_metadata().get("sharding_rules")
-    return node.rules if isinstance(node, LogicallyPartitioned) else None
+    return node.rules if isinstance(node, LogicallyPartitioned) else _metadata(node).get("sharding_rules")
 
 
 def _names(sharding: Any) -> tuple[Any, ...]:

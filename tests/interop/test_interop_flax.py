@@ -103,6 +103,28 @@ def test_boxes_of_other_kinds_are_unboxed():
     assert interop.names_of({"a": Box(3)}, default=()) == {"a": ()}
 
 
+def bridged():
+    """An nnx layer inside a linen model: its variables come in boxes of their own."""
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"), sharding_rules=(("mlp", "tensor"),))
+    layer = nnx.bridge.to_linen(nnx.Linear, 4, 8, kernel_init=init, kernel_metadata={"eager_sharding": False})
+    return layer, jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 4)))
+
+
+def test_bridged_layers_keep_their_names_and_rules():
+    layer, boxed = bridged()
+    assert interop.names_of(boxed, default=()) == {"params": {"kernel": ("embed", "mlp"), "bias": ()}}
+    assert interop.rules_of(boxed) == AxisRules([("mlp", "tensor")])
+    rules = interop.composite_rules(interop.rules_of(boxed), [("embed", "fsdp")])
+    names = interop.names_of(boxed, default=())
+    made = plan(interop.unboxed(boxed), MESH, names=names, axes=rules, strict=True)
+    assert made["params/kernel"].spec == P("fsdp", "tensor") and made["params/bias"].spec == P()
+    # Flax reads only the rules that the box itself carries.
+    assert nn.get_partition_spec(boxed)["params"]["kernel"] == P("embed", "tensor")
+    placed = made.on(MESH.build(jax.devices()))
+    init = jax.jit(lambda key: interop.unboxed(layer.init(key, jnp.ones((2, 4)))), out_shardings=placed.shardings)
+    assert init(jax.random.key(0))["params"]["kernel"].sharding == placed.shardings["params"]["kernel"]
+
+
 # --- nnx
 
 
