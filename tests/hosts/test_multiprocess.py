@@ -23,7 +23,8 @@ def job(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    return worker.train(worker.SPEC.build(jax.devices()))
+    with jax.numpy_dtype_promotion("standard"):  # as optax needs it
+        return worker.train(worker.SPEC.build(jax.devices()))
 
 
 def assert_trees_equal(tree, other, **tolerance):

@@ -1,4 +1,4 @@
-"""Every example runs: the pages of docs/, the README, and the docstrings of the package.
+"""Every example runs, as it does for a reader: the pages of docs/, the README, and the docstrings of the package.
 
 A fence that opens with exactly "```python" runs; the blocks of one page (or one docstring) share a namespace,
 top to bottom. A "```text" fence right after one must equal what that block printed (`...` stands for
@@ -92,7 +92,7 @@ def scratch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: str(p.relative_to(ROOT)))
-def test_page(page, scratch):
+def test_page(page, scratch, standard_promotion):
     assert len(jax.devices()) >= 8
     run(blocks(page.read_text()), str(page))
 
