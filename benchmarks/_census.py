@@ -25,6 +25,8 @@ SLACK_BYTES = 4096
 # A single move may take this many times as long as XLA's; of those that take longer, so many are named.
 SLOWER = 1.1
 SHOWN = 5
+# Arrays whose shards fill no tiles, on 16 or 64 devices: odd widths, GPT-2's vocabulary, heads of 80 and of 96.
+_ODD = ((6400, 4800), (8256, 4160), (50304, 768), (5120, 64, 80), (4096, 64, 96))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +53,23 @@ class Row:
         return self.temp_bytes[name] > 2 * self.shard_bytes + self.slack_bytes
 
 
-def census(pairs: int, aot: str | None) -> Mapping[str, Value]:
-    """Compiles, checks and times random pairs of shardings; run in a process of its own."""
+def census(pairs: int, aot: str | None, odd: bool = False) -> Mapping[str, Value]:
+    """Compiles, checks and times random pairs of shardings; run in a process of its own.
+
+    **Arguments:**
+
+    - `pairs`: how many.
+    - `aot`: the compiler that is asked, as in `tpu:v5e:4x4`; or None, and the programs run on emulated devices.
+    - `odd`: whether shards fill no tiles, instead of those of one large matrix.
+    """
     devices = _topology(aot) if aot else emulated(16)
-    shape, dtype = ((8192, 8192), jnp.dtype(jnp.bfloat16)) if aot else ((2048, 2048), np.dtype(np.float32))
+    large = ((8192, 8192), jnp.dtype(jnp.bfloat16)) if aot else ((2048, 2048), np.dtype(np.float32))
+    kinds = [(shape, jnp.dtype(dtype)) for dtype in (jnp.bfloat16, jnp.float32) for shape in _ODD] if odd else [large]
     rng, rows = random.Random(21562), []
     ends = [sharding_of(devices, end) for end in every_layout(len(devices))]
     scratch = _scratch_bytes(devices)
     while len(rows) < pairs:
-        src, dst = rng.choice(ends), rng.choice(ends)
+        (shape, dtype), src, dst = kinds[len(rows) % len(kinds)], rng.choice(ends), rng.choice(ends)
         if planned(shape, dtype, src, dst).steps:
             rows.append(_row(shape, dtype, src, dst, SLACK_BYTES + scratch, run=not aot))
     return {"bytes of scratch of a permutation": scratch, **_summary(rows)}
@@ -103,7 +113,7 @@ def _row(
         programs[name] = lowered(fn, shape, dtype, src, dst).compile()
         taken[name] = time.perf_counter() - begin
     row = Row(
-        move=f"{_text(src)} to {_text(dst)}",
+        move=f"{dtype}{list(shape)}, {_text(src)} to {_text(dst)}",
         steps=", ".join(step.kind for step in plan.steps),
         shard_bytes=max(math.prod(end.shard_shape(shape)) for end in (src, dst)) * dtype.itemsize,
         slack_bytes=slack_bytes,

@@ -41,6 +41,11 @@ _TRANSFER = re.compile(
     r'= \((\w+)\[([\d,]*)\].* recv\(.*_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type'
 )
 _SLICE = 100_000
+# `%body (arg: (s32[], f32[8])) -> (s32[], f32[8]) {`, and the loops over such: a counter from 0 below a constant.
+_COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{$")
+_WHILE = re.compile(r" while\(.*condition=%(?P<condition>[^\s,]+), body=%(?P<body>[^\s,]+)")
+_LIMIT = re.compile(r"%(\S+) = s32\[\]\S* constant\((\d+)\)")
+_LESS = re.compile(r" compare\([^)]*%([^\s,)]+)\), direction=LT")
 
 
 def planned(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Redistribution:
@@ -87,12 +92,39 @@ def wire_bytes(hlo: str, devices: int, slices: Sequence[int] | np.ndarray | None
     transfers = _TRANSFER.findall(hlo)
     # With hosts between slices the program is that of one slice, and what differs per slice is in branches.
     entry, own = hlo.find("\nENTRY "), devices // max([1, *[_slice_count(target) for _, _, target in transfers]])
-    total = Fraction(0)
-    for dtype, dims, target in transfers:
-        total += _transferred(_array_bytes(dtype, dims), target, devices, slices is not None)
+    total, times = Fraction(0), _times(hlo)
     for text, runners in ((hlo[: entry + 1], devices), (hlo[entry + 1 :], own)):
-        total += sum((_traffic(line, apart, runners) for line in text.splitlines()), Fraction(0))
+        name = ""
+        for line in text.splitlines():
+            name = begun[1] if (begun := _COMPUTATION.match(line)) else name
+            traffic = _traffic(line, apart, runners)
+            for dtype, dims, target in _TRANSFER.findall(line):
+                traffic += _transferred(_array_bytes(dtype, dims), target, devices, slices is not None)
+            total += traffic * times(name) if traffic else 0
     return total
+
+
+def _times(hlo: str) -> Callable[[str], int]:
+    """How often a computation runs, by its name: in a loop as often as the loop does."""
+    bodies, name, loops = {}, "", {}
+    for line in hlo.splitlines():
+        name = begun[1] if (begun := _COMPUTATION.match(line)) else name
+        bodies.setdefault(name, []).append(line)
+        if loop := _WHILE.search(line):
+            loops[loop["body"]] = name, loop["condition"]
+
+    def times(name: str) -> int:
+        if name not in loops:
+            return 1
+        outer, condition = loops[name]
+        text = "\n".join(bodies.get(condition, ()))
+        limits = dict(_LIMIT.findall(text))
+        limit = [limits[other] for other in _LESS.findall(text) if other in limits]
+        if len(limit) != 1:
+            raise ValueError(f"how often does this loop run, whose body talks to other devices? {text}")
+        return int(limit[0]) * times(outer)
+
+    return times
 
 
 def _slice_count(target: str) -> int:

@@ -61,6 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=_part, default=(1, 1), metavar="I/N", help="of --all-pairs, a part alone")
     parser.add_argument("--scalax", action="store_true", help="race scalax on Llama too; it compiles for minutes")
     parser.add_argument("--aot", metavar="tpu:TOPOLOGY", help="census with the TPU compiler, as in tpu:v5e:4x4")
+    parser.add_argument("--odd", action="store_true", help="with --aot: arrays whose shards fill no tiles")
 
 
 def cases(options: Options) -> list[Entry]:
@@ -68,7 +69,7 @@ def cases(options: Options) -> list[Entry]:
     if flags.all_pairs:
         return [_every_pair(flags.chunk)]
     if flags.aot:
-        return [_census(flags.pairs or (10 if options.quick else 150), flags.aot)]
+        return [_census(flags.pairs or (10 if options.quick else 150), flags.aot, flags.odd)]
     pairs = flags.pairs or (8 if options.quick else 400 if flags.census else 60)
     return [
         *([] if flags.census else _races(options)),
@@ -80,7 +81,7 @@ def cases(options: Options) -> list[Entry]:
         _seen_before(),
         _planning_a_tree(),
         *([_simulated()] if flags.census else []),
-        _census(pairs, None),
+        _census(pairs, None, False),
     ]
 
 
@@ -268,8 +269,9 @@ def _every_pair(part: tuple[int, int]) -> Finding:
     )
 
 
-def _census(pairs: int, aot: str | None) -> Finding:
+def _census(pairs: int, aot: str | None, odd: bool) -> Finding:
     where = f"the {aot.removeprefix('tpu:')} compiler" if aot else "16 emulated CPU devices"
+    arrays = ", shards that fill no tiles" if odd else ""
     limits = [
         Limit("shardfx: worst temporary over shard", at_most=2.0 if aot else 3.0),
         Limit("pairs with more wire bytes than XLA", at_most=0),
@@ -281,7 +283,9 @@ def _census(pairs: int, aot: str | None) -> Finding:
             Limit("speedup elsewhere (geometric mean)", at_least=1 / 1.1),
         ]
     return Finding(
-        f"census of {pairs} random pairs, {where}",
-        lambda: fresh_process("benchmarks._census:census", {"pairs": pairs, "aot": aot}, timeout_seconds=7200),
+        f"census of {pairs} random pairs{arrays}, {where}",
+        lambda: fresh_process(
+            "benchmarks._census:census", {"pairs": pairs, "aot": aot, "odd": odd}, timeout_seconds=7200
+        ),
         tuple(limits),
     )

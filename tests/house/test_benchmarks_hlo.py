@@ -27,6 +27,33 @@ def test_traffic_of_one_instruction(line, devices, right):
     assert wire_bytes(f"ENTRY %main {{\n  {line}\n}}\n", devices) == Fraction(right)
 
 
+LOOP = """
+%condition.1 (state.1: (s32[], f32[8])) -> pred[] {
+  %state.1 = (s32[], f32[8]) parameter(0)
+  %limit.1 = s32[]{:T(128)} constant(7)
+  %index.1 = s32[] get-tuple-element(%state.1), index=0
+  ROOT %less.1 = pred[] compare(%index.1, LIMIT), direction=LT
+}
+
+%body.1 (state.2: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state.2 = (s32[], f32[8]) parameter(0)
+  %x = f32[8] get-tuple-element(%state.2), index=1
+  %y = f32[8] all-to-all(%x), replica_groups={{0,1}}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %loop = (s32[], f32[8]) while(%start), condition=%condition.1, body=%body.1
+  %last = f32[8] all-to-all(%z), replica_groups={{0,1}}
+}
+"""
+
+
+def test_traffic_in_a_loop_counts_as_often_as_the_loop_runs():
+    assert wire_bytes(LOOP.replace("LIMIT", "%limit.1"), 2) == 8 * 16
+    with pytest.raises(ValueError, match="how often does this loop run"):
+        wire_bytes(LOOP.replace("LIMIT", "%other.1"), 2)
+
+
 @pytest.mark.parametrize(
     "line, right",
     [

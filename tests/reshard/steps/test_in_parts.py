@@ -4,7 +4,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.steps.in_parts import Cut, cut_for_tiles, in_parts
@@ -45,7 +45,8 @@ def moved(values: np.ndarray, src: Layout, dst: Layout, plan: Redistribution, cu
 
 def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: Layout, dst: Layout, part: int, dim: int):
     plan = redistribute(shape, 8 * dtype.itemsize, src, dst)
-    assume(plan.steps)
+    if not plan.steps:
+        return
     on_the_way = [plan.steps[0].source, *(step.target for step in plan.steps)]
     block = shape[dim] // math.lcm(*(end.counts[dim] for end in on_the_way))
     # Every element has bits of its own, also where they are those of a NaN (of a small one the CPU would change them).
@@ -78,11 +79,11 @@ ROWS, COLUMNS = Layout((64,), ((0,), ())), Layout((64,), ((), (0,)))
 @pytest.mark.parametrize(
     "shape, bits, src, dst, cut",
     [
-        # Parts of 129 x 65 are padded; the blocks of rows lie in one strip of the source and 64 of the target.
-        ((8256, 4160), 16, ROWS, COLUMNS, Cut(1, 65, 9, (8256, 65))),
+        # A block is 129 x 65. Of 17 x 65 there are 24 x 128 stored, of 129 x 9 there would be 256 x 16.
+        ((8256, 4160), 16, ROWS, COLUMNS, Cut(0, 129, 17, (8256, 65))),
         ((8192, 8192), 16, ROWS, COLUMNS, None),  # 128 x 128
         ((640, 640), 16, ROWS, COLUMNS, None),  # small
-        ((8256, 4160), 16, ROWS, Layout((64,), ((), ())), Cut(0, 129, 17, (8256, 4160))),
+        ((8256, 4160), 16, ROWS, Layout((64,), ((), ())), Cut(1, 4160, 520, (8256, 4160))),
         ((8256, 4160), 16, Layout((64,), ((), ())), COLUMNS, None),  # nothing but a slice
         ((2**22,), 16, Layout((8,), ((0,),)), Layout((8,), ((),)), None),
         # The heads are the minor dimension's neighbour, and the minor one is cut no further.
