@@ -13,6 +13,7 @@ from .._plan.planner import plan
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import PathRules
 from .._spec import canonical, entries_of
+from .._text import quoted
 from .._tree import tree_paths
 from ._entry import ArrayEntry
 from ._index import Index, below, nested, structs
@@ -29,14 +30,11 @@ def shardings(index: Index, mesh: AnyMesh, *, default: Any = None, prefix: str |
     - `index`: from `read_index`.
     - `mesh`: where to put the arrays. `None` leaves every sharding that `default` does not give as a Sharding `None`.
     - `default`: what decides for each array. `None`: it is replicated. A Sharding: that one. A PartitionSpec: corrected
-        to each array's shape, as [`shardfx.correct`][] does, entries beyond its rank left out.
-        [`shardfx.PathRules`][], or a
-        pair of them and the [`shardfx.AxisRules`][] that resolve their names: as [`shardfx.plan`][] does. A
-        function from
-        the `ArrayEntry` to a Sharding, a PartitionSpec or `None`.
-    - `prefix`: only the arrays below `prefix/` (or, in an eformer index of version 2, those listed under this
-        prefix), by
-        their path relative to it.
+        to each array's shape, as [`shardfx.correct`][] does, entries beyond its rank left out. A
+        [`shardfx.PathRules`][], or a pair of one and the [`shardfx.AxisRules`][] that resolve its names: as
+        [`shardfx.plan`][] does. A function: it makes of an `ArrayEntry` a Sharding, a PartitionSpec or `None`.
+    - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
+        those listed under this prefix.
 
     **Returns:**
 
@@ -101,15 +99,15 @@ def _sharding_of(entry: ArrayEntry, mesh: AnyMesh, default: Any) -> Sharding | N
         return asked
     if not isinstance(asked, PartitionSpec):
         raise LeafTypeError(
-            f"array {entry.path!r}: {asked!r} is no sharding; `default` must be a Sharding, a PartitionSpec, "
-            f"PathRules, "
-            "a pair of PathRules and AxisRules, `None`, or a function of the entry that gives one of the first two."
+            f"array {quoted(entry.path)}: {asked!r} is no sharding; `default` must be a Sharding, a PartitionSpec, "
+            "PathRules, a pair of PathRules and AxisRules, `None`, or a function of the entry that gives one of the "
+            "first two."
         )
     mesh, spec = _required(mesh, "PartitionSpecs"), asked
     if entry.shape is None:
         raise CheckpointError(
-            f"the checkpoint does not say the shape of {entry.path!r}, so {asked} cannot be corrected to it; give a "
-            "function as `default`, or a Sharding."
+            f"the checkpoint does not say the shape of {quoted(entry.path)}, so {asked} cannot be corrected to it; "
+            "give a function as `default`, or a Sharding."
         )
     short = PartitionSpec(*entries_of(spec)[: len(entry.shape)])
     return _on(mesh, correct(short, entry.shape, mesh).spec)
@@ -198,8 +196,7 @@ def _target(leaf: Any, path: str, asked: Any, mesh: Mesh | None) -> Sharding | N
     if not isinstance(asked, Sharding):
         raise LeafTypeError(
             f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a PartitionSpec with `mesh=`, "
-            f"`None`, "
-            "or a function from the array to one of these."
+            "`None`, or a function from the array to one of these."
         )
     _check_fits(asked, np.shape(leaf), path)
     return asked
