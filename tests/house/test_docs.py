@@ -92,7 +92,7 @@ def scratch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: str(p.relative_to(ROOT)))
-def test_page(page, scratch, standard_promotion):
+def test_page(page, scratch):
     assert len(jax.devices()) >= 8
     run(blocks(page.read_text()), str(page))
 
