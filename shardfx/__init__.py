@@ -20,6 +20,7 @@ from ._errors import (
     MoveError as MoveError,
     PlanFormatError as PlanFormatError,
     PlanMismatchError as PlanMismatchError,
+    ProgramError as ProgramError,
     RuleError as RuleError,
     SpecError as SpecError,
     UnknownPathError as UnknownPathError,
@@ -56,6 +57,13 @@ from ._spec import axis_names_of as axis_names_of, canonical as canonical
 
 if _typing.TYPE_CHECKING:
     from . import checkpoint as checkpoint, interop as interop, presets as presets
+    from ._cost import (
+        Frame as Frame,
+        Traffic as Traffic,
+        TrafficDifference as TrafficDifference,
+        TrafficRow as TrafficRow,
+        traffic as traffic,
+    )
     from ._reshard import (
         Layout as Layout,
         LeafMove as LeafMove,
@@ -68,65 +76,12 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 # Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
-_LATE = {name: name for name in ("checkpoint", "interop", "presets")} | {
-    name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")
+_LATE = {
+    **{name: name for name in ("checkpoint", "interop", "presets")},
+    **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
+    **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
 }
-__all__ = [
-    "AxisRules",
-    "CheckpointError",
-    "Code",
-    "Decision",
-    "Layout",
-    "LeafMove",
-    "LeafPlan",
-    "LeafTypeError",
-    "MeshError",
-    "MeshSpec",
-    "MoveError",
-    "PathRules",
-    "PlanFormatError",
-    "PlanMismatchError",
-    "Reason",
-    "Replan",
-    "ReportRow",
-    "ReshardPlan",
-    "RuleError",
-    "ShardPlan",
-    "SpecError",
-    "Step",
-    "UnknownPathError",
-    "UnmatchedError",
-    "atomic",
-    "axis_names_of",
-    "canonical",
-    "checkpoint",
-    "clear_caches",
-    "constrain",
-    "correct",
-    "differences",
-    "field",
-    "filter_jit",
-    "follow",
-    "fsdp",
-    "gather",
-    "hosts",
-    "interop",
-    "match",
-    "optional",
-    "plan",
-    "plan_reshard",
-    "presets",
-    "replan",
-    "replicate",
-    "report",
-    "report_rows",
-    "reshard",
-    "resolve",
-    "shard",
-    "shardings_of",
-    "specs_of",
-    "topology",
-]
+__all__ = sorted({*_LATE, *[name for name in globals() if not name.startswith("_")]})  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _typing.Any:

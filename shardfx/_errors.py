@@ -33,6 +33,10 @@ class LeafTypeError(TypeError):
     """A leaf of a type that the function cannot plan, move or read, or an argument of another type than it takes."""
 
 
+class ProgramError(ValueError):
+    """A compiled program that cannot be read: its text is cut off, or it has a collective that is not known."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, hostile, incomplete, or does not hold what the plan asks for."""
 

@@ -1,0 +1,179 @@
+"""The text of an optimized HLO module as data: its computations, their instructions, and the lines they came from."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .._errors import ProgramError
+
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
+    r"(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
+_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+class Frame(NamedTuple):
+    """A line of a program that was traced."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Instruction(NamedTuple):
+    """One instruction: what it makes, from what, and the rest of its line."""
+
+    name: str
+    result: str
+    opcode: str
+    operands: tuple[str, ...]
+    inside: str
+    attributes: str
+    is_root: bool
+
+    @property
+    def text(self) -> str:
+        """The line, without what the compiler noted for itself."""
+        line = f"%{self.name} = {self.result} {self.opcode}({self.inside}){self.attributes}"
+        return line.partition(", backend_config=")[0]
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX's operations that it came from."""
+        found = _OP_NAME.search(self.attributes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+    @property
+    def called(self) -> Iterator[tuple[str, str]]:
+        """The computations that it names, each with the attribute that names it."""
+        for attribute, several, one in _CALLED.findall(self.attributes):
+            for name in several.split(",") if several else [one]:
+                yield attribute, name.strip().lstrip("%")
+
+
+@dataclasses.dataclass(frozen=True)
+class HloModule:
+    """A module.
+
+    **Arguments:**
+
+    - `entry`: the name of the computation that runs first.
+    - `computations`: by name, the instructions by name; callees come before their callers.
+    - `stacks`: by the number that instructions give, the frames of the trace, innermost first.
+    """
+
+    entry: str
+    computations: dict[str, dict[str, Instruction]]
+    stacks: dict[int, tuple[Frame, ...]]
+
+    def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
+        """The lines of the program that an instruction came from, innermost first."""
+        if found := _FRAME.search(instruction.attributes):
+            return self.stacks.get(int(found[1]), ())
+        if found := _OLD_SOURCE.search(instruction.attributes):
+            return (Frame(found[1], int(found[2] or 0), ""),)
+        return ()
+
+
+def parse_hlo(text: str) -> HloModule:
+    """Reads the text of a compiled module.
+
+    **Arguments:**
+
+    - `text`: as by `compiled.as_text()`.
+
+    **Returns:**
+
+    The module.
+
+    **Raises:**
+
+    `ProgramError` for text that is no HLO module, or an instruction that cannot be read; it shows the line.
+    """
+    computations: dict[str, dict[str, Instruction]] = {}
+    tables: dict[str, list[str]] = {}
+    entry, own, rows = "", None, None
+    for line in text.splitlines():
+        if own is not None:
+            if line.startswith("}"):
+                own = None
+            elif line.strip():
+                made = _instruction(line)
+                own[made.name] = made
+        elif found := _TABLE.match(line):
+            rows = tables.setdefault(found[1], [])
+        elif rows is not None and line[:1].isdigit():
+            rows.append(line.partition(" ")[2])
+        elif found := _HEADER.match(line):
+            own = computations.setdefault(found[2], {})
+            entry, rows = found[2] if found[1] else entry, None
+    if not entry:
+        raise ProgramError(
+            "this text is no optimized HLO module: it has no ENTRY computation; pass a compiled program, or its "
+            "`as_text()`."
+        )
+    return HloModule(entry, computations, _stacks(tables))
+
+
+def _instruction(line: str) -> Instruction:
+    found = _NAME.match(line)
+    if found is None:
+        raise ProgramError(f"an instruction of the HLO module cannot be read: {line.strip():.300}")
+    start = found.end()
+    if line[start] == "(":
+        stop = _closed(line, start)
+    else:
+        stop = line.find(" ", start)
+    opening = line.find("(", stop + 1)
+    if stop < 0 or opening < 0:
+        raise ProgramError(f"an instruction of the HLO module cannot be read: {line.strip():.300}")
+    closing = _closed(line, opening)
+    inside = line[opening + 1 : closing - 1]
+    operands = tuple(_OPERAND.findall(inside))
+    result, opcode = line[start:stop].strip(), line[stop + 1 : opening].strip()
+    return Instruction(found[2], result, opcode, operands, inside, line[closing:], found[1] is not None)
+
+
+def _closed(line: str, opening: int) -> int:
+    """The position after the bracket that closes the one at `opening`."""
+    depth, position, quoted = 0, opening, False
+    while position < len(line):
+        letter = line[position]
+        if letter == '"' and line[position - 1] != "\\":
+            quoted = not quoted
+        elif not quoted and letter in _OPENING:
+            depth += 1
+        elif not quoted and letter in _CLOSING:
+            depth -= 1
+            if not depth:
+                return position + 1
+        position += 1
+    raise ProgramError(f"an instruction of the HLO module is cut off: {line.strip():.300}")
+
+
+def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
+    files = [name.strip('"') for name in tables.get("FileNames", [])]
+    functions = [name.strip('"') for name in tables.get("FunctionNames", [])]
+    places = [_numbers(row) for row in tables.get("FileLocations", [])]
+    frames = [_numbers(row) for row in tables.get("StackFrames", [])]
+    found: dict[int, tuple[Frame, ...]] = {}
+    for number, row in enumerate(frames, start=1):
+        place = places[row["file_location_id"] - 1]
+        frame = Frame(files[place["file_name_id"] - 1], place["line"], functions[place["function_name_id"] - 1])
+        # XLA prints the number of the outer frame plus one; none is 1.
+        found[number] = (frame, *found.get(row["parent_frame_id"] - 1, ()))
+    return found
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", row)}

@@ -1,0 +1,253 @@
+"""Which argument of a compiled program a collective is about: the weight that it gathers, or whose gradient it adds."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from .hlo_text import HloModule, Instruction
+
+
+# What passes its first operand on, in another form or a part of it.
+_PASSES = frozenset(
+    "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad "
+    "optimization-barrier all-gather all-gather-start all-gather-done collective-permute collective-permute-start "
+    "collective-permute-done all-to-all async-start async-done async-update".split()
+)
+_PRODUCTS = ("dot", "convolution", "ragged-dot")
+# Their results are other values, whatever shape they have.
+_ENDS_HERE = (*_PRODUCTS, "custom-call", "reduce", "reduce-window", "gather", "scatter", "sort", "while", "conditional")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_SHAPE = re.compile(r"\w+\[([\d,]*)\]")
+_ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
+_KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
+# How many instructions a value is followed back, and on.
+_FAR, _MANY = 64, 2000
+
+
+class Origins:
+    """Follows values through a module: from an instruction back to an argument, and from one on to an update."""
+
+    def __init__(self, module: HloModule):
+        self._module = module
+        self._callers: dict[str, tuple[str, Instruction]] = {}
+        self._users: dict[tuple[str, str], list[Instruction]] = {}
+        for name, computation in module.computations.items():
+            for instruction in computation.values():
+                for _, called in instruction.called:
+                    self._callers[called] = (name, instruction)
+                for operand in instruction.operands:
+                    self._users.setdefault((name, operand), []).append(instruction)
+
+    def gathered(self, computation: str, instruction: Instruction) -> str | None:
+        """The argument of which an instruction moves a part, by the name that JAX gave it."""
+        return self._argument(computation, instruction.operands[0], 0) if instruction.operands else None
+
+    def updated(self, computation: str, instruction: Instruction, element: int | None) -> str | None:
+        """The argument to which the result of a reduction is added in the end: the one whose gradient it is of.
+
+        `element` is the number of the array in the result, where that is a tuple.
+        """
+        for found in self._elements(computation, instruction, element):
+            for where, value in self._later(computation, found):
+                for user in self._users.get((where, value.name), ()):
+                    partner = self._partner(where, value, user)
+                    if partner is not None and self._is_returned(where, user):
+                        return partner
+        return None
+
+    def _later(self, where: str, value: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """A value and all that it becomes, the nearest first."""
+        open_ends, seen = [(where, value)], {(where, value.name)}
+        while open_ends and len(seen) < _MANY:
+            end = open_ends.pop(0)
+            yield end
+            following = [found for found in self._onward(*end) if (found[0], found[1].name) not in seen]
+            seen |= {(found[0], found[1].name) for found in following}
+            open_ends += following
+
+    def _is_returned(self, where: str, value: Instruction) -> bool:
+        """Whether a value becomes a result of the program: an updated weight does, a difference from data does not."""
+        entry = self._module.entry
+        return any(
+            place == entry and (end.is_root or any(user.is_root for user in self._users.get((entry, end.name), ())))
+            for place, end in self._later(where, value)
+        )
+
+    def is_sum_of_products(self, computation: str, instruction: Instruction) -> bool:
+        """Whether a permute passes on products that others add to, and no argument as it is.
+
+        Such a sum begins with zeros, and in a loop it is what the body made the last time.
+        """
+        instructions, seen = self._module.computations[computation], set()
+        open_ends, arguments = list(instruction.operands), False
+        while open_ends and len(seen) < _FAR:
+            made = instructions.get(open_ends.pop(0))
+            if made is None or made.name in seen:
+                continue
+            seen.add(made.name)
+            if made.opcode in _PRODUCTS or any(self._has_product(name) for _, name in made.called):
+                return True
+            if made.opcode == "get-tuple-element" and instructions[made.operands[0]].opcode == "parameter":
+                root = _root(instructions)
+                open_ends += [root.operands[_index(made) or 0]] if root.opcode == "tuple" else []
+                arguments = True
+            elif made.opcode not in ("parameter", "all-gather", "all-gather-done"):
+                open_ends += made.operands
+            else:
+                arguments = True
+        return not arguments
+
+    def _has_product(self, computation: str) -> bool:
+        inner = self._module.computations[computation].values()
+        return any(
+            made.opcode in _PRODUCTS or any(self._has_product(name) for _, name in made.called) for made in inner
+        )
+
+    def _elements(self, computation: str, instruction: Instruction, element: int | None) -> Iterator[Instruction]:
+        if element is None:
+            yield instruction
+            return
+        for user in self._users.get((computation, instruction.name), ()):
+            if user.opcode.endswith("-done"):
+                yield from self._elements(computation, user, element)
+            elif _index(user) == element:
+                yield user
+
+    def _partner(self, where: str, value: Instruction, user: Instruction) -> str | None:
+        """An argument, of the shape of `value` or of a shard of it, that an instruction combines with it."""
+        if user.opcode not in ("add", "subtract"):
+            return None
+        others = [operand for operand in user.operands if operand != value.name]
+        fitting = [name for name in others if _is_shard(self._module.computations[where][name], value)]
+        return next(filter(None, (self._argument(where, name, 0) for name in fitting)), None)
+
+    def _onward(self, where: str, value: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """Where a value is one instruction later, in the same shape, as a shard, or as a part of what is stacked."""
+        if value.is_root and where in self._callers:
+            yield self._callers[where]
+        for user in self._users.get((where, value.name), ()):
+            if user.opcode in ("fusion", "call"):
+                inner = next(called for _, called in user.called)
+                for given in self._module.computations[inner].values():
+                    if given.opcode == "parameter" and user.operands[int(given.inside)] == value.name:
+                        yield inner, given
+            elif user.opcode == "tuple" and user.is_root and where in self._callers:
+                caller, call = self._callers[where]
+                for position in [at for at, operand in enumerate(user.operands) if operand == value.name]:
+                    yield from ((caller, found) for found in self._elements(caller, call, position))
+            elif user.opcode in _ENDS_HERE:
+                continue
+            elif (
+                user.opcode in ("copy-start", "dynamic-update-slice")
+                or _is_shard(user, value)
+                or _same_count(user, value)
+            ):
+                yield where, user
+
+    def _argument(self, computation: str, name: str, depth: int) -> str | None:
+        """The argument of the whole program that a value is, or is a part of."""
+        made = self._module.computations[computation].get(name)
+        if made is None or depth > _FAR:
+            return None
+        if made.opcode == "parameter":
+            if computation == self._module.entry:
+                return made.op_name or None
+            return self._given(computation, int(made.inside), depth + 1)
+        if made.opcode == "get-tuple-element":
+            return self._tuple_element(computation, made, depth + 1)
+        if made.opcode in _PASSES and made.operands:
+            return self._argument(computation, made.operands[0], depth + 1)
+        if made.opcode == "fusion":
+            inner = next(called for _, called in made.called)
+            return self._argument(inner, _root(self._module.computations[inner]).name, depth + 1)
+        return None
+
+    def _given(self, computation: str, number: int, depth: int) -> str | None:
+        """What a computation's caller gave it."""
+        found = self._callers.get(computation)
+        if found is None or found[1].opcode == "while":
+            return None
+        caller, call = found
+        return self._argument(caller, call.operands[number], depth) if number < len(call.operands) else None
+
+    def _tuple_element(self, computation: str, made: Instruction, depth: int) -> str | None:
+        index, holder = _index(made), self._module.computations[computation].get(made.operands[0])
+        while holder is not None and holder.opcode in ("optimization-barrier", "copy"):
+            holder = self._module.computations[computation].get(holder.operands[0])
+        if holder is None or index is None:
+            return None
+        if holder.opcode == "tuple":
+            return self._argument(computation, holder.operands[index], depth)
+        if holder.opcode == "while":
+            given = self._module.computations[computation].get(holder.operands[0])
+            return self._tuple_given(computation, given, index, depth)
+        if holder.opcode == "parameter" and computation in self._callers:
+            caller, call = self._callers[computation]
+            if call.opcode == "while" and self._is_carried_unchanged(computation, index):
+                return self._tuple_given(caller, self._module.computations[caller].get(call.operands[0]), index, depth)
+        return None
+
+    def _tuple_given(self, computation: str, given: Instruction | None, index: int, depth: int) -> str | None:
+        if given is None or given.opcode != "tuple":
+            return None
+        return self._argument(computation, given.operands[index], depth)
+
+    def _is_carried_unchanged(self, body: str, index: int) -> bool:
+        """Whether a loop hands the variable `index` on as it came, if need be through loops inside it."""
+        instructions = self._module.computations[body]
+        root = _root(instructions)
+        carried = instructions.get(root.operands[index]) if root.opcode == "tuple" else None
+        while carried is not None:
+            if carried.opcode in ("copy", "copy-done", "copy-start"):
+                carried = instructions.get(carried.operands[0])
+                continue
+            position = _index(carried)
+            if position is None:
+                return False
+            holder = instructions[carried.operands[0]]
+            if holder.opcode == "parameter":
+                return position == index
+            if holder.opcode != "while" or not self._is_carried_unchanged(dict(holder.called)["body"], position):
+                return False
+            given = instructions[holder.operands[0]]
+            carried = instructions.get(given.operands[position]) if given.opcode == "tuple" else None
+        return False
+
+
+def path_of(argument: str) -> str:
+    """The path of a leaf in its own argument, from the name that JAX gives it: `w['mlp'].up[0]` is `mlp/up/0`."""
+    named = _ARGUMENT.match(argument)
+    keys = _KEY.findall(argument[named.end() :] if named else argument)
+    return "/".join(next(filter(None, key), "") for key in keys) or argument
+
+
+def _index(instruction: Instruction) -> int | None:
+    found = _INDEX.search(instruction.attributes) if instruction.opcode == "get-tuple-element" else None
+    return int(found[1]) if found else None
+
+
+def _shape(instruction: Instruction) -> str:
+    found = _SHAPE.search(instruction.result)
+    return found[1] if found else ""
+
+
+def _same_count(one: Instruction, other: Instruction) -> bool:
+    is_array = not one.result.startswith("(")
+    return is_array and math.prod(_sizes(one)) == math.prod(_sizes(other)) and bool(_sizes(other))
+
+
+def _is_shard(part: Instruction, whole: Instruction) -> bool:
+    sizes, limits = _sizes(part), _sizes(whole)
+    if part.result.startswith("(") or not sizes:
+        return False
+    return len(sizes) == len(limits) and all(
+        size and not limit % size for size, limit in zip(sizes, limits, strict=True)
+    )
+
+
+def _sizes(instruction: Instruction) -> list[int]:
+    return [int(size) for size in _shape(instruction).split(",") if size]
+
+
+def _root(computation: Mapping[str, Instruction]) -> Instruction:
+    return next(instruction for instruction in computation.values() if instruction.is_root)

@@ -1,0 +1,187 @@
+"""How often each computation of a compiled program runs: loops times their trips, branches, calls and fusions."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from .._errors import ProgramError
+from .hlo_text import HloModule, Instruction
+
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_ENDS = ("-done", "-update")
+_REDUCES = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How often a computation runs in one step.
+
+    **Arguments:**
+
+    - `count`: times, where a loop whose trips are not known counts once.
+    - `unknown`: the loops around it whose trips are not known, as lines of HLO.
+    - `branch`: the conditional whose branch it is in and the number of the branch, outermost first.
+    """
+
+    count: int
+    unknown: tuple[str, ...] = ()
+    branch: tuple[tuple[str, int], ...] = ()
+
+
+def runs_of(module: HloModule) -> dict[str, Runs]:
+    """How often each computation runs that the entry reaches.
+
+    **Arguments:**
+
+    - `module`: the program.
+
+    **Returns:**
+
+    By the name of the computation. One that is called from several places has the sum.
+    """
+    found = {module.entry: Runs(1)}
+    # Callees come before their callers in the text, so that each is complete when it is reached from behind.
+    for name in reversed(module.computations):
+        own = found.get(name)
+        if own is None:
+            continue
+        for instruction in module.computations[name].values():
+            # The end of what began elsewhere names its computation again; a reducer works on one device.
+            if instruction.opcode.endswith(_ENDS) or instruction.opcode.startswith(_REDUCES):
+                continue
+            for called, runs in _called(module, name, instruction, own):
+                if called not in module.computations:
+                    raise ProgramError(f"the HLO module is cut off: it lacks `{called}`, which {instruction.text:.200}")
+                found[called] = _sum(found.get(called), runs)
+    return found
+
+
+def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -> list[tuple[str, Runs]]:
+    called = list(instruction.called)
+    if instruction.opcode == "while":
+        trips = trip_count(module, module.computations[name], instruction)
+        times = Runs(own.count * (1 if trips is None else trips), own.unknown, own.branch)
+        if trips is None:
+            times = dataclasses.replace(times, unknown=(*own.unknown, instruction.text))
+        return [(target, times) for attribute, target in called if attribute == "body"]
+    if instruction.opcode == "conditional":
+        label = f"{name}/{instruction.name}"
+        return [
+            (target, dataclasses.replace(own, branch=(*own.branch, (label, number))))
+            for number, (_, target) in enumerate(called)
+        ]
+    return [(target, own) for _, target in called]
+
+
+def _sum(before: Runs | None, more: Runs) -> Runs:
+    if before is None:
+        return more
+    branch = before.branch if before.branch == more.branch else ()
+    return Runs(before.count + more.count, tuple(dict.fromkeys((*before.unknown, *more.unknown))), branch)
+
+
+def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instruction) -> int | None:
+    """How often the body of a loop runs: as the compiler says, or by its condition against the step of its counter.
+
+    **Arguments:**
+
+    - `module`: the program.
+    - `around`: the computation that the loop is in.
+    - `loop`: the loop.
+
+    **Returns:**
+
+    The count, or `None` where it depends on values that are not in the program.
+    """
+    if known := _KNOWN.search(loop.attributes):
+        return int(known[1])
+    targets = dict(loop.called)
+    condition, body = module.computations[targets["condition"]], module.computations[targets["body"]]
+    test = _unwrapped(module, condition, _root(condition))
+    if test is None:
+        return None
+    compare, scope = test
+    direction = _COMPARED.search(compare.attributes)
+    if compare.opcode != "compare" or direction is None:
+        return None
+    left, right = (_element(scope, condition, operand) for operand in compare.operands)
+    start, step, stop = None, None, None
+    if isinstance(left, int) and isinstance(right, str):
+        start, step, stop = _initial(module, around, loop, left), _step(module, body, left), _integer(right)
+    if start is None or step is None or stop is None:
+        return None
+    return _trips(start, step, stop, direction[1])
+
+
+def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
+    if direction in ("LT", "LE") and step > 0:
+        return max(0, -(-(stop + (direction == "LE") - start) // step))
+    if direction in ("GT", "GE") and step < 0:
+        return max(0, -(-(start - stop + (direction == "GE")) // -step))
+    if direction == "NE" and step and (stop - start) % step == 0 and (stop - start) // step >= 0:
+        return (stop - start) // step
+    return None
+
+
+def _root(computation: Mapping[str, Instruction]) -> Instruction:
+    return next(instruction for instruction in computation.values() if instruction.is_root)
+
+
+def _unwrapped(
+    module: HloModule, computation: Mapping[str, Instruction], root: Instruction
+) -> tuple[Instruction, dict[str, Instruction]] | None:
+    """The comparison that a condition ends in, with what its operands are outside of the fusion that it may be in."""
+    if root.opcode != "fusion":
+        return root, dict(computation)
+    inner = module.computations[next(target for _, target in root.called)]
+    scope = dict(inner)
+    for instruction in inner.values():
+        if instruction.opcode == "parameter":
+            scope[instruction.name] = computation[root.operands[int(instruction.inside)]]
+    return _root(inner), scope
+
+
+def _element(scope: Mapping[str, Instruction], outer: Mapping[str, Instruction], name: str) -> int | str | None:
+    """What an operand of the comparison is: the number of a loop's variable, or the text of a constant."""
+    found = scope.get(name) or outer.get(name)
+    while found is not None and found.opcode in ("copy", "convert", "bitcast", "reshape"):
+        found = scope.get(found.operands[0]) or outer.get(found.operands[0])
+    if found is None:
+        return None
+    if found.opcode == "get-tuple-element":
+        index = _INDEX.search(found.attributes)
+        return int(index[1]) if index else None
+    return found.inside if found.opcode == "constant" else None
+
+
+def _initial(module: HloModule, around: Mapping[str, Instruction], loop: Instruction, index: int) -> int | None:
+    given = around.get(loop.operands[0])
+    if given is None or given.opcode != "tuple":
+        return None
+    value = around.get(given.operands[index])
+    while value is not None and value.opcode in ("copy", "convert", "bitcast", "reshape"):
+        value = around.get(value.operands[0])
+    return _integer(value.inside) if value is not None and value.opcode == "constant" else None
+
+
+def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int | None:
+    """By how much the body moves the loop's variable, where it adds a constant to it."""
+    root = _root(body)
+    if root.opcode != "tuple":
+        return None
+    made = _unwrapped(module, body, body[root.operands[index]])
+    if made is None or made[0].opcode not in ("add", "subtract"):
+        return None
+    add, scope = made
+    parts = [_element(scope, body, operand) for operand in add.operands]
+    moved = [_integer(part) for part in parts if isinstance(part, str)]
+    if index not in parts or len(moved) != 1 or moved[0] is None:
+        return None
+    return moved[0] if add.opcode == "add" else -moved[0]
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?\d+", text) else None

@@ -1,0 +1,448 @@
+"""What a compiled step sends over the wire, a row for each collective, with the line of the program that causes it."""
+
+import dataclasses
+import re
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .. import topology
+from .._errors import LeafTypeError, MeshError, ProgramError
+from .._mesh import MeshSpec
+from .._text import bytes_text, printable, table
+from .between_hosts import is_transfer, slice_count, transfer_bytes
+from .collective import Collective, channel_of, collective_of
+from .hlo_text import Frame, HloModule, Instruction, parse_hlo
+from .origin import Origins, path_of
+from .runs import Runs, runs_of
+
+
+Key = Literal["axes", "kind", "source", "leaf", "dtype"]
+
+# Frames of these are not the user's own program; the demo is a user's program like any other.
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_demo)")
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_REPLICAS = re.compile(r"\breplica_count=(\d+)")
+_PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
+
+
+@runtime_checkable
+class _Lowered(Protocol):
+    """What `jax.jit` and `filter_jit` lower to."""
+
+    def compile(self) -> Any: ...
+
+
+@runtime_checkable
+class _Compiled(Protocol):
+    """What that compiles to."""
+
+    input_shardings: Any
+
+    def as_text(self) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TrafficRow:
+    """One collective of a compiled step.
+
+    **Arguments:**
+
+    - `kind`: as XLA names it, such as "all-gather". A loop of permutes that feeds a product has the kind of what it
+        replaces, and `windowed` is true.
+    - `wire_bytes`: that enter a device in one step, the mean over devices; `calls` times those of one call. In a loop
+        whose trips are not known they are those of one trip.
+    - `dcn_bytes`: those of them that come from another slice.
+    - `calls`: how often it runs in one step; `None` in a loop whose trips are not known. 0 in a branch of a conditional
+        of which another branch sends more.
+    - `dtype`: of what it sends, as HLO writes it.
+    - `group_size`: how many devices exchange with each other.
+    - `axes`: the mesh axes along which they differ; empty where no mesh is known.
+    - `source`: the innermost line of your own program that it came from; `None` where the program does not say.
+    - `stack`: all lines, innermost first.
+    - `leaf`: the path of the parameter that it gathers, or whose gradient it adds up; several are joined by ", ".
+    - `shares`: the bytes of each leaf, `None` for those of none.
+    - `windowed`: whether it is a loop of permutes in the place of a gather or a reduction.
+    - `note`: what else to know, or "".
+    """
+
+    kind: str
+    wire_bytes: int
+    dcn_bytes: int
+    calls: int | None
+    dtype: str
+    group_size: int
+    axes: tuple[str, ...]
+    source: Frame | None
+    stack: tuple[Frame, ...]
+    leaf: str | None
+    shares: tuple[tuple[str | None, int], ...] = ()
+    windowed: bool = False
+    note: str = ""
+
+    @property
+    def crosses_dcn(self) -> bool:
+        """Whether any of it comes from another slice."""
+        return self.dcn_bytes > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a step sends, a row for each collective, largest first; made by [`shardfx.traffic`][].
+
+    `str(...)` is a table. `a - b` is a [`shardfx.TrafficDifference`][].
+
+    **Arguments:**
+
+    - `rows`: the collectives.
+    - `devices`: how many devices run the step.
+    """
+
+    rows: tuple[TrafficRow, ...]
+    devices: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter a device in one step."""
+        return sum(row.wire_bytes for row in self.rows)
+
+    @property
+    def dcn_bytes(self) -> int:
+        """Those of them that come from another slice."""
+        return sum(row.dcn_bytes for row in self.rows)
+
+    def by(self, key: Key) -> dict[Any, int]:
+        """The bytes of one step, summed.
+
+        **Arguments:**
+
+        - `key`: "axes", "kind", "source", "leaf" or "dtype": a field of the rows.
+
+        **Returns:**
+
+        Bytes per value, largest first.
+        """
+        sums: dict[Any, int] = {}
+        for row in self.rows:
+            for value, count in row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),):
+                sums[value] = sums.get(value, 0) + count
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __sub__(self, other: "Traffic") -> "TrafficDifference":
+        ours, theirs = _keyed(self), _keyed(other)
+        pairs = [(key, ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}]
+        return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"no traffic: a step on {self.devices} devices sends nothing."
+        lines = table([_HEADER, *map(_cells, self.rows)], right={"bytes/step", "calls", "group"})
+        notes = list(dict.fromkeys(row.note for row in self.rows if row.note))
+        dcn = f", {bytes_text(self.dcn_bytes)} of them between slices" if self.dcn_bytes else ""
+        total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
+        return "\n".join([*lines, total, *notes])
+
+
+@dataclasses.dataclass(frozen=True)
+class TrafficDifference:
+    """How the traffic of two steps differs; made by subtracting one [`shardfx.Traffic`][] from another.
+
+    **Arguments:**
+
+    - `rows`: (kind, axes, source, leaf), bytes of the first, bytes of the second; the largest difference first.
+    """
+
+    rows: tuple[tuple[tuple[str, tuple[str, ...], Frame | None, str | None], int, int], ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """How many more bytes the first sends in a step; negative if it sends fewer."""
+        return sum(ours - theirs for _, ours, theirs in self.rows)
+
+    def __str__(self) -> str:
+        changed = [row for row in self.rows if row[1] != row[2]]
+        if not changed:
+            return "the same traffic"
+        header = ("difference", "first", "second", "kind", "axes", "leaf", "source")
+        cells = [
+            (
+                _signed(ours - theirs),
+                bytes_text(ours),
+                bytes_text(theirs),
+                kind,
+                " x ".join(axes) or "-",
+                leaf or "-",
+                _place(source),
+            )
+            for (kind, axes, source, leaf), ours, theirs in changed
+        ]
+        lines = table([header, *cells], right={"difference", "first", "second"})
+        return "\n".join([*lines, f"{_signed(self.wire_bytes)} in all."])
+
+
+def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
+    """What a step sends: a row for each collective of its compiled program, with the line of yours that causes it.
+
+    Loops count as often as they run, a collective that begins and ends apart counts once, and one that is not known is
+    an error: nothing counts as zero in silence.
+
+    **Arguments:**
+
+    - `compiled`: `filter_jit(...).lower(...).compile()`, or what `jax.jit` gives; a lowered program, which is compiled
+        first; or the text of an optimized HLO module. From CPUs, GPUs and TPUs.
+    - `mesh`: whose axes are named in the rows; read from the program's shardings where it has them. A MeshSpec with
+        `dcn`, or a Mesh of devices in several slices, also says what crosses slices.
+
+    **Returns:**
+
+    A [`shardfx.Traffic`][].
+
+    **Raises:**
+
+    `ProgramError` for a collective or text that cannot be read, with its line; `MeshError` for a mesh of another size
+    than the program runs on; `LeafTypeError` for what is no program.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, traffic
+
+        mesh = MeshSpec({"data": 8}).build(jax.devices())
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        whole = jax.NamedSharding(mesh, jax.P())
+        x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
+        compiled = jax.jit(jnp.sin, out_shardings=whole).lower(x).compile()
+        (row,) = traffic(compiled).rows
+        assert (row.kind, row.axes, row.wire_bytes) == ("all-gather", ("data",), 7 * 8 * 16 * 4)
+        ```
+    """
+    text, own = _program(compiled)
+    module = parse_hlo(text)
+    spec = _mesh_spec(own if mesh is None else mesh)
+    devices = _devices(text, spec)
+    found = _Reader(module, _Where(spec, own if mesh is None else mesh, devices)).rows()
+    return Traffic(tuple(sorted((one.row for one in found), key=lambda row: -row.wire_bytes)), devices)
+
+
+def _program(compiled: Any) -> tuple[str, Any]:
+    """The text of a program, and the mesh of its arguments, if they have one."""
+    if isinstance(compiled, str):
+        return compiled, None
+    if isinstance(compiled, _Lowered):
+        return _program(compiled.compile())
+    if not isinstance(compiled, _Compiled):
+        raise LeafTypeError(
+            f"`traffic` takes a compiled program, not {type(compiled).__name__}; pass "
+            "`filter_jit(step, ...).lower(...).compile()`."
+        )
+    text = compiled.as_text()
+    if not text:
+        raise ProgramError("the compiler of this platform does not give the text of its programs.")
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
+    return text, next(iter(meshes), None)
+
+
+def _mesh_spec(mesh: Any) -> MeshSpec | None:
+    return None if mesh is None else MeshSpec.of(mesh)
+
+
+def _devices(text: str, spec: MeshSpec | None) -> int:
+    header = text.partition("\n")[0]
+    partitions, replicas = _PARTITIONS.search(header), _REPLICAS.search(header)
+    count = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
+    if spec is not None and count not in (1, spec.size):
+        raise MeshError(f"the program runs on {count} devices, and the mesh {spec} has {spec.size}.")
+    return max(count, 1 if spec is None else spec.size)
+
+
+def _slice_numbers(spec: MeshSpec | None, mesh: Any, devices: int) -> np.ndarray:
+    if isinstance(mesh, Mesh):
+        found = topology.slices(mesh.devices.ravel().tolist())
+        number = {id_: at for at, ids in enumerate(found) for id_ in ids}
+        return np.array([number[device] for device in range(devices)])
+    if spec is None or max(spec.dcn_sizes, default=1) == 1:
+        return np.zeros(devices, dtype=int)
+    parts = [size // slices for size, slices in zip(spec.axis_sizes, spec.dcn_sizes, strict=True)]
+    where = np.stack(np.unravel_index(np.arange(devices), spec.axis_sizes))
+    return np.asarray(np.ravel_multi_index(tuple(where // np.array(parts)[:, None]), spec.dcn_sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A row, and how often the computation runs that it is in."""
+
+    row: TrafficRow
+    runs: Runs
+
+
+class _Reader:
+    """One module, read into rows: what it is about, where its devices are, and how often its computations run."""
+
+    def __init__(self, module: HloModule, where: "_Where"):
+        self.module, self.where = module, where
+        self.runs, self.origins = runs_of(module), Origins(module)
+        instructions = [i for computation in module.computations.values() for i in computation.values()]
+        # With hosts between slices the entry is the program of one slice, and what differs per slice is in branches.
+        self.slices = max([1, *[slice_count(i) for i in instructions if is_transfer(i)]])
+
+    def rows(self) -> list[_Found]:
+        """A row for each collective."""
+        channels: dict[tuple[str, int], _Found] = {}
+        for name, runs in self.runs.items():
+            for instruction in self.module.computations[name].values():
+                row = self.row(name, instruction, runs)
+                if row is None:
+                    continue
+                channel = channel_of(instruction)
+                key = (row.kind, id(instruction) if channel is None else channel)
+                # A TPU's program names a collective again in each fusion that runs beside it: it counts once, and
+                # as often as the outermost.
+                if key not in channels or runs.count < channels[key].runs.count:
+                    channels[key] = _Found(row, runs)
+        found = list(channels.values())
+        return found if self.slices > 1 else _of_costly_branches(found)
+
+    def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
+        if is_transfer(instruction):
+            ways = [transfer_bytes(instruction, self.where.devices, by_slice=by_slice) for by_slice in (False, True)]
+            wire, dcn = (round(runs.count * way) for way in ways)
+            return self.made(instruction, runs, kind="transfer", wire_bytes=wire, dcn_bytes=dcn, group_size=2)
+        collective = collective_of(instruction, self.where.devices)
+        if collective is None:
+            return None
+        wire = runs.count * collective.wire_bytes(self.where.apart)
+        if collective.kind == "collective-permute" and name == self.module.entry:
+            wire *= self.slices
+        kind = self.replaced(name, instruction, collective)
+        shares = self.shares(name, instruction, collective, round(wire))
+        return self.made(
+            instruction,
+            runs,
+            kind=kind,
+            wire_bytes=round(wire),
+            dcn_bytes=round(runs.count * collective.wire_bytes(self.where.slices)),
+            dtype=collective.dtype,
+            group_size=collective.group_size,
+            axes=self.where.axes(collective),
+            leaf=", ".join(dict.fromkeys(leaf for leaf, _ in shares if leaf)) or None,
+            shares=shares,
+            windowed=kind != collective.kind,
+        )
+
+    def made(self, instruction: Instruction, runs: Runs, **fields: Any) -> TrafficRow:
+        stack = self.module.frames(instruction)
+        own = [frame for frame in stack if not _LIBRARY.search(frame.file)]
+        calls, note = runs.count, ""
+        if runs.unknown:
+            calls, note = None, f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
+        defaults = {"dtype": "", "axes": (), "leaf": None, "shares": ((None, fields["wire_bytes"]),)}
+        source = next(iter(own or stack), None)
+        return TrafficRow(**{**defaults, **fields}, calls=calls, source=source, stack=stack, note=note)
+
+    def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:
+        """The kind of a collective; of a permute in a windowed product that of what the window replaces.
+
+        The TPU's compiler turns a gather before a product into permutes of one factor, and a reduction after it into
+        permutes of the sum so far.
+        """
+        if collective.kind != "collective-permute" or not _PRODUCT.search(instruction.op_name):
+            return collective.kind
+        return "reduce-scatter" if self.origins.is_sum_of_products(name, instruction) else "all-gather"
+
+    def shares(
+        self, name: str, instruction: Instruction, collective: Collective, wire_bytes: int
+    ) -> tuple[tuple[str | None, int], ...]:
+        """The bytes of each leaf: of the weight that is gathered, or of those whose gradients are added up."""
+        if collective.kind not in ("all-reduce", "reduce-scatter"):
+            leaf = self.origins.gathered(name, instruction)
+            return ((None if leaf is None else path_of(leaf), wire_bytes),)
+        parts = collective.parts
+        leaves = [self.origins.updated(name, instruction, None if len(parts) == 1 else at) for at in range(len(parts))]
+        sums: dict[str | None, int] = {}
+        for leaf, part in zip(leaves, parts, strict=True):
+            path = None if leaf is None else path_of(leaf)
+            sums[path] = sums.get(path, 0) + round(wire_bytes * part / collective.bytes if collective.bytes else 0)
+        return tuple(sums.items())
+
+
+class _Where:
+    """Where the devices of a program are: along the axes of its mesh, and in slices."""
+
+    def __init__(self, spec: MeshSpec | None, mesh: Any, devices: int):
+        self.devices, self.names = devices, () if spec is None else spec.axis_names
+        sizes = () if spec is None else spec.axis_sizes
+        self.coordinates = np.stack(np.unravel_index(np.arange(devices), sizes)) if sizes else np.zeros((0, devices))
+        self.apart, self.slices = np.arange(devices), _slice_numbers(spec, mesh, devices)
+
+    def axes(self, collective: Collective) -> tuple[str, ...]:
+        """The mesh axes along which the devices of a group differ."""
+        where = self.coordinates[:, collective.groups]
+        differs = (where != where[:, :, :1]).any(axis=(1, 2))
+        return tuple(name for name, own in zip(self.names, differs.tolist(), strict=True) if own)
+
+
+def _of_costly_branches(found: list[_Found]) -> list[_Found]:
+    """The rows, where of each conditional only the branch counts that sends most: one runs, and which is not known."""
+    labels = dict.fromkeys(label for one in found for label, _ in one.runs.branch)
+    # Conditionals inside others come first, so that a branch is weighed by what counts in it.
+    for label in sorted(labels, key=lambda label: -_depth(found, label)):
+        sums: dict[int, int] = {}
+        for one in found:
+            if (number := dict(one.runs.branch).get(label)) is not None:
+                sums[number] = sums.get(number, 0) + one.row.wire_bytes
+        chosen = max(sums, key=lambda number: sums[number])
+        found = [
+            one if dict(one.runs.branch).get(label, chosen) == chosen else dataclasses.replace(one, row=_idle(one.row))
+            for one in found
+        ]
+    return found
+
+
+def _depth(found: list[_Found], label: str) -> int:
+    return max(at for one in found for at, (name, _) in enumerate(one.runs.branch) if name == label)
+
+
+def _idle(row: TrafficRow) -> TrafficRow:
+    note = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
+    shares = tuple((leaf, 0) for leaf, _ in row.shares)
+    return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, shares=shares, note=note)
+
+
+_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "dtype", "leaf", "source")
+
+
+def _cells(row: TrafficRow) -> tuple[str, ...]:
+    return (
+        bytes_text(row.wire_bytes),
+        f"{row.kind}{' (windowed)' if row.windowed else ''}",
+        " x ".join(row.axes) or "-",
+        str(row.group_size),
+        "?" if row.calls is None else str(row.calls),
+        row.dtype or "-",
+        printable(row.leaf or "-"),
+        _place(row.source),
+    )
+
+
+def _place(source: Frame | None) -> str:
+    if source is None:
+        return "-"
+    function = f" {source.function}" if source.function else ""
+    return printable(f"{source.file.replace(chr(92), '/').rpartition('/')[2]}:{source.line}{function}")
+
+
+def _signed(count: int) -> str:
+    return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"
+
+
+def _keyed(made: Traffic) -> dict[tuple[str, tuple[str, ...], Frame | None, str | None], int]:
+    sums: dict[tuple[str, tuple[str, ...], Frame | None, str | None], int] = {}
+    for row in made.rows:
+        key = (row.kind, row.axes, row.source, row.leaf)
+        sums[key] = sums.get(key, 0) + row.wire_bytes
+    return sums

@@ -1,0 +1,306 @@
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from shardfx import MeshError, MeshSpec, PathRules, ProgramError, filter_jit, plan, traffic
+from shardfx._errors import LeafTypeError
+
+
+HLO = Path(__file__).parents[1] / "data" / "hlo"
+MESH = MeshSpec({"data": 2, "tensor": 4})
+MIB, KIB = 2**20, 2**10
+
+
+def read(name):
+    return traffic((HLO / f"{name}.txt").read_text(), MESH)
+
+
+def listed(made):
+    return sorted((row.kind, row.axes, row.wire_bytes, row.calls, row.leaf) for row in made.rows)
+
+
+# Counted by hand from the shapes. A gather of n pieces brings (n - 1) / n of the result, a reduction twice that, a
+# reduction that scatters (n - 1) results, an exchange (n - 1) / n, a permute the whole.
+def test_every_kind_on_the_cpu():
+    assert listed(read("cpu_kinds")) == [
+        ("all-gather", ("data",), 64 * 128 * 4, 1, "x"),
+        ("all-reduce", ("tensor",), 2 * 64 * 128 * 4 * 3 // 4, 1, None),
+        ("all-to-all", ("tensor",), 64 * 128 * 4 * 3 // 4, 1, "x"),
+        ("collective-permute", ("tensor",), 64 * 128 * 4, 1, "x"),
+        ("reduce-scatter", ("data", "tensor"), 8 * 128 * 4 * 7, 1, None),
+    ]
+
+
+def test_every_kind_on_a_tpu_which_reduces_whole_where_it_could_scatter():
+    assert listed(read("tpu_kinds")) == [
+        ("all-gather", ("data",), 64 * 128 * 4, 1, "x"),
+        ("all-reduce", ("data", "tensor"), 2 * 64 * 128 * 4 * 7 // 8, 1, None),
+        ("all-reduce", ("tensor",), 2 * 64 * 128 * 4 * 3 // 4, 1, None),
+        ("all-to-all", ("tensor",), 64 * 128 * 4 * 3 // 4, 1, "x"),
+        ("collective-permute", ("tensor",), 64 * 128 * 4, 1, "x"),
+    ]
+
+
+@pytest.mark.parametrize("name, itemsize", [("cpu_nested_loops", 4), ("tpu_nested_loops", 2)])
+def test_a_loop_in_a_loop_counts_as_often_as_it_runs(name, itemsize):
+    # Three layers in each of two microbatches; the TPU's compiler makes the weights bf16 before it gathers them.
+    made = read(name)
+    assert listed(made) == [("all-gather", ("tensor",), 6 * 256 * 256 * itemsize * 3 // 4, 6, "w")]
+    (row,) = made.rows
+    assert row.source is not None and (row.source.file, row.source.line) == ("/home/me/step.py", 17)
+    assert row.source.function.startswith("nested") and len(row.stack) > 1
+    assert (row.group_size, row.dtype) == (4, {4: "f32", 2: "bf16"}[itemsize])
+
+
+@pytest.mark.parametrize("name, itemsize", [("cpu_branches", 4), ("tpu_branches", 2)])
+def test_loops_without_an_end_and_branches_say_so(name, itemsize):
+    made = read(name)
+    half = 1024 * 1024 * itemsize // 2
+    calls = {(row.kind, row.calls): row.wire_bytes for row in made.rows}
+    assert calls[("all-to-all", None)] == half // 2
+    assert calls[("all-gather", 1)] == half and calls[("all-gather", 0)] == 0
+    assert sum(row.calls is None for row in made.rows) == 2
+    assert made.wire_bytes == 2 * (half // 2) + half + itemsize
+    text = str(made)
+    assert "the trips of a loop are not known and count once: %while" in text
+    assert "the one that sends most counts" in text
+
+
+def test_the_permutes_of_a_windowed_product_have_the_kind_of_what_they_replace():
+    made = read("tpu_windowed_product")
+    activations = 4 * 1024 * 2048 * 2  # of one group of data
+    assert made.by("kind") == {
+        "all-gather": 2 * activations * 3 // 4,
+        "reduce-scatter": 5 * activations // 4,  # one more than the four pieces of a ring
+        "all-reduce": 2 * 2048 * 2048 * 2 * 2 // 2 + 7,
+    }
+    assert [row.windowed for row in made.rows if row.kind == "reduce-scatter"] == [True] * 5
+    assert "reduce-scatter (windowed)" in str(made)
+
+
+@pytest.mark.parametrize("name, itemsize", [("cpu_gathered_weights", 4), ("tpu_gathered_weights", 2)])
+def test_gathers_and_gradients_name_their_weight(name, itemsize):
+    # The TPU's program names one gather in three fusions, and lists the devices of a group out of order.
+    made, weight = read(name), 2048 * 8192 * itemsize
+    gathers = {row.leaf: (row.axes, row.wire_bytes) for row in made.rows if row.kind == "all-gather"}
+    assert gathers == {leaf: (("tensor",), weight * 3 // 4) for leaf in ("up", "down")}
+    (sums,) = [row for row in made.rows if row.kind == "all-reduce" and row.wire_bytes > KIB]
+    assert {leaf: count for leaf, count in sums.shares if leaf} == {
+        leaf: 2 * weight * 7 // 8 for leaf in ("up", "down")
+    }
+    assert made.by("leaf")["up"] == weight * 3 // 4 + 2 * weight * 7 // 8
+
+
+ONE = "HloModule m, num_partitions={n}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    "line, devices, right",
+    [
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,3},{1,2},{4,7},{5,6}}, dimensions={0}", 8, 32),
+        ("%g = bf16[8,4]{1,0:T(8,128)(2,1)} all-gather(%p), replica_groups=[2,4]<=[4,2]T(1,0)", 8, 48),
+        ("%a = (f32[4,2]{1,0}, f32[4,2]{1,0}) all-to-all(%x, %y), replica_groups={{0,3},{1,2}}", 4, 32),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=1,'q'=2,'r'=4] {'q'}", 8, 8),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['q'=2,'r'=8] {'q','r':(1)2}", 16, 12),
+        ("%a = s8[16]{0} ragged-all-to-all(%x), replica_groups={}", 4, 12),
+        ("ROOT %c = f32[2]{0} collective-permute(%x), source_target_pairs={{0,0},{1,2},{2,1}}", 4, 4),
+        ("%c = (f32[2], f32[2], u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}", 2, 4),
+        ("%s = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4]", 4, 24),
+        ("%s = (f32[8]{0}, s32[4]{0}) all-reduce-start(%x, %y), replica_groups=[1,4]<=[4]", 4, 72),
+        ("%d = f32[8]{0} all-gather-done(%s)", 4, 0),
+        ("%r = pred[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%or", 2, 8),
+        ("%r = s4[8]{0} reduce-scatter(%x), replica_groups={{0,1}}, to_apply=%add", 2, 4),
+        ("%b = f32[8]{0} collective-broadcast(%x), replica_groups={{0,1,2,3}}", 4, 24),
+        ("%h = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true", 2, 0),
+    ],
+)
+def test_bytes_of_one_instruction(line, devices, right):
+    assert traffic(ONE.format(n=devices, line=line)).wire_bytes == right
+
+
+@pytest.mark.parametrize(
+    "line, right",
+    [
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", 0),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}", 32),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups={{0,1,4,5},{2,3,6,7}}, dimensions={0}", 16),
+        ("%g = f32[4,4]{1,0} all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 32),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=2,'q'=4] {'p'}", 8),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=4,'q'=2], device_ids=([2,4]T(1,0)) {'q'}", 8),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=4,'q'=2], device_ids=([2,4]T(1,0)) {'p'}", 0),
+        ("%a = s8[16]{0} all-to-all(%x), replica_groups=mesh['p'=8], device_ids=(0,4,1,5,2,6,3,7) {'p':(4)2}", 8),
+        ("%c = f32[2]{0} collective-permute(%x), source_target_pairs={{0,4},{4,0},{1,2},{2,1}}", 2),
+        ("%r = f32[8]{0} all-reduce(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 16),
+        ("%r = f32[8]{0} reduce-scatter(%x), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 32),
+    ],
+)
+def test_bytes_between_two_slices(line, right):
+    mesh = MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2})
+    (row,) = traffic(ONE.format(n=8, line=line), mesh).rows
+    assert row.dcn_bytes == right and row.crosses_dcn == bool(right)
+
+
+@pytest.mark.parametrize(
+    "size, target, wire, dcn",
+    [
+        (8, "{{100000->200000},{200000->100000}}", 8, 8),
+        (8, '"{1,2}x{0:15}"', 16, 16),
+        (8, "{{100000,200000},{100001,200001}}", 16, 16),
+    ],
+)
+def test_transfers_between_the_hosts_of_slices(size, target, wire, dcn):
+    line = (
+        f"%r = (f32[{size}]{{0}}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, "
+        f'frontend_attributes={{_xla_megascale_target={target},_xla_megascale_transfer_type="X"}}'
+    )
+    (row,) = traffic(ONE.format(n=8, line=line)).rows
+    assert (row.kind, row.wire_bytes, row.dcn_bytes) == ("transfer", wire, dcn)
+
+
+def test_what_is_done_apart_on_a_gpu_counts_once():
+    text = """HloModule m, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%apart (p: f32[64]) -> f32[16] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %rs = f32[16]{0} reduce-scatter(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%add
+}
+
+%body (c: (s32[], f32[64])) -> (s32[], f32[64]) {
+  %c = (s32[], f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[64]{0} get-tuple-element(%c), index=1
+  %s = ((f32[64]{0}), f32[16]{0}) async-start(%x), calls=%apart
+  %d = f32[16]{0} async-done(%s), calls=%apart
+  %g = (f32[16]{0}, f32[64]{0}) all-gather-start(%d), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}
+  %e = f32[64]{0} all-gather-done(%g)
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[64]{0}) tuple(%j, %e)
+}
+
+%condition (c: (s32[], f32[64])) -> pred[] {
+  %c = (s32[], f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(COUNT)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: f32[64]) -> f32[64] {
+  %x = f32[64]{0} parameter(0), metadata={op_name="x"}
+  %zero = s32[] constant(2)
+  %t = (s32[], f32[64]{0}) tuple(%zero, %x)
+  %w = (s32[], f32[64]{0}) while(%t), condition=%condition, body=%body
+  ROOT %r = f32[64]{0} get-tuple-element(%w), index=1
+}
+"""
+    for count, trips in ((7, 5), (3, 1), (2, 0), (-4, 0)):
+        made = traffic(text.replace("COUNT", str(count)))
+        assert {row.kind: (row.calls, row.wire_bytes) for row in made.rows} == {
+            "reduce-scatter": (trips, trips * 3 * 64),
+            "all-gather": (trips, trips * 3 * 64),
+        }
+    known = text.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
+    assert {row.calls for row in traffic(known.replace("COUNT", "7")).rows} == {9}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%u = f32[8]{0} all-shuffle(%x), replica_groups={{0,1}}",
+        '%u = f32[8]{0} custom-call(%x), channel_id=4, custom_call_target="mine"',
+        "%u = f32[8]{0} collective-quantum(%x)",
+    ],
+)
+def test_a_collective_that_is_not_known_is_an_error_with_its_line(line):
+    with pytest.raises(ProgramError) as caught:
+        traffic(ONE.format(n=2, line=line))
+    assert line[: line.index("(")] in str(caught.value)
+
+
+CUT = ONE.format(n=2, line="%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_all-gather")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "HloModule m", "{}", ONE.format(n=2, line="%x = f32[4]{0} add(%a, %b"), "\x00", CUT]
+)
+def test_text_that_is_no_program(text):
+    with pytest.raises(ProgramError):
+        traffic(text)
+
+
+def test_what_is_no_program():
+    with pytest.raises(LeafTypeError, match="takes a compiled program, not int"):
+        traffic(3)
+    with pytest.raises(MeshError, match="the program runs on 2 devices, and the mesh data=4 has 4"):
+        traffic(ONE.format(n=2, line="%d = f32[8]{0} add(%s, %s)"), MeshSpec({"data": 4}))
+
+
+def test_compiled_and_lowered_programs_name_axes_and_leaves_by_themselves():
+    mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
+    model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
+    made = plan(model, mesh, paths=PathRules([("weight", P("tensor")), ("bias", P())]))
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def apply(model, x):
+        return jax.vmap(model)(x)
+
+    lowered = filter_jit(apply, in_shardings=(made, x.sharding), out_shardings=x.sharding).lower(made_structs(model), x)
+    first, second = traffic(lowered), traffic(lowered.compile())
+    assert first == second and first.wire_bytes > 0
+    assert {row.axes for row in first.rows} == {("tensor",)}
+    assert {row.leaf for row in first.rows if row.leaf} <= {leaf.path for leaf in made.leaves}
+    bare = jax.jit(lambda w, x: x @ w["up"], out_shardings=NamedSharding(mesh, P()))
+    w = {"up": jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(mesh, P("tensor")))}
+    (row, *_) = traffic(bare.lower(w, x)).rows
+    assert row.source is not None and row.source.file == __file__
+
+
+def made_structs(model):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf, model
+    )
+
+
+def test_the_difference_of_two_steps():
+    cpu, tpu = read("cpu_gathered_weights"), read("tpu_gathered_weights")
+    made = cpu - tpu
+    assert made.wire_bytes == cpu.wire_bytes - tpu.wire_bytes
+    assert (tpu - cpu).wire_bytes == -made.wire_bytes
+    assert "+112.0 MiB" in str(made).splitlines()[1] and str(made).endswith("in all.")
+    assert str(cpu - cpu) == "the same traffic"
+
+
+def test_sums_and_the_table():
+    made = read("tpu_gathered_weights")
+    assert sum(made.by("axes").values()) == sum(made.by("source").values()) == made.wire_bytes
+    assert [row.wire_bytes for row in made.rows] == sorted((row.wire_bytes for row in made.rows), reverse=True)
+    lines = str(made).splitlines()
+    assert lines[0].split() == "bytes/step kind axes group calls dtype leaf source".split()
+    assert "112.0 MiB  all-reduce  data x tensor" in lines[1] and "step.py:28 mlp2" in lines[1]
+    assert lines[-1] == "160.0 MiB enter each of 8 devices in a step."
+    nothing = traffic(ONE.format(n=2, line="%d = f32[8]{0} add(%s, %s)"))
+    assert str(nothing) == "no traffic: a step on 2 devices sends nothing."
+
+
+def test_the_bytes_are_those_that_a_brute_force_count_of_a_gather_gives():
+    mesh = MeshSpec({"a": 2, "b": 2, "c": 2}).build(jax.devices())
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        axes = [str(axis) for axis in rng.permutation(["a", "b", "c"])[: rng.integers(1, 4)]]
+        x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, P(tuple(axes))))
+        compiled = jax.jit(lambda x: x * 2, out_shardings=NamedSharding(mesh, P())).lower(x).compile()
+        (row,) = traffic(compiled).rows
+        pieces = 2 ** len(axes)
+        assert row.wire_bytes == 64 * 8 * 4 * (pieces - 1) // pieces
+        assert set(row.axes) == set(axes) and row.group_size == pieces
