@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfx import MeshSpec, filter_jit, shard
-from shardfx._demo.data import batch, stdlib_text
-from shardfx._demo.train import (
+from shardfx._cli.demo.data import batch, stdlib_text
+from shardfx._cli.demo.train import (
     TOLERANCE,
     Plans,
     Run,

@@ -26,8 +26,7 @@ FLOORS = (
     "what each array gets, and why",
     "what is done with it: arrays, moves, files, processes",
     "the public names",
-    "the demo",
-    "commands",
+    "commands, and the demo",
     "python -m shardfx",
 )
 # In pixels: the picture, one floor, one room, the strip with the floor's name, the legend.

@@ -154,7 +154,7 @@ def _demo(flags: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", flags.cpu_devices or 8)
     try:
-        from .._demo import Run, default_mesh, show
+        from .demo import Run, default_mesh, show
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("shardfx"):
             raise

@@ -22,7 +22,7 @@ from .runs import Runs, runs_of
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
 
 # Frames of these are not the user's own program; the demo is a user's program like any other.
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_demo)")
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)")
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")

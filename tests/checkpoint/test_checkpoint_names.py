@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import MeshSpec, checkpoint
-from shardfx._demo.model import AXIS_RULES, LAYERS, Transformer
+from shardfx._cli.demo.model import AXIS_RULES, LAYERS, Transformer
 from shardfx.checkpoint import Take
 
 

@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import AxisType
 
 from shardfx import MeshSpec, shard
-from shardfx._demo import data, screen, train
-from shardfx._demo.data import batch, stdlib_text
-from shardfx._demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer, loss
-from shardfx._demo.screen import show
-from shardfx._demo.train import (
+from shardfx._cli.demo import data, screen, train
+from shardfx._cli.demo.data import batch, stdlib_text
+from shardfx._cli.demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer, loss
+from shardfx._cli.demo.screen import show
+from shardfx._cli.demo.train import (
     TOLERANCE,
     Run,
     default_mesh,

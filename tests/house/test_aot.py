@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._hlo import lowered, planned, steps_program, wire_bytes
 from shardfx import MeshError, MeshSpec, topology
-from shardfx._demo.train import Run, make_optimizer, make_plans, make_step
+from shardfx._cli.demo.train import Run, make_optimizer, make_plans, make_step
 from shardfx.interop import tpu
 
 
