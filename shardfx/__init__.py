@@ -81,7 +81,14 @@ _LATE = {
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
     **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
 }
-__all__ = sorted({*_LATE, *[name for name in globals() if not name.startswith("_")]})  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = """
+    AxisRules CheckpointError Code Decision Frame Layout LeafMove LeafPlan LeafTypeError MeshError MeshSpec
+    MoveError PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan
+    RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow UnknownPathError UnmatchedError
+    atomic axis_names_of canonical checkpoint clear_caches constrain correct differences field filter_jit
+    follow fsdp gather hosts interop match optional plan plan_reshard presets replan replicate report
+    report_rows reshard resolve shard shardings_of specs_of topology traffic
+""".split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from .._errors import LeafTypeError, PlanMismatchError
+from .._tree import tree_paths
 from .entries import (
     Donate,
     by_parameter,
@@ -358,6 +359,18 @@ class Compiled(Generic[P, R]):
             )
         out, rest = self.compiled(self._jitted._fn_arrays, *lists)
         return rest.joined(out)
+
+    @property
+    def input_shardings(self) -> Any:
+        """How the arrays come in, as the program has them."""
+        return self.compiled.input_shardings
+
+    @property
+    def argument_paths(self) -> dict[str, str]:
+        """The path of each array within its argument, by the name that the array has in the program's text."""
+        paths = [path.split("/", 2)[-1] for path in tree_paths(self._static.treedef)]
+        groups = self._static.layout.groups
+        return {f"lists[{n}][{i}]": paths[at] for n, group in enumerate(groups) for i, at in enumerate(group)}
 
     def as_text(self) -> str:
         return self.compiled.as_text()

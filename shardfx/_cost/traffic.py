@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -42,6 +43,13 @@ class _Compiled(Protocol):
     input_shardings: Any
 
     def as_text(self) -> str | None: ...
+
+
+@runtime_checkable
+class _Named(Protocol):
+    """A program that knows the paths of its arguments, as `filter_jit` makes it."""
+
+    argument_paths: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,18 +228,25 @@ def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -
         assert (row.kind, row.axes, row.wire_bytes) == ("all-gather", ("data",), 7 * 8 * 16 * 4)
         ```
     """
-    text, own = _program(compiled)
-    module = parse_hlo(text)
-    spec = _mesh_spec(own if mesh is None else mesh)
-    devices = _devices(text, spec)
-    found = _Reader(module, _Where(spec, own if mesh is None else mesh, devices)).rows()
+    program = _program(compiled)
+    mesh = program.mesh if mesh is None else mesh
+    spec = None if mesh is None else MeshSpec.of(mesh)
+    devices = _devices(program.text, spec)
+    found = _Reader(parse_hlo(program.text), _Where(spec, mesh, devices), program.paths).rows()
     return Traffic(tuple(sorted((one.row for one in found), key=lambda row: -row.wire_bytes)), devices)
 
 
-def _program(compiled: Any) -> tuple[str, Any]:
-    """The text of a program, and the mesh of its arguments, if they have one."""
+class _Program(NamedTuple):
+    """The text of a program, the mesh of its arguments, if it has one, and their paths by the names in the text."""
+
+    text: str
+    mesh: Mesh | AbstractMesh | None = None
+    paths: Mapping[str, str] = {}
+
+
+def _program(compiled: Any) -> _Program:
     if isinstance(compiled, str):
-        return compiled, None
+        return _Program(compiled)
     if isinstance(compiled, _Lowered):
         return _program(compiled.compile())
     if not isinstance(compiled, _Compiled):
@@ -244,11 +259,8 @@ def _program(compiled: Any) -> tuple[str, Any]:
         raise ProgramError("the compiler of this platform does not give the text of its programs.")
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
-    return text, next(iter(meshes), None)
-
-
-def _mesh_spec(mesh: Any) -> MeshSpec | None:
-    return None if mesh is None else MeshSpec.of(mesh)
+    paths = compiled.argument_paths if isinstance(compiled, _Named) else {}
+    return _Program(text, next(iter(meshes), None), paths)
 
 
 def _devices(text: str, spec: MeshSpec | None) -> int:
@@ -283,8 +295,8 @@ class _Found:
 class _Reader:
     """One module, read into rows: what it is about, where its devices are, and how often its computations run."""
 
-    def __init__(self, module: HloModule, where: "_Where"):
-        self.module, self.where = module, where
+    def __init__(self, module: HloModule, where: "_Where", paths: Mapping[str, str]):
+        self.module, self.where, self.paths = module, where, paths
         self.runs, self.origins = runs_of(module), Origins(module)
         instructions = [i for computation in module.computations.values() for i in computation.values()]
         # With hosts between slices the entry is the program of one slice, and what differs per slice is in branches.
@@ -360,14 +372,18 @@ class _Reader:
         """The bytes of each leaf: of the weight that is gathered, or of those whose gradients are added up."""
         if collective.kind not in ("all-reduce", "reduce-scatter"):
             leaf = self.origins.gathered(name, instruction)
-            return ((None if leaf is None else path_of(leaf), wire_bytes),)
+            return ((self.path(leaf), wire_bytes),)
         parts = collective.parts
         leaves = [self.origins.updated(name, instruction, None if len(parts) == 1 else at) for at in range(len(parts))]
         sums: dict[str | None, int] = {}
         for leaf, part in zip(leaves, parts, strict=True):
-            path = None if leaf is None else path_of(leaf)
+            path = self.path(leaf)
             sums[path] = sums.get(path, 0) + round(wire_bytes * part / collective.bytes if collective.bytes else 0)
         return tuple(sums.items())
+
+    def path(self, argument: str | None) -> str | None:
+        """The path of an argument, from its name in the program."""
+        return None if argument is None else self.paths.get(argument) or path_of(argument)
 
 
 class _Where:
