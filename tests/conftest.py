@@ -11,7 +11,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 _STANDARD_PROMOTION = {
     *("test_aot", "test_benchmarks", "test_benchmarks_gpu", "test_benchmarks_reshard", "test_cli", "test_demo"),
     *("test_conformance_eformer", "test_conformance_flax", "test_conformance_t5x", "test_conformance_checkpoint"),
-    *("test_docs", "test_follow", "test_foreign_trees", "test_hosts", "test_interop_flax", "test_jit"),
+    *(
+        "test_docs",
+        "test_follow",
+        "test_checkpoint_names",
+        "test_foreign_trees",
+        "test_hosts",
+        "test_interop_flax",
+        "test_jit",
+    ),
     *("test_messages", "test_presets", "test_hf_presets", "test_replan", "test_types"),
 }
 

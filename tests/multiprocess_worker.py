@@ -77,7 +77,7 @@ def local_rows(batch, batch_plan, mesh, rows=None):
 def train(mesh):
     """Two steps of Adam, the second on a ragged batch, from host arrays and back to them."""
     optimizer = optax.adam(STEP_SIZE)
-    params_plan = plan(params(), mesh, paths=RULES, unmatched="replicate")
+    params_plan = plan(params(), mesh, paths=RULES, unmatched="replicate", unused="allow")
     state_plan = follow(optimizer.init, params_plan)
     batch_plan = plan(batches()[0], mesh, paths=BATCH_RULES)
     model = shard(params(), params_plan)
@@ -124,13 +124,13 @@ def listening():
 
 def agreement(mesh):
     """What `assert_same_plan` says about equal plans, then about three that differ on the last process."""
-    mine = plan(params(), mesh, paths=RULES, unmatched="replicate")
+    mine = plan(params(), mesh, paths=RULES, unmatched="replicate", unused="allow")
     hosts.assert_same_plan(mine)
     last = jax.process_index() == jax.process_count() - 1
     other_rules = PathRules([("out/w", P("tensor")), *RULES.rules])
     odd = {
         "spec": plan(params(), mesh, paths=other_rules, unmatched="replicate"),
-        "shape": plan({**params(), "more": np.ones(3)}, mesh, paths=RULES, unmatched="replicate"),
+        "shape": plan({**params(), "more": np.ones(3)}, mesh, paths=RULES, unmatched="replicate", unused="allow"),
         "devices": mine.on(Mesh(mesh.devices[::-1], mesh.axis_names)),
     }
     messages = {}
@@ -178,7 +178,7 @@ def everything():
         hosts.global_batch(local_rows(batches()[0], batch_plan, mesh, rows=1), batch_plan)
     except PlanMismatchError as error:
         result["short"] = str(error)
-    placed = shard(params(), plan(params(), mesh, paths=RULES, unmatched="replicate"))
+    placed = shard(params(), plan(params(), mesh, paths=RULES, unmatched="replicate", unused="allow"))
     result["gathered"] = gather(placed)
     doubled = jax.jit(lambda x: constrain(2 * x, P("data"), batch_plan))(arrays["x"])
     result["constrained"] = (gather(doubled), str(doubled.sharding.spec))

@@ -315,7 +315,7 @@ def test_a_tree_of_other_shapes_has_another_plan(tree, rules):
 def test_bytes_per_device_are_what_xla_allocates(shape, dtype, axes, order):
     mesh = built(axes)
     struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    made = plan({"x": struct}, mesh, paths=PathRules([("x", P(*order[: len(shape)]))]))
+    made = plan({"x": struct}, mesh, paths=PathRules([("x", P(*order[: len(shape)]))], axes=order))
     compiled = jax.jit(lambda x: x, in_shardings=made.shardings["x"]).lower(struct).compile()
     memory: Any = compiled.memory_analysis()
     assert made.bytes_per_device == memory.argument_size_in_bytes
