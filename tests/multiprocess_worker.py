@@ -129,7 +129,7 @@ def agreement(mesh):
     last = jax.process_index() == jax.process_count() - 1
     other_rules = PathRules([("out/w", P("tensor")), *RULES.rules])
     odd = {
-        "spec": plan(params(), mesh, paths=other_rules, unmatched="replicate"),
+        "spec": plan(params(), mesh, paths=other_rules, unmatched="replicate", unused="allow"),
         "shape": plan({**params(), "more": np.ones(3)}, mesh, paths=RULES, unmatched="replicate", unused="allow"),
         "devices": mine.on(Mesh(mesh.devices[::-1], mesh.axis_names)),
     }

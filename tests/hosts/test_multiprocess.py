@@ -141,4 +141,6 @@ def test_a_process_that_dies_makes_the_other_fail(dead, tmp_path):
 
 
 def test_one_process_agrees_with_itself():
-    hosts.assert_same_plan(plan(worker.params(), worker.SPEC, paths=worker.RULES, unmatched="replicate"))
+    hosts.assert_same_plan(
+        plan(worker.params(), worker.SPEC, paths=worker.RULES, unmatched="replicate", unused="allow")
+    )
