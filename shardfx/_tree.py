@@ -22,7 +22,7 @@ from ._errors import LeafTypeError
 
 
 _ARRAYS = (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_METADATA = "shardfx"
+METADATA = "shardfx"
 # `.name`, `['key']`, `["key"]`, `[0]` and `[<flat index 0>]`, as `jax.tree_util.keystr` writes them.
 _MARKER = re.compile(r"""\.(\w+)|\['(.*?)'\]|\["(.*?)"\]|\[(?:<flat index )?(.*?)>?\]""")
 _ZEROS = str.maketrans("123456789", "000000000")
@@ -155,7 +155,7 @@ def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """The names that a module class declares for its attributes."""
     if not issubclass(kind, eqx.Module):
         return {}
-    return {field.name: field.metadata[_METADATA] for field in dataclasses.fields(kind) if _METADATA in field.metadata}
+    return {field.name: field.metadata[METADATA] for field in dataclasses.fields(kind) if METADATA in field.metadata}
 
 
 def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:
