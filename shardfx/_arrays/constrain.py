@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._errors import LeafTypeError, PlanMismatchError
+from .._errors import LeafTypeError, PlanMismatchError, SpecError
 from .._mesh import MeshSpec
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._plan.single import Policy, decision_for
@@ -135,6 +135,7 @@ def constrain(
 def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
     if not isinstance(x, Tracer):
         return _constrained_outside(x, spec, mesh)
+    _require_order(spec, free)
     for kind, constraint in (
         (AxisType.Explicit, jax.sharding.reshard),
         (AxisType.Auto, jax.lax.with_sharding_constraint),
@@ -145,6 +146,18 @@ def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: d
     return x
 
 
+def _require_order(spec: PartitionSpec, kinds: dict[str, AxisType]) -> None:
+    """Raises for a dimension that an Auto axis cuts before an Explicit one: inside `jit` JAX cuts by types first."""
+    for dim, entry in enumerate(entries_of(spec)):
+        axes = entry_axes(entry)
+        first = sorted(axes, key=lambda axis: kinds[axis] != AxisType.Explicit)
+        if first != [*axes]:
+            raise SpecError(
+                f"dim {dim} is to be cut by {axes}, of which JAX puts Explicit axes first inside `jit`; write "
+                f"{tuple(first)}, or give all axes of the mesh one type."
+            )
+
+
 def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
     """The mesh on which `x` is typed, or else the plan's."""
     planned = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
@@ -153,7 +166,7 @@ def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
         return planned
     if not isinstance(x, Tracer):
         return planned if plan.jax_mesh is not None else sharding.mesh
-    if dict(sharding.mesh.shape) != dict(planned.shape):
+    if [*sharding.mesh.shape.items()] != [*planned.shape.items()]:
         raise PlanMismatchError(
             f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is for {plan.mesh}; use the plan "
             "that its step was compiled with, or `reshard` it first."

@@ -62,6 +62,11 @@ def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: A
     """Raises if an array has a logical name that no rule is about, in any mode."""
     if axes is None:
         return
+    for name in (name for name, _ in axes.units if name not in axes.names):
+        raise UnmatchedError(
+            f"`units` has {name!r}{near(name, axes.names)}, and no rule of `axes` is about that name, so it keeps "
+            f"nothing together. The rules have {axes.names}; correct the name, or take its unit out."
+        )
     asked = [
         (i, row) for i, row in enumerate(rows) if row.reasons and row.names is not None and _has(Code.unmatched, row)
     ]

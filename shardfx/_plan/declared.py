@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 
+from .._errors import SpecError
 from .._tree import METADATA
 
 
@@ -22,6 +23,10 @@ def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = ()
     **Returns:**
 
     A dataclass field. [`shardfx.plan`][] reads the names where it is given `axes`.
+
+    **Raises:**
+
+    `SpecError` for a string in the place of a tuple of names.
 
     !!! Example
 
@@ -44,5 +49,8 @@ def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = ()
         assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
         ```
     """
+    for what, given in (("names", names), ("stacked", stacked)):
+        if isinstance(given, str):
+            raise SpecError(f"`field({what}={given!r})`: give a tuple, `{what}=({given!r},)`; a string is one name.")
     metadata = {**kwargs.pop("metadata", {}), METADATA: (names, tuple(stacked))}
     return eqx.field(metadata=metadata, **kwargs)

@@ -38,6 +38,8 @@ def replaced(content: Content, where: str, target: Any) -> Content:
 def _row(content: Content, path: str, row: Row, target: Any) -> Row:
     mesh = content.mesh
     request = asked_by_target(target, path, row, RULE, content.axes, content.mode)
+    if request.units is None and request.names is None:  # what may not be cut apart is so by any spec
+        request = request._replace(units=row.units)
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
     made = row_of(request, row.shape, row.dtype, axes_of(mesh), 0, row.memory_kind)

@@ -5,11 +5,11 @@ from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec, Sharding
 
-from .._errors import RuleError, SpecError
+from .._errors import RuleError, SpecError, UnmatchedError
 from .._mesh import MeshSpec
 from .._reason import Code, Decision, Reason
 from .._rules.axis_rules import AxisRules, near
-from .._rules.resolve import check_known, one_per_dim, resolve, units_of
+from .._rules.resolve import check_known, one_per_dim, resolve, units_of, unknown_names
 from .._spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .content import Content
 from .correct import correct, padded_units
@@ -36,6 +36,12 @@ def decision_for(
         raise RuleError(f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or "replicate".')
     if isinstance(names_or_spec, PartitionSpec):
         asked, units = Decision(names_or_spec), None
+        if shape is not None and len(entries_of(names_or_spec)) > len(shape):
+            count = len(entries_of(names_or_spec))
+            raise SpecError(
+                f"{names_or_spec} has {count} entries, and the array of shape {shape} has rank {len(shape)}. "
+                f"{_LENGTH_FIX}"
+            )
     else:
         asked, units = _resolved(names_or_spec, shape, plan, unmatched)
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
@@ -81,6 +87,11 @@ def _resolved(
         names = _without_shape(tuple(names)) if shape is None else one_per_dim(names, shape, _LENGTH_FIX)
     found = resolve(names, plan.axes, mode=plan.mode)
     if unmatched == "raise":
+        if meant := [name for name in unknown_names(names, plan.axes) if name in plan.mesh.axis_names]:
+            raise UnmatchedError(
+                f"{meant[0]!r} in {names} is a mesh axis, and no logical name; for mesh axes write a PartitionSpec: "
+                f"`{PartitionSpec(*names)}`."
+            )
         check_known(names, plan.axes)
     return found, units_of(names, plan.axes)
 

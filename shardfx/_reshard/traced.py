@@ -77,6 +77,8 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
     if src.spec.reduced:
         x = placed(x, here)
     moved = _move.bind(x, src=here, dst=there)
+    if len({*there.mesh.axis_types}) > 1:  # types say nothing of Auto axes, which the target leaves whole
+        moved = jax.lax.with_sharding_constraint(moved, NamedSharding(there.mesh, PartitionSpec()))
     # A name for what is the same on all devices of an axis: only gradients know it, whose sum over that axis is due.
     return placed(moved, dst) if dst.spec.reduced else moved
 

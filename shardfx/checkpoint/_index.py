@@ -237,12 +237,12 @@ def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
     return {name: value for header in headers for name, value in header.metadata.items()}
 
 
-def structs(index: Index, *, prefix: str | None = None) -> dict[str, Any]:
+def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None) -> dict[str, Any]:
     """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s: what [`shardfx.plan`][] plans, from headers alone.
 
     **Arguments:**
 
-    - `index`: from `read_index`.
+    - `index`: from `read_index`, or the path of a checkpoint.
     - `prefix`: only arrays below it; see `shardings`.
 
     **Returns:**
@@ -269,6 +269,7 @@ def structs(index: Index, *, prefix: str | None = None) -> dict[str, Any]:
         assert made.bytes_per_device == 256
         ```
     """
+    index = index if isinstance(index, Index) else read_index(index)
     return nested([(path, struct(entry, index)) for path, entry in below(index, prefix)])
 
 
