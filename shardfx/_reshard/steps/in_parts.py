@@ -1,4 +1,4 @@
-"""A move one part of every piece after another, where tiles would make what lies between the ends large.
+"""A move one part of every piece after another, where what lies between the ends would be large on TPUs.
 
 TPUs keep arrays in tiles of 8 x 128 elements. Pieces that are no multiples of a tile are padded, and what an all-to-all
 cuts out of them is padded more: of a (129, 4160) piece cut into 64 for as many devices, every (129, 65) part takes the
@@ -7,6 +7,10 @@ room of (136, 128). The compiler holds several such copies, up to eight times a 
 All steps of a move keep the order of elements within a *block*: what one device holds along a dimension that is cut as
 finely as all layouts on the way together. So a move can be made for the first eighth of every block, then for the
 second, and so on. The copies are then an eighth of what they were, and each part is put into its place in the result.
+
+Pieces that fill tiles are moved in two halves where an all-to-all sends parts in another order than they lie in, and a
+gather doubles the pieces at last. The compiler puts parts in order by copies, finds no room for the doubled piece where
+those were, and takes two and a half times the larger shard.
 """
 
 import dataclasses
@@ -18,11 +22,14 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 
+from .groups import all_to_all
 from .redistribute import Step
 
 
 _TILE = (8, 128)
+# So many parts there are of blocks that fill no tiles, and of those that do.
 _PARTS = 8
+_PARTS_OF_TILES = 2
 # What lies between the ends of smaller moves is small too, and more collectives would only take longer.
 _SMALL_BYTES = 2**18
 # So many copies of strips are one operation to the compiler, and a loop runs over the rest.
@@ -47,7 +54,7 @@ class Cut:
     target_shape: tuple[int, ...]
 
 
-def cut_for_tiles(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step]) -> Cut | None:
+def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step]) -> Cut | None:
     """How to cut the pieces of a move on TPUs; None where it is made at once.
 
     **Arguments:**
@@ -61,23 +68,53 @@ def cut_for_tiles(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[St
     blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
     target_shape = layouts[-1].piece_shape(whole)
     bytes_of_piece = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
-    joins = any(step.kind in ("all_to_all", "all_gather") for step in steps)
-    if not joins or bytes_of_piece < _SMALL_BYTES or _fills_tiles(blocks):
+    count = _part_count(whole, blocks, steps)
+    if count == 1 or bytes_of_piece < _SMALL_BYTES:
         return None
+    parts = [-(-block // count) for block in blocks]
     # The dimension whose parts are padded least; of several, the one along which blocks lie in fewest strips.
     dim = min(
         (dim for dim in range(len(shape)) if blocks[dim] > 1),
         key=lambda dim: (
-            _least_padded([*blocks[:dim], _part(blocks[dim]), *blocks[dim + 1 :]]) / _part(blocks[dim]) * blocks[dim],
+            _least_padded([*blocks[:dim], parts[dim], *blocks[dim + 1 :]]) / parts[dim] * blocks[dim],
             max(shape[dim], target_shape[dim]) // blocks[dim],
         ),
         default=None,
     )
-    return None if dim is None else Cut(dim, blocks[dim], _part(blocks[dim]), target_shape)
+    return None if dim is None else Cut(dim, blocks[dim], parts[dim], target_shape)
 
 
-def _part(block: int) -> int:
-    return -(-block // _PARTS)
+def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[Step]) -> int:
+    if not _fills_tiles(blocks):
+        return _PARTS if any(step.kind in ("all_to_all", "all_gather") for step in steps) else 1
+    return _PARTS_OF_TILES if _doubles_at_last(steps) and _scatters_copies(whole, steps) else 1
+
+
+def _doubles_at_last(steps: Sequence[Step]) -> bool:
+    """Whether a gather comes last that makes pieces twice as large, and at least as large as the source's."""
+    last = steps[-1]
+    before, after, first = (math.prod(end.counts) for end in (last.source, last.target, steps[0].source))
+    return last.kind == "all_gather" and before == 2 * after and after <= first
+
+
+def _scatters_copies(whole: tuple[int, ...], steps: Sequence[Step]) -> bool:
+    """Whether copies around the last all-to-all lie so that a piece twice as large finds no room among them.
+
+    Which all-to-alls those are was found by compiling; docs/decisions.md says of how many moves.
+    """
+    kinds = [step.kind for step in steps]
+    if "all_to_all" not in kinds:
+        return False
+    at = len(kinds) - 1 - kinds[::-1].index("all_to_all")
+    step, earlier, later = steps[at], kinds[:at], kinds[at + 1 :]
+    # The order of parts is the same however devices are numbered.
+    splits = all_to_all(step.source, step.target, step.source).splits
+    order = [factor for factors in splits for factor in factors]
+    if order == sorted(order):
+        return False
+    cuts_rows = not any(splits[:-1])
+    one_tile_wide = step.target.piece_shape(whole)[-1] == _TILE[1]
+    return "permute" in later or (cuts_rows and (one_tile_wide or (bool(earlier) and "permute" not in earlier)))
 
 
 def _fills_tiles(shape: Sequence[int]) -> bool:

@@ -17,7 +17,7 @@ from ..._spec import bits
 from ..small_floats import moved, on_bits
 from .ends import abstract, is_explicit
 from .groups import all_to_all, gathered, join, permutation, split, starts
-from .in_parts import cut_for_tiles, in_parts
+from .in_parts import cut_on_tpus, in_parts
 from .layout import Layout
 from .redistribute import Step
 
@@ -89,7 +89,7 @@ def run(
     """What one device does: its piece through all steps. To be traced inside `shard_map` over all `axes`."""
     at_once = ft.partial(_at_once, steps=steps, like=like, axes=axes)
     is_key = jnp.issubdtype(piece.dtype, jax.dtypes.extended)  # whose memory is none of ours
-    cut = None if is_key else cut_for_tiles(piece.shape, bits(piece.dtype), steps)
+    cut = None if is_key else cut_on_tpus(piece.shape, bits(piece.dtype), steps)
     if cut is None:
         return at_once(piece)
     return lax.platform_dependent(piece, tpu=ft.partial(in_parts, move=at_once, cut=cut), default=at_once)

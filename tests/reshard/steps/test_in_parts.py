@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.steps.in_parts import Cut, cut_for_tiles, in_parts
+from shardfx._reshard.steps.in_parts import Cut, cut_on_tpus, in_parts
 from shardfx._reshard.steps.layout import Layout
 from shardfx._reshard.steps.program import flat, run
 from shardfx._reshard.steps.redistribute import Redistribution, redistribute
@@ -73,6 +73,21 @@ def test_the_last_part_of_a_block_may_be_smaller():
     assert_moved((8 * 13, 16), np.dtype("float32"), Layout((8,), ((0,), ())), Layout((8,), ((), (0,))), part=5, dim=0)
 
 
+@pytest.mark.parametrize(
+    ("src", "dst", "kinds"),
+    [
+        (Layout((8,), ((), (0,))), Layout((2, 2, 2), ((0,), (2,))), ["permute", "all_to_all", "all_gather"]),
+        (Layout((2, 2, 2), ((0, 2), ())), Layout((4, 2), ((), (0,))), ["slice", "all_to_all", "all_gather"]),
+        (Layout((2, 4), ((), (1, 0))), Layout((2, 2, 2), ((1, 0), ())), ["all_to_all", "all_gather"]),
+    ],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_doubled_at_last_comes_in_halves(src, dst, kinds, dim):
+    assert [step.kind for step in redistribute((64, 128), 32, src, dst).steps] == kinds
+    # The least common multiple of all counts is 8, so that blocks are of 8 rows or of 16 columns.
+    assert_moved((64, 128), np.dtype("float32"), src, dst, part=(4, 8)[dim], dim=dim)
+
+
 ROWS, COLUMNS = Layout((64,), ((0,), ())), Layout((64,), ((), (0,)))
 
 
@@ -98,4 +113,35 @@ ROWS, COLUMNS = Layout((64,), ((0,), ())), Layout((64,), ((), (0,)))
 )
 def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(shape, bits, src, dst, cut):
     plan = redistribute(shape, bits, src, dst)
-    assert cut_for_tiles(src.piece_shape(shape), bits, plan.steps) == cut
+    assert cut_on_tpus(src.piece_shape(shape), bits, plan.steps) == cut
+
+
+def grid(*sizes: int) -> Layout:
+    """An array whose dimensions are cut by an axis each."""
+    return Layout(sizes, tuple((axis,) for axis in range(len(sizes))))
+
+
+@pytest.mark.parametrize(
+    "shape, src, dst, cut",
+    [
+        # A permutation, an all-to-all of 16 in another order into pieces of one tile's width, and a gather of two.
+        ((8192, 8192), grid(16, 4), Layout((4, 2, 8), ((), (2, 0))), Cut(0, 512, 256, (8192, 256))),
+        # The same, two tiles wide: the compiler finds room.
+        ((8192, 16384), grid(16, 4), Layout((4, 2, 8), ((), (2, 0))), None),
+        # The permutation comes after the all-to-all.
+        (
+            (8192, 8192),
+            Layout((4, 16), ((1, 0), ())),
+            Layout((2, 2, 8, 2), ((0,), (2, 1))),
+            Cut(0, 128, 64, (4096, 512)),
+        ),
+        # Parts in the order in which they lie.
+        ((8192, 8192), Layout((64,), ((0,), ())), Layout((32, 2), ((), (0,))), None),
+        # The source's piece is twice the target's.
+        ((8192, 8192), Layout((16, 4), ((0,), ())), Layout((4, 2, 8), ((), (2, 0))), None),
+        ((128, 8192), grid(16, 4), Layout((4, 2, 8), ((), (2, 0))), None),  # small
+    ],
+)
+def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(shape, src, dst, cut):
+    steps = redistribute(shape, 32, src, dst).steps
+    assert cut_on_tpus(src.piece_shape(shape), 32, steps) == cut
