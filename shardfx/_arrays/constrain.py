@@ -85,8 +85,9 @@ def constrain(
 
     **Returns:**
 
-    `x`, sharded so. `PartitionSpec()` replicates it; a dimension that is UNCONSTRAINED is left to the compiler. With
-    `explain=True` a pair of it and the [`shardfx.Decision`][]: the spec that it got, and why it got no more.
+    `x`, sharded so. `PartitionSpec()` replicates it; a dimension that is UNCONSTRAINED is left to the compiler. Inside
+    `jit`, Explicit axes cut a dimension before Auto ones. With `explain=True` a pair of it and the
+    [`shardfx.Decision`][]: the spec that it got, and why it got no more.
 
     **Raises:**
 
@@ -128,6 +129,8 @@ def constrain(
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
     strict = plan.strict if strict is None else strict
     found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
+    if isinstance(x, Tracer):
+        found = _in_order(found, free, strict)
     constrained = _constrained(x, found.spec, mesh, free)
     return (constrained, found) if explain else constrained
 
@@ -135,7 +138,6 @@ def constrain(
 def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
     if not isinstance(x, Tracer):
         return _constrained_outside(x, spec, mesh)
-    _require_order(spec, free)
     for kind, constraint in (
         (AxisType.Explicit, jax.sharding.reshard),
         (AxisType.Auto, jax.lax.with_sharding_constraint),
@@ -146,16 +148,24 @@ def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: d
     return x
 
 
-def _require_order(spec: PartitionSpec, kinds: dict[str, AxisType]) -> None:
-    """Raises for a dimension that an Auto axis cuts before an Explicit one: inside `jit` JAX cuts by types first."""
-    for dim, entry in enumerate(entries_of(spec)):
-        axes = entry_axes(entry)
+def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
+    """The decision as JAX carries it out inside `jit`: types cut a dimension first, and constraints what they leave.
+
+    **Raises:**
+
+    `SpecError` under `strict` where an Auto axis was to cut a dimension before an Explicit one.
+    """
+    entries = []
+    for dim, entry in enumerate(entries_of(found.spec)):
+        axes = () if entry is UNCONSTRAINED else entry_axes(entry)
         first = sorted(axes, key=lambda axis: kinds[axis] != AxisType.Explicit)
-        if first != [*axes]:
+        if strict and first != [*axes]:
             raise SpecError(
                 f"dim {dim} is to be cut by {axes}, of which JAX puts Explicit axes first inside `jit`; write "
                 f"{tuple(first)}, or give all axes of the mesh one type."
             )
+        entries.append(tuple(first) if axes else entry)
+    return Decision(trimmed(entries, found.spec), found.reasons)
 
 
 def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:

@@ -115,7 +115,7 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
 
 
 def _constrained_leaf(leaf: Any, row: Row, plan: ShardPlan) -> Any:
-    x = constrain(leaf, row.spec, plan)
+    x = constrain(leaf, row.spec, plan, strict=True)
     if row.memory_kind is None:
         return x
     mesh = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh

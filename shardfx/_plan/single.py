@@ -39,8 +39,7 @@ def decision_for(
         if shape is not None and len(entries_of(names_or_spec)) > len(shape):
             count = len(entries_of(names_or_spec))
             raise SpecError(
-                f"{names_or_spec} has {count} entries, and the array of shape {shape} has rank {len(shape)}. "
-                f"{_LENGTH_FIX}"
+                f"{names_or_spec} has {count} entries, but shape {shape} has {len(shape)} dimensions. {_LENGTH_FIX}"
             )
     else:
         asked, units = _resolved(names_or_spec, shape, plan, unmatched)
