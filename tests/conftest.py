@@ -13,6 +13,7 @@ _STANDARD_PROMOTION = {
     *("test_conformance_eformer", "test_conformance_flax", "test_conformance_t5x", "test_conformance_checkpoint"),
     *(
         "test_docs",
+        "test_minilm",
         "test_follow",
         "test_checkpoint_names",
         "test_foreign_trees",

@@ -45,10 +45,11 @@ def main() -> int:
     refused = {number for number, line in enumerate(MISTAKES.read_text().splitlines(), 1) if "# refused" in line}
     failed = False
     with tempfile.TemporaryDirectory(dir=ROOT / "tests") as directory:
-        copy = Path(directory) / "wrong.py"
+        copy, mistakes = Path(directory) / "wrong.py", Path(directory) / MISTAKES.name
         copy.write_text(wrong)
+        mistakes.write_text(MISTAKES.read_text())  # the file itself is left out of what basedpyright looks at
         for checker in CHECKERS:
-            for file, expected in ((SIGNATURES, set()), (copy, asserted), (MISTAKES, refused)):
+            for file, expected in ((SIGNATURES, set()), (copy, asserted), (mistakes, refused)):
                 found = lines_with_errors(checker, file)
                 as_expected = found == expected
                 failed = failed or not as_expected
