@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardfx._ground.spec import bits
 from shardfx._reshard.steps.ends import NO_MESH, layouts, untyped
 from shardfx._reshard.steps.program import program
 from shardfx._reshard.steps.redistribute import Redistribution, redistribute
-from shardfx._spec import bits
 
 
 # What only instructions have that talk to other devices; `send` only begins what a `recv` takes in.

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._mesh import MeshSpec
 from shardfx._reshard.reshard import reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._reshard.steps.layout import Layout
 from shardfx._reshard.steps.redistribute import layout, redistribute
+from shardfx.topology._mesh import MeshSpec
 
 from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
 from ._hlo import planned

@@ -20,9 +20,8 @@ PACKAGE = ROOT / "shardfx"
 PICTURE = ROOT / "docs" / "house.svg"
 # What each floor is for, from the ground up.
 FLOORS = (
-    "errors, reasons, words",
-    "specs, trees, device orders",
-    "meshes, and what is asked",
+    "errors, reasons, words, specs, trees",
+    "meshes, device orders, rules",
     "what each array gets, and why",
     "what is done with it: arrays, moves, files, processes",
     "the public names",

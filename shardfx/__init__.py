@@ -13,7 +13,7 @@ from ._arrays import (
     shardings_of as shardings_of,
     specs_of as specs_of,
 )
-from ._errors import (
+from ._ground.errors import (
     CheckpointError as CheckpointError,
     LeafTypeError as LeafTypeError,
     MeshError as MeshError,
@@ -26,7 +26,8 @@ from ._errors import (
     UnknownPathError as UnknownPathError,
     UnmatchedError as UnmatchedError,
 )
-from ._mesh import MeshSpec as MeshSpec
+from ._ground.reason import Code as Code, Decision as Decision, Reason as Reason
+from ._ground.spec import axis_names_of as axis_names_of, canonical as canonical
 from ._plan import (
     LeafPlan as LeafPlan,
     Replan as Replan,
@@ -41,7 +42,6 @@ from ._plan import (
     report as report,
     report_rows as report_rows,
 )
-from ._reason import Code as Code, Decision as Decision, Reason as Reason
 from ._rules import (
     AxisRules as AxisRules,
     PathRules as PathRules,
@@ -52,7 +52,7 @@ from ._rules import (
     replicate as replicate,
     resolve as resolve,
 )
-from ._spec import axis_names_of as axis_names_of, canonical as canonical
+from .topology._mesh import MeshSpec as MeshSpec
 
 
 if _typing.TYPE_CHECKING:

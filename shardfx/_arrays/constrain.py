@@ -8,12 +8,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._errors import LeafTypeError, PlanMismatchError, SpecError
-from .._mesh import MeshSpec
+from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
+from .._ground.reason import Decision
+from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._plan.single import Policy, decision_for
-from .._reason import Decision
-from .._spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from ..topology._mesh import MeshSpec
 from .put import is_tracing, placed
 from .read_back import sharding_of
 

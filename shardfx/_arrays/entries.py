@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from .._errors import PlanMismatchError
+from .._ground.errors import PlanMismatchError
+from .._ground.tree import flatten
 from .._plan.content import aligned, rows_of
 from .._plan.shard_plan import ShardPlan, row_shardings
-from .._tree import flatten
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]

@@ -8,8 +8,8 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, ov
 import jax
 import numpy as np
 
-from .._errors import LeafTypeError, PlanMismatchError
-from .._tree import tree_paths
+from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.tree import tree_paths
 from .entries import (
     Donate,
     by_parameter,

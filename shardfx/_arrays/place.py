@@ -6,10 +6,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
+from .._ground.tree import Flat, flatten
 from .._plan.content import rows_of
 from .._plan.leaf import Row, named_sharding
 from .._plan.shard_plan import ShardPlan, check_plan, shardings_of_leaves
-from .._tree import Flat, flatten
 from .constrain import constrain
 from .put import is_tracing, placed
 

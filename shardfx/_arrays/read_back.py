@@ -5,8 +5,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._errors import LeafTypeError, PlanMismatchError
-from .._spec import canonical
+from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.spec import canonical
 
 
 def specs_of(tree: Any) -> Any:

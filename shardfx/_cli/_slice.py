@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardfx import MeshSpec
 
-from .._text import printable
+from .._ground.text import printable
 from ._usage import UsageError
 from ._values import whole_number
 

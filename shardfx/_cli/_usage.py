@@ -18,8 +18,8 @@ from shardfx import (
     UnmatchedError,
 )
 
-from .._errors import CheckpointError
-from .._text import printable
+from .._ground.errors import CheckpointError
+from .._ground.text import printable
 
 
 _Result = TypeVar("_Result")

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import AxisType
 
-from .._mesh import MeshSpec
 from .._plan.follow import follow
 from .._plan.planner import plan
 from .._plan.report import report
 from .._plan.shard_plan import ShardPlan
+from ..topology._mesh import MeshSpec
 from ._load import load_model, load_optimizer, load_rules, preset_names
 from ._slice import order_text, parse_slice
 from ._usage import UsageError, calling, encodable, in_flags, shown

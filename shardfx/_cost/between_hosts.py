@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from .._errors import ProgramError
+from .._ground.errors import ProgramError
 from .hlo_text import Instruction
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._errors import ProgramError
+from .._ground.errors import ProgramError
 from .hlo_text import Instruction
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from .._errors import ProgramError
+from .._ground.errors import ProgramError
 from .hlo_text import HloModule, Instruction
 
 

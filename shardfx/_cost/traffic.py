@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import topology
-from .._errors import LeafTypeError, MeshError, ProgramError
-from .._mesh import MeshSpec
-from .._text import bytes_text, printable, table
+from .._ground.errors import LeafTypeError, MeshError, ProgramError
+from .._ground.text import bytes_text, printable, table
+from ..topology._mesh import MeshSpec
 from .between_hosts import is_transfer, slice_count, transfer_bytes
 from .collective import Collective, channel_of, collective_of
 from .hlo_text import Frame, HloModule, Instruction, parse_hlo

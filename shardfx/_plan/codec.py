@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from .._errors import LeafTypeError, PlanFormatError
-from .._mesh import MeshSpec
-from .._reason import Code, Reason
+from .._ground.errors import LeafTypeError, PlanFormatError
+from .._ground.reason import Code, Reason
+from .._ground.spec import UNCONSTRAINED, entries_of
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import Atomic, Fsdp, fsdp
-from .._spec import UNCONSTRAINED, entries_of
+from ..topology._mesh import MeshSpec
 
 
 _DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")

@@ -5,15 +5,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._errors import RuleError, SpecError, UnmatchedError
-from .._mesh import MeshSpec
-from .._reason import Code
+from .._ground.errors import RuleError, SpecError, UnmatchedError
+from .._ground.reason import Code
+from .._ground.spec import array_bytes
+from .._ground.tree import Flat
 from .._rules.axis_rules import AxisRules, axes_in, near
 from .._rules.path_rules import first_match
 from .._rules.resolve import unknown_names
 from .._rules.strategies import Optional
-from .._spec import array_bytes
-from .._tree import Flat
+from ..topology._mesh import MeshSpec
 from .leaf import Row
 
 

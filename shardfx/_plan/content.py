@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .._errors import PlanFormatError, PlanMismatchError
-from .._mesh import MeshSpec
+from .._ground.errors import PlanFormatError, PlanMismatchError
+from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules
-from .._tree import Flat, flatten
+from ..topology._mesh import MeshSpec
 from . import codec, plan_json
 from .leaf import LeafPlan, Row, canonical_dtype, named_sharding
 

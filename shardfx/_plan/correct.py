@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .._errors import SpecError
-from .._mesh import MeshSpec
-from .._reason import Code, Decision, Reason, reason
+from .._ground.errors import SpecError
+from .._ground.reason import Code, Decision, Reason, reason
+from .._ground.spec import UNCONSTRAINED, array_bytes, canonical_entry, entries_of, entry_axes, shard_counts, trimmed
 from .._rules.strategies import Fsdp
-from .._spec import UNCONSTRAINED, array_bytes, canonical_entry, entries_of, entry_axes, shard_counts, trimmed
+from ..topology._mesh import MeshSpec
 
 
 class Leaf(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from .._reason import Reason
+from .._ground.reason import Reason
 from .correct import Axes, Fit, Leaf, corrected, fit, spread
 from .leaf import Row
 

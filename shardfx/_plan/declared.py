@@ -4,8 +4,8 @@ from typing import Any
 
 import equinox as eqx
 
-from .._errors import SpecError
-from .._tree import METADATA
+from .._ground.errors import SpecError
+from .._ground.tree import METADATA
 
 
 def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = (), **kwargs: Any) -> Any:

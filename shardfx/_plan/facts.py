@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType
 
-from .._mesh import MeshSpec
-from .._reason import Code
-from .._spec import entries_of
-from .._text import array_text, between_numbers, bytes_text, joined, printable
+from .._ground.reason import Code
+from .._ground.spec import entries_of
+from .._ground.text import array_text, between_numbers, bytes_text, joined, printable
+from ..topology._mesh import MeshSpec
 from .content import Content
 from .leaf import LeafPlan
 

@@ -6,14 +6,14 @@ import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .._errors import LeafTypeError, RuleError, SpecError
-from .._reason import Code, reason
+from .._ground.errors import LeafTypeError, RuleError, SpecError
+from .._ground.reason import Code, reason
+from .._ground.spec import canonical, entries_of, pinned, trimmed
+from .._ground.text import between_numbers
+from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules, near
 from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match
 from .._rules.strategies import Fsdp, fsdp
-from .._spec import canonical, entries_of, pinned, trimmed
-from .._text import between_numbers
-from .._tree import flatten
 from .complaints import raise_absent, raise_errors, raise_unknown, raise_unused
 from .content import Content
 from .correct import axes_of

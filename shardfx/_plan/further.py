@@ -5,10 +5,10 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._mesh import MeshSpec
-from .._reason import Code, reason
+from .._ground.reason import Code, reason
+from .._ground.spec import array_bytes, entries_of, entry_axes, trimmed
 from .._rules.strategies import Fsdp
-from .._spec import array_bytes, entries_of, entry_axes, trimmed
+from ..topology._mesh import MeshSpec
 from .correct import correct
 from .decide import Request
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._errors import RuleError
-from .._reason import Reason
-from .._spec import array_bytes, pinned, shard_shape
-from .._text import array_text, printable
+from .._ground.errors import RuleError
+from .._ground.reason import Reason
+from .._ground.spec import array_bytes, pinned, shard_shape
+from .._ground.text import array_text, printable
 
 
 # The kinds of memory that XLA has; which of them a device has, only the device knows.

@@ -7,11 +7,11 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from .._errors import RuleError
+from .._ground.errors import RuleError
+from .._ground.spec import UNCONSTRAINED, entries_of
+from .._ground.tree import Flat
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import Atomic
-from .._spec import UNCONSTRAINED, entries_of
-from .._tree import Flat
 
 
 if TYPE_CHECKING:

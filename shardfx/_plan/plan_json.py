@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from .._errors import MeshError, PlanFormatError
-from .._mesh import MeshSpec
+from .._ground.errors import MeshError, PlanFormatError
 from .._rules.axis_rules import AxisRules
+from ..topology._mesh import MeshSpec
 from . import codec
 from .correct import correct
 from .leaf import MEMORY_KINDS, Row

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._errors import LeafTypeError, RuleError, SpecError
-from .._mesh import MeshSpec
-from .._reason import Code, reason, refined_reasons
+from .._ground.errors import LeafTypeError, RuleError, SpecError
+from .._ground.reason import Code, reason, refined_reasons
+from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules
 from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
-from .._tree import Flat, flatten
+from ..topology._mesh import MeshSpec
 from .complaints import raise_absent, raise_cut, raise_errors, raise_unknown, raise_unmatched, raise_unused
 from .content import Content
 from .correct import axes_of

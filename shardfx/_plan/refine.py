@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from .._mesh import MeshSpec
-from .._spec import canonical_entry, entries_of, entry_axes, trimmed
+from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed
+from ..topology._mesh import MeshSpec
 
 
 class Wish(NamedTuple):

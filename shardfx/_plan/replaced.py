@@ -4,8 +4,8 @@ import difflib
 import re
 from typing import Any
 
-from .._errors import RuleError, SpecError, UnknownPathError, UnmatchedError
-from .._reason import Code
+from .._ground.errors import RuleError, SpecError, UnknownPathError, UnmatchedError
+from .._ground.reason import Code
 from .._rules.path_rules import PathRules
 from .._rules.resolve import check_known
 from .complaints import raise_errors

@@ -5,10 +5,10 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._mesh import MeshSpec
-from .._reason import Code, Reason
+from .._ground.reason import Code, Reason
 from .._rules.axis_rules import AxisRules
 from .._rules.resolve import resolve
+from ..topology._mesh import MeshSpec
 from .correct import axes_of
 from .decide import Request, row_of
 from .leaf import LeafPlan, Row

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from .._text import table
+from .._ground.text import table
 from .facts import NUMBERS, ReportRow, facts_of, report_rows_of
 from .shard_plan import ShardPlan, check_plan
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._errors import RuleError
+from .._ground.errors import RuleError
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import is_callable
 from .._rules.resolve import one_per_dim, resolve, units_of

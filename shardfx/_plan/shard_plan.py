@@ -8,10 +8,10 @@ import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
-from .._mesh import MeshSpec
+from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
+from .._ground.tree import Flat
 from .._rules.axis_rules import AxisRules
-from .._tree import Flat
+from ..topology._mesh import MeshSpec
 from .content import Content, read_json, rows_of, shaped_like
 from .facts import html_of
 from .leaf import LeafPlan, Row, named_sharding

@@ -5,12 +5,12 @@ from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec, Sharding
 
-from .._errors import RuleError, SpecError, UnmatchedError
-from .._mesh import MeshSpec
-from .._reason import Code, Decision, Reason
+from .._ground.errors import RuleError, SpecError, UnmatchedError
+from .._ground.reason import Code, Decision, Reason
+from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._rules.axis_rules import AxisRules, near
 from .._rules.resolve import check_known, one_per_dim, resolve, units_of, unknown_names
-from .._spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from ..topology._mesh import MeshSpec
 from .content import Content
 from .correct import correct, padded_units
 

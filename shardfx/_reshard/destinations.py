@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from .._errors import LeafTypeError, PlanMismatchError, check_type
+from .._ground.errors import LeafTypeError, PlanMismatchError, check_type
+from .._ground.tree import flatten, tree_paths
 from .._plan.shard_plan import ShardPlan, shardings_of_leaves
-from .._tree import flatten, tree_paths
 
 
 def targets(form: Any, tree: Any, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:

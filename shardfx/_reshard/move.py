@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from .._errors import LeafTypeError, SpecError
-from .._mesh import MeshSpec
-from .._spec import array_bytes, bits, entries_of, shard_counts
+from .._ground.errors import LeafTypeError, SpecError
+from .._ground.spec import array_bytes, bits, entries_of, shard_counts
+from ..topology._mesh import MeshSpec
 from .steps.live import live_program
 from .steps.redistribute import Redistribution, layout, redistribute
 from .tiles.transfer import Transfer, after, copies_bytes, in_device_memory, named_boxes, sharers, transfer_of

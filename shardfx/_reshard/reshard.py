@@ -10,8 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from .._errors import LeafTypeError, MeshError, MoveError, SpecError
-from .._tree import tree_paths
+from .._ground.errors import LeafTypeError, MeshError, MoveError, SpecError
+from .._ground.tree import tree_paths
 from .carry_out import carry_out, least_limit_bytes, why_least
 from .destinations import is_array, leaf_name, lost_devices, targets
 from .move import Move, balanced, has_devices, move_of, require_movable, require_reduced

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Sharding
 
-from .._boxes import Box
-from .._errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
-from .._mesh import MeshSpec
+from .._ground.boxes import Box
+from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._ground.text import between_numbers, joined, table
+from .._ground.tree import flatten
 from .._plan.leaf import named_sharding
 from .._plan.shard_plan import ShardPlan
-from .._text import between_numbers, joined, table
-from .._tree import flatten
+from ..topology._mesh import MeshSpec
 from .destinations import leaf_name, lost_devices, targets
 from .move import Move, balanced, in_host_memory, move_of, shares_memory
 from .steps.redistribute import Step

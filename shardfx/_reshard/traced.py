@@ -9,8 +9,8 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._errors import MeshError, SpecError
-from .._spec import bits, canonical, entries_of, entry_axes
+from .._ground.errors import MeshError, SpecError
+from .._ground.spec import bits, canonical, entries_of, entry_axes
 from .carry_out import carry_out
 from .move import move_of, require_movable
 from .steps.ends import abstract, is_explicit, layouts, same_order, settled

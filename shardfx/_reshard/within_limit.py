@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from .._spec import shard_counts
+from .._ground.spec import shard_counts
 from .small_floats import moved
 from .steps.ends import NO_MESH, untyped
 

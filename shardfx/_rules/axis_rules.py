@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 
 import equinox as eqx
 
-from .._errors import RuleError, check_type
-from .._spec import UNCONSTRAINED, canonical_entry, entry_axes
+from .._ground.errors import RuleError, check_type
+from .._ground.spec import UNCONSTRAINED, canonical_entry, entry_axes
 
 
 # `None`, a mesh axis, several mesh axes, or UNCONSTRAINED.

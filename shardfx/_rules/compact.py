@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._errors import RuleError
+from .._ground.errors import RuleError
 from .strategies import fsdp, pipeline, replicate
 
 

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 from jax.sharding import PartitionSpec
 
-from .._errors import RuleError, check_type
-from .._spec import UNCONSTRAINED
-from .._tree import flatten
+from .._ground.errors import RuleError, check_type
+from .._ground.spec import UNCONSTRAINED
+from .._ground.tree import flatten
 from .axis_rules import declared_axes
 from .compact import parsed
 from .strategies import Atomic, Fsdp, Optional, Pipeline, Replicate, bare, replicate

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias, cast
 
 from jax.sharding import PartitionSpec
 
-from .._errors import RuleError, SpecError, UnmatchedError
-from .._reason import Code, Decision, Reason, reason
-from .._spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .._ground.errors import RuleError, SpecError, UnmatchedError
+from .._ground.reason import Code, Decision, Reason, reason
+from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, near, repeated
 from .strategies import Atomic
 

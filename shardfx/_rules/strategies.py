@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._errors import RuleError, SpecError
+from .._ground.errors import RuleError, SpecError
 
 
 @dataclasses.dataclass(frozen=True)

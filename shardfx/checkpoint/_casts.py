@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import CheckpointError
-from .._text import quoted
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
 
 
 @ft.lru_cache(maxsize=256)

@@ -2,7 +2,7 @@ import dataclasses
 import math
 from typing import Any
 
-from .._spec import bits
+from .._ground.spec import bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

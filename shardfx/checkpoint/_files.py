@@ -10,8 +10,8 @@ import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .._errors import CheckpointError
-from .._text import quoted
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
 
 
 # An escaped half of a character; two of them that belong together are one character after parsing.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from .._boxes import Box
-from .._errors import CheckpointError
-from .._text import printable
+from .._ground.boxes import Box
+from .._ground.errors import CheckpointError
+from .._ground.text import printable
 from ._progress import Progress
 from ._reader import FilePiece, buffers
 from ._units import Host, Unit

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from .._errors import CheckpointError, UnknownPathError
-from .._text import array_text, between_numbers, bytes_text, joined, printable, quoted, table
+from .._ground.errors import CheckpointError, UnknownPathError
+from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, quoted, table
 from . import _eformer as eformer, _orbax as orbax, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import Place, inside, place, read_json

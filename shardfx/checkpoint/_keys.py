@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from .._errors import LeafTypeError, PlanFormatError
+from .._ground.errors import LeafTypeError, PlanFormatError
 from .._plan.codec import decode_dtype, encode_dtype
 from ._entry import FileArray
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._errors import CheckpointError, LeafTypeError
+from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.text import printable
+from .._ground.tree import flatten
 from .._plan.content import rows_of
 from .._plan.shard_plan import ShardPlan
-from .._text import printable
-from .._tree import flatten
 from . import _keys as prng, _numbers as numbers, _safetensors as safetensors
 
 

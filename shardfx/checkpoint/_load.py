@@ -8,8 +8,8 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 
-from .._boxes import Box, as_box
-from .._errors import CheckpointError
+from .._ground.boxes import Box, as_box
+from .._ground.errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
 from ._entry import FileArray, StoreArray

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .._errors import CheckpointError
-from .._text import quoted
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
 from ._files import parsed_json
 
 

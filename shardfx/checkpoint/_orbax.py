@@ -4,8 +4,8 @@ import dataclasses
 import os
 from typing import Any
 
-from .._errors import CheckpointError
-from .._text import quoted
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
 from . import _stores as stores
 from ._entry import StoreArray
 from ._files import Place, inside, read_json

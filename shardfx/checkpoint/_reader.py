@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._boxes import Box
-from .._errors import CheckpointError
-from .._text import quoted
+from .._ground.boxes import Box
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
 from ._casts import fill
 from ._entry import FileArray
 from ._files import Place, opened

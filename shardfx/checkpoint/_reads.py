@@ -4,8 +4,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from .._boxes import Box, boxes as all_boxes
-from .._errors import PlanMismatchError
+from .._ground.boxes import Box, boxes as all_boxes
+from .._ground.errors import PlanMismatchError
 from . import _stores as stores
 from ._entry import StoreArray
 from ._index import Index

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import CheckpointError
-from .._text import quoted
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
 from ._entry import FileArray
 from ._files import Place, opened, parsed_json
 from ._keys import key_named, of_bits

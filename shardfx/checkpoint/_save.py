@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._boxes import Box, as_box
-from .._errors import CheckpointError, LeafTypeError, check_type
+from .._ground.boxes import Box, as_box
+from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._plan.shard_plan import ShardPlan
 from . import _safetensors as safetensors
 from ._files import inside, place, read_json

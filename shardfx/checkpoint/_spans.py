@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from .._boxes import Box, volume
+from .._ground.boxes import Box, volume
 
 
 # So many short reads are a task, whatever their bytes.

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import CheckpointError
-from .._text import printable, quoted
+from .._ground.errors import CheckpointError
+from .._ground.text import printable, quoted
 from ._casts import fill, may_overflow
 from ._entry import StoreArray, itemsize
 from ._files import Place, inside, opened, parsed_json, read_json, require_plain_tree

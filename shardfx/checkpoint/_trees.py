@@ -6,15 +6,15 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._errors import CheckpointError, LeafTypeError, MeshError, PlanMismatchError, SpecError
-from .._mesh import MeshSpec
+from .._ground.errors import CheckpointError, LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._ground.spec import canonical, entries_of
+from .._ground.text import quoted
+from .._ground.tree import tree_paths
 from .._plan.correct import correct
 from .._plan.planner import plan
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import PathRules
-from .._spec import canonical, entries_of
-from .._text import quoted
-from .._tree import tree_paths
+from ..topology._mesh import MeshSpec
 from ._entry import ArrayEntry
 from ._index import Index, below, nested, structs
 

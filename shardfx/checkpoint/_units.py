@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._boxes import Box, boxes_here
-from .._errors import CheckpointError
+from .._ground.boxes import Box, boxes_here
+from .._ground.errors import CheckpointError
 from ._entry import FileArray
 from ._reader import spans_of
 from ._wanted import Wanted, box_bytes

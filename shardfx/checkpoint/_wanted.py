@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from .._boxes import Box, volume
-from .._errors import CheckpointError, PlanMismatchError, UnknownPathError
+from .._ground.boxes import Box, volume
+from .._ground.errors import CheckpointError, PlanMismatchError, UnknownPathError
+from .._ground.text import printable, quoted
+from .._ground.tree import flatten
 from .._plan.shard_plan import ShardPlan
-from .._text import printable, quoted
-from .._tree import flatten
 from . import _keys as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, struct

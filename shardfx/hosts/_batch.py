@@ -7,11 +7,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
-from .._errors import PlanMismatchError
+from .._ground.errors import PlanMismatchError
+from .._ground.spec import entries_of
+from .._ground.tree import flatten
 from .._plan.leaf import canonical_dtype
 from .._plan.shard_plan import ShardPlan
-from .._spec import entries_of
-from .._tree import flatten
 
 
 @overload

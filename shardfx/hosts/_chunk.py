@@ -7,9 +7,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec, Sharding
 
-from .._boxes import Box, boxes
-from .._errors import MeshError, SpecError
-from .._spec import UNCONSTRAINED, entries_of, entry_axes
+from .._ground.boxes import Box, boxes
+from .._ground.errors import MeshError, SpecError
+from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from ._grid import HostGrid
 
 

@@ -8,8 +8,8 @@ import equinox as eqx
 import numpy as np
 from jax.sharding import Mesh
 
-from .._errors import MeshError
-from .._mesh import MeshSpec
+from .._ground.errors import MeshError
+from ..topology._mesh import MeshSpec
 
 
 class HostGrid(eqx.Module):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._errors import PlanMismatchError
+from .._ground.errors import PlanMismatchError
 from .._plan.differences import differences
 from .._plan.shard_plan import ShardPlan
 

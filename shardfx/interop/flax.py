@@ -10,10 +10,10 @@ from flax.linen.spmd import LogicallyPartitioned
 from flax.nnx.bridge import NNXMeta
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._errors import SpecError
-from .._mesh import MeshSpec
+from .._ground.errors import SpecError
+from .._ground.spec import entries_of
 from .._rules.axis_rules import AxisRules
-from .._spec import entries_of
+from ..topology._mesh import MeshSpec
 
 
 RulesLike = AxisRules | Mapping[str, Any] | Iterable[Any] | None

@@ -6,8 +6,8 @@ from typing import Any
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from .._errors import MeshError
-from .._mesh import MeshSpec
+from .._ground.errors import MeshError
+from ..topology._mesh import MeshSpec
 
 
 def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Final
 
-from .._errors import RuleError, SpecError
+from .._ground.errors import RuleError, SpecError
 from .tokens import (
     BATCH,
     DP,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .._errors import RuleError
+from .._ground.errors import RuleError
 from .._rules.axis_rules import AxisRules
 
 

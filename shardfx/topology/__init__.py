@@ -1,6 +1,6 @@
-"""The order of devices on real hardware, as integers: coordinates, slices, tori, submeshes.
+"""Meshes, and the order of devices on real hardware as integers: coordinates, slices, tori, submeshes.
 
-It may import the errors alone. It never starts a backend: devices come in as arguments, or as their coordinates.
+It may import the ground alone. It never starts a backend: devices come in as arguments, or as their coordinates.
 """
 
 from ._order import DeviceOrder as DeviceOrder, device_order as device_order

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
-from .._errors import MeshError
+from .._ground.errors import MeshError
 from ._place import Devices, bounds, listed, positions, processes, slices
 from ._torus import mean_hops, ring_path, torus_order, wraps
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from jaxtyping import Int
 
-from .._errors import MeshError
+from .._ground.errors import MeshError
 
 
 # An array, as `mesh.devices` is one, counts as the list of its elements.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from .._errors import MeshError
+from .._ground.errors import MeshError
 from ._torus import boxes, preferred
 
 

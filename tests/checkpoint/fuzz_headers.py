@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from shardfx import checkpoint
-from shardfx._errors import CheckpointError
+from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint._safetensors import DTYPES, parse_header
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import PathRules, PlanMismatchError, checkpoint
-from shardfx._errors import CheckpointError, UnknownPathError
+from shardfx._ground.errors import CheckpointError, UnknownPathError
 from shardfx.checkpoint import _safetensors
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import MeshSpec, PathRules, UnknownPathError, checkpoint
-from shardfx._errors import CheckpointError
+from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import _safetensors
 from shardfx.checkpoint._entry import ListedArray
 from shardfx.checkpoint._files import inside, opened, place

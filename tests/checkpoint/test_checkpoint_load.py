@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import MeshSpec, PathRules, PlanMismatchError, checkpoint
-from shardfx._boxes import boxes_here
-from shardfx._errors import CheckpointError
+from shardfx._ground.boxes import boxes_here
+from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import FileArray, Take, _reader
 from shardfx.checkpoint._load import How, load_index
 from shardfx.checkpoint._units import Host, moved

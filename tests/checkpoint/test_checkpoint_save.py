@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 import shardfx
 from shardfx import LeafTypeError, PathRules, PlanFormatError, PlanMismatchError, checkpoint
-from shardfx._errors import CheckpointError
+from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import _save
 
 

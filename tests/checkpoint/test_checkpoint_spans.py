@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from shardfx._boxes import volume
+from shardfx._ground.boxes import volume
 from shardfx.checkpoint._spans import spans
 
 

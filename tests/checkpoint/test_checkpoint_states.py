@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import LeafTypeError, PathRules, checkpoint
-from shardfx._errors import CheckpointError
+from shardfx._ground.errors import CheckpointError
 
 
 REPLICATE = PathRules.parse(".*->replicate")

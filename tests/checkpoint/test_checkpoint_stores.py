@@ -13,7 +13,7 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import PathRules, checkpoint, plan
-from shardfx._errors import CheckpointError
+from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import StoreArray, Take
 
 

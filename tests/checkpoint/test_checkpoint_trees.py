@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from safetensors.numpy import save_file
 
 from shardfx import AxisRules, LeafTypeError, MeshError, MeshSpec, PathRules, PlanMismatchError, SpecError, checkpoint
-from shardfx._errors import CheckpointError
+from shardfx._ground.errors import CheckpointError
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from shardfx import LeafTypeError, PlanMismatchError, SpecError, checkpoint
-from shardfx._errors import CheckpointError
+from shardfx._ground.errors import CheckpointError
 
 
 RECORDS = [

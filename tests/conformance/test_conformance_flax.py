@@ -37,7 +37,7 @@ from shardfx import (
     resolve,
     specs_of,
 )
-from shardfx._spec import shard_shape
+from shardfx._ground.spec import shard_shape
 from shardfx.interop import flax as interop
 
 

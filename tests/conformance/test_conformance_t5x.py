@@ -13,7 +13,7 @@ from _devices import chips, objects
 from jax.sharding import Mesh, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, canonical, constrain, hosts, plan, resolve, topology
-from shardfx._spec import entry_axes
+from shardfx._ground.spec import entry_axes
 from shardfx.presets import t5x
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import MeshError, MeshSpec, PathRules, ProgramError, filter_jit, plan, traffic
-from shardfx._errors import LeafTypeError
+from shardfx._ground.errors import LeafTypeError
 
 
 HLO = Path(__file__).parents[1] / "data" / "hlo"

@@ -3,7 +3,7 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from shardfx._text import between_numbers, joined, printable, quoted, table
+from shardfx._ground.text import between_numbers, joined, printable, quoted, table
 
 
 @pytest.mark.parametrize("text", ["", "layers/0/w", "a b", "Größe/重み", "back\\slash", "quote'\""])

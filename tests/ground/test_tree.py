@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfx
 from shardfx import AxisRules, LeafTypeError, MeshSpec, PathRules, ShardPlan, plan, replicate
-from shardfx._tree import flatten
+from shardfx._ground.tree import flatten
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])

@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import Code, MeshSpec, SpecError, correct, fsdp
+from shardfx._ground.spec import entries_of
 from shardfx._plan.correct import Leaf, axes_of, corrected, fit, spread
-from shardfx._spec import entries_of
 
 
 U = P.UNCONSTRAINED

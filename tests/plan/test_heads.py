@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, atomic, correct, fsdp, plan
-from shardfx._spec import entries_of, entry_axes
+from shardfx._ground.spec import entries_of, entry_axes
 from shardfx.presets import hf
 
 

@@ -34,7 +34,7 @@ from shardfx import (
     replicate,
     shard,
 )
-from shardfx._spec import entries_of, entry_axes, pinned
+from shardfx._ground.spec import entries_of, entry_axes, pinned
 from shardfx.presets import hf
 
 

@@ -5,14 +5,14 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._errors import MeshError
-from shardfx._mesh import MeshSpec
+from shardfx._ground.errors import MeshError
 from shardfx._plan.follow import follow
 from shardfx._plan.planner import plan
 from shardfx._plan.replan import replan
 from shardfx._plan.shard_plan import ShardPlan
 from shardfx._reshard.reshard import reshard
 from shardfx._rules.path_rules import PathRules
+from shardfx.topology._mesh import MeshSpec
 
 
 RULES = PathRules([("in/w", P("model", None)), ("out/w", P(None, "model")), ("b", P("model"))])

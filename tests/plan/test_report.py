@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, follow, fsdp, plan, replicate, report, report_rows
-from shardfx._text import bytes_text
+from shardfx._ground.text import bytes_text
 
 
 def struct(*shape, dtype=jnp.float32):

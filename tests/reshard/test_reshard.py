@@ -14,8 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._hlo import lowered, steps_program
-from shardfx._errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
-from shardfx._mesh import MeshSpec
+from shardfx._ground.errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
 from shardfx._plan.planner import plan
 from shardfx._reshard.carry_out import carry_out, slices_within
 from shardfx._reshard.move import move_of
@@ -23,6 +22,7 @@ from shardfx._reshard.reshard import Window, job_of, reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._reshard.within_limit import slices_of
 from shardfx._rules.path_rules import PathRules
+from shardfx.topology._mesh import MeshSpec
 
 
 # Live arrays take the programs that accelerators take, where the CPU would copy in its memory.

@@ -3,7 +3,7 @@
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..._spec import canonical, entries_of, entry_axes
+from ..._ground.spec import canonical, entries_of, entry_axes
 from .layout import Layout
 from .redistribute import layout
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from ..._errors import MeshError, SpecError
+from ..._ground.errors import MeshError, SpecError
 
 
 @dataclasses.dataclass(frozen=True)

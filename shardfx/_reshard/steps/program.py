@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from ..._spec import bits
+from ..._ground.spec import bits
 from ..small_floats import moved, on_bits
 from .ends import abstract, is_explicit
 from .groups import all_to_all, gathered, join, permutation, split, starts

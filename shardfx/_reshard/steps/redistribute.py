@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ... import topology
-from ..._errors import SpecError
-from ..._mesh import MeshSpec
-from ..._spec import entries_of, entry_axes
+from ..._ground.errors import SpecError
+from ..._ground.spec import entries_of, entry_axes
+from ...topology._mesh import MeshSpec
 from .factors import refine
 from .layout import Layout
 from .lower_bound import missing_share

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..._boxes import Box, as_box, volume
+from ..._ground.boxes import Box, as_box, volume
 from .tile_map import Tile, TileMap
 
 

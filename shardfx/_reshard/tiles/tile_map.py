@@ -8,7 +8,7 @@ import itertools as it
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._boxes import Box, volume
+from ..._ground.boxes import Box, volume
 
 
 class Tile(NamedTuple):

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from ..._boxes import boxes, boxes_here, volume
-from ..._errors import MeshError
-from ..._spec import array_bytes, bits
+from ..._ground.boxes import boxes, boxes_here, volume
+from ..._ground.errors import MeshError
+from ..._ground.spec import array_bytes, bits
 from . import device_copies, host_copies, rounds
 from .tile_map import TileMap, tile_map
 

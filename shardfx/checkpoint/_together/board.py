@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..._errors import CheckpointError
+from ..._ground.errors import CheckpointError
 
 
 _ROOT = "shardfx.save/"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from ..._errors import CheckpointError
+from ..._ground.errors import CheckpointError
 from . import complaints
 from .board import Board
 from .facts import Facts

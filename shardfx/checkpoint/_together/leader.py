@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ..._errors import CheckpointError
+from ..._ground.errors import CheckpointError
 from . import complaints
 from .board import Board
 from .facts import Facts, different, first_difference

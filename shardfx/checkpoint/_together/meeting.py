@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._errors import CheckpointError
+from ..._ground.errors import CheckpointError
 from . import complaints
 from .board import Board, board_of_this_job
 from .facts import Facts

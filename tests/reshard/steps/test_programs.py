@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from benchmarks._hlo import lowered, planned, steps_program, wire_bytes
 from shardfx import reshard, topology
-from shardfx._errors import LeafTypeError, MeshError, SpecError
+from shardfx._ground.errors import LeafTypeError, MeshError, SpecError
 from shardfx._reshard.move import move_of
 from shardfx._reshard.reshard import resharded
 

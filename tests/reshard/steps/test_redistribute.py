@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from benchmarks._pairs import all_layouts, every_layout
 from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
-from shardfx._errors import MeshError, SpecError
+from shardfx._ground.errors import MeshError, SpecError
 from shardfx._reshard.steps.factors import End, refine
 from shardfx._reshard.steps.groups import all_to_all, gathered, permutation
 from shardfx._reshard.steps.layout import Layout, positions, slice_numbers

@@ -10,8 +10,8 @@ import equinox as eqx
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ._errors import MeshError
-from .topology import DeviceOrder, device_order
+from .._ground.errors import MeshError
+from ._order import DeviceOrder, device_order
 
 
 _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits

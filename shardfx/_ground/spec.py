@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ._errors import SpecError
+from .errors import SpecError
 
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
-from ._errors import LeafTypeError
+from .errors import LeafTypeError
 
 
 _ARRAYS = (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from ._spec import entries_of, entry_axes
+from .spec import entries_of, entry_axes
 
 
 Box = tuple[tuple[int, int], ...]
