@@ -15,6 +15,7 @@ from ._arrays import (
 )
 from ._ground.errors import (
     CheckpointError as CheckpointError,
+    ChipError as ChipError,
     LeafTypeError as LeafTypeError,
     MeshError as MeshError,
     MoveError as MoveError,
@@ -56,7 +57,7 @@ from .topology._mesh import MeshSpec as MeshSpec
 
 
 if _typing.TYPE_CHECKING:
-    from . import checkpoint as checkpoint, interop as interop, presets as presets
+    from . import checkpoint as checkpoint, chips as chips, interop as interop, presets as presets
     from ._cost import (
         Frame as Frame,
         Traffic as Traffic,
@@ -77,15 +78,15 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 # Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
 _LATE = {
-    **{name: name for name in ("checkpoint", "interop", "presets")},
+    **{name: name for name in ("checkpoint", "chips", "interop", "presets")},
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
     **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
 }
 __all__ = """
-    AxisRules CheckpointError Code Decision Frame Layout LeafMove LeafPlan LeafTypeError MeshError MeshSpec
+    AxisRules CheckpointError ChipError Code Decision Frame Layout LeafMove LeafPlan LeafTypeError MeshError MeshSpec
     MoveError PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan
     RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow UnknownPathError UnmatchedError
-    atomic axis_names_of canonical checkpoint clear_caches constrain correct differences field filter_jit
+    atomic axis_names_of canonical checkpoint chips clear_caches constrain correct differences field filter_jit
     follow fsdp gather hosts interop match optional plan plan_reshard presets replan replicate report
     report_rows reshard resolve shard shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]

@@ -37,6 +37,10 @@ class ProgramError(ValueError):
     """A compiled program that cannot be read: its text is cut off, or it has a collective that is not known."""
 
 
+class ChipError(ValueError, LookupError):
+    """An accelerator that is not known, or of which a number that is needed is not."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, hostile, incomplete, or does not hold what the plan asks for."""
 

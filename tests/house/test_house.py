@@ -96,7 +96,7 @@ def test_the_parts_that_load_late_are_there():
     code = """
         import sys
         import shardfx
-        late = ("checkpoint", "interop", "presets", "_reshard")
+        late = ("checkpoint", "chips", "interop", "presets", "_reshard")
         assert not [name for name in late if f"shardfx.{name}" in sys.modules]
         from shardfx import LeafMove, ReshardPlan, plan_reshard, reshard
         assert shardfx.checkpoint.read_index and shardfx.presets.t5x()

@@ -1,0 +1,99 @@
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from shardfx import ChipError, chips, topology
+
+
+@pytest.mark.parametrize(
+    "asked, name",
+    [
+        ("v5p", "v5p"),
+        ("TPU v5", "v5p"),
+        ("TPU v5 lite", "v5e"),
+        ("tpu:v5e:4x4", "v5e"),
+        ("v5litepod", "v5e"),
+        ("V6E", "v6e"),
+        ("Trillium", "v6e"),
+        ("TPU7x", "v7x"),
+        ("ironwood", "v7x"),
+        ("tpu:v7x:4x4x4", "v7x"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("nvidia h200", "h200"),
+        ("H100_SXM", "h100"),
+        ("A100-SXM4-80GB", "a100"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_chip_is_found_by_the_names_that_people_and_jax_use(asked, name):
+    assert chips.find(asked).name == name
+    assert chips.find(chips.find(asked)) is chips.find(asked)
+
+
+def test_an_unknown_chip_names_near_ones():
+    with pytest.raises(ChipError) as caught:
+        chips.find("v5q")
+    assert str(caught.value).startswith("there is no chip 'v5q'; did you mean v5")
+    assert "There are v2, v3, v4, v5e, v5p, v6e, v7x, a100-40, a100, h100, h200, b200, gb200, mi300x." in str(
+        caught.value
+    )
+    assert "Make your own with `shardfx.chips.Chip(...)`." in str(caught.value)
+    with pytest.raises(ChipError, match="no chip 'abacus'; There are v2"):
+        chips.find("abacus")
+    # A card of another form factor has other numbers: it is not taken for the one that is known.
+    with pytest.raises(ChipError, match="did you mean"):
+        chips.find("NVIDIA H100 PCIe")
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.name)
+def test_every_number_has_a_source_and_a_size_that_can_be(chip):
+    numbers = [field.name for field in dataclasses.fields(chip) if field.name not in ("name", "kinds", "sources")]
+    assert all(chip.source(name) for name in numbers)
+    assert 0.9 < chip.usable_hbm_bytes / chip.hbm_bytes <= 1
+    assert 3e11 < chip.hbm_bytes_per_second < 1e13
+    # What leaves a chip is slower than its memory and faster than the network between hosts.
+    assert chip.dcn_bytes_per_second < chip.links * chip.link_bytes_per_second < chip.hbm_bytes_per_second
+    assert chip.flops("bfloat16") > 1e13
+    assert chip.usable_hbm_bytes_per_device * chip.devices_per_chip <= chip.usable_hbm_bytes
+    assert hash(chip) == hash(dataclasses.replace(chip))
+
+
+def test_names_are_of_one_chip_alone():
+    names = [name for chip in chips.CHIPS for name in (chip.name, *chip.kinds)]
+    assert len(names) == len(set(names))
+
+
+def test_jaxs_names_are_those_that_say_which_tori_close():
+    for chip in chips.CHIPS:
+        if chip.torus_dims:
+            assert any(any(topology.wraps(kind, (16, 16, 16))) or kind == "TPU v3" for kind in chip.kinds), chip.name
+
+
+def test_peaks_by_dtype():
+    v7x = chips.find("v7x")
+    assert v7x.flops(jnp.bfloat16) == v7x.flops("float16") == 2307e12
+    assert v7x.flops(jnp.float8_e4m3fn) == v7x.flops("float8") == 4614e12
+    assert chips.find("b200").flops(jnp.float4_e2m1fn) == 9000e12
+    with pytest.raises(ChipError) as caught:
+        chips.find("v4").flops(jnp.float8_e5m2)
+    assert str(caught.value) == (
+        "chip 'v4': no peak is known for float8; there are bfloat16, int8. Add one with "
+        '`dataclasses.replace(chip, flops_per_second=(*chip.flops_per_second, ("float8", ...)))`.'
+    )
+
+
+def test_users_make_their_own():
+    mine = dataclasses.replace(chips.find("h100"), name="mine", usable_hbm_bytes=60 * 2**30)
+    assert "60.0 of 80.0 GiB" in chips.table((mine,)) and "h100" not in chips.table((mine,))
+    with pytest.raises(ChipError, match="are more than it has"):
+        dataclasses.replace(mine, usable_hbm_bytes=81 * 2**30)
+    with pytest.raises(ChipError, match="`devices_per_chip` must be more than 0, not 0"):
+        dataclasses.replace(mine, devices_per_chip=0)
+
+
+def test_the_table_has_a_line_for_each():
+    lines = chips.table().splitlines()
+    assert len(lines) == 1 + len(chips.CHIPS)
+    (line,) = [line for line in lines if line.startswith("v5p")]
+    assert line.split()[:10] == ["v5p", "95.7", "of", "96.0", "GiB", "2.77", "TB/s", "459", "TFLOP/s", "6"]
