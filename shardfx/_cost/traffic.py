@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import topology
 from .._ground.errors import LeafTypeError, MeshError, ProgramError
+from .._ground.html import html_table
 from .._ground.text import bytes_text, printable, table
 from ..topology._mesh import MeshSpec
 from .between_hosts import is_transfer, slice_count, transfer_bytes
@@ -144,13 +145,23 @@ class Traffic:
         return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
 
     def __str__(self) -> str:
+        lines = table(self._table(), right=_NUMBERS) if self.rows else []
+        return "\n".join([*lines, *self._below()])
+
+    def _repr_html_(self) -> str:
+        # What a notebook shows where the traffic is the last line of a cell.
+        return html_table(self._table() if self.rows else (), right=_NUMBERS, below=self._below())
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [_HEADER, *map(_cells, self.rows)]
+
+    def _below(self) -> list[str]:
+        """The total, and each note once."""
         if not self.rows:
-            return f"no traffic: a step on {self.devices} devices sends nothing."
-        lines = table([_HEADER, *map(_cells, self.rows)], right={"bytes/step", "calls", "group"})
-        notes = list(dict.fromkeys(row.note for row in self.rows if row.note))
+            return [f"no traffic: a step on {self.devices} devices sends nothing."]
         dcn = f", {bytes_text(self.dcn_bytes)} of them between slices" if self.dcn_bytes else ""
         total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
-        return "\n".join([*lines, total, *notes])
+        return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +181,18 @@ class TrafficDifference:
         return sum(ours - theirs for _, ours, theirs in self.rows)
 
     def __str__(self) -> str:
-        changed = [row for row in self.rows if row[1] != row[2]]
-        if not changed:
-            return "the same traffic"
-        header = ("difference", "first", "second", "kind", "axes", "leaf", "source")
+        rows = self._table()
+        return "\n".join([*(table(rows, right=_COMPARED) if rows else ()), self._below(rows)])
+
+    def _repr_html_(self) -> str:
+        rows = self._table()
+        return html_table(rows, right=_COMPARED, below=[self._below(rows)])
+
+    def _below(self, rows: Sequence[Any]) -> str:
+        return f"{_signed(self.wire_bytes)} in all." if rows else "the same traffic"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """A header and a row for what changed; nothing where nothing did."""
         cells = [
             (
                 _signed(ours - theirs),
@@ -184,10 +203,10 @@ class TrafficDifference:
                 leaf or "-",
                 _place(source),
             )
-            for (kind, axes, source, leaf), ours, theirs in changed
+            for (kind, axes, source, leaf), ours, theirs in self.rows
+            if ours != theirs
         ]
-        lines = table([header, *cells], right={"difference", "first", "second"})
-        return "\n".join([*lines, f"{_signed(self.wire_bytes)} in all."])
+        return [(*_COMPARED, "kind", "axes", "leaf", "source"), *cells] if cells else []
 
 
 def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
@@ -429,6 +448,8 @@ def _idle(row: TrafficRow) -> TrafficRow:
     return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, shares=shares, note=note)
 
 
+_NUMBERS = {"bytes/step", "calls", "group"}
+_COMPARED = ("difference", "first", "second")
 _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "dtype", "leaf", "source")
 
 

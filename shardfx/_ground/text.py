@@ -5,7 +5,7 @@ Names can come from files that nobody vouches for: `printable` is for all of the
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def _ranges(numbers: list[int]) -> str:
 _KINDS = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
-def table(rows: Sequence[tuple[str, ...]], *, right: set[str], width: int | None = None) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]], *, right: Collection[str], width: int | None = None) -> list[str]:
     """Lines of aligned columns under the header `rows[0]`; the columns named in `right` are aligned there.
 
     With a `width` the first column (a path) and the last one (why) are cut where the lines would be longer. Cells

@@ -1,12 +1,12 @@
 """What there is to tell about a plan: one list of rows, made from its content alone, for every way to show it."""
 
 import dataclasses
-import html
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import AxisType
 
+from .._ground.html import html_table
 from .._ground.reason import Code
 from .._ground.spec import entries_of
 from .._ground.text import array_text, between_numbers, bytes_text, joined, printable
@@ -80,19 +80,8 @@ def facts_of(content: Content) -> Facts:
 def html_of(content: Content) -> str:
     """The facts as a plain HTML table with the rest below it; everything is escaped."""
     facts = facts_of(content)
-    right = [name in NUMBERS for name in facts.header]
-    lines = [_html_row("th", facts.header, right), *[_html_row("td", row, right) for row in facts.cells]]
     below = [*facts.reasons, facts.totals, *([facts.replicated] if facts.replicated else [])]
-    return "\n".join(["<table>", *lines, "</table>", *[f"<p>{html.escape(text)}</p>" for text in below]])
-
-
-def _html_row(tag: str, cells: Sequence[str], right: Sequence[bool]) -> str:
-    sides = ["right" if number else "left" for number in right]
-    inner = [
-        f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>'
-        for cell, side in zip(cells, sides, strict=True)
-    ]
-    return f"<tr>{''.join(inner)}</tr>"
+    return html_table([facts.header, *facts.cells], right=NUMBERS, below=below)
 
 
 def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     """
     check_plan("plan", plan)
     facts = facts_of(plan.content)
-    lines = table([facts.header, *facts.cells], right=set(NUMBERS), width=width)
+    lines = table([facts.header, *facts.cells], right=NUMBERS, width=width)
     reasons = [_wrapped(text, width) for text in facts.reasons]
     parts = ["\n".join(lines), "\n".join(reasons), _wrapped(facts.totals, width), _wrapped(facts.replicated, width)]
     return Report("\n\n".join(part for part in parts if part))

@@ -1,3 +1,5 @@
+import html
+import re
 from pathlib import Path
 
 import equinox as eqx
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx import MeshError, MeshSpec, PathRules, ProgramError, filter_jit, plan, traffic
+from shardfx import MeshError, MeshSpec, PathRules, ProgramError, Traffic, filter_jit, plan, traffic
 from shardfx._ground.errors import LeafTypeError
 
 
@@ -279,6 +281,20 @@ def test_the_difference_of_two_steps():
     assert (tpu - cpu).wire_bytes == -made.wire_bytes
     assert "+112.0 MiB" in str(made).splitlines()[1] and str(made).endswith("in all.")
     assert str(cpu - cpu) == "the same traffic"
+
+
+def cells(page: str) -> list[list[str]]:
+    """The cells of each row of an HTML table."""
+    return [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", line) for line in page.splitlines() if line.startswith("<tr>")]
+
+
+def test_a_notebook_shows_the_rows_of_the_text():
+    first, second = read("cpu_branches"), read("cpu_kinds")
+    for shown in (first, second, first - second, second - second, Traffic((), 4)):
+        page = html.unescape(shown._repr_html_())
+        lines = [" ".join(line.split()) for line in str(shown).splitlines()]
+        below = re.findall("<p>(.*)</p>", page)
+        assert [" ".join(filter(None, row)) for row in cells(page)] + below == lines
 
 
 def test_sums_and_the_table():
