@@ -1,9 +1,9 @@
-"""What is wrong with a plan, all of it in one error: what, where, how large, and what to write instead."""
+"""What is wrong with a plan: found as data; raised as one error with what, where, how large, and what to write."""
 
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code
@@ -29,16 +29,31 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
     raise kind("\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more]))
 
 
-def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[Row], rules: Sequence[Any]) -> None:
+class Uncovered(NamedTuple):
+    """An array that neither names nor a path rule covers."""
+
+    bytes: int
+    path: str
+    row: Row
+
+
+def uncovered(flat: Flat, index: Sequence[int], rows: Sequence[Row]) -> list[Uncovered]:
+    """The arrays that no rule covers, largest first."""
     open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
     if not open_rows:
-        return
+        return []
     found = [
-        (array_bytes(rows[i].shape, rows[i].dtype), path, rows[i])
+        Uncovered(array_bytes(rows[i].shape, rows[i].dtype), path, rows[i])
         for i, path in zip(index, flat.paths, strict=True)
         if i in open_rows
     ]
-    found.sort(key=lambda item: -item[0])
+    return sorted(found, key=lambda leaf: -leaf.bytes)
+
+
+def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[Row], rules: Sequence[Any]) -> None:
+    found = uncovered(flat, index, rows)
+    if not found:
+        return
     patterns = [pattern for pattern, _ in rules]
     lines = []
     for nbytes, path, row in found[:_SHOWN]:
@@ -58,19 +73,29 @@ def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[Row], rules
     )
 
 
+def unknown_units(axes: AxisRules) -> tuple[str, ...]:
+    """The names that have a unit, and no rule."""
+    return tuple(name for name, _ in axes.units if name not in axes.names)
+
+
+def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
+    """By the number of their row, the logical names that no rule is about, in any mode."""
+    asked = [
+        (i, row) for i, row in enumerate(rows) if row.reasons and row.names is not None and _has(Code.unmatched, row)
+    ]
+    return {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
+
+
 def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: AxisRules | None) -> None:
     """Raises if an array has a logical name that no rule is about, in any mode."""
     if axes is None:
         return
-    for name in (name for name, _ in axes.units if name not in axes.names):
+    for name in unknown_units(axes):
         raise UnmatchedError(
             f"`units` has {name!r}{near(name, axes.names)}, and no rule of `axes` is about that name, so it keeps "
             f"nothing together. The rules have {axes.names}; correct the name, or take its unit out."
         )
-    asked = [
-        (i, row) for i, row in enumerate(rows) if row.reasons and row.names is not None and _has(Code.unmatched, row)
-    ]
-    unknown = {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
+    unknown = unknown_of_rows(rows, axes)
     if not unknown:
         return
     lines = [
@@ -92,15 +117,15 @@ def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: A
     )
 
 
-def raise_absent(
+def absent_axes(
     flat: Flat,
     index: Sequence[int],
     rows: Sequence[Row],
     mesh: MeshSpec,
     axes: AxisRules | None,
     declared: tuple[str, ...],
-) -> None:
-    """Raises if rules name a mesh axis that the mesh lacks and that nobody has declared."""
+) -> dict[str, str]:
+    """The mesh axes of rules that the mesh lacks and that nobody has declared, and who uses each of them first."""
     wrong: dict[str, str] = {}
     if axes is not None:
         declared += axes.axes
@@ -113,13 +138,22 @@ def raise_absent(
     for i, path in zip(index, flat.paths, strict=True) if asked else ():
         for axis in asked.get(i, ()):
             wrong.setdefault(axis, f"leaf `{path}` ({rows[i].rule})")
-    lines = [
-        f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}"
-        for axis, who in wrong.items()
-        if axis not in declared
-    ]
+    return {axis: who for axis, who in wrong.items() if axis not in declared}
+
+
+def raise_absent(
+    flat: Flat,
+    index: Sequence[int],
+    rows: Sequence[Row],
+    mesh: MeshSpec,
+    axes: AxisRules | None,
+    declared: tuple[str, ...],
+) -> None:
+    """Raises if rules name a mesh axis that the mesh lacks and that nobody has declared."""
+    wrong = absent_axes(flat, index, rows, mesh, axes, declared)
+    missing = tuple(wrong)
+    lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
     if lines:
-        missing = tuple(axis for axis in wrong if axis not in declared)
         raise RuleError(
             "\n".join(
                 [
@@ -132,6 +166,33 @@ def raise_absent(
         )
 
 
+class Unused(NamedTuple):
+    """A rule that decides about no array: the nearest path if it matches none, else what its arrays go to."""
+
+    number: int
+    nearest: str | None
+    arrays: tuple[str, ...]
+    takers: tuple[str, ...]
+
+
+def unused_rules(
+    rules: Sequence[tuple[str, Any]],
+    used: Mapping[Any, Any],
+    flat: Flat,
+    given: Sequence[Any] | None = None,
+    giver: str = "",
+) -> list[Unused]:
+    """The rules that decide about no array; to leaves that are `given` something, `giver` goes before any rule."""
+    # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
+    unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
+    if not flat.leaves or not unused:
+        return []
+    patterns = tuple(re.compile(regex) for regex, _ in rules)
+    first = [None if given is None or names is None else giver for names in given or flat.leaves]
+    found = [_why_unused(number, patterns, flat, first) for number in unused]
+    return [why for why in found if why is not None]
+
+
 def raise_unused(
     what: str,
     rules: Sequence[tuple[str, Any]],
@@ -140,15 +201,9 @@ def raise_unused(
     given: Sequence[Any] | None = None,
     giver: str = "",
 ) -> None:
-    """Raises if a rule decides about no array; to leaves that are `given` something, `giver` goes before any rule."""
-    # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
-    unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
-    if not flat.leaves or not unused:
-        return
-    patterns = tuple(re.compile(regex) for regex, _ in rules)
-    first = [None if given is None or names is None else giver for names in given or flat.leaves]
-    found = [(number, _why_unused(number, patterns, flat, first)) for number in unused]
-    lines = [f"  {what} {number}, the regex {rules[number][0]!r}, {why}" for number, why in found if why]
+    """Raises if a rule decides about no array."""
+    found = unused_rules(rules, used, flat, given, giver)
+    lines = [f"  {what} {why.number}, the regex {rules[why.number][0]!r}, {unused_text(why)}." for why in found]
     if lines:
         raise RuleError(
             "\n".join(
@@ -161,25 +216,34 @@ def raise_unused(
         )
 
 
+def unused_text(why: Unused) -> str:
+    """What to say of a rule that decides about no array."""
+    if why.nearest is not None:
+        return f"matches no path of the tree; the nearest path is `{why.nearest}`"
+    others = f" and {len(why.arrays) - 1} more" if len(why.arrays) > 1 else ""
+    return f"is shadowed: all that it matches (`{why.arrays[0]}`{others}) goes to {' and '.join(why.takers)}"
+
+
 # No regex that is about some paths only finds these, which are no paths of any tree.
 _PROBES = ("\0", "\0/\0")
 
 
-def _why_unused(number: int, patterns: tuple[re.Pattern[str], ...], flat: Flat, first: Sequence[str | None]) -> str:
-    """Why a rule applies to nothing; an empty text if that is no mistake."""
+def _why_unused(
+    number: int, patterns: tuple[re.Pattern[str], ...], flat: Flat, first: Sequence[str | None]
+) -> Unused | None:
+    """Why a rule applies to nothing; `None` if that is no mistake."""
     pattern = patterns[number]
     matches = [at for at, path in enumerate(flat.paths) if pattern.search(path)]
     if not matches:
         nearest = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)[0]
-        return f"matches no path of the tree; the nearest path is `{nearest}`."
+        return Unused(number, nearest, (), ())
     # The last rule is often for the rest, and there may be none.
     is_rest = number == len(patterns) - 1 and all(map(pattern.search, _PROBES))
     arrays = [at for at in matches if flat.is_array[at]]
     if is_rest or not arrays:
-        return ""
-    before = dict.fromkeys(first[at] or _first_rule(flat.paths[at], patterns) for at in arrays)
-    others = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
-    return f"is shadowed: all that it matches (`{flat.paths[arrays[0]]}`{others}) goes to {' and '.join(before)}."
+        return None
+    takers = dict.fromkeys(first[at] or _first_rule(flat.paths[at], patterns) for at in arrays)
+    return Unused(number, None, tuple(flat.paths[at] for at in arrays), tuple(takers))
 
 
 def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:

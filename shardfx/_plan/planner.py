@@ -1,7 +1,7 @@
 """Match, then resolve, then correct, per leaf: here and nowhere else."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,21 +109,19 @@ def plan(
         check_path_rules("paths", paths)
     if axes is not None:
         check_axis_rules("axes", axes)
-    mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     flat = flatten(tree)
     given = names_of_leaves(names, tree, flat, axes)
     kinds = memory_kind_pairs(memory_kinds)
-    by_path = _Matcher(_NO_RULES if paths is None else paths)
-    by_kind = _Matcher(PathRules((regex, (kind,)) for regex, kind in kinds) if kinds else _NO_RULES)
-    planner = _Planner(mesh_spec, axes, mode, min_bytes, by_path, by_kind)
-    index, rows = planner.columns(flat, given)
+    found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
+    index, rows, mesh_spec = found.index, found.rows, found.mesh
+    raise_errors(found.errors)
     if unmatched == "raise":
-        raise_unmatched(flat, index, rows, by_path.rules)
+        raise_unmatched(flat, index, rows, found.paths.rules)
         raise_unknown(flat, index, rows, axes)
-        raise_absent(flat, index, rows, mesh_spec, axes, () if paths is None else paths.axes)
+        raise_absent(flat, index, rows, mesh_spec, axes, found.declared)
     if unused == "raise":
-        raise_unused("rule", by_path.rules, by_path.used, flat, given, "the names of the leaves")
-        raise_unused("`memory_kinds` entry", by_kind.rules, by_kind.used, flat)
+        raise_unused("rule", found.paths.rules, found.paths.used, flat, given, NAMES)
+        raise_unused("`memory_kinds` entry", found.kinds.rules, found.kinds.used, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, flat.paths, flat.treedef, strict=strict))
     if refine:
@@ -135,7 +133,43 @@ def plan(
     return made
 
 
-class _Matcher:
+# What goes before any path rule.
+NAMES = "the names of the leaves"
+
+
+class Draft(NamedTuple):
+    """What is decided about a tree before anybody says what is wrong with it: `plan` raises that, `lint` lists it."""
+
+    mesh: MeshSpec
+    paths: "Matcher"
+    kinds: "Matcher"
+    declared: tuple[str, ...]
+    index: list[int]
+    rows: list[Row]
+    errors: list[tuple[str, Exception]]
+
+
+def drafted(
+    flat: Flat,
+    given: Sequence[Any],
+    mesh: MeshSpec | Mesh | AbstractMesh,
+    paths: PathRules | None,
+    axes: AxisRules | None,
+    mode: str | None,
+    min_bytes: int,
+    kinds: Sequence[tuple[str, str]],
+) -> Draft:
+    """Rows for all leaves that can be planned, and an error for each of the others."""
+    mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
+    rules = _NO_RULES if paths is None else paths
+    by_path = Matcher(rules)
+    by_kind = Matcher(PathRules((regex, (kind,)) for regex, kind in kinds) if kinds else _NO_RULES)
+    planner = _Planner(mesh_spec, axes, mode, min_bytes, by_path, by_kind)
+    index, rows, errors = planner.columns(flat, given)
+    return Draft(mesh_spec, by_path, by_kind, rules.axes, index, rows, errors)
+
+
+class Matcher:
     """Regexes, and which of them have matched."""
 
     def __init__(self, rules: PathRules):
@@ -161,8 +195,8 @@ class _Planner:
         axes: AxisRules | None,
         mode: str | None,
         min_bytes: int,
-        paths: _Matcher,
-        kinds: _Matcher,
+        paths: Matcher,
+        kinds: Matcher,
     ):
         self.mesh, self.axes, self.mode, self.min_bytes = axes_of(mesh), axes, mode, min_bytes
         self.paths, self.kinds, self.rules = paths, kinds, paths.rules
@@ -170,8 +204,8 @@ class _Planner:
         self.numbers: dict[Any, int] = {}
         self.rows: list[Row] = []
 
-    def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[Row]]:
-        """For each leaf the number of its row, and the rows. Leaves that are planned alike share one."""
+    def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[Row], list[tuple[str, Exception]]]:
+        """For each leaf the number of its row, the rows, and what cannot be planned. Alike leaves share one."""
         keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
         numbers: dict[Any, int] = {None: -1}
         index, errors = [], []
@@ -186,8 +220,7 @@ class _Planner:
                     errors.append((flat.paths[at], error))
                 numbers[key] = number
             index.append(number)
-        raise_errors(errors)
-        return index, self.rows
+        return index, self.rows, errors
 
     def number(self, path: str, leaf: Any, names: Any) -> int:
         """The number of the row of an array."""

@@ -190,6 +190,66 @@ class AxisRules(eqx.Module):
             aliases=_drop(self.aliases, names),
         )
 
+    def drop(self, *numbers: int, mode: str | None = None) -> "AxisRules":
+        """New AxisRules: these, without the rules in these places. [`shardfx.lint`][] says which ones are dead.
+
+        **Arguments:**
+
+        - `numbers`: places in `rules`, the first is 0; with `mode` in the rules of that mode.
+        - `mode`: one of the modes.
+
+        **Returns:**
+
+        New AxisRules.
+
+        **Raises:**
+
+        `RuleError` for a mode that the rules do not have, and a place where there is no rule.
+
+        !!! Example
+
+            ```python
+            from shardfx import AxisRules
+
+            rules = AxisRules([("embed", None), ("embed", "fsdp"), ("mlp", "tensor")]).drop(1)
+            assert rules.rules == (("embed", None), ("mlp", "tensor"))
+            ```
+        """
+        given = _of_mode(self, mode, "drop")
+        check_places(len(given), numbers, "drop")
+        return self._with_rules(mode, [rule for at, rule in enumerate(given) if at not in numbers])
+
+    def replace(self, number: int, target: Target, *, mode: str | None = None) -> "AxisRules":
+        """New AxisRules: these, with another target for the rule in one place.
+
+        **Arguments:**
+
+        - `number`: the place in `rules`, the first is 0; with `mode` in the rules of that mode.
+        - `target`: as in `AxisRules(...)`.
+        - `mode`: one of the modes.
+
+        **Returns:**
+
+        New AxisRules.
+
+        **Raises:**
+
+        `RuleError` for a mode that the rules do not have, a place where there is no rule, and an invalid target.
+
+        !!! Example
+
+            ```python
+            from shardfx import AxisRules
+
+            rules = AxisRules([("embed", "fdsp"), ("mlp", "tensor")]).replace(0, "fsdp")
+            assert rules.rules == (("embed", "fsdp"), ("mlp", "tensor"))
+            ```
+        """
+        given = list(_of_mode(self, mode, "replace"))
+        check_places(len(given), (number,), "replace")
+        given[number] = (given[number][0], target)
+        return self._with_rules(mode, given)
+
     def with_alias(self, name: str, of: str) -> "AxisRules":
         """New AxisRules in which `name` shares the rules of `of`, in every mode, and its unit.
 
@@ -282,9 +342,30 @@ class AxisRules(eqx.Module):
         """
         return cls(dict(_rules(rules, "rules")))
 
+    def _with_rules(self, mode: str | None, rules: list[Rule]) -> "AxisRules":
+        if mode is None:
+            return self._with(rules=rules)
+        return self._with(modes=tuple((key, rules if key == mode else given) for key, given in self.modes))
+
     def _with(self, **fields: Any) -> "AxisRules":
         given = {"modes": self.modes, "units": self.units, "aliases": self.aliases, "axes": self.axes, **fields}
         return AxisRules(given.pop("rules", self.rules), **given)
+
+
+def _of_mode(rules: AxisRules, mode: str | None, what: str) -> tuple[Rule, ...]:
+    modes = dict(rules.modes)
+    if mode is not None and mode not in modes:
+        raise RuleError(
+            f"`{what}(mode={mode!r})`: these rules have the modes {tuple(modes)}{near(mode, tuple(modes))}."
+        )
+    return rules.rules if mode is None else modes[mode]
+
+
+def check_places(count: int, numbers: tuple[int, ...], what: str) -> None:
+    """Raises unless each of `numbers` is the place of one of `count` rules."""
+    for number in numbers:
+        if not 0 <= number < count:
+            raise RuleError(f"`{what}({number})`: there are {count} rules here, numbered from 0.")
 
 
 def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:

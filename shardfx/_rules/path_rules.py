@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED
 from .._ground.tree import flatten
-from .axis_rules import declared_axes
+from .axis_rules import check_places, declared_axes
 from .compact import parsed
 from .strategies import Atomic, Fsdp, Optional, Pipeline, Replicate, bare, replicate
 
@@ -79,16 +79,17 @@ class PathRules(eqx.Module):
         """
         return PathRules([*rules, *self.rules], axes=self.axes)
 
-    def extend(self, rules: Iterable[Any]) -> "PathRules":
+    def extend(self, rules: Iterable[Any] = (), *, axes: Iterable[Any] = ()) -> "PathRules":
         """New PathRules: these, then `rules` for paths that none of these matches.
 
         **Arguments:**
 
         - `rules`: as in `PathRules(...)`.
+        - `axes`: mesh axes that a mesh may lack, beside those that these rules declare.
 
         **Returns:**
 
-        New PathRules that declare the same mesh axes.
+        New PathRules.
 
         !!! Example
 
@@ -99,7 +100,64 @@ class PathRules(eqx.Module):
             assert [regex for regex, _ in rules.rules] == ["embed", ".*"]
             ```
         """
-        return PathRules([*self.rules, *rules], axes=self.axes)
+        return PathRules([*self.rules, *rules], axes=(*self.axes, *declared_axes(axes)))
+
+    def drop(self, *numbers: int) -> "PathRules":
+        """New PathRules: these, without the rules in these places. [`shardfx.lint`][] says which never apply.
+
+        **Arguments:**
+
+        - `numbers`: places in `rules`, the first is 0.
+
+        **Returns:**
+
+        New PathRules that declare the same mesh axes.
+
+        **Raises:**
+
+        `RuleError` for a place where there is no rule.
+
+        !!! Example
+
+            ```python
+            from shardfx import PathRules
+
+            rules = PathRules.parse("attn->tensor, q_proj->fsdp, mlp->fsdp").drop(1)
+            assert [regex for regex, _ in rules.rules] == ["attn", "mlp"]
+            ```
+        """
+        check_places(len(self.rules), numbers, "drop")
+        return PathRules([rule for at, rule in enumerate(self.rules) if at not in numbers], axes=self.axes)
+
+    def replace(self, number: int, target: Any) -> "PathRules":
+        """New PathRules: these, with another target for the rule in one place.
+
+        **Arguments:**
+
+        - `number`: the place in `rules`, the first is 0.
+        - `target`: as in `PathRules(...)`.
+
+        **Returns:**
+
+        New PathRules that declare the same mesh axes.
+
+        **Raises:**
+
+        `RuleError` for a place where there is no rule, and for an invalid target.
+
+        !!! Example
+
+            ```python
+            from jax.sharding import PartitionSpec as P
+            from shardfx import PathRules
+
+            rules = PathRules.parse("attn->tensro, mlp->fsdp").replace(0, P("tensor"))
+            assert rules == PathRules.parse("attn->tensor, mlp->fsdp")
+            ```
+        """
+        check_places(len(self.rules), (number,), "replace")
+        changed = [(regex, target if at == number else was) for at, (regex, was) in enumerate(self.rules)]
+        return PathRules(changed, axes=self.axes)
 
     @classmethod
     def parse(cls, text: str) -> "PathRules":

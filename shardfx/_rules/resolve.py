@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 from jax.sharding import PartitionSpec
@@ -164,15 +164,61 @@ def _resolve(entries: tuple[Any, ...], rules: AxisRules, mode: str | None, unmat
     return Decision(spec, tuple(sorted(reasons, key=lambda why: why.dim or 0)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What one rule came to for one logical name of an array.
+
+    **Arguments:**
+
+    - `name`, `dim`: the logical name, and the dimension that it is on.
+    - `mode`, `number`: which rule it is: the number in the rules of this mode, or in the base rules.
+    - `rule`: the pair of a name and its target.
+    - `outcome`: "applied"; "blocked", if a mesh axis of it is taken; "settled", if an earlier rule has applied.
+    - `taken`: the mesh axes that were taken, each with the name and the dimension that has it.
+    """
+
+    name: str
+    dim: int
+    mode: str | None
+    number: int
+    rule: Rule
+    outcome: Literal["applied", "blocked", "settled"]
+    taken: tuple[tuple[str, str, int], ...]
+
+
+def attempts(names: Sequence[Any] | PartitionSpec, rules: AxisRules, mode: str | None) -> tuple[Attempt, ...]:
+    """What [`shardfx.resolve`][] tries for an array, in order."""
+    active, slots = _active(rules, mode), _slots(_entries(names), rules)
+    own = len(active) - len(rules.rules)
+    found: list[Attempt] = []
+
+    def note(number: int, slot: _Slot, settled: bool, taken: list[tuple[str, _Slot]]) -> None:
+        outcome = "settled" if settled else "blocked" if taken else "applied"
+        place = (mode, number) if number < own else (None, number - own)
+        users = tuple((axis, user.name, user.dim) for axis, user in taken)
+        found.append(Attempt(slot.name, slot.dim, *place, active[number], outcome, users))
+
+    _assign(active, slots, {}, {}, note)
+    return tuple(found)
+
+
 def _assign(
-    active: tuple[Rule, ...], slots: tuple[_Slot, ...], given: dict[str, Target], user: dict[str, _Slot]
+    active: tuple[Rule, ...],
+    slots: tuple[_Slot, ...],
+    given: dict[str, Target],
+    user: dict[str, _Slot],
+    note: Callable[[int, _Slot, bool, list[tuple[str, _Slot]]], None] | None = None,
 ) -> None:
-    for name, target in active:
+    """Gives each name the target of the first rule whose axes are free; `note` is told of every rule that is read."""
+    for number, (name, target) in enumerate(active):
         for slot in slots:
-            if name not in slot.chain or slot.name in given:
+            if name not in slot.chain:
                 continue
-            axes = entry_axes(target)
-            if any(axis in user for axis in axes):
+            axes, settled = entry_axes(target), slot.name in given
+            taken = [(axis, user[axis]) for axis in axes if axis in user]
+            if note is not None:
+                note(number, slot, settled, taken)
+            if settled or taken:
                 continue
             given[slot.name] = target
             user.update((axis, slot) for axis in axes)
