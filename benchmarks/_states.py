@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from shardfx import plan
 from shardfx._reshard.reshard import reshard
-from shardfx.presets import hf
+from shardfx.presets import hf, models
 
 from . import _peers
 from ._case import Case, Entry, Race, Rival, memcpy
 from ._pairs import placed
 from ._runner import Options
-from ._shapes import Tree, llama
+from ._shapes import Tree
 
 
 # Mesh axes of the target, and by how much every width of the model is divided.
@@ -73,7 +73,9 @@ def _left_out() -> _peers.Move:
 
 def _shapes(divisor: int, *, moments: bool) -> Tree:
     """Parameters in bfloat16, and Adam's two moments in float32."""
-    params = llama(4096 // divisor, 32, 8, 32, 14336 // divisor, 128256 // divisor, head_dim=128 // divisor)
+    widths = ("embed", "head_dim", "hidden", "vocab")
+    published = models.config("llama3-8b")
+    params = models.tree("llama3-8b", **{name: published[name] // divisor for name in widths})
     if not moments:
         return params
     moment = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)

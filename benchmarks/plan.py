@@ -200,7 +200,8 @@ def _all_different(widen: int = 0) -> Any:
     for i, word in enumerate(words):
         pattern, names = shapes.LLAMA_RULES[i % 12]
         path = f"{word}/{pattern.removesuffix('/weight$')}"
-        tree[path] = shapes.weight(*(1024 + 8 * i * widen for _ in names))
+        shape = tuple(1024 + 8 * i * widen for _ in names)
+        tree[path] = {"weight": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
     return tree
 
 
@@ -216,7 +217,7 @@ def _flatness(largest: int, options: Options) -> dict[str, Value]:
     per_leaf: list[float] = []
     planned = planner(shapes.LLAMA_RULES, mesh)
     for size in sizes:
-        tree = shapes.llama(16384, 128, 8, round(size / 9), 53248, 128256)
+        tree = shapes.llama_405b(layers=round(size / 9))
         leaves = len(jax.tree.leaves(tree))
         ours = _median(lambda tree=tree: planned(tree), options.repeats)
         floor = _median(lambda tree=tree: jtu.tree_flatten_with_path(tree), options.repeats)

@@ -1,9 +1,9 @@
-"""Ready sets of rules, as data: T5X's, eformer's, and those for models under Hugging Face's names.
+"""Ready sets of rules, as data: T5X's, eformer's, and those for models under Hugging Face's names; and `models`.
 
 It may import the rules and the ground values. It never plans: a preset is a value, to be given to `plan`.
 """
 
-from . import layouts as layouts, tokens as tokens
+from . import layouts as layouts, models as models, tokens as tokens
 from .eformer import eformer as eformer
 from .hf import (
     bert as bert,

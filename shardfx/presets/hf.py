@@ -12,10 +12,10 @@ from typing import Any, Final
 from jax.sharding import PartitionSpec as P
 
 from .._rules.path_rules import PathRules
-from .._rules.strategies import Fsdp, atomic, fsdp as fsdp_strategy, optional
+from .._rules.strategies import Fsdp, Replicate, atomic, fsdp as fsdp_strategy, optional, replicate
 
 
-# One mesh axis or several, for example `("data", "fsdp")`.
+# One mesh axis, several, for example `("data", "fsdp")`, or none: `()`.
 Axes = str | tuple[str, ...]
 Rules = list[tuple[str, Any]]
 
@@ -431,6 +431,6 @@ def _head_bias(pattern: str, head_dim: int, tensor: Axes) -> tuple[str, Any]:
     return pattern, atomic(P(tensor), (head_dim,))
 
 
-def _anywhere(fsdp: Axes) -> Fsdp:
+def _anywhere(fsdp: Axes) -> Fsdp | Replicate:
     """For what no matrix product divides: norms, biases, small tables."""
-    return fsdp_strategy(fsdp)
+    return fsdp_strategy(fsdp) if fsdp else replicate

@@ -25,7 +25,7 @@ def test_the_benchmarked_trees_have_the_leaves_that_the_limits_are_stated_for():
 
 
 def test_stacking_keeps_every_parameter():
-    llama = catalogue.MODELS["llama-3-8b"].make()
+    llama = catalogue.MODELS["llama3-8b"].make()
     stacked = catalogue.stacked(llama)
     assert catalogue.parameters(stacked) == catalogue.parameters(llama)
     assert len(jax.tree.leaves(stacked)) == 12

@@ -139,7 +139,7 @@ def test_stacked_layers_keep_their_units():
 
 def test_heads_that_are_a_dimension_of_their_own_need_no_unit():
     names = {"query": ("embed", "heads", "head_dim"), "out": ("heads", "head_dim", "embed")}
-    model = catalogue.MODELS["vit-g-14"].make()
+    model = catalogue.MODELS["vit-bigg-14"].make()
     attention = model["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_0"]
     tree = {name: attention[name]["kernel"] for name in names}
     axes = AxisRules([("heads", "tensor"), ("embed", "fsdp"), ("head_dim", None)])

@@ -6,9 +6,9 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks._shapes import leaf, weight
 from shardfx import MeshSpec, PathRules, match, plan
 from shardfx.presets import hf
+from shardfx.presets.models._parts import dense, leaf, scale_and_bias, weight
 
 
 MODELS = {name: model for name, model in catalogue.MODELS.items() if model.preset is not None}
@@ -69,7 +69,7 @@ def test_the_names_of_mesh_axes_are_arguments(name):
 
 
 def test_axes_may_be_several_mesh_axes():
-    model = MODELS["llama-3-8b"]
+    model = MODELS["llama3-8b"]
     rules = hf.llama(fsdp=("data", "fsdp"), tensor="tensor")
     made = plan(model.make(), MeshSpec({"data": 2, "fsdp": 8, "tensor": 4}), paths=rules)
     assert made["model/layers/31/self_attn/q_proj/weight"].spec == P("tensor", ("data", "fsdp"))
@@ -78,7 +78,7 @@ def test_axes_may_be_several_mesh_axes():
 
 
 def test_the_layout_of_each_projection_of_llama():
-    made = plan(MODELS["llama-3-70b"].make(), MeshSpec({"fsdp": 16, "tensor": 8}), paths=hf.llama())
+    made = plan(MODELS["llama3-70b"].make(), MeshSpec({"fsdp": 16, "tensor": 8}), paths=hf.llama())
     layer = "model/layers/79"
     columns = [f"self_attn/{name}_proj" for name in "qkv"] + ["mlp/gate_proj", "mlp/up_proj"]
     assert all(made[f"{layer}/{name}/weight"].spec == P("tensor", "fsdp") for name in columns)
@@ -124,15 +124,15 @@ def test_what_early_checkpoints_hold_beside_the_parameters_has_rules():
     bert["cls"] = {
         "predictions": {
             "bias": leaf(30522),
-            "transform": {"dense": catalogue.dense(768, 768), "LayerNorm": catalogue.scale_and_bias(768)},
-            "decoder": catalogue.dense(30522, 768),
+            "transform": {"dense": dense(768, 768), "LayerNorm": scale_and_bias(768)},
+            "decoder": dense(30522, 768),
         },
-        "seq_relationship": catalogue.dense(2, 768),
+        "seq_relationship": dense(2, 768),
     }
     made = plan(bert, MeshSpec({"fsdp": 8, "tensor": 2}), paths=hf.bert())
     assert made["embeddings/position_ids"].spec == P(None, "fsdp")
     assert made["cls/predictions/decoder/weight"].spec == P("tensor", "fsdp")
-    llama = MODELS["llama-2-70b"].make()
+    llama = MODELS["llama2-70b"].make()
     llama["model"]["layers"]["0"]["self_attn"]["rotary_emb"] = {"inv_freq": leaf(64)}
     plan(llama, MeshSpec({"fsdp": 8}), paths=hf.llama())
 

@@ -1,0 +1,9 @@
+"""The shapes of published models by name, and rules for them: `tree("llama3-405b")`, `rules_for(..., "fsdp_tp")`.
+
+It may import the rules, the ground values and the rules of its room. It never allocates: every leaf is a
+ShapeDtypeStruct. A model is one row of numbers in `_table.py`; a family in `_families.py` is one function that makes
+the tree from them, and one that makes the rules.
+"""
+
+from ._named import config as config, names as names, tree as tree
+from ._rules import rules_for as rules_for, strategies as strategies

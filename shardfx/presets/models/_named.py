@@ -1,0 +1,165 @@
+"""A model's shapes by its name."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from ..._ground.errors import RuleError
+from ..._ground.text import quoted
+from . import _decoders, _others
+from ._parts import Tree, leaf
+from ._table import TABLE, Row
+
+
+_MAKERS: Final[Mapping[str, Callable[..., Tree]]] = MappingProxyType(
+    {
+        "bert": _others.bert,
+        "deepseek": _decoders.deepseek,
+        "gemma": _decoders.llama,
+        "gemma3": _decoders.gemma3,
+        "gpt": _others.gpt,
+        "gpt_oss": _decoders.gpt_oss,
+        "llama": _decoders.llama,
+        "mistral": _decoders.llama,
+        "mixtral": _decoders.mixtral,
+        "qwen2": _decoders.llama,
+        "qwen3": _decoders.llama,
+        "qwen3_moe": _decoders.qwen_moe,
+        "qwen3_next": _decoders.qwen_next,
+        "starcoder2": _decoders.starcoder2,
+        "t5": _others.t5,
+        "vit": _others.vit,
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """The names of the models.
+
+    **Returns:**
+
+    The names that [`shardfx.presets.models.tree`][] knows, one family after the other.
+
+    !!! Example
+
+        ```python
+        from shardfx.presets import models
+
+        assert "llama3-405b" in models.names()
+        ```
+    """
+    return tuple(TABLE)
+
+
+def config(name: str) -> dict[str, Any]:
+    """The numbers that a model's shapes are made from.
+
+    **Arguments:**
+
+    - `name`: one of [`shardfx.presets.models.names`][].
+
+    **Returns:**
+
+    A new dict; each of its names is an argument of [`shardfx.presets.models.tree`][].
+
+    **Raises:**
+
+    `RuleError` for another name, with the nearest ones.
+
+    !!! Example
+
+        ```python
+        from shardfx.presets import models
+
+        assert models.config("llama3-8b")["kv_heads"] == 8
+        ```
+    """
+    return dict(row_of(name).config)
+
+
+def tree(name: str, *, dtype: Any = jnp.bfloat16, stack_experts: bool = False, **changes: Any) -> Tree:
+    """The arrays of a published model as ShapeDtypeStructs, under its checkpoint's own names.
+
+    Weights lie as in the checkpoint, torch's `[out, in]`. Nothing is allocated.
+
+    **Arguments:**
+
+    - `name`: one of [`shardfx.presets.models.names`][].
+    - `dtype`: of all arrays, but for those that the checkpoint keeps in float32.
+    - `stack_experts`: one array with a leading dimension for all experts of a layer, as a program holds them that
+        shards over them, in the place of one array for each expert.
+    - `changes`: other numbers than the published ones, by the names in [`shardfx.presets.models.config`][]: with
+        `layers=2` a model small enough to compile.
+
+    **Returns:**
+
+    Nested dicts.
+
+    **Raises:**
+
+    `RuleError` for a name or a number that the model does not have, with the nearest ones.
+
+    !!! Example
+
+        ```python
+        from shardfx import MeshSpec, plan
+        from shardfx.presets import models
+
+        tree = models.tree("llama3-405b")
+        layer = tree["model"]["layers"]["125"]
+        assert layer["mlp"]["up_proj"]["weight"].shape == (53248, 16384)
+        rules = models.rules_for("llama3-405b", "fsdp_tp")
+        made = plan(tree, MeshSpec({"fsdp": 64, "tensor": 8}), paths=rules)
+        assert made.bytes_per_device < 1.01 * made.bytes_total / 512
+        ```
+    """
+    row = row_of(name)
+    _check_changes(name, row, changes)
+    made = _MAKERS[row.family](**{**row.config, **changes})
+    made = _with_stacked_experts(made) if stack_experts else made
+    return made if dtype == jnp.bfloat16 else jax.tree.map(lambda struct: _cast(struct, dtype), made)
+
+
+def row_of(name: str) -> Row:
+    """The model's row in the table, or an error that names the nearest ones."""
+    if name not in TABLE:
+        near = difflib.get_close_matches(name.lower(), TABLE, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(TABLE)}."
+        raise RuleError(f"`presets.models` has no {quoted(name)}; {hint}")
+    return TABLE[name]
+
+
+def _check_changes(name: str, row: Row, changes: Mapping[str, Any]) -> None:
+    known = inspect.signature(_MAKERS[row.family]).parameters
+    for given, value in changes.items():
+        if given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(known)}."
+            raise RuleError(f"`{name}` has no number {quoted(given)}; {hint}")
+        kind = known[given].annotation
+        # A bool is an int to Python, but no number of layers.
+        if type(value) is not kind or value < 0:
+            raise RuleError(f"`{name}`: `{given}={value!r:.60}` is no {'bool' if kind is bool else 'whole number'}.")
+
+
+def _with_stacked_experts(tree: Tree) -> Tree:
+    made = {}
+    for key, value in tree.items():
+        if key == "experts" and "0" in value:
+            made[key] = _stacked(value["0"], len(value))
+        else:
+            made[key] = _with_stacked_experts(value) if isinstance(value, dict) else value
+    return made
+
+
+def _stacked(expert: Tree, count: int) -> Tree:
+    return jax.tree.map(lambda one: leaf(count, *one.shape, dtype=one.dtype), expert)
+
+
+def _cast(struct: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+    return leaf(*struct.shape, dtype=struct.dtype if struct.dtype == jnp.float32 else dtype)

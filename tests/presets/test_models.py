@@ -1,0 +1,161 @@
+import math
+import re
+from typing import Any
+
+import catalogue
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfx import MeshSpec, match, plan
+from shardfx._ground.errors import RuleError, UnmatchedError
+from shardfx.presets import models
+
+
+# One of each family, the smallest, for what every family must do but not every size.
+SMALL = (
+    "bert-base deepseek-v2-lite gemma-2b gemma2-2b gemma3-270m gemma3-4b gpt-oss-20b gpt2 gpt3-6.7b llama2-7b "
+    "llama3.2-1b mistral-7b mixtral-8x7b qwen2.5-0.5b qwen3-0.6b qwen3-30b-a3b qwen3-next-80b-a3b starcoder2-3b "
+    "t5.1.1-small vit-s-16"
+).split()
+MESHES = {
+    "dp": {"data": 8},
+    "fsdp": {"data": 2, "fsdp": 8},
+    "tp": {"tensor": 2},
+    "fsdp_tp": {"data": 2, "fsdp": 8, "tensor": 2},
+    "ep": {"expert": 8, "fsdp": 4, "tensor": 2},
+}
+PAIRS = [(name, how) for name in SMALL for how in models.strategies(name)]
+
+
+def few_layers(name, stack_experts=False):
+    """The model with the fewest layers that have one of every kind."""
+    layers = 3 if "deepseek" in name else 4 if "next" in name else 2
+    return models.tree(name, layers=layers, stack_experts=stack_experts)
+
+
+def test_every_model_has_a_published_total():
+    assert set(models.names()) == set(catalogue.PUBLISHED) | set(catalogue.MILLIONS)
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_each_model_has_as_many_parameters_as_were_published(name):
+    leaves = jax.tree.leaves(models.tree(name))
+    total = sum(math.prod(leaf.shape) for leaf in leaves)
+    if name in catalogue.PUBLISHED:
+        assert total == catalogue.PUBLISHED[name]
+    else:
+        assert total / 1e6 == pytest.approx(catalogue.MILLIONS[name], rel=0.001, abs=0.1)
+    assert len(set(map(id, leaves))) == len(leaves)
+    assert {leaf.dtype for leaf in leaves} <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_number_of_a_config_changes_the_tree(name):
+    published = models.config(name)
+    for number, value in published.items():
+        if number == "dense_layers" or isinstance(value, bool):
+            continue
+        small: dict[str, Any] = dict(published) | {"layers": 4} | ({"experts": 2} if "experts" in published else {})
+        assert models.tree(name, **small) != models.tree(name, **small | {number: small[number] + 1}), number
+
+
+@pytest.mark.parametrize("name, how", PAIRS)
+def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
+    tree = few_layers(name, stack_experts=how == "ep")
+    made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
+    codes = {reason.code.name for row in made.leaves for reason in row.reasons}
+    # GPT's odd vocabulary, and the one kv head of small Gemmas.
+    assert codes <= {"unit", "indivisible"}
+    ways = math.prod(size for axis, size in MESHES[how].items() if axis != "data")
+    # No tensor axis divides what is in no matrix product: norms, and the positions of ViT.
+    assert codes or made.bytes_per_device <= (1.15 if "tensor" in MESHES[how] else 1.03) * made.bytes_total / ways
+    assert how != "dp" or made.bytes_per_device == made.bytes_total
+
+
+@pytest.mark.parametrize("name, how", PAIRS)
+def test_no_rule_is_hidden_by_another(name, how):
+    """A rule applies, or it is for a sibling in the family: then its regex finds no path of this tree at all."""
+    tree = few_layers(name, stack_experts=how == "ep")
+    rules = models.rules_for(name, how)
+    used = set(jax.tree.leaves(match(tree, rules)))
+    paths = [path for path, _ in catalogue.paths_of(tree)]
+    for index, (regex, _) in enumerate(rules.rules):
+        found = [path for path in paths if re.search(regex, path)]
+        assert (index in used) or not found or "experts" in rules.rules[0][0], regex
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.mark.parametrize("how", ["fsdp", "fsdp_tp", "ep"])
+def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
+    tree = few_layers(name, stack_experts=True)
+    made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
+    single = few_layers(name)
+    assert catalogue.parameters(single) == catalogue.parameters(tree)
+    stacked = [row for row in made.leaves if "/experts/" in row.path and len(row.shape) == 3]
+    assert stacked and all(row.spec[0] == ("expert" if how == "ep" else None) for row in stacked)
+    if how == "fsdp_tp" and "gpt-oss" not in name:
+        apart = plan(single, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
+        for row in stacked:
+            assert P(*row.spec[1:]) == apart[row.path.replace("/experts/", "/experts/0/")].spec
+
+
+def test_rules_for_experts_need_experts_in_one_array():
+    mesh, rules = MeshSpec({"expert": 8}), models.rules_for("mixtral-8x7b", "ep")
+    with pytest.raises((RuleError, UnmatchedError), match=r"'experts\.w\[13\]\.weight\$', matches no path"):
+        plan(few_layers("mixtral-8x7b"), mesh, paths=rules)
+
+
+def test_heads_are_not_cut():
+    made = plan(models.tree("llama3-8b"), MeshSpec({"tensor": 16}), paths=models.rules_for("llama3-8b", "tp"))
+    assert made["model/layers/0/self_attn/q_proj/weight"].spec == P("tensor")
+    assert made["model/layers/0/self_attn/k_proj/weight"].spec == P()
+    gated = plan(
+        few_layers("qwen3-next-80b-a3b"), MeshSpec({"tensor": 32}), paths=models.rules_for("qwen3-next-80b-a3b", "tp")
+    )
+    assert gated["model/layers/0/linear_attn/in_proj_qkvz/weight"].spec == P()
+    eyes = plan(few_layers("gemma3-4b"), MeshSpec({"tensor": 16}), paths=models.rules_for("gemma3-4b", "tp"))
+    layer = "vision_tower/vision_model/encoder/layers/0/self_attn"
+    assert eyes[f"{layer}/q_proj/weight"].spec == P("tensor") == eyes[f"{layer}/q_proj/bias"].spec
+
+
+def test_mesh_axes_are_arguments():
+    rules = models.rules_for("mixtral-8x7b", "ep", fsdp="data", tensor="model", expert="ex")
+    mesh = MeshSpec({"ex": 4, "data": 2, "model": 2})
+    made = plan(few_layers("mixtral-8x7b", stack_experts=True), mesh, paths=rules)
+    assert made["model/layers/0/block_sparse_moe/experts/w2/weight"].spec == P("ex", "data", "model")
+
+
+def test_dtype_and_changes():
+    tree = models.tree("deepseek-v3", layers=4, dtype=jnp.float8_e4m3fn)
+    dtypes = {path: struct.dtype for path, struct in catalogue.paths_of(tree)}
+    assert dtypes["model/layers/3/mlp/gate/e_score_correction_bias"] == jnp.float32
+    assert dtypes["model/layers/3/mlp/gate/weight"] == jnp.float8_e4m3fn
+    assert sorted(tree["model"]["layers"]) == list("0123")
+    config = models.config("llama3-8b")
+    config["layers"] = 1
+    assert models.config("llama3-8b")["layers"] == 32
+
+
+MISTAKES = {
+    "a name": (lambda: models.tree("llama3-405"), r"no 'llama3-405'; did you mean 'llama3-405b'"),
+    "case": (lambda: models.tree("Llama3-8B"), r"did you mean 'llama3-8b'"),
+    "nothing near": (lambda: models.config("\x1b[2J"), r"no '\\x1b\[2J'; there are llama2-7b,"),
+    "a number": (lambda: models.tree("gpt2", layer=2), r"`gpt2` has no number 'layer'; did you mean `layers`\?"),
+    "no number near": (lambda: models.tree("gpt2", zzz=2), r"'zzz'; it has heads, head_dim, layers,"),
+    "another family's": (lambda: models.tree("gpt2", experts=2), r"`gpt2` has no number 'experts'"),
+    "a text": (lambda: models.tree("gpt2", layers="2"), r"`gpt2`: `layers='2'` is no whole number"),
+    "a bool": (lambda: models.tree("gpt2", layers=True), r"`layers=True` is no whole number"),
+    "below zero": (lambda: models.tree("gpt2", layers=-1), r"`layers=-1` is no whole number"),
+    "no bool": (lambda: models.tree("llama3-8b", tied=1), r"`tied=1` is no bool"),
+    "a strategy": (lambda: models.rules_for("gpt2", "tpu"), r"`gpt2` has no rules 'tpu'; there are dp, fsdp, tp"),
+    "no experts": (lambda: models.rules_for("gpt2", "ep"), r"no rules 'ep'; there are dp, fsdp, tp, fsdp_tp\."),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_name_what_there_is(case):
+    call, message = MISTAKES[case]
+    with pytest.raises(RuleError, match=message):
+        call()
