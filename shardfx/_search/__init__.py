@@ -1,0 +1,6 @@
+"""The choice of a mesh and rules for a step, and names for the dimensions of its arguments.
+
+It may import what plans, what prices and what is below them. It never touches arrays, and never imports a command.
+"""
+
+from .name_axes import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes

@@ -1,0 +1,163 @@
+"""Small models in several styles, without a name on any of them, each with a whole training step."""
+
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+
+Struct = jax.ShapeDtypeStruct
+
+
+def f32(*shape: int) -> Struct:
+    return Struct(shape, "float32")
+
+
+def sgd(loss: Any) -> Any:
+    """A step of plain gradient descent."""
+
+    def step(model, *data):
+        gradients = eqx.filter_grad(loss)(model, *data)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients))
+
+    return step
+
+
+def mlp() -> tuple[Any, ...]:
+    def loss(p, x, y):
+        hidden = jax.nn.relu(x @ p["w1"] + p["b1"])
+        hidden = jax.nn.relu(hidden @ p["w2"] + p["b2"])
+        return jnp.mean((hidden @ p["w3"] - y) ** 2)
+
+    p = {"w1": f32(48, 96), "b1": f32(96), "w2": f32(96, 96), "b2": f32(96), "w3": f32(96, 10)}
+    return sgd(loss), p, f32(16, 48), f32(16, 10)
+
+
+def equinox_mlp() -> tuple[Any, ...]:
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 20, 4, 64, 3, key=jax.random.key(0))
+    return sgd(lambda m, x, y: jnp.mean((jax.vmap(m)(x) - y) ** 2)), model, f32(16, 20), f32(16, 4)
+
+
+def equinox_attention() -> tuple[Any, ...]:
+    model = eqx.filter_eval_shape(eqx.nn.MultiheadAttention, 8, 64, key=jax.random.key(0))
+    return sgd(lambda m, x: jnp.mean((x + jax.vmap(lambda q: m(q, q, q))(x)) ** 2)), model, f32(8, 32, 64)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
+        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+
+
+class _Net(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(1000, 64)(tokens)
+        x = x + self.param("pos", nn.initializers.zeros, (16, 64))
+        for _ in range(3):
+            x = Block()(x)
+        return nn.Dense(1000)(x)
+
+
+def flax_transformer() -> tuple[Any, ...]:
+    net, tokens, optimizer = _Net(), Struct((8, 16), "int32"), optax.adamw(1e-3)
+    variables = jax.eval_shape(net.init, jax.random.key(0), tokens)
+    state = jax.eval_shape(optimizer.init, variables)
+
+    def step(variables, state, tokens):
+        def loss(variables):
+            logits = net.apply(variables, tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+        gradients = jax.grad(loss)(variables)
+        updates, state = optimizer.update(gradients, state, variables)
+        return optax.apply_updates(variables, updates), state
+
+    return step, variables, state, tokens
+
+
+class _Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.avg_pool(nn.relu(nn.Conv(32, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.Conv(32, (3, 3), feature_group_count=32)(x)
+        x = nn.max_pool(nn.relu(nn.Conv(64, (3, 3))(x)), (2, 2), (2, 2))
+        return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(x.shape[0], -1))))
+
+
+def convolutions() -> tuple[Any, ...]:
+    net, images = _Convolutions(), f32(8, 16, 16, 3)
+    variables = jax.eval_shape(net.init, jax.random.key(0), images)
+
+    def loss(variables, images, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(net.apply(variables, images), labels).mean()
+
+    return sgd(loss), variables, images, Struct((8,), "int32")
+
+
+def experts() -> tuple[Any, ...]:
+    def loss(p, x):
+        gates = jax.nn.softmax(x @ p["router"])
+        _, chosen = jax.lax.top_k(gates, 2)
+        shares = jax.nn.one_hot(chosen, 8).sum(-2) * gates
+        rows = jnp.einsum("bse,bsx->xbse", x, shares)
+        hidden = jax.nn.silu(jnp.einsum("xbse,xem->xbsm", rows, p["wi"]))
+        return jnp.mean((x + jnp.einsum("xbsm,xme->bse", hidden, p["wo"])) ** 2)
+
+    return sgd(loss), {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)}, f32(4, 32, 64)
+
+
+def ragged_experts() -> tuple[Any, ...]:
+    def loss(p, x):
+        rows = x.reshape(-1, x.shape[-1])
+        chosen = jnp.argmax(rows @ p["router"], -1)
+        order = jnp.argsort(chosen)
+        counts = jnp.bincount(chosen, length=8)
+        hidden = jax.nn.silu(jax.lax.ragged_dot(rows[order], p["wi"], counts))
+        mixed = jax.lax.ragged_dot(hidden, p["wo"], counts)
+        return jnp.mean((x + mixed[jnp.argsort(order)].reshape(x.shape)) ** 2)
+
+    return sgd(loss), {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)}, f32(4, 32, 64)
+
+
+def scanned() -> tuple[Any, ...]:
+    """Residual layers under remat and scan, with grouped heads."""
+
+    def layer(x, p):
+        batch, length, _ = x.shape
+        query = (x @ p["q"]).reshape(batch, length, 2, 4, 16)
+        key = (x @ p["k"]).reshape(batch, length, 2, 16)
+        value = (x @ p["v"]).reshape(batch, length, 2, 16)
+        weights = jax.nn.softmax(jnp.einsum("bskgd,btkd->bkgst", query, key))
+        mixed = jnp.einsum("bkgst,btkd->bskgd", weights, value).reshape(batch, length, 128)
+        x = x + mixed @ p["o"]
+        return x + jax.nn.gelu(x @ p["wi"]) @ p["wo"], None
+
+    def loss(p, tokens):
+        x = p["embedding"][tokens]
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, p["layers"])
+        logits = x @ p["embedding"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    shapes = {"q": (64, 128), "k": (64, 32), "v": (64, 32), "o": (128, 64), "wi": (64, 256), "wo": (256, 64)}
+    layers = {name: f32(4, *shape) for name, shape in shapes.items()}
+    return sgd(loss), {"embedding": f32(512, 64), "layers": layers}, Struct((16, 32), "int32")
+
+
+MODELS = {
+    made.__name__: made
+    for made in (
+        mlp,
+        equinox_mlp,
+        equinox_attention,
+        flax_transformer,
+        convolutions,
+        experts,
+        ragged_experts,
+        scanned,
+    )
+}

@@ -1,0 +1,165 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import P
+from models import MODELS, Struct, equinox_mlp, f32
+
+import shardfx
+from shardfx import AxisRules, LeafTypeError, MeshSpec, atomic, name_axes, plan
+from shardfx._cli.demo import train
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Models of other libraries mix integers and floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def sizes(found):
+    return {axis.name: axis.size for axis in found.axes}
+
+
+def rules_for(found, **given):
+    return AxisRules([*given.items(), *((axis.name, None) for axis in found.axes if axis.name not in given)])
+
+
+def test_the_demo_is_named_as_its_author_named_it():
+    run = train.Run()
+    optimizer = train.make_optimizer(run)
+    model = eqx.filter_eval_shape(train.Transformer, key=jax.random.key(0))
+    state = eqx.filter_eval_shape(optimizer.init, eqx.filter(model, lambda leaf: hasattr(leaf, "shape")))
+    text = Struct((16, 129), "int32")
+    found = name_axes(train.make_step(optimizer, None), model, state, text)
+    assert sizes(found) == {
+        "vocab": 256, "embed": 128, "layers": 4, "kv_heads": 2, "query_groups": 4, "head_dim": 16, "hidden": 384,
+        "batch": 16, "sequence": 129,
+    }  # fmt: skip
+    assert found.names[0].layers.attention.query == ("layers", "embed", ("kv_heads", atomic("query_groups", 16)))
+    assert found.names[0].layers.attention.key == ("layers", "embed", atomic("kv_heads", 16))
+    rules = rules_for(found, batch="data", kv_heads="kv", query_groups="group", hidden=("kv", "group"))
+    mesh = MeshSpec({"data": 2, "kv": 2, "group": 2})
+    made = plan(model, mesh, names=found.names[0], axes=rules)
+    assert made["layers/attention/query"].spec == P(None, None, ("kv", "group"))
+    assert made["layers/attention/key"].spec == P(None, None, "kv")
+    assert made["layers/mlp/down"].spec == P(None, ("kv", "group"))
+    moments = plan(state, mesh, names=found.names[1], axes=rules)
+    assert moments["1/0/mu/layers/mlp/down"].spec == made["layers/mlp/down"].spec
+    assert plan(text, mesh, names=found.names[2], axes=rules)[""].spec == P("data")
+
+
+def test_layers_that_repeat_share_names():
+    found = name_axes(*MODELS["flax_transformer"]())
+    block = found.names[0]["params"]["Block_1"]
+    assert block["Dense_0"]["kernel"] == ("embed", "mlp") and block["Dense_1"]["kernel"] == ("mlp", "embed")
+    attention = block["MultiHeadDotProductAttention_0"]
+    assert attention["query"]["kernel"] == ("embed", "heads", "head_dim")
+    assert attention["out"]["kernel"] == ("heads", "head_dim", "embed")
+    assert found.names[0]["params"]["Embed_0"]["embedding"] == ("vocab", "embed")
+    assert found.names[2] == ("batch", "sequence")
+    assert "v" in found["mlp"].places[0] and "Block_{0..2}" in found["mlp"].places[0]
+
+
+def test_fused_heads_become_units():
+    found = name_axes(*MODELS["equinox_attention"]())
+    assert found.names[0].query_proj.weight == (atomic("heads", 8), "embed")
+    assert found.names[0].output_proj.weight == ("embed", atomic("heads", 8))
+    assert found.names[0].query_proj.bias is None
+    assert any(what == "dot_general" for what, _ in found["heads"].joins)
+
+
+def test_grouped_heads_under_scan_and_remat():
+    found = name_axes(*MODELS["scanned"]())
+    layers = found.names[0]["layers"]
+    assert layers["q"] == ("layers", "embed", ("kv_heads", atomic("query_groups", 16)))
+    assert layers["k"] == layers["v"] == ("layers", "embed", atomic("kv_heads", 16))
+    assert layers["wo"] == ("layers", "mlp", "embed")
+    assert found.names[0]["embedding"] == ("vocab", "embed") and not found.notes
+
+
+def test_plain_layers_keep_apart_what_nothing_ties():
+    found = name_axes(*MODELS["mlp"]())
+    names = found.names[0]
+    assert names["w1"][1] == names["b1"][0] == names["w2"][0] != names["w2"][1] == names["w3"][0]
+    assert found.names[1] == ("batch", names["w1"][0]) and found.names[2] == ("batch", names["w3"][1])
+
+
+def test_convolutions_keep_their_windows_whole_and_tie_their_channels():
+    found = name_axes(*MODELS["convolutions"]())
+    params = found.names[0]["params"]
+    assert params["Conv_0"]["kernel"][3] == params["Conv_1"]["kernel"][3] == params["Conv_2"]["kernel"][2]
+    assert params["Conv_2"]["kernel"][3] == params["Conv_2"]["bias"][0]
+    assert params["Dense_1"]["kernel"][1] == params["Dense_0"]["kernel"][0]
+    assert found.names[1][0] == found.names[2][0] == "batch" and found.names[1][1:3] == ("height", "width")
+
+
+@pytest.mark.parametrize("name", ["experts", "ragged_experts"])
+def test_experts_are_found(name):
+    found = name_axes(*MODELS[name]())
+    assert found.names[0]["wi"] == ("experts", "embed", "mlp") and found.names[0]["wo"] == ("experts", "mlp", "embed")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_plans_with_what_was_found(name):
+    step, *args = MODELS[name]()
+    found = name_axes(step, *args)
+    first = next(axis.name for axis in found.axes if axis.size % 2 == 0)
+    for arg, names in zip(args, found.names, strict=True):
+        plan(arg, MeshSpec({"a": 2}), names=names, axes=rules_for(found, **{first: "a"}))
+    assert "tied by" in str(found) and all(axis.name in str(found) for axis in found.axes)
+
+
+def test_unknown_primitives_tie_nothing_and_say_so():
+    def step(x):
+        return jnp.linalg.cholesky(x @ x.T) + x
+
+    found = name_axes(step, f32(8, 8))
+    assert any("`cholesky` is not known" in note for note in found.notes) and "cholesky" in str(found)
+
+
+def test_loops_and_branches():
+    def step(p, x):
+        x = jax.lax.fori_loop(0, 3, lambda _, y: y @ p["a"], x)
+        x = jax.lax.while_loop(lambda y: jnp.sum(y) < 3, lambda y: y + p["b"], x)
+        return jax.lax.cond(jnp.sum(x) > 0, lambda y: y * p["c"], lambda y: y, x)
+
+    found = name_axes(step, {"a": f32(8, 8), "b": f32(8), "c": f32(8)}, f32(4, 8))
+    names = found.names[0]
+    assert names["b"] == names["c"] == names["a"][1:] or names["b"] == names["c"] == (names["a"][0],)
+    assert found.names[1][0] == "batch" and any("`while`" in note for note in found.notes)
+
+
+@jax.custom_vjp
+def _twice(x):
+    return 2 * x
+
+
+_twice.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+def test_custom_rules_are_entered():
+    step = jax.grad(lambda w, x: jnp.sum(_twice(jax.nn.relu(x @ w))))
+    found = name_axes(step, f32(8, 32), f32(4, 8))
+    assert not found.notes and found.names[1] == ("batch", found.names[0][0])
+
+
+def test_odd_arguments():
+    def step(a, key, n, flag):
+        return a["x"] * n, a["none"], jax.random.normal(key, (3,)), a["empty"]
+
+    arrays = {"x": jnp.ones(()), "none": None, "empty": jnp.ones((0, 3)), "half": f32(4)}
+    found = name_axes(step, arrays, jax.random.key(0), 3, True)
+    assert found.names[0]["x"] == () and found.names[2] is None
+    assert isinstance(found.names[0]["empty"], tuple)
+
+
+def test_a_step_that_is_no_function():
+    with pytest.raises(LeafTypeError, match="`step` must be a function, not dict; pass the function that is jitted"):
+        name_axes({}, f32(3))
+    with pytest.raises(KeyError, match="no axis is called 'mpl'; there are"):
+        name_axes(*equinox_mlp())["mpl"]
+
+
+def test_public():
+    assert shardfx.NamedAxes and shardfx.NamedAxis
