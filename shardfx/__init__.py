@@ -74,6 +74,7 @@ if _typing.TYPE_CHECKING:
     )
     from ._reshard.reshard import reshard as reshard
     from ._search import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes
+    from ._see import html_report as html_report, report_data as report_data
 
 
 __version__ = "0.1.0"
@@ -83,15 +84,16 @@ _LATE = {
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
     **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
     **{name: "_search" for name in ("NamedAxes", "NamedAxis", "name_axes")},
+    **{name: "_see" for name in ("html_report", "report_data")},
 }
 __all__ = """
     AxisRules CheckpointError ChipError Code Decision Frame Layout LeafMove LeafPlan LeafTypeError MeshError
     MeshSpec MoveError NamedAxes NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason
     Replan ReportRow ReshardPlan RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow
     UnknownPathError UnmatchedError atomic axis_names_of canonical checkpoint chips clear_caches constrain
-    correct differences field filter_jit follow fsdp gather hosts interop match name_axes optional plan
-    plan_reshard presets replan replicate report report_rows reshard resolve shard shardings_of specs_of
-    topology traffic
+    correct differences field filter_jit follow fsdp gather hosts html_report interop match name_axes optional
+    plan plan_reshard presets replan replicate report report_data report_rows reshard resolve shard
+    shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

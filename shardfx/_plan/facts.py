@@ -91,7 +91,7 @@ def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
     why += (" " if why else "") + (leaf.rule or ("-" if not why else ""))
     if leaf.names is not None:
-        why += f" ({', '.join(map(_entry_text, leaf.names))})"
+        why += f" ({', '.join(map(entry_text, leaf.names))})"
     if leaf.memory_kind is not None:
         why += f" in {leaf.memory_kind}"
     return (
@@ -106,12 +106,12 @@ def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
 
 def _spec_text(partitions: Sequence[Any]) -> str:
     """As `PathRules.parse` reads it, with commas: axes on one dimension are joined by "+"."""
-    return ",".join(_entry_text(entry) for entry in partitions) or "-"
+    return ",".join(entry_text(entry) for entry in partitions) or "-"
 
 
-def _entry_text(entry: Any) -> str:
+def entry_text(entry: Any) -> str:
     if isinstance(entry, tuple):
-        return "+".join(map(_entry_text, entry)) or "-"
+        return "+".join(map(entry_text, entry)) or "-"
     if isinstance(entry, str):
         return entry
     return "-" if entry is None else "any"

@@ -299,15 +299,8 @@ class _Namer:
     def residual(self) -> set[int]:
         """The classes in sums of two activations of which neither was spread from something smaller."""
         program = self.traced.program
-        spread = {
-            out for made in program.operations if made.primitive == "broadcast_in_dim" for out in made.outs
-        }
-        own = {
-            root
-            for group in self.classes.groups
-            if self.in_model(group)
-            for root in group.roots
-        }
+        spread = {out for made in program.operations if made.primitive == "broadcast_in_dim" for out in made.outs}
+        own = {root for group in self.classes.groups if self.in_model(group) for root in group.roots}
         found: set[int] = set()
         for made in program.operations:
             shapes = {program.values[value].shape for value in made.ins}

@@ -117,9 +117,7 @@ def names_trees(classes: Classes) -> tuple[Any, ...]:
     columns: list[list[Any]] = [[None] * len(flat.leaves) for flat in traced.flats]
     for argument, (which, leaf) in enumerate(traced.places):
         columns[which][leaf] = classes.names_of(argument)
-    return tuple(
-        jax.tree.unflatten(flat.treedef, column) for flat, column in zip(traced.flats, columns, strict=True)
-    )
+    return tuple(jax.tree.unflatten(flat.treedef, column) for flat, column in zip(traced.flats, columns, strict=True))
 
 
 def _axis(group: Group, classes: Classes) -> NamedAxis:

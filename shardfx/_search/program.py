@@ -207,9 +207,7 @@ class _Walk:
         for row, whole in zip(outs[carries:], results[carries:], strict=True):
             self.slice(row, whole, many, source, "stack")
         # All that the loop reads lives until it ends.
-        self.operations.append(
-            Operation("use", "scan", (*given, *stacked), (), Relation((), ()), times, source)
-        )
+        self.operations.append(Operation("use", "scan", (*given, *stacked), (), Relation((), ()), times, source))
         layers = [self.values[value].parts[0] for value in (*stacked, *results[carries:])]
         for part in layers[1:]:
             self.parts.align(layers[:1], [part], len(self.operations) - 1)
@@ -265,8 +263,15 @@ class _Walk:
             # Which one runs is not known: each counts for its share.
             ended = self.enter(branch, ins[1:], times / len(branches))
             for value, result in zip(ended, results, strict=True):
-                self.add("carry", "cond", (value,), (result,), self.alike(value, 2), times / len(branches),
-                         equation.source_info)
+                self.add(
+                    "carry",
+                    "cond",
+                    (value,),
+                    (result,),
+                    self.alike(value, 2),
+                    times / len(branches),
+                    equation.source_info,
+                )
         return results
 
 

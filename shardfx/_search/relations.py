@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
-
-
 class Relation(NamedTuple):
     """The labels of operands and results."""
 
@@ -160,9 +158,7 @@ def _ragged_dot(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Sha
 
 def _broadcast(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
     places, out = params["broadcast_dimensions"], outs[0]
-    labels = tuple(
-        place if size == out[place] else None for place, size in zip(places, ins[0], strict=True)
-    )
+    labels = tuple(place if size == out[place] else None for place, size in zip(places, ins[0], strict=True))
     return Relation((labels, *((None,) * len(s) for s in ins[1:])), (tuple(range(len(out))),))
 
 
@@ -183,9 +179,7 @@ def _same_sizes(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Sha
         dim if all(len(s) == len(out) and s[dim] == out[dim] for s in (*ins[:1], *outs)) else None
         for dim in range(len(out))
     )
-    return Relation(
-        tuple(labels if len(s) == len(out) else (None,) * len(s) for s in ins), (labels,) * len(outs)
-    )
+    return Relation(tuple(labels if len(s) == len(out) else (None,) * len(s) for s in ins), (labels,) * len(outs))
 
 
 def _slice(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
@@ -299,9 +293,7 @@ def _convolution(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Sh
         # Each channel for itself.
         labels[0][left_spec[1]] = labels[1][right_spec[0]] = labels[2][out_spec[1]] = 2
     flops = 2.0 * math.prod(out) * math.prod(right) / max(1, right[right_spec[0]]) / max(1, batch_groups)
-    return Relation(
-        (tuple(labels[0]), tuple(labels[1])), (tuple(labels[2]),), flops, heavy=True, contracted=(1,)
-    )
+    return Relation((tuple(labels[0]), tuple(labels[1])), (tuple(labels[2]),), flops, heavy=True, contracted=(1,))
 
 
 def _made(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:

@@ -1,0 +1,189 @@
+"""All that a report of a plan shows, as plain data: what the page draws, and what `--json` prints."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from .._cost.traffic import Traffic, TrafficRow
+from .._ground.reason import Reason
+from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
+from .._ground.text import array_text
+from .._plan.facts import ReportRow, entry_text, report_rows_of
+from .._plan.leaf import LeafPlan
+from .._plan.shard_plan import ShardPlan, check_plan
+from ..topology._mesh import MeshSpec
+
+
+FORMAT = 1
+
+
+@runtime_checkable
+class ChipMemory(Protocol):
+    """What the report reads of a chip."""
+
+    name: str
+    hbm_bytes: int
+    usable_hbm_bytes_per_device: int
+
+
+@runtime_checkable
+class FindingLike(Protocol):
+    """What the report reads of a finding."""
+
+    code: str
+    severity: str
+    where: str
+    bytes: int
+    message: str
+    fix: str
+
+
+def report_data(
+    plan: ShardPlan,
+    *,
+    title: str | None = None,
+    findings: Iterable[FindingLike] = (),
+    traffic: Traffic | None = None,
+    chip: ChipMemory | None = None,
+) -> dict[str, Any]:
+    """What a report says, as dicts, lists, strings and numbers that `json.dumps` takes.
+
+    **Arguments:**
+
+    - `plan`: the plan.
+    - `title`: what it is a plan of, such as the model's name.
+    - `findings`: what a check of the plan found.
+    - `traffic`: what a step under the plan sends, from [`shardfx.traffic`][].
+    - `chip`: whose memory the plan is compared with.
+
+    **Returns:**
+
+    A dict with `title`, `mesh`, `totals`, `rows` (one per [`shardfx.ReportRow`][]), `memory` (bytes per device of each
+    part of the tree), `chip`, `findings` and `traffic`. Names are as they are: escape them where they are shown.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan, report_data
+
+        tree = {"layers": [{"w": jnp.ones((8, 6))}] * 4}
+        rules = PathRules.parse("w->data.tensor")
+        made = plan(tree, MeshSpec({"data": 2, "tensor": 4}), paths=rules)
+        (row,) = report_data(made)["rows"]
+        assert (row["path"], row["arrays"]) == ("layers/{0..3}/w", 4)
+        assert row["spec"] == [["data"], []] and row["reasons"][0]["code"] == "indivisible"
+        ```
+    """
+    check_plan("plan", plan)
+    rows = report_rows_of(plan.content)
+    return {
+        "format": FORMAT,
+        "title": title,
+        "digest": plan.digest,
+        "mesh": _mesh(plan.mesh),
+        "totals": _totals(plan, rows),
+        "rows": [_row(row, plan.mesh) for row in rows],
+        "memory": _memory(rows),
+        "chip": None if chip is None else _chip(chip),
+        "findings": [_finding(finding) for finding in findings],
+        "traffic": None if traffic is None else _traffic(traffic),
+    }
+
+
+def _mesh(mesh: MeshSpec) -> dict[str, Any]:
+    columns = zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, mesh.axis_types, strict=True)
+    axes = [
+        {"name": name, "size": int(size), "slices": int(slices), "type": kind.name}
+        for name, size, slices, kind in columns
+    ]
+    return {"text": str(mesh), "devices": int(mesh.size), "slices": math.prod(mesh.dcn_sizes), "axes": axes}
+
+
+def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, Any]:
+    whole = [row for row in rows if row.bytes_per_device == row.bytes] if plan.mesh.size > 1 else []
+    return {
+        "arrays": sum(row.count for row in rows),
+        "bytes": plan.bytes_total,
+        "bytes_per_device": plan.bytes_per_device,
+        "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
+        "replicated_bytes": sum(row.bytes for row in whole),
+        "corrected_arrays": sum(row.count for row in rows if row.leaf.requested != row.leaf.spec),
+    }
+
+
+def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, Any]:
+    leaf = row.leaf
+    return {
+        "path": row.path,
+        "arrays": row.count,
+        "array": array_text(leaf.dtype, leaf.shape),
+        "shape": list(leaf.shape),
+        "shard_shape": list(shard_shape(leaf.shape, pinned(leaf.spec), mesh.shape)),
+        "names": None if leaf.names is None else [entry_text(name) for name in leaf.names],
+        "requested": _axes(leaf, leaf.requested),
+        "spec": _axes(leaf, leaf.spec),
+        "rule": leaf.rule,
+        "reasons": [_reason(reason) for reason in leaf.reasons],
+        "memory_kind": leaf.memory_kind,
+        "bytes": row.bytes,
+        "bytes_per_device": row.bytes_per_device,
+    }
+
+
+def _axes(leaf: LeafPlan, spec: Any) -> list[list[str] | None]:
+    """For each dimension the mesh axes that cut it; `None` where the compiler may choose."""
+    entries = [None if entry is UNCONSTRAINED else list(entry_axes(entry)) for entry in entries_of(spec)]
+    return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
+
+
+def _reason(reason: Reason) -> dict[str, Any]:
+    return {"code": reason.code.name, "dim": reason.dim, "axes": list(reason.axes), "message": reason.message}
+
+
+def _memory(rows: Sequence[ReportRow]) -> list[dict[str, Any]]:
+    """Bytes per device of each part of the tree, by the first name of the path; memory of the host apart."""
+    sums: dict[tuple[str, str | None], int] = {}
+    for row in rows:
+        key = (row.path.partition("/")[0], row.leaf.memory_kind)
+        sums[key] = sums.get(key, 0) + row.bytes_per_device
+    return [
+        {"group": group, "memory_kind": kind, "bytes_per_device": count}
+        for (group, kind), count in sorted(sums.items(), key=lambda item: -item[1])
+    ]
+
+
+def _chip(chip: ChipMemory) -> dict[str, Any]:
+    usable = chip.usable_hbm_bytes_per_device
+    return {"name": chip.name, "hbm_bytes": chip.hbm_bytes, "usable_hbm_bytes_per_device": usable}
+
+
+def _finding(finding: FindingLike) -> dict[str, Any]:
+    return {name: vars(finding)[name] for name in ("code", "severity", "where", "bytes", "message", "fix")}
+
+
+def _traffic(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "devices": traffic.devices,
+        "wire_bytes": traffic.wire_bytes,
+        "dcn_bytes": traffic.dcn_bytes,
+        "rows": [_traffic_row(row) for row in traffic.rows],
+    }
+
+
+def _traffic_row(row: TrafficRow) -> dict[str, Any]:
+    source = row.source
+    return {
+        "kind": row.kind,
+        "windowed": row.windowed,
+        "axes": list(row.axes),
+        "wire_bytes": row.wire_bytes,
+        "dcn_bytes": row.dcn_bytes,
+        "calls": row.calls,
+        "dtype": row.dtype,
+        "group_size": row.group_size,
+        "leaf": row.leaf,
+        "source": None if source is None else f"{source.file}:{source.line}",
+        "function": None if source is None else source.function,
+        "note": row.note,
+    }
