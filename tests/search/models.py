@@ -64,7 +64,8 @@ class _Net(nn.Module):
 
 
 def flax_transformer() -> tuple[Any, ...]:
-    net, tokens, optimizer = _Net(), Struct((8, 16), "int32"), optax.adamw(1e-3)
+    net: Any = _Net()
+    tokens, optimizer = Struct((8, 16), "int32"), optax.adamw(1e-3)
     variables = jax.eval_shape(net.init, jax.random.key(0), tokens)
     state = jax.eval_shape(optimizer.init, variables)
 
@@ -90,7 +91,8 @@ class _Convolutions(nn.Module):
 
 
 def convolutions() -> tuple[Any, ...]:
-    net, images = _Convolutions(), f32(8, 16, 16, 3)
+    net: Any = _Convolutions()
+    images = f32(8, 16, 16, 3)
     variables = jax.eval_shape(net.init, jax.random.key(0), images)
 
     def loss(variables, images, labels):

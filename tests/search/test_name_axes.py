@@ -52,7 +52,7 @@ def test_the_demo_is_named_as_its_author_named_it():
 def test_layers_that_repeat_share_names():
     found = name_axes(*MODELS["flax_transformer"]())
     block = found.names[0]["params"]["Block_1"]
-    assert block["Dense_0"]["kernel"] == ("embed", "mlp") and block["Dense_1"]["kernel"] == ("mlp", "embed")
+    assert block["Dense_1"]["kernel"] == ("embed", "mlp") and block["Dense_0"]["kernel"] == ("mlp", "embed")
     attention = block["MultiHeadDotProductAttention_0"]
     assert attention["query"]["kernel"] == ("embed", "heads", "head_dim")
     assert attention["out"]["kernel"] == ("heads", "head_dim", "embed")
