@@ -263,6 +263,11 @@ class _Program(NamedTuple):
     paths: Mapping[str, str] = {}
 
 
+def is_library(frame: Frame) -> bool:
+    """Whether a line is not the user's own."""
+    return _LIBRARY.search(frame.file) is not None
+
+
 def _program(compiled: Any) -> _Program:
     if isinstance(compiled, str):
         return _Program(compiled)
@@ -367,7 +372,7 @@ class _Reader:
 
     def made(self, instruction: Instruction, runs: Runs, **fields: Any) -> TrafficRow:
         stack = self.module.frames(instruction)
-        own = [frame for frame in stack if not _LIBRARY.search(frame.file)]
+        own = [frame for frame in stack if not is_library(frame)]
         calls, note = runs.count, ""
         if runs.unknown:
             calls, note = None, f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"

@@ -1,0 +1,249 @@
+"""What each operation of a step sends, given how every array lies: partial sums wait until someone needs the whole."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .graph import Op, Traced
+from .layout import Layout, MeshParts, Parts
+from .price import Move, Prices, total
+
+
+# Beyond so many ways of carrying an operation out, only those that its arrays agree on are looked at.
+_MOST_WAYS = 256
+
+
+class Sent(NamedTuple):
+    """One collective of one operation.
+
+    **Arguments:**
+
+    - `move`: what is sent, by one call.
+    - `op`: the operation that causes it, by its number.
+    - `scope`: where it runs.
+    - `value`: the array that is sent.
+    - `note`: what to say on its row, or "".
+    """
+
+    move: Move
+    op: int
+    scope: int
+    value: int
+    note: str
+
+
+class _State(NamedTuple):
+    """How an array lies now, the parts along which it is a sum yet to be made, and the operation that made it."""
+
+    layout: Layout
+    partial: Parts
+    op: int
+
+
+class _Way(NamedTuple):
+    """A way to carry an operation out: the layouts of its arrays meanwhile, and the parts that its result sums over."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    partial: Parts
+
+
+def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], *, scatters: bool) -> list[Sent]:
+    """All that a step sends.
+
+    **Arguments:**
+
+    - `traced`: the step.
+    - `axes`: of the mesh.
+    - `layouts`: of each value, as by `propagated`.
+    - `scatters`: whether a sum that is cut afterwards is scattered at once, as on TPUs and GPUs; a CPU sends all of it.
+    """
+    walk = _Walk(traced, axes, layouts, Prices(axes, scatters=scatters))
+    for at, op in enumerate(traced.ops):
+        walk.run(at, op)
+    for value in traced.results:
+        walk.resolve(value, 0)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, traced: Traced, axes: MeshParts, layouts: list[Layout], prices: Prices):
+        self.traced, self.axes, self.layouts, self.prices = traced, axes, layouts, prices
+        self.states = [_State(layout, (), -1) for layout in layouts]
+        self.known: dict[tuple[int, Layout], int] = {}  # copies of a value in other layouts, and the scope that made it
+        self.found: list[Sent] = []
+        self.uses = traced.uses()
+        self.sizes = [self.size_of(value) for value in range(len(layouts))]
+        self.takers: dict[int, Op] = {}
+        for op in traced.ops:
+            for value in op.operands:
+                self.takers[value] = op
+
+    def size_of(self, value: int) -> float:
+        size = self.traced.values[value].itemsize
+        for length in self.traced.values[value].shape:
+            size *= length
+        return size
+
+    def run(self, at: int, op: Op) -> None:
+        if op.rule.sends is not None:
+            self.send_by_word(at, op)
+        partial = self.carried(op)
+        way = self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
+        for value, layout in zip(op.operands, way.operands, strict=True):
+            self.bring(value, layout, partial, at, op.scope, op.rule.note)
+        for value, layout in zip(op.results, way.results, strict=True):
+            self.make(value, layout, (*partial, *way.partial), at, op)
+        self.exchange_margins(at, op, way)
+        if op.rule.note and not any(sent.op == at for sent in self.found[-len(op.operands) - 1 :]):
+            self.found.append(Sent(Move("unknown", (), 0.0, 0.0), at, op.scope, op.results[0], op.rule.note))
+
+    def carried(self, op: Op) -> Parts:
+        """The parts along which the result stays a sum to be made: those of all operands, if they are the same."""
+        waiting = [value for value in op.operands if not self.traced.values[value].is_free]
+        partials = {self.states[value].partial for value in waiting}
+        if not any(partials):
+            return ()
+        if op.rule.is_linear and len({tuple(sorted(p)) for p in partials}) == 1:
+            return self.states[waiting[0]].partial
+        for value in waiting:
+            self.resolve(value, op.scope)
+        return ()
+
+    def agreed(self, op: Op, partial: Parts) -> _Way | None:
+        """The way that needs nothing to be moved, where all arrays already agree on one."""
+        found: dict[int, Parts] = {}
+        rule = op.rule
+        for lay, dims in self.sides(op):
+            for dim, parts in zip(dims, lay, strict=True):
+                if not parts:
+                    continue
+                split = self.axes.split(parts, dim, rule.sizes)
+                if sum(len(own) for _, own in split) != len(parts):
+                    return None
+                for factor, own in split:
+                    if rule.kinds[factor] != "pass" or found.setdefault(factor, own) != own:
+                        return None
+        if found:
+            parts = [part for own in found.values() for part in own]
+            if len(set(parts)) != len(parts) or not set(parts).isdisjoint(partial):
+                return None
+            for lay, dims in self.sides(op):
+                if self.axes.layout(found, dims, rule) != lay:
+                    return None
+        operands = tuple(self.axes.layout(found, dims, rule) for dims in rule.operands)
+        return _Way(operands, tuple(self.axes.layout(found, dims, rule) for dims in rule.results), ())
+
+    def sides(self, op: Op) -> Iterator[tuple[Layout, tuple]]:
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if not self.traced.values[value].is_free:
+                yield self.states[value].layout, dims
+        for value, dims in zip(op.results, op.rule.results, strict=True):
+            if not self.traced.values[value].is_free:
+                yield self.layouts[value], dims
+
+    def ways(self, op: Op, partial: Parts) -> Iterator[_Way]:
+        rule, options = op.rule, {}
+        for lay, dims in self.sides(op):
+            for dim, parts in zip(dims, lay, strict=True):
+                split = dict(self.axes.split(parts, dim, rule.sizes)) if parts else {}
+                for factor in dim:
+                    if rule.kinds[factor] != "whole":
+                        options.setdefault(factor, {})[split.get(factor, ())] = None
+        choices = {factor: [*found] for factor, found in options.items() if any(found)}
+        self.with_none(choices, partial)
+        for chosen in itertools.islice(itertools.product(*choices.values()), _MOST_WAYS):
+            parts = [part for own in chosen for part in own]
+            if len({*parts, *partial}) == len(parts) + len(partial):
+                yield self.way(op, dict(zip(choices, chosen, strict=True)))
+
+    def with_none(self, choices: dict[int, list[Parts]], partial: Parts) -> None:
+        """Where two factors want one part, or one along which sums are yet to be made, any may be left whole."""
+        owners: dict[int, set[int]] = {part: {-1} for part in partial}
+        for factor, found in choices.items():
+            for part in itertools.chain.from_iterable(found):
+                owners.setdefault(part, set()).add(factor)
+        for factors in owners.values():
+            for factor in sorted(factors - {-1}) if len(factors) > 1 else ():
+                if () not in choices[factor]:
+                    choices[factor].append(())
+
+    def way(self, op: Op, cut: dict[int, Parts]) -> _Way:
+        rule = op.rule
+        partial = tuple(
+            part for factor, parts in cut.items() if rule.kinds[factor] in ("sum", "join") for part in parts
+        )
+        layouts = [tuple(self.axes.layout(cut, dims, rule) for dims in side) for side in (rule.operands, rule.results)]
+        return _Way(layouts[0], layouts[1], partial)
+
+    def cost(self, op: Op, way: _Way, partial: Parts) -> tuple[float, int]:
+        """Bytes to bring the operands and to lay out the results; then, the more devices share the work the better."""
+        cost, shared = 0.0, 1
+        for value, layout in zip(op.operands, way.operands, strict=True):
+            cost += total(self.needed(value, layout, partial, op.scope))
+            shared *= self.axes.shards(layout)
+        for value, layout in zip(op.results, way.results, strict=True):
+            if not self.traced.values[value].is_free:
+                target = self.layouts[value]
+                cost += total(self.prices.moves(self.sizes[value], layout, (*partial, *way.partial), target))
+        return cost, -shared * self.axes.count(way.partial)
+
+    def needed(self, value: int, layout: Layout, partial: Parts, scope: int) -> tuple[Move, ...]:
+        state = self.states[value]
+        if self.traced.values[value].is_free or state.layout == layout:
+            return ()
+        made = self.known.get((value, layout))
+        if made is not None and self.traced.is_within(scope, made):
+            return ()
+        return self.prices.moves(self.sizes[value], state.layout, () if partial else state.partial, layout)
+
+    def bring(self, value: int, layout: Layout, partial: Parts, at: int, scope: int, note: str) -> None:
+        for move in self.needed(value, layout, partial, scope):
+            self.found.append(Sent(move, at, scope, value, note))
+        self.known[value, layout] = scope
+
+    def make(self, value: int, layout: Layout, partial: Parts, at: int, op: Op) -> None:
+        if self.traced.values[value].is_free:
+            return
+        if op.name == "carry" and self.states[value].op >= 0:
+            # What the next trip takes lies as the first one took it.
+            self.pay(value, _State(layout, partial, at), op.scope)
+            return
+        self.states[value] = _State(layout, partial, at)
+        taker = self.takers.get(value)
+        kinds = {op.rule.kinds[factor] for dims in op.rule.operands for dim in dims for factor in dim}
+        waits = taker is not None and self.uses[value] == 1 and taker.rule.is_linear and "join" not in kinds
+        if not (partial and waits):
+            self.resolve(value, op.scope)
+
+    def resolve(self, value: int, scope: int) -> None:
+        """Brings a value into the layout that it has for all who use it."""
+        state = self.states[value]
+        if state.partial or state.layout != self.layouts[value]:
+            where = self.traced.ops[state.op].scope if state.op >= 0 else scope
+            self.pay(value, state, where)
+            self.states[value] = _State(self.layouts[value], (), state.op)
+
+    def pay(self, value: int, state: _State, scope: int) -> None:
+        for move in self.prices.moves(self.sizes[value], state.layout, state.partial, self.layouts[value]):
+            self.found.append(Sent(move, state.op, scope, value, ""))
+
+    def exchange_margins(self, at: int, op: Op, way: _Way) -> None:
+        for factor, margin in op.rule.margins:
+            for value, dims, layout in zip(op.operands, op.rule.operands, way.operands, strict=True):
+                for dim, parts, length in zip(dims, layout, self.traced.values[value].shape, strict=True):
+                    if factor in dim and parts and margin:
+                        size = self.sizes[value] / self.axes.shards(layout) * self.axes.count(parts) * margin / length
+                        move = self.prices.made("collective-permute", parts, size)
+                        self.found.append(Sent(move, at, op.scope, value, op.rule.note))
+
+    def send_by_word(self, at: int, op: Op) -> None:
+        sends = op.rule.sends
+        assert sends is not None
+        parts, permutes = self.axes.of(sends.axes), sends.kind == "collective-permute"
+        ends = zip(op.operands, op.results, strict=False)
+        for source, target in ends if parts else ():
+            value = target if sends.kind in ("all-gather", "reduce-scatter") else source
+            size = self.sizes[value] / self.axes.shards(self.layouts[value])
+            move = self.prices.made(sends.kind, parts, size, sends.share if permutes else None)
+            self.found.append(Sent(move, at, op.scope, value, op.rule.note))
