@@ -1,7 +1,7 @@
 """What a step should send under its plans, from its jaxpr: nothing is compiled."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -21,10 +21,11 @@ from .propagate import propagated
 from .rows import rows_of
 from .trace import constrained_results, traced
 from .traffic import Traffic
-from .walk import sent
+from .walk import Habits, sent
 
 
 Compiler = Literal["tpu", "gpu", "cpu"]
+HABITS: Mapping[str, Habits] = {"tpu": Habits(), "gpu": Habits(), "cpu": Habits(scatters=False, adds_first=False)}
 
 
 def estimate(
@@ -76,7 +77,7 @@ def estimate(
     graph, pins = given.traced(out)
     axes = MeshParts(given.mesh)
     layouts = propagated(graph, axes, pins)
-    found = sent(graph, axes, layouts, scatters=compiler != "cpu")
+    found = sent(graph, axes, layouts, HABITS[compiler])
     return Traffic(rows_of(graph, axes, found), given.mesh.size)
 
 

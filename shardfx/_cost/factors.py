@@ -76,6 +76,7 @@ class Rule:
     - `is_linear`: whether partial sums in give partial sums out.
     - `moves`: whether the result is the first operand, in another form or a part of it.
     - `is_simple`: whether an array is laid out the same before and after, so that it is asked first.
+    - `is_product`: whether it multiplies two arrays and adds up: compilers match before they move.
     - `margins`: of a "window" factor, how many elements a device needs from its neighbours.
     - `sends`: what it sends whatever the layouts are.
     - `note`: what to say on its rows.
@@ -88,6 +89,7 @@ class Rule:
     is_linear: bool = False
     moves: bool = False
     is_simple: bool = False
+    is_product: bool = False
     margins: tuple[tuple[int, int], ...] = ()
     sends: Sends | None = None
     note: str = ""
@@ -222,7 +224,7 @@ def _dot_general(params: Mapping[str, Any], given: Sequence[Shape], made: Sequen
     result = [*batch, *[lefts[at] for at in free[0]], *[rights[at] for at in free[1]]]
     more = [loops.dims(shape) for shape in given[2:]]
     operands = [[own[at] for at in range(len(shape))] for shape, own in ((left, lefts), (right, rights))]
-    return loops.rule([*operands, *more], [result])
+    return loops.rule([*operands, *more], [result], is_product=True)
 
 
 def _ragged_dot(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
@@ -252,7 +254,7 @@ def _ragged_dot(params: Mapping[str, Any], given: Sequence[Shape], made: Sequenc
     if len(result) < len(made[0]):  # groups in the contraction: one product for each
         result = [*loops.dims(made[0][: len(made[0]) - len(result)], "whole"), *result]
     operands = [[own[at] for at in range(len(shape))] for shape, own in ((left, lefts), (right, rights))]
-    return loops.rule([*operands, loops.dims(sizes, "whole"), *[loops.dims(s) for s in given[3:]]], [result])
+    return loops.rule([*operands, loops.dims(sizes, "whole"), *[loops.dims(s) for s in given[3:]]], [result], is_product=True)
 
 
 def _broadcast(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
@@ -464,7 +466,7 @@ def _conv(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shap
         else:
             lefts[at], outs[to] = loops.new(image[at], "whole"), loops.new(result[to], "whole")
     operands = [[own[at] for at in range(len(own))] for own in (lefts, rights)]
-    return loops.rule(operands, [[outs[at] for at in range(len(outs))]], margins=tuple(margins))
+    return loops.rule(operands, [[outs[at] for at in range(len(outs))]], margins=tuple(margins), is_product=True)
 
 
 def _windows(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:

@@ -113,7 +113,7 @@ class _Flow:
 def _level(op: Op) -> int:
     if op.rule.is_simple or op.pin is not None:
         return _SIMPLE
-    return _PRODUCTS if len(op.operands) > 1 and "sum" in op.rule.kinds else _OTHERS
+    return _PRODUCTS if op.rule.is_product else _OTHERS
 
 
 def _weight(traced: Traced, value: int) -> float:

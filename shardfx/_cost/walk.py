@@ -32,6 +32,19 @@ class Sent(NamedTuple):
     note: str
 
 
+class Habits(NamedTuple):
+    """What a compiler does where there is a choice.
+
+    **Arguments:**
+
+    - `scatters`: whether a sum that is cut afterwards is scattered at once; else all of it is sent.
+    - `adds_first`: whether partial sums that are added to each other are, before anything is sent.
+    """
+
+    scatters: bool = True
+    adds_first: bool = True
+
+
 class _State(NamedTuple):
     """How an array lies now, the parts along which it is a sum yet to be made, and the operation that made it."""
 
@@ -48,7 +61,7 @@ class _Way(NamedTuple):
     partial: Parts
 
 
-def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], *, scatters: bool) -> list[Sent]:
+def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits) -> list[Sent]:
     """All that a step sends.
 
     **Arguments:**
@@ -56,9 +69,9 @@ def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], *, scatters: bo
     - `traced`: the step.
     - `axes`: of the mesh.
     - `layouts`: of each value, as by `propagated`.
-    - `scatters`: whether a sum that is cut afterwards is scattered at once, as on TPUs and GPUs; a CPU sends all of it.
+    - `habits`: of the compiler.
     """
-    walk = _Walk(traced, axes, layouts, Prices(axes, scatters=scatters))
+    walk = _Walk(traced, axes, layouts, habits)
     for at, op in enumerate(traced.ops):
         walk.run(at, op)
     for value in traced.results:
@@ -67,8 +80,9 @@ def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], *, scatters: bo
 
 
 class _Walk:
-    def __init__(self, traced: Traced, axes: MeshParts, layouts: list[Layout], prices: Prices):
-        self.traced, self.axes, self.layouts, self.prices = traced, axes, layouts, prices
+    def __init__(self, traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits):
+        self.traced, self.axes, self.layouts, self.habits = traced, axes, layouts, habits
+        self.prices = Prices(axes, scatters=habits.scatters)
         self.states = [_State(layout, (), -1) for layout in layouts]
         self.known: dict[tuple[int, Layout], int] = {}  # copies of a value in other layouts, and the scope that made it
         self.found: list[Sent] = []
@@ -92,8 +106,10 @@ class _Walk:
         way = self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
         for value, layout in zip(op.operands, way.operands, strict=True):
             self.bring(value, layout, partial, at, op.scope, op.rule.note)
+        # A sum that waits is still that of the operation which left it so.
+        made_by = self.states[op.operands[0]].op if partial else at
         for value, layout in zip(op.results, way.results, strict=True):
-            self.make(value, layout, (*partial, *way.partial), at, op)
+            self.make(value, layout, (*partial, *way.partial), made_by, op)
         self.exchange_margins(at, op, way)
         if op.rule.note and not any(sent.op == at for sent in self.found[-len(op.operands) - 1 :]):
             self.found.append(Sent(Move("unknown", (), 0.0, 0.0), at, op.scope, op.results[0], op.rule.note))
@@ -104,7 +120,8 @@ class _Walk:
         partials = {self.states[value].partial for value in waiting}
         if not any(partials):
             return ()
-        if op.rule.is_linear and len({tuple(sorted(p)) for p in partials}) == 1:
+        may_wait = op.rule.is_linear and (len(waiting) == 1 or self.habits.adds_first)
+        if may_wait and len({tuple(sorted(p)) for p in partials}) == 1:
             return self.states[waiting[0]].partial
         for value in waiting:
             self.resolve(value, op.scope)
@@ -151,6 +168,8 @@ class _Walk:
                     if rule.kinds[factor] != "whole":
                         options.setdefault(factor, {})[split.get(factor, ())] = None
         choices = {factor: [*found] for factor, found in options.items() if any(found)}
+        if rule.is_product:
+            _settle(choices)
         self.with_none(choices, partial)
         for chosen in itertools.islice(itertools.product(*choices.values()), _MOST_WAYS):
             parts = [part for own in chosen for part in own]
@@ -247,3 +266,11 @@ class _Walk:
             size = self.sizes[value] / self.axes.shards(self.layouts[value])
             move = self.prices.made(sends.kind, parts, size, sends.share if permutes else None)
             self.found.append(Sent(move, at, op.scope, value, op.rule.note))
+
+
+def _settle(choices: dict[int, list[Parts]]) -> None:
+    """What both sides of a product agree on is not given up for fewer bytes elsewhere."""
+    settled = {part for found in choices.values() if len(found) == 1 for part in found[0]}
+    for factor, found in choices.items():
+        if len(found) > 1:
+            choices[factor] = [parts for parts in found if settled.isdisjoint(parts)] or [()]
