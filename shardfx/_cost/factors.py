@@ -254,9 +254,7 @@ def _ragged_dot(params: Mapping[str, Any], given: Sequence[Shape], made: Sequenc
     if len(result) < len(made[0]):  # groups in the contraction: one product for each
         result = [*loops.dims(made[0][: len(made[0]) - len(result)], "whole"), *result]
     operands = [[own[at] for at in range(len(shape))] for shape, own in ((left, lefts), (right, rights))]
-    return loops.rule(
-        [*operands, loops.dims(sizes, "whole"), *[loops.dims(s) for s in given[3:]]], [result], is_product=True
-    )
+    return loops.rule([*operands, loops.dims(sizes, "whole"), *[loops.dims(s) for s in given[3:]]], [result], is_product=True)
 
 
 def _broadcast(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
@@ -349,7 +347,9 @@ def _cut(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape
     loops = _Loops()
     pairs = list(zip(given[0], made[0], strict=True))
     dims = [loops.new(size, "pass" if size == part else "whole") for size, part in pairs]
-    result = [dim if size == part else loops.new(part, "whole") for dim, (size, part) in zip(dims, pairs, strict=True)]
+    result = [
+        dim if size == part else loops.new(part, "whole") for dim, (size, part) in zip(dims, pairs, strict=True)
+    ]
     return loops.rule([dims, *[loops.dims(s) for s in given[1:]]], [result], moves=True, is_linear=True)
 
 
@@ -357,7 +357,9 @@ def _put(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape
     """The second operand in the place of a part of the first."""
     loops, (whole, part) = _Loops(), given[:2]
     dims = [loops.new(size, "pass" if size == own else "whole") for size, own in zip(whole, part, strict=True)]
-    update = [dim if size == own else loops.new(own, "whole") for dim, size, own in zip(dims, whole, part, strict=True)]
+    update = [
+        dim if size == own else loops.new(own, "whole") for dim, size, own in zip(dims, whole, part, strict=True)
+    ]
     return loops.rule([dims, update, *[loops.dims(s) for s in given[2:]]], [dims])
 
 
@@ -419,7 +421,9 @@ def _scatter(name: str, params: Mapping[str, Any], given: Sequence[Shape], made:
     kind: Kind = {"scatter-add": "sum", "scatter_add": "sum", "scatter": "whole"}.get(name, "join")
     loops, (whole, places, updates) = _Loops(), given[:3]
     paired = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    indices = [loops.new(size, "pass" if at in paired.values() else kind) for at, size in enumerate(places[:-1])]
+    indices = [
+        loops.new(size, "pass" if at in paired.values() else kind) for at, size in enumerate(places[:-1])
+    ]
     window = iter(numbers.update_window_dims)
     operand: list[Dim] = []
     windows: dict[int, Dim] = {}
@@ -532,8 +536,7 @@ _FAMILIES: Mapping[str, Callable[..., Rule]] = {
     "conv_general_dilated": _conv,
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), _psum),
     **dict.fromkeys(
-        ("all_gather", "all_gather_invariant", "all_gather_reduced"),
-        _collective("all-gather", ["all_gather_dimension"]),
+        ("all_gather", "all_gather_invariant", "all_gather_reduced"), _collective("all-gather", ["all_gather_dimension"])
     ),
     **dict.fromkeys(
         ("reduce_scatter", "unreduced_reduce_scatter"), _collective("reduce-scatter", ["scatter_dimension"])

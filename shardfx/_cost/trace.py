@@ -68,7 +68,9 @@ def constrained_results(graph: Traced, pins: Sequence[Pin | None]) -> Traced:
         value if pin is None or not pin.entries else reader.same("result", value, _Place(), pin=pin)
         for value, pin in zip(graph.results, pins, strict=True)
     ]
-    return dataclasses.replace(graph, values=tuple(reader.values), ops=tuple(reader.ops), results=tuple(results))
+    return dataclasses.replace(
+        graph, values=tuple(reader.values), ops=tuple(reader.ops), results=tuple(results)
+    )
 
 
 class _Reader:
