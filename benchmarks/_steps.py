@@ -202,8 +202,9 @@ class _Model:
         shares = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32), axis=-1)
         best, chosen = jax.lax.top_k(shares, sizes.experts_per_token)
         wanted = jnp.sum(jax.nn.one_hot(chosen, sizes.experts) * best[..., None], axis=2)
-        place = jnp.cumsum(wanted > 0, axis=1) - 1
-        combine = wanted[..., None] * jax.nn.one_hot(place, room) * (wanted > 0)[..., None]
+        is_wanted = wanted > 0
+        place = jnp.where(is_wanted, jnp.cumsum(is_wanted.astype(jnp.int32), axis=1) - 1, room)
+        combine = wanted[..., None] * jax.nn.one_hot(place, room)
         combine = self.laid(combine.astype(x.dtype), ("batch", "inner", None, None))
         sent = jnp.einsum("bsec,bsd->ebcd", (combine > 0).astype(x.dtype), x)
         done = self.experts(self.handed(sent, to_experts=True), weights)
@@ -236,7 +237,8 @@ def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _rotated(x: jax.Array) -> jax.Array:
     """Turns the two halves of each head as planes, by angles that grow with the position."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None, None] * 10_000 ** (-jnp.arange(half) / half)
+    positions, planes = (jnp.arange(size, dtype=jnp.float32) for size in (x.shape[1], half))
+    angles = positions[:, None, None] * 10_000 ** (-planes / half)
     left, right = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
@@ -250,7 +252,7 @@ def _updated(params: Any, state: Any, gradients: Any, rate: float = 1e-3) -> tup
     count = state["count"] + 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], wide)
     square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state["square"], wide)
-    first, second = 1 - 0.9**count, 1 - 0.99**count
+    first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.99))
 
     def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
         change = m / first / (jnp.sqrt(v / second) + 1e-8) + 0.01 * p.astype(jnp.float32)

@@ -63,6 +63,7 @@ if _typing.TYPE_CHECKING:
         Traffic as Traffic,
         TrafficDifference as TrafficDifference,
         TrafficRow as TrafficRow,
+        estimate as estimate,
         traffic as traffic,
     )
     from ._reshard import (
@@ -82,6 +83,8 @@ __version__ = "0.1.0"
 _LATE = {
     **{name: name for name in ("checkpoint", "chips", "interop", "presets")},
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
+    **{name: name for name in ("checkpoint", "interop", "presets")},
+    **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "estimate", "traffic")},
     **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
     **{name: "_search" for name in ("NamedAxes", "NamedAxis", "name_axes")},
     **{name: "_see" for name in ("html_report", "report_data")},
@@ -91,8 +94,8 @@ __all__ = """
     MeshSpec MoveError NamedAxes NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason
     Replan ReportRow ReshardPlan RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow
     UnknownPathError UnmatchedError atomic axis_names_of canonical checkpoint chips clear_caches constrain
-    correct differences field filter_jit follow fsdp gather hosts html_report interop match name_axes optional
-    plan plan_reshard presets replan replicate report report_data report_rows reshard resolve shard
+    correct differences estimate field filter_jit follow fsdp gather hosts html_report interop match name_axes
+    optional plan plan_reshard presets replan replicate report report_data report_rows reshard resolve shard
     shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 

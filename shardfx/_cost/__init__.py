@@ -1,9 +1,10 @@
-"""What a step costs, before it runs: the traffic of its compiled program, row by row.
+"""What a step costs, before it runs: the traffic of its compiled program, row by row, and an estimate without one.
 
-It may import the ground values, rules, plans and device orders. It never runs a step and never chooses a plan: it reads
-programs and says what is in them.
+It may import the ground values, rules, plans, device orders, and how `filter_jit` reads shardings. It never runs a step
+and never chooses a plan: it reads programs, compiled and traced, and says what is in them.
 """
 
+from .estimate import estimate as estimate
 from .hlo_text import Frame as Frame
 from .traffic import (
     Traffic as Traffic,

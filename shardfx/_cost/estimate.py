@@ -118,9 +118,7 @@ class _Given:
         }
         leaves = jax.tree.leaves(results[-1])
         places = [
-            place
-            for leaf, place in zip(leaves, self.out(out, results[-1]), strict=True)
-            if is_traced(type(leaf))
+            place for leaf, place in zip(leaves, self.out(out, results[-1]), strict=True) if is_traced(type(leaf))
         ]
         wanted = [
             None if place is None else _pin(place, len(graph.values[value].shape))

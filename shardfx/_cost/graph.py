@@ -1,7 +1,7 @@
 """A traced step as one flat list of operations over numbered values: what estimates and searches read.
 
 Calls are written out where they are called, so that a value is one array of one call. Loops are written out once: the
-operations of a body are in a [`Scope`][] that says how often they run. What a loop carries is one value, with an
+operations of a body are in a `Scope` that says how often they run. What a loop carries is one value, with an
 operation "carry" from what the body makes to what the next trip takes.
 """
 
@@ -86,13 +86,13 @@ class Op(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A step without its shardings, but for the constraints in it; made by [`traced`][] once, and read under many plans.
+    """A step without its shardings, but for the constraints in it; made once by `traced`, read under many plans.
 
     `values`, `ops` and `scopes` are numbered by their positions; `ops` are in an order in which each value is made
     before it is used. `arguments` and `results` are the numbers of the values that go in and come out, in the order of
     the leaves of the step's arguments and results that are arrays.
 
-    What [`Rule`][] says of an operation is enough to follow a name from dimension to dimension: two dimensions with a
+    What `Rule` says of an operation is enough to follow a name from dimension to dimension: two dimensions with a
     factor in common have the same name. To have constraints by logical name and not by mesh axis, trace the step under
     a plan on a mesh with an axis of size 1 for each name.
     """

@@ -5,7 +5,6 @@ A mesh axis is split into parts of prime size, so that an axis of 16 can cut 8 h
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from ..topology._mesh import MeshSpec
 from .factors import Dim, Rule

@@ -60,9 +60,12 @@ class Prices:
         for part, at in held.items():
             if wanted.get(part, at) != at:
                 ways[at, wanted[part]] = (*ways.get((at, wanted[part]), ()), part)
-        made += [self.made("all-to-all", parts, local) for parts in ways.values()]
+        # XLA exchanges between one dimension and one other; between one and two it gathers, and cuts again.
+        is_forked = len(ways) > 1 and any(len({way[end] for way in ways}) < len(ways) for end in (0, 1))
+        if not is_forked:
+            made += [self.made("all-to-all", parts, local) for parts in ways.values()]
         for parts in source:
-            gone = tuple(part for part in parts if part not in wanted)
+            gone = tuple(part for part in parts if part not in wanted or (is_forked and wanted[part] != held[part]))
             if gone:
                 local *= count(gone)
                 made.append(self.made("all-gather", gone, local))

@@ -1,8 +1,10 @@
 """How every array of a step lies, from how its arguments and constraints do: as the compilers decide it."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from .._ground.spec import UNCONSTRAINED
+from .factors import Dim
 from .graph import Op, Pin, Traced
 from .layout import Layout, MeshParts, Parts
 
@@ -40,6 +42,7 @@ class _Flow:
     def __init__(self, traced: Traced, axes: MeshParts):
         self.traced, self.axes = traced, axes
         self.layouts: list[list[Parts]] = [[()] * len(value.shape) for value in traced.values]
+        self.weights = [float(math.prod(value.shape)) for value in traced.values]
         self.closed: dict[int, tuple[bool, ...]] = {}
         self.barred: dict[int, frozenset[int]] = {}
         self.neighbours: list[list[int]] = [[] for _ in traced.values]
@@ -85,7 +88,7 @@ class _Flow:
             for dim, parts in zip(dims, self.layouts[value], strict=True):
                 for factor, own in self.axes.split(parts, dim, rule.sizes) if parts else ():
                     if rule.kinds[factor] != "whole":
-                        _merge(best, factor, own, _weight(self.traced, value))
+                        _merge(best, factor, own, self.weights[value])
         if not best:
             return
         found = {factor: parts for factor, (_, parts) in best.items()}
@@ -93,7 +96,9 @@ class _Flow:
             if not values[value].is_free:
                 self.extend(value, dims, found, best, op)
 
-    def extend(self, value: int, dims, found: dict[int, Parts], best: dict[int, tuple[float, Parts]], op: Op) -> None:
+    def extend(
+        self, value: int, dims: Sequence[Dim], found: dict[int, Parts], best: dict[int, tuple[float, Parts]], op: Op
+    ) -> None:
         layout, closed = self.layouts[value], self.closed.get(value)
         wanted = []
         for at, dim in enumerate(dims):
@@ -114,13 +119,6 @@ def _level(op: Op) -> int:
     if op.rule.is_simple or op.pin is not None:
         return _SIMPLE
     return _PRODUCTS if op.rule.is_product else _OTHERS
-
-
-def _weight(traced: Traced, value: int) -> float:
-    size = 1
-    for length in traced.values[value].shape:
-        size *= length
-    return size
 
 
 def _merge(best: dict[int, tuple[float, Parts]], factor: int, parts: Parts, weight: float) -> None:

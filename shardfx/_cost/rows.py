@@ -76,7 +76,9 @@ class _Writer:
         if not known:
             note = note or "the trips of a loop are not known and count once."
         if is_idle:
-            note = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
+            note = (
+                "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
+            )
         sums = move.kind in ("all-reduce", "reduce-scatter")
         leaf = (self.goals if sums else self.origins).get(one.value)
         stack = self.stack(one)

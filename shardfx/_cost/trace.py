@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
-from .factors import Rule, Shape, elementwise, rule_of
+from .factors import Kind, Rule, Shape, elementwise, rule_of
 from .graph import Op, Pin, Scope, Traced, Value
 
 
@@ -57,7 +58,19 @@ def traced(closed: ClosedJaxpr, paths: Sequence[str | None] | None = None) -> Tr
         reader.value(var.aval, path) for var, path in zip(given, paths or [None] * len(given), strict=True)
     )
     results = reader.read(closed, arguments, _Place())
-    return Traced(tuple(reader.values), tuple(reader.ops), tuple(reader.scopes), arguments, results)
+    ops = _needed(reader.ops, results)
+    return Traced(tuple(reader.values), ops, tuple(reader.scopes), arguments, results)
+
+
+def _needed(ops: Sequence[Op], results: Numbers) -> tuple[Op, ...]:
+    """The operations that a result is made by: compilers leave out all others."""
+    needed, before = set(results), 0
+    while len(needed) > before:  # a loop may carry what only a later trip needs
+        before = len(needed)
+        for op in reversed(ops):
+            if not needed.isdisjoint(op.results):
+                needed.update(op.operands)
+    return tuple(op for op in ops if not needed.isdisjoint(op.results))
 
 
 def constrained_results(graph: Traced, pins: Sequence[Pin | None]) -> Traced:
@@ -68,9 +81,7 @@ def constrained_results(graph: Traced, pins: Sequence[Pin | None]) -> Traced:
         value if pin is None or not pin.entries else reader.same("result", value, _Place(), pin=pin)
         for value, pin in zip(graph.results, pins, strict=True)
     ]
-    return dataclasses.replace(
-        graph, values=tuple(reader.values), ops=tuple(reader.ops), results=tuple(results)
-    )
+    return dataclasses.replace(graph, values=tuple(reader.values), ops=tuple(reader.ops), results=tuple(results))
 
 
 class _Reader:
@@ -246,9 +257,9 @@ class _Reader:
 
 def _type_of(aval: Any) -> tuple[Shape, Any]:
     """The shape and dtype of an array; of a token or a reference inside a kernel those of nothing."""
-    if isinstance(aval, jax.core.ShapedArray):
+    if isinstance(aval, ShapedArray):
         return tuple(aval.shape), aval.dtype
-    return (), jax.numpy.dtype("bool")
+    return (), np.dtype(bool)
 
 
 def _pin(sharding: Any, free: Any, rank: int) -> Pin | None:
@@ -267,7 +278,7 @@ def _pin(sharding: Any, free: Any, rank: int) -> Pin | None:
 
 def _typed(outvars: Sequence[Any]) -> Pin | None:
     """What the type of a result says under Explicit axes."""
-    if len(outvars) != 1 or not isinstance(outvars[0].aval, jax.core.ShapedArray):
+    if len(outvars) != 1 or not isinstance(outvars[0].aval, ShapedArray):
         return None
     sharding = outvars[0].aval.sharding
     if sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -306,5 +317,6 @@ def _with_first(rule: Rule, size: int, *, of_results: bool = False) -> Rule:
         results = ((*first, *results[0]),)
     else:
         operands = ((*first, *operands[0]),)
-    sizes, kinds = (*rule.sizes, size), (*rule.kinds, "whole")
+    sizes = (*rule.sizes, size)
+    kinds: tuple[Kind, ...] = (*rule.kinds, "whole")
     return Rule(sizes, kinds, operands, results, is_simple=True, moves=not of_results)

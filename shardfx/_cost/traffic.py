@@ -25,6 +25,8 @@ Key = Literal["axes", "kind", "source", "leaf", "dtype"]
 
 # Frames of these are not the user's own program; the demo is a user's program like any other.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)")
+# Said of the rows of a branch that sends less than another one.
+IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
@@ -448,9 +450,8 @@ def _depth(found: list[_Found], label: str) -> int:
 
 
 def _idle(row: TrafficRow) -> TrafficRow:
-    note = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
     shares = tuple((leaf, 0) for leaf, _ in row.shares)
-    return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, shares=shares, note=note)
+    return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, shares=shares, note=IDLE)
 
 
 _NUMBERS = {"bytes/step", "calls", "group"}
