@@ -24,6 +24,7 @@ FLOORS = (
     "meshes, device orders, rules",
     "what each array gets, and why",
     "what is done with it: arrays, moves, files, processes",
+    "plans explained, checked and compared",
     "the public names",
     "commands, and the demo",
     "python -m shardfx",

@@ -39,6 +39,7 @@ from ._plan import (
     field as field,
     follow as follow,
     plan as plan,
+    renamed as renamed,
     replan as replan,
     report as report,
     report_rows as report_rows,
@@ -75,7 +76,23 @@ if _typing.TYPE_CHECKING:
     )
     from ._reshard.reshard import reshard as reshard
     from ._search import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes
-    from ._see import html_report as html_report, report_data as report_data
+    from ._see import (
+        Attempt as Attempt,
+        AxisMove as AxisMove,
+        Diff as Diff,
+        DimExplanation as DimExplanation,
+        Explanation as Explanation,
+        Finding as Finding,
+        Findings as Findings,
+        LeafDiff as LeafDiff,
+        assert_same_plan_text as assert_same_plan_text,
+        diff as diff,
+        explain as explain,
+        html_report as html_report,
+        lint as lint,
+        plan_text as plan_text,
+        report_data as report_data,
+    )
 
 
 __version__ = "0.1.0"
@@ -87,16 +104,19 @@ _LATE = {
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "estimate", "traffic")},
     **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
     **{name: "_search" for name in ("NamedAxes", "NamedAxis", "name_axes")},
-    **{name: "_see" for name in ("html_report", "report_data")},
+    **{name: "_see" for name in ("Attempt", "AxisMove", "Diff", "DimExplanation", "Explanation", "Finding")},
+    **{name: "_see" for name in ("Findings", "LeafDiff", "assert_same_plan_text", "diff", "explain", "html_report")},
+    **{name: "_see" for name in ("lint", "plan_text", "report_data")},
 }
 __all__ = """
-    AxisRules CheckpointError ChipError Code Decision Frame Layout LeafMove LeafPlan LeafTypeError MeshError
-    MeshSpec MoveError NamedAxes NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason
-    Replan ReportRow ReshardPlan RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow
-    UnknownPathError UnmatchedError atomic axis_names_of canonical checkpoint chips clear_caches constrain
-    correct differences estimate field filter_jit follow fsdp gather hosts html_report interop match name_axes
-    optional plan plan_reshard presets replan replicate report report_data report_rows reshard resolve shard
-    shardings_of specs_of topology traffic
+    Attempt AxisMove AxisRules CheckpointError ChipError Code Decision Diff DimExplanation Explanation Finding
+    Findings Frame Layout LeafDiff LeafMove LeafPlan LeafTypeError MeshError MeshSpec MoveError NamedAxes
+    NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan
+    RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow UnknownPathError UnmatchedError
+    assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches constrain correct diff
+    differences estimate explain field filter_jit follow fsdp gather hosts html_report interop lint match
+    name_axes optional plan plan_reshard plan_text presets renamed replan replicate report report_data
+    report_rows reshard resolve shard shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

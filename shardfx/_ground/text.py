@@ -5,7 +5,7 @@ Names can come from files that nobody vouches for: `printable` is for all of the
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,14 +47,54 @@ def joined(paths: Sequence[str]) -> str:
     return _NUMBER.sub(lambda _: next(texts), paths[0])
 
 
-def _ranges(numbers: list[int]) -> str:
+def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
+    """Texts with ranges, for paths that differ in numbers only, and how many each stands for.
+
+    As `joined`, but the paths can be read back: every range is whole, and a text has all combinations of its ranges.
+    """
+    if len(paths) == 1:
+        return [(paths[0], 1)]
+    first: dict[str, None] = {}
+    again: list[str] = []
+    for path in paths:
+        again += [path] if path in first else []
+        first[path] = None
+    rows = [tuple(_NUMBER.findall(path)) for path in first]
+    found = [(_with_ranges(paths[0], product), len(product)) for product in _products(rows, 0)]
+    return found + (joined_exactly(again) if again else [])
+
+
+def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
+    columns = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+    texts = iter([one[0] if len(one) == 1 else _ranges(sorted(map(int, one)), len(one)) for one in columns])
+    return _NUMBER.sub(lambda _: next(texts), path)
+
+
+def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
+    """`rows` in parts, each with all combinations of the numbers in its columns, from the column `at` on."""
+    if at == len(rows[0]):
+        yield rows
+        return
+    by_number: dict[str, list[tuple[str, ...]]] = {}
+    for row in rows:
+        by_number.setdefault(row[at], []).append(row)
+    parts: dict[Any, list[tuple[str, ...]]] = {}
+    for number, own in by_number.items():
+        # A range would lose the zeros of `007`.
+        plain = None if str(int(number)) == number else number
+        parts.setdefault((plain, frozenset(row[:at] + row[at + 1 :] for row in own)), []).extend(own)
+    for part in parts.values():
+        yield from _products(part, at + 1)
+
+
+def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
     starts = [n for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
     stops = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or n + 1 != numbers[i + 1]]
     runs = [str(a) if a == b else f"{a}..{b}" for a, b in zip(starts, stops, strict=True)]
-    if len(runs) > _SHOWN_RUNS:
-        runs = [*runs[: _SHOWN_RUNS - 1], "..", runs[-1]]
+    if len(runs) > most:
+        runs = [*runs[: most - 1], "..", runs[-1]]
     return "{" + ",".join(runs) + "}"
 
 
@@ -79,6 +119,29 @@ def table(rows: Sequence[tuple[str, ...]], *, right: Collection[str], width: int
         ).rstrip()
         for row in rows
     ]
+
+
+class Shown(str):
+    """Text that a console, or the last line of a notebook's cell, shows as `print` does."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def spec_text(partitions: Sequence[Any]) -> str:
+    """The entries of a spec or of names, with commas; those on one dimension are joined by "+"."""
+    return ",".join(map(entry_text, partitions)) or "-"
+
+
+def entry_text(entry: Any) -> str:
+    """One entry of a spec or of names."""
+    if isinstance(entry, tuple):
+        return "+".join(map(entry_text, entry)) or "-"
+    if isinstance(entry, str):
+        return entry
+    return "-" if entry is None else "any"
 
 
 def bytes_text(count: int) -> str:

@@ -7,8 +7,10 @@ the last few structures are kept, because a model is planned, placed, saved and 
 
 import collections
 import dataclasses
+import difflib
 import functools as ft
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
-from .errors import LeafTypeError
+from .errors import LeafTypeError, RuleError, UnknownPathError
 
 
 _ARRAYS = (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -62,6 +64,32 @@ def flatten(tree: Any) -> Flat:
 def tree_paths(treedef: Any) -> tuple[str, ...]:
     """The paths of the leaves of a tree of this structure."""
     return _columns_of(treedef)[0]
+
+
+def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothing: str) -> list[int]:
+    """The arrays at the path `where`, or else those whose path it matches as a regex.
+
+    **Raises:**
+
+    `UnknownPathError`, which begins with `nothing`, if there is none; `RuleError` for a regex that does not compile.
+    """
+    arrays = [at for at, shaped in enumerate(is_array) if shaped]
+    found = [at for at in arrays if paths[at] == where]
+    if found:
+        return found
+    try:
+        pattern = re.compile(where)
+    except re.error as error:
+        raise RuleError(f"{where!r} is no path of the plan, and no regex that compiles: {error}") from error
+    found = [at for at in arrays if pattern.search(paths[at])]
+    if not found:
+        known = [paths[at] for at in arrays]
+        near = difflib.get_close_matches(where, known, n=3, cutoff=0.5) or known[:1]
+        raise UnknownPathError(
+            f"{nothing} has this path, or one that the regex matches"
+            + (f"; did you mean {' or '.join(f'`{path}`' for path in near)}?" if near else ".")
+        )
+    return found
 
 
 @ft.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from .differences import differences as differences
 from .facts import ReportRow as ReportRow
 from .follow import follow as follow
 from .leaf import LeafPlan as LeafPlan
-from .names import field as field
+from .names import field as field, renamed as renamed
 from .planner import plan as plan
 from .replan import Replan as Replan, replan as replan
 from .report import report as report, report_rows as report_rows

@@ -220,8 +220,9 @@ def unused_text(why: Unused) -> str:
     """What to say of a rule that decides about no array."""
     if why.nearest is not None:
         return f"matches no path of the tree; the nearest path is `{why.nearest}`"
-    others = f" and {len(why.arrays) - 1} more" if len(why.arrays) > 1 else ""
-    return f"is shadowed: all that it matches (`{why.arrays[0]}`{others}) goes to {' and '.join(why.takers)}"
+    first, *others = why.arrays
+    more = f" and {len(others)} more" if others else ""
+    return f"is shadowed: all that it matches (`{first}`{more}) goes to {' and '.join(why.takers)}"
 
 
 # No regex that is about some paths only finds these, which are no paths of any tree.

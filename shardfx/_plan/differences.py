@@ -31,7 +31,20 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     check_plan("b", b)
     if a.digest == b.digest:
         return ()
-    lines = [
+    lines = list(plan_lines(a, b))
+    there, here = b.content.by_path, a.content.by_path
+    for leaf in a.leaves:
+        lines += _leaf_differences(leaf, there.get(leaf.path))
+    lines += [f"leaf `{path}` is only in the other plan" for path in there if path not in here]
+    return tuple(lines) or (OTHER_TREES,)
+
+
+OTHER_TREES = "the trees are built of other containers, or their leaves are in another order"
+
+
+def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
+    """A line for each thing that is one for a whole plan, and differs."""
+    return tuple(
         f"{what} is {one} in one plan, {other} in the other"
         for what, one, other in (
             ("the mesh", a.mesh, b.mesh),
@@ -40,16 +53,21 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
             ("strict", a.strict, b.strict),
         )
         if one != other
-    ]
-    there, here = b.content.by_path, a.content.by_path
-    for leaf in a.leaves:
-        lines += _leaf_differences(leaf, there.get(leaf.path))
-    lines += [f"leaf `{path}` is only in the other plan" for path in there if path not in here]
-    return tuple(lines) or ("the trees are built of other containers, or their leaves are in another order",)
+    )
+
+
+def fields_that_differ(leaf: LeafPlan, other: LeafPlan) -> tuple[str, ...]:
+    """The names of the fields of two leaves that are not equal."""
+    if leaf == other:
+        return ()
+    names = (field.name for field in dataclasses.fields(LeafPlan))
+    return tuple(name for name in names if vars(leaf)[name] != vars(other)[name])
 
 
 def _leaf_differences(leaf: LeafPlan, other: LeafPlan | None) -> list[str]:
     if other is None:
         return [f"leaf `{leaf.path}` is only in one plan"]
-    pairs = ((field.name, vars(leaf)[field.name], vars(other)[field.name]) for field in dataclasses.fields(LeafPlan))
-    return [f"leaf `{leaf.path}`: {name} is {one} in one, {two} in the other" for name, one, two in pairs if one != two]
+    return [
+        f"leaf `{leaf.path}`: {name} is {vars(leaf)[name]} in one, {vars(other)[name]} in the other"
+        for name in fields_that_differ(leaf, other)
+    ]

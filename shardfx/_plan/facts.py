@@ -9,7 +9,15 @@ from jax.sharding import AxisType
 from .._ground.html import html_table
 from .._ground.reason import Code
 from .._ground.spec import entries_of
-from .._ground.text import array_text, between_numbers, bytes_text, joined, printable
+from .._ground.text import (
+    array_text,
+    between_numbers,
+    bytes_text,
+    entry_text,
+    joined,
+    printable,
+    spec_text,
+)
 from ..topology._mesh import MeshSpec
 from .content import Content
 from .leaf import LeafPlan
@@ -98,23 +106,10 @@ def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
         row.path,
         str(row.count),
         array_text(leaf.dtype, leaf.shape),
-        _spec_text(entries_of(leaf.spec)),
+        spec_text(entries_of(leaf.spec)),
         bytes_text(row.bytes_per_device),
         why.strip(),
     )
-
-
-def _spec_text(partitions: Sequence[Any]) -> str:
-    """As `PathRules.parse` reads it, with commas: axes on one dimension are joined by "+"."""
-    return ",".join(entry_text(entry) for entry in partitions) or "-"
-
-
-def entry_text(entry: Any) -> str:
-    if isinstance(entry, tuple):
-        return "+".join(map(entry_text, entry)) or "-"
-    if isinstance(entry, str):
-        return entry
-    return "-" if entry is None else "any"
 
 
 def _totals(mesh: MeshSpec, rows: Sequence[ReportRow]) -> str:

@@ -1,6 +1,6 @@
 """A tree of logical names, or a prefix of one, as one entry per leaf."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
-from .._ground.tree import Flat
+from .._ground.tree import Flat, flatten, leaves_at
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import Atomic
 
@@ -47,6 +47,51 @@ def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -
                 f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
             )
     return [node if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+
+
+def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
+    """The logical names of a tree's arrays, with others for some of them: for `plan(..., names=...)`.
+
+    So the names that modules of another library declare can be corrected without touching their source.
+
+    **Arguments:**
+
+    - `tree`: the tree of arrays.
+    - `changes`: by the path of an array, or else a regex that is searched in each path, its names: a tuple as in
+        [`shardfx.plan`][], or `None`.
+    - `names`: the names as [`shardfx.plan`][] takes them; without it those that modules declare.
+
+    **Returns:**
+
+    A tree of the same structure with the names of each array, `None` where it has none.
+
+    **Raises:**
+
+    `UnknownPathError` for a key that is the path of no array and matches none; `RuleError` for a regex that does not
+    compile, and for names that are no prefix of the tree.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import renamed
+
+        tree = {"wi": jnp.ones((8, 32)), "wo": jnp.ones((32, 8))}
+        names = {"wi": ("embed", "mlp"), "wo": ("embed", "mlp")}
+        assert renamed(tree, {"wo": ("mlp", "embed")}, names=names) == {
+            "wi": ("embed", "mlp"),
+            "wo": ("mlp", "embed"),
+        }
+        ```
+    """
+    flat = flatten(tree)
+    column = list(flat.names if names is None else names_of_leaves(names, tree, flat, None))
+    for where, given in changes.items():
+        if not _is_names(given):
+            raise RuleError(f"`renamed`: {where!r} gets {given!r}; use a tuple with one name per dimension, or `None`.")
+        for at in leaves_at(where, flat.paths, flat.is_array, f"`renamed({where!r}: ...)`: no array of the tree"):
+            column[at] = _hashable(given)
+    return jax.tree.unflatten(flat.treedef, column)
 
 
 def _broadcast(names: Any, node: Any) -> list[Any]:

@@ -113,7 +113,7 @@ def plan(
     given = names_of_leaves(names, tree, flat, axes)
     kinds = memory_kind_pairs(memory_kinds)
     found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
-    index, rows, mesh_spec = found.index, found.rows, found.mesh
+    index, rows, mesh_spec = found.numbers, found.rows, found.mesh
     raise_errors(found.errors)
     if unmatched == "raise":
         raise_unmatched(flat, index, rows, found.paths.rules)
@@ -138,13 +138,16 @@ NAMES = "the names of the leaves"
 
 
 class Draft(NamedTuple):
-    """What is decided about a tree before anybody says what is wrong with it: `plan` raises that, `lint` lists it."""
+    """What is decided about a tree before anybody says what is wrong with it: `plan` raises that, `lint` lists it.
+
+    `numbers` says which row each leaf has; it is -1 at leaves that are no arrays, and `-2 - n` at those with error `n`.
+    """
 
     mesh: MeshSpec
     paths: "Matcher"
     kinds: "Matcher"
     declared: tuple[str, ...]
-    index: list[int]
+    numbers: list[int]
     rows: list[Row]
     errors: list[tuple[str, Exception]]
 
@@ -216,7 +219,7 @@ class _Planner:
                 try:
                     number = self.number(flat.paths[at], flat.leaves[at], given[at])
                 except (SpecError, RuleError, LeafTypeError) as error:
-                    number = -1
+                    number = -2 - len(errors)
                     errors.append((flat.paths[at], error))
                 numbers[key] = number
             index.append(number)

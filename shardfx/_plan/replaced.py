@@ -1,11 +1,11 @@
 """A plan's content with another target for some of its arrays."""
 
-import difflib
 import re
 from typing import Any
 
-from .._ground.errors import RuleError, SpecError, UnknownPathError, UnmatchedError
+from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code
+from .._ground.tree import leaves_at
 from .._rules.path_rules import PathRules
 from .._rules.resolve import check_known
 from .complaints import raise_errors
@@ -23,7 +23,8 @@ RULE = "replaced by hand"
 def replaced(content: Content, where: str, target: Any) -> Content:
     """See `shardfx.ShardPlan.replace`."""
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
-    chosen = _chosen(content, where)
+    is_array = [number >= 0 for number in content.index]
+    chosen = leaves_at(where, content.paths, is_array, f"`replace({where!r}, ...)`: no array of the plan")
     rows, index, errors = list(content.rows), list(content.index), []
     for at in chosen:
         try:
@@ -48,24 +49,3 @@ def _row(content: Content, path: str, row: Row, target: Any) -> Row:
     if content.strict and cut:
         raise SpecError(f"the plan is strict, and {target} would be cut down: {'; '.join(map(str, cut))}")
     return made
-
-
-def _chosen(content: Content, where: str) -> list[int]:
-    """The leaves at the path `where`, or else those whose path it matches as a regex."""
-    arrays = [at for at, number in enumerate(content.index) if number >= 0]
-    found = [at for at in arrays if content.paths[at] == where]
-    if found:
-        return found
-    try:
-        pattern = re.compile(where)
-    except re.error as error:
-        raise RuleError(f"{where!r} is no path of the plan, and no regex that compiles: {error}") from error
-    found = [at for at in arrays if pattern.search(content.paths[at])]
-    if not found:
-        paths = [content.paths[at] for at in arrays]
-        near = difflib.get_close_matches(where, paths, n=3, cutoff=0.5) or paths[:1]
-        raise UnknownPathError(
-            f"`replace({where!r}, ...)`: no array of the plan has this path, or one that the regex matches"
-            + (f"; did you mean {' or '.join(f'`{path}`' for path in near)}?" if near else ".")
-        )
-    return found

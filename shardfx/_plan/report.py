@@ -2,18 +2,9 @@
 
 import textwrap
 
-from .._ground.text import table
+from .._ground.text import Shown, table
 from .facts import NUMBERS, ReportRow, facts_of, report_rows_of
 from .shard_plan import ShardPlan, check_plan
-
-
-class Report(str):
-    """Text that a console, or the last line of a notebook's cell, shows as `print` does."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def report_rows(plan: ShardPlan) -> tuple[ReportRow, ...]:
@@ -70,7 +61,7 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     lines = table([facts.header, *facts.cells], right=NUMBERS, width=width)
     reasons = [_wrapped(text, width) for text in facts.reasons]
     parts = ["\n".join(lines), "\n".join(reasons), _wrapped(facts.totals, width), _wrapped(facts.replicated, width)]
-    return Report("\n\n".join(part for part in parts if part))
+    return Shown("\n\n".join(part for part in parts if part))
 
 
 def _wrapped(text: str, width: int | None) -> str:

@@ -400,10 +400,15 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
     return chain
 
 
-def near(name: str, known: tuple[str, ...]) -> str:
+def near(name: str, known: Sequence[str]) -> str:
     """A question after the names in `known` that look like `name`, or nothing."""
-    close = difflib.get_close_matches(name, known, n=3)
+    close = nearest(name, known)
     return f" (did you mean {' or '.join(repr(match) for match in close)}?)" if close else ""
+
+
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """The names in `known` that look like `name`, the nearest first."""
+    return difflib.get_close_matches(name, known, n=3)
 
 
 def _pairs(given: Any, what: str) -> list[tuple[str, Any]]:

@@ -283,6 +283,12 @@ def _is_plain(names: Any) -> bool:
     return type(names) is tuple and _PLAIN.issuperset(map(type, names))
 
 
+def members_of(names: Any) -> tuple[str, ...]:
+    """Every logical name in the names of an array, in order; none in what are no names."""
+    given = () if names is None else names
+    return tuple(name for entry in given if entry is not ... for name in _members(entry))
+
+
 def _members(entry: Any) -> tuple[str, ...]:
     """The logical names of one entry, in order; `None` in a tuple stands for nothing."""
     if entry is None or entry is UNCONSTRAINED:

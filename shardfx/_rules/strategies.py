@@ -5,6 +5,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
+from .._ground.spec import entries_of, entry_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,19 @@ def optional(target: Any) -> Optional:
 def bare(target: Any) -> Any:
     """The target itself, whether it is optional or not."""
     return target.target if isinstance(target, Optional) else target
+
+
+def axes_of_target(target: Any) -> tuple[str, ...]:
+    """The mesh axes that the target of a path rule names; none for logical names and callables."""
+    if isinstance(target, Optional | Atomic):
+        return axes_of_target(target.target)
+    if isinstance(target, Pipeline):
+        return tuple(axis for step in target.steps for axis in axes_of_target(step))
+    if isinstance(target, Fsdp):
+        return target.axes
+    if isinstance(target, PartitionSpec):
+        return tuple(axis for entry in entries_of(target) for axis in entry_axes(entry))
+    return ()
 
 
 def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:

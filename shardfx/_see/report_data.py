@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 from .._cost.traffic import Traffic, TrafficRow
 from .._ground.reason import Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
-from .._ground.text import array_text
-from .._plan.facts import ReportRow, entry_text, report_rows_of
+from .._ground.text import array_text, entry_text
+from .._plan.facts import ReportRow, report_rows_of
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
 from ..topology._mesh import MeshSpec

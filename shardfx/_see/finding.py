@@ -1,0 +1,140 @@
+"""What a check has found: a value, and several of them as a tuple that prints as a table."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias
+
+from .._ground.html import html_table
+from .._ground.text import bytes_text, printable
+
+
+Severity: TypeAlias = Literal["error", "warning", "info"]
+SEVERITIES: Final = ("error", "warning", "info")
+
+# Every kind of finding, and what it is in one line: what the documentation shows, and a test goes through.
+CODES: Final = MappingProxyType(
+    {
+        "unplannable": "a leaf that `plan` cannot plan: names or a spec of another rank, a rule that cannot be applied",
+        "invalid": "an argument that `plan` refuses: names that do not fit the tree, an unknown mode or memory kind",
+        "unmatched": "a leaf that no rule covers",
+        "unknown-name": "a logical name, or one with a unit, that no rule is about",
+        "absent-axis": "a mesh axis of a rule that the mesh lacks, and that nobody declares",
+        "unused-axis": "a mesh axis that no rule uses",
+        "unused-rule": "a path rule, or a memory kind, that matches no leaf",
+        "shadowed-rule": "a path rule whose leaves all go to earlier rules or to their names",
+        "dead-rule": "an axis rule that can never apply, because an earlier one of its name applies whenever it could",
+        "replicated": "a large leaf that every device holds whole",
+        "corrected": "a leaf that is cut less than its rule asks for",
+        "cut-head": "a dimension that is cut inside an attention head",
+        "contradicted-name": "one logical name for sizes that cannot be one axis",
+        "uneven-layers": "layers of one stack that are sharded differently",
+        "optimizer-state": "a state of an optimizer that is sharded less than its parameter, or than the other states",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with rules, or looks so; found by [`shardfx.lint`][].
+
+    **Arguments:**
+
+    - `code`: which kind of thing, see the table of [`shardfx.lint`][].
+    - `severity`: "error": `plan` raises for it. "warning": most likely a mistake. "info": worth a look.
+    - `where`: the leaf's path, with ranges if several are alike; or the rule, name or mesh axis.
+    - `bytes`: how many bytes each device holds, or would hold, more than without it; 0 where that is not known.
+    - `message`: what is wrong, in a sentence with the actual values.
+    - `fix`: code that takes the finding away: statements over the names of the arguments of `lint`.
+    """
+
+    code: str
+    severity: Severity
+    where: str
+    bytes: int
+    message: str
+    fix: str
+
+
+class Findings(tuple[Finding, ...]):
+    """A tuple of [`shardfx.Finding`][]s that `print`, a console and a notebook show as a table."""
+
+    __slots__ = ()
+
+    def worst(self, severity: Severity = "warning") -> "Findings":
+        """Those that are of this severity or a worse one: what a check in CI fails for.
+
+        **Arguments:**
+
+        - `severity`: "error", "warning" or "info".
+
+        **Returns:**
+
+        Findings, in the same order.
+        """
+        known = SEVERITIES[: SEVERITIES.index(severity) + 1]
+        return Findings(found for found in self if found.severity in known)
+
+    def without(self, *codes: str) -> "Findings":
+        """Those of other codes than these.
+
+        **Arguments:**
+
+        - `codes`: of the table of [`shardfx.lint`][].
+
+        **Returns:**
+
+        Findings, in the same order.
+
+        **Raises:**
+
+        `ValueError` for what is no code.
+        """
+        for code in codes:
+            if code not in CODES:
+                raise ValueError(f"`without({code!r})`: the codes of findings are {', '.join(CODES)}.")
+        return Findings(found for found in self if found.code not in codes)
+
+    def __str__(self) -> str:
+        lines = [_summary(self)]
+        for found in self:
+            lines += ["", *_paragraph(found)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [_HEADER, *[(*_cells(found), found.message, found.fix) for found in self]]
+        return html_table(rows, right=_NUMBERS, below=[_summary(self)])
+
+
+_HEADER = ("severity", "code", "bytes/device", "where", "what", "fix")
+_NUMBERS = {"bytes/device"}
+
+
+def findings_of(found: Iterable[Finding]) -> Findings:
+    """Findings in order: most bytes first, then the worst, then as they were found."""
+    return Findings(sorted(dict.fromkeys(found), key=lambda one: (-one.bytes, SEVERITIES.index(one.severity))))
+
+
+def _cells(found: Finding) -> tuple[str, ...]:
+    return (found.severity, found.code, bytes_text(found.bytes) if found.bytes else "-", found.where)
+
+
+def _paragraph(found: Finding) -> list[str]:
+    severity, code, size, where = map(printable, _cells(found))
+    head = f"{severity} {code}: {where}" + (f" ({size} per device)" if found.bytes else "")
+    message = textwrap.wrap(printable(found.message), 116, break_on_hyphens=False, break_long_words=False)
+    fix = [printable(line) for line in found.fix.split("\n")]
+    return [head, *[f"    {line}" for line in message], *[f"    fix: {line}" for line in fix if line]]
+
+
+def _summary(found: Findings) -> str:
+    if not found:
+        return "no findings"
+    counts = [(severity, sum(one.severity == severity for one in found)) for severity in SEVERITIES]
+    told = [
+        f"{count} {severity}{'s' if count != 1 and severity != 'info' else ''}" for severity, count in counts if count
+    ]
+    return f"{len(found)} finding{'' if len(found) == 1 else 's'}: {', '.join(told)}"

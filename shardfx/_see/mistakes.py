@@ -1,0 +1,240 @@
+"""What `plan` would raise, all of it at once: from the lists that it raises from."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._ground.errors import RuleError, SpecError
+from .._ground.spec import entries_of, entry_axes, trimmed
+from .._ground.text import between_numbers, joined
+from .._plan.complaints import Unused, absent_axes, uncovered, unknown_of_rows, unknown_units, unused_rules, unused_text
+from .._plan.planner import NAMES, Draft
+from .._rules.axis_rules import near, nearest
+from .._rules.path_rules import PathRules
+from .._rules.resolve import members_of
+from .._rules.strategies import Atomic, Fsdp, Optional, Pipeline, bare, fsdp, replicate
+from .code import code_of
+from .finding import Finding, Severity
+from .subject import Subject
+
+
+def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
+    """The leaves that cannot be planned, those of repeated layers together."""
+    assert subject.flat is not None
+    flat, groups = subject.flat, {}
+    for at, number in enumerate(draft.numbers):
+        if number <= -2:
+            text = str(draft.errors[-2 - number][1])
+            groups.setdefault((between_numbers(flat.paths[at]), text), []).append(at)
+    for (_, text), places in groups.items():
+        paths = [flat.paths[at] for at in places]
+        size = sum(subject.lost(tuple(flat.leaves[at].shape), flat.leaves[at].dtype, 1) for at in places)
+        yield Finding("unplannable", "error", joined(paths), size, text, _plannable(subject, places, paths))
+
+
+def _plannable(subject: Subject, places: Sequence[int], paths: Sequence[str]) -> str:
+    """Code under which these leaves can be planned, as near to what was meant as can be told."""
+    assert subject.flat is not None and subject.given is not None
+    leaf, names = subject.flat.leaves[places[0]], subject.given[places[0]]
+    if names is not None:
+        if subject.axes is None:
+            wanted = dict.fromkeys(name for given in subject.given for name in members_of(given))
+            return f"axes = AxisRules([{', '.join(f'({name!r}, None)' for name in wanted)}])"
+        for other in _other_names(tuple(names), len(leaf.shape)):
+            if subject.row_with(paths[0], names=other) is not None:
+                return subject.renamed(paths, other)
+        return subject.renamed(paths, ())
+    number = next((n for n, pattern in enumerate(subject.patterns) if pattern.search(paths[0])), None)
+    target = None if number is None or subject.paths is None else bare(subject.paths.rules[number][1])
+    for other in (*_other_targets(target, len(leaf.shape)), *fallbacks(subject)):
+        if code_of(other) is not None and _is_planned(subject, paths[0], other):
+            return subject.ruled(paths, other)
+    return subject.ruled(paths, replicate)
+
+
+def _is_planned(subject: Subject, path: str, target: Any) -> bool:
+    try:
+        rules = PathRules([(subject.regex([path]), target)])
+    except (RuleError, SpecError):
+        return False
+    return subject.row_with(path, paths=rules) is not None
+
+
+def fallbacks(subject: Subject) -> Iterator[Fsdp]:
+    """The strategy over each mesh axis of more than one device, the largest axis first."""
+    sizes = subject.mesh.shape
+    for axis in sorted(sizes, key=lambda axis: -sizes[axis]):
+        if sizes[axis] > 1:
+            yield fsdp(axis)
+
+
+def _other_names(names: tuple[Any, ...], rank: int) -> Iterator[tuple[Any, ...]]:
+    """Names of the right length that say as much of `names` as they can."""
+    if ... not in names and len(names) < rank:
+        yield (..., *names)
+    if len(names) > rank:
+        yield tuple(name for name in names if name is not ...)[:rank]
+        yield names[len(names) - rank :]
+    seen: dict[Any, None] = {}
+    once = [None if name in seen else seen.setdefault(name, name) for name in names]
+    yield tuple(once)
+
+
+def _other_targets(target: Any, rank: int) -> Iterator[Any]:
+    """Targets that fit an array of this rank and say as much of `target` as they can."""
+    first, rest = (target.steps[0], target.steps[1:]) if isinstance(target, Pipeline) else (target, ())
+    inner = first.target if isinstance(first, Atomic) else first
+    if isinstance(inner, PartitionSpec):
+        others: list[Any] = [trimmed(entries_of(inner)[:rank])]
+    elif isinstance(inner, tuple):
+        others = list(_other_names(inner, rank))
+    else:
+        return
+    for other in others:
+        yield Pipeline((other, *rest)) if rest else other
+
+
+def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
+    """Leaves that no rule covers."""
+    assert subject.flat is not None
+    groups: dict[Any, list[Any]] = {}
+    for leaf in uncovered(subject.flat, draft.numbers, draft.rows):
+        groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
+    patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
+    for leaves in groups.values():
+        paths, row = [leaf.path for leaf in leaves], leaves[0].row
+        like = near(paths[0], patterns)
+        message = f"no rule covers {_arrays(len(paths))} of shape {row.shape}{like}, so every device holds all of it"
+        size = subject.lost(row.shape, row.dtype, len(paths))
+        target = next(
+            (over for over in fallbacks(subject) if (got := _with(subject, paths[0], over)) and entries_of(got.spec)),
+            replicate,
+        )
+        yield Finding("unmatched", severity, joined(paths), size, message, subject.ruled(paths, target, last=True))
+
+
+def _with(subject: Subject, path: str, target: Any) -> Any:
+    return subject.row_with(path, paths=PathRules([(subject.regex([path]), target)]))
+
+
+def _arrays(count: int) -> str:
+    return "an array" if count == 1 else f"{count} arrays"
+
+
+def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
+    """Logical names, and names that have a unit, that no rule is about."""
+    axes = subject.axes
+    if axes is None:
+        return
+    for name in unknown_units(axes):
+        message = f"`units` has {name!r}{near(name, axes.names)}, and no rule of `axes` is about that name"
+        yield Finding("unknown-name", severity, f"units {name!r}", 0, message, f"axes = axes.without({name!r})")
+    numbers: dict[str, list[int]] = {}
+    for number, names in unknown_of_rows(draft.rows, axes).items():
+        for name in names:
+            numbers.setdefault(name, []).append(number)
+    for name, rows in numbers.items():
+        leaves = [at for at, number in enumerate(draft.numbers) if number in rows]
+        size = sum(
+            subject.lost(draft.rows[draft.numbers[at]].shape, draft.rows[draft.numbers[at]].dtype, 1) for at in leaves
+        )
+        path = subject.content.paths[leaves[0]]
+        meant = next(iter(nearest(name, axes.names)), None)
+        fix = f"axes = axes.extend([({name!r}, None)])"
+        if meant is not None:
+            fix = f"axes = axes.with_alias({name!r}, of={meant!r})"
+        message = f"no rule of `axes` is about the logical name {name!r}{near(name, axes.names)} of `{path}`"
+        message += f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+        yield Finding("unknown-name", severity, f"name {name!r}", size, message, fix)
+
+
+def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
+    """Mesh axes of rules that the mesh lacks and that nobody declares."""
+    assert subject.flat is not None
+    known = subject.mesh.axis_names
+    found = absent_axes(subject.flat, draft.numbers, draft.rows, subject.mesh, subject.axes, draft.declared)
+    for axis, who in found.items():
+        message = f"{who} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
+        meant = next(iter(nearest(axis, known)), None)
+        fix = "" if meant is None else "\n".join(_corrected_axis(subject, axis, meant))
+        yield Finding("absent-axis", severity, f"mesh axis {axis!r}", 0, message, fix or _declared(subject, axis))
+
+
+def _declared(subject: Subject, axis: str) -> str:
+    what = "axes" if subject.axes is not None else "paths"
+    return f"{what} = {what}.extend(axes=({axis!r},))"
+
+
+def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
+    """Code that replaces a mesh axis in every rule; nothing if a rule has no code."""
+    if subject.axes is not None:
+        for mode, rules in ((None, subject.axes.rules), *subject.axes.modes):
+            of_mode = "" if mode is None else f", mode={mode!r}"
+            for number, (_, target) in enumerate(rules):
+                if axis in entry_axes(target):
+                    other = tuple(dict.fromkeys(meant if one == axis else one for one in entry_axes(target)))
+                    yield f"axes = axes.replace({number}, {code_of(other)}{of_mode})"
+    for number, (_, target) in enumerate(() if subject.paths is None else subject.paths.rules):
+        other = _target_with(target, axis, meant)
+        if other != target:
+            yield f"paths = paths.replace({number}, {code_of(other)})"
+
+
+def _target_with(target: Any, axis: str, meant: str) -> Any:
+    """The target of a path rule with another mesh axis in the place of `axis`; one that it has already is left out."""
+    if isinstance(target, Optional):
+        return Optional(_target_with(target.target, axis, meant))
+    if isinstance(target, Atomic):
+        is_spec = isinstance(target.target, PartitionSpec)
+        return Atomic(_target_with(target.target, axis, meant), target.unit) if is_spec else target
+    if isinstance(target, Pipeline):
+        return Pipeline(tuple(_target_with(step, axis, meant) for step in target.steps))
+    if isinstance(target, Fsdp):
+        axes = dict.fromkeys(meant if one == axis else one for one in target.axes)
+        return Fsdp(tuple(axes), target.min_bytes)
+    if not isinstance(target, PartitionSpec) or axis not in [one for e in entries_of(target) for one in entry_axes(e)]:
+        return target
+    taken = {one for entry in entries_of(target) for one in entry_axes(entry)}
+    swap = {axis: () if meant in taken else (meant,)}
+    entries = [
+        tuple(new for one in entry_axes(entry) for new in swap.get(one, (one,))) if entry_axes(entry) else entry
+        for entry in entries_of(target)
+    ]
+    return trimmed(entries, target)
+
+
+def unused_findings(
+    subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
+) -> Iterator[Finding]:
+    """Path rules, and memory kinds, that decide about no leaf."""
+    assert subject.flat is not None
+    rules = draft.paths.rules
+    for why in unused_rules(rules, draft.paths.used, subject.flat, subject.given, NAMES):
+        where = f"paths[{why.number}] {rules[why.number][0]!r}"
+        code = "unused-rule" if why.nearest is not None else "shadowed-rule"
+        yield Finding(code, severity, where, 0, f"the rule {unused_text(why)}", _used(subject, why))
+    for why in unused_rules(draft.kinds.rules, draft.kinds.used, subject.flat):
+        rest = tuple(pair for at, pair in enumerate(kinds) if at != why.number)
+        where = f"memory_kinds[{why.number}] {kinds[why.number][0]!r}"
+        code = "unused-rule" if why.nearest is not None else "shadowed-rule"
+        yield Finding(code, severity, where, 0, f"the entry {unused_text(why)}", f"memory_kinds = {rest!r}")
+
+
+def _used(subject: Subject, why: Unused) -> str:
+    """Code that moves a shadowed rule before the others where these keep some leaves; else that takes it out."""
+    assert subject.paths is not None
+    if why.arrays and not all(map(subject.is_named, why.arrays)):
+        moved = PathRules([subject.paths.rules[why.number], *subject.paths.drop(why.number).rules])
+        if _all_used_before(subject) <= _all_used_before(subject, moved, why.number):
+            return f"paths = paths.prepend([paths.rules[{why.number}]]).drop({why.number + 1})"
+    return f"paths = paths.drop({why.number})"
+
+
+def _all_used_before(subject: Subject, rules: PathRules | None = None, moved: int | None = None) -> frozenset[int]:
+    """The numbers of the rules that decide about a leaf; of rules of which one was moved to the front, the old ones."""
+    assert subject.flat is not None and subject.given is not None
+    used = subject.first_rules(subject.paths if rules is None else rules)
+    if moved is None:
+        return frozenset(used)
+    return frozenset(moved if n == 0 else n - 1 if n <= moved else n for n in used)

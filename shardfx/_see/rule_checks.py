@@ -1,0 +1,72 @@
+"""What can be said of rules by themselves, and against the axes of a mesh."""
+
+from collections.abc import Iterator
+
+from .._ground.spec import entries_of, entry_axes
+from .._ground.text import entry_text
+from .._rules.axis_rules import AxisRules
+from .._rules.path_rules import PathRules
+from .._rules.strategies import axes_of_target
+from .finding import Finding
+from .subject import Subject
+
+
+def dead_rules(subject: Subject) -> Iterator[Finding]:
+    """Axis rules that can never apply.
+
+    A rule is read only where all earlier ones of its name were blocked, and axes that are taken stay taken. So it can
+    never apply exactly if all the axes of one of these are among its own: what blocks the earlier one blocks it too.
+    One that asks for no axis is never blocked.
+    """
+    if subject.axes is None:
+        return
+    for mode, rules in ((None, subject.axes.rules), *subject.axes.modes):
+        earlier: dict[str, list[tuple[int, frozenset[str]]]] = {}
+        for number, (name, target) in enumerate(rules):
+            axes = frozenset(entry_axes(target))
+            before = next((at for at, needs in earlier.get(name, []) if needs <= axes), None)
+            if before is None:
+                earlier.setdefault(name, []).append((number, axes))
+                continue
+            told = f"axes.rules[{number}]" if mode is None else f"axes.modes[{mode!r}][{number}]"
+            where = f"{told} {name!r} -> {entry_text(target)}"
+            other = entry_text(rules[before][1])
+            why = "which is never blocked" if not entry_axes(rules[before][1]) else "which applies wherever it could"
+            message = f"the rule stands after rule {before} of the same name, {name!r} -> {other}, {why}"
+            fix = f"axes = axes.drop({number}{'' if mode is None else f', mode={mode!r}'})"
+            yield Finding("dead-rule", "warning", where, 0, message, fix)
+
+
+def unused_axes(subject: Subject) -> Iterator[Finding]:
+    """Mesh axes of more than one device that no rule uses."""
+    if subject.axes is None and subject.paths is None:
+        return
+    used = _axes_used(subject)
+    share = subject.content.total_bytes[1]
+    for axis, size in subject.mesh.shape.items():
+        if size > 1 and axis not in used:
+            what = "paths" if subject.axes is None else "axes"
+            fix = f"{what} = {what}.extend(axes=({axis!r},))"
+            message = (
+                f"no rule uses the mesh axis {axis!r} of size {size}: devices along it hold the same. If it is for the "
+                f"batch alone, declare it: `{fix}`"
+            )
+            yield Finding("unused-axis", "warning", f"mesh axis {axis!r}", share - share // size, message, fix)
+
+
+def _axes_used(subject: Subject) -> set[str]:
+    used: set[str] = set()
+    if subject.axes is not None:
+        used.update(subject.axes.axes, *(entry_axes(to) for _, to in _all_rules(subject.axes)))
+    paths = PathRules(()) if subject.paths is None else subject.paths
+    used.update(paths.axes, *(axes_of_target(target) for _, target in paths.rules))
+    # What a callable returns is known from the leaves alone.
+    for row in subject.rows:
+        used.update(axis for entry in entries_of(row.requested) for axis in entry_axes(entry))
+    return used
+
+
+def _all_rules(axes: AxisRules) -> Iterator[tuple[str, object]]:
+    yield from axes.rules
+    for _, rules in axes.modes:
+        yield from rules

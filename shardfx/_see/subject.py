@@ -1,0 +1,137 @@
+"""What is checked: leaves and their rows, the rules that made them, and how to try other rules."""
+
+import dataclasses
+import functools as ft
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .._ground.spec import array_bytes
+from .._ground.text import between_numbers, joined
+from .._ground.tree import Flat
+from .._plan.content import Content
+from .._plan.leaf import Row
+from .._plan.planner import drafted
+from .._plan.replan import refined
+from .._plan.shard_plan import ShardPlan
+from .._rules.axis_rules import AxisRules
+from .._rules.path_rules import PathRules, compiled, first_match
+from ..topology._mesh import MeshSpec
+from .code import code_of, regex_of
+
+
+class Group(NamedTuple):
+    """Leaves that are planned alike, and whose paths differ in numbers only."""
+
+    paths: tuple[str, ...]
+    number: int
+    row: Row
+
+    @property
+    def where(self) -> str:
+        return joined(self.paths)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """What `lint` looks at. `mesh` is the given one, that of `content` may be refined.
+
+    `flat` and `given` (the names of each leaf) are `None` where a ready plan is checked, which has no rules by path.
+    """
+
+    content: Content
+    mesh: MeshSpec
+    flat: Flat | None
+    given: Sequence[Any] | None
+    paths: PathRules | None
+    axes: AxisRules | None
+    mode: str | None
+    min_bytes: int
+    strict: bool
+    refine: bool
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return self.content.rows
+
+    @ft.cached_property
+    def patterns(self) -> tuple[re.Pattern[str], ...]:
+        return () if self.paths is None else compiled(self.paths)
+
+    def first_rules(self, rules: PathRules | None) -> dict[int, None]:
+        """The numbers of those of `rules` that decide about a leaf."""
+        assert self.flat is not None and self.given is not None
+        patterns = () if rules is None else compiled(rules)
+        columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
+        found = [first_match(path, patterns) for path, names, shaped in columns if shaped and names is None]
+        return dict.fromkeys(number for number in found if number is not None)
+
+    @ft.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The arrays, those of repeated layers together."""
+        found: dict[Any, list[str]] = {}
+        for path, number in zip(self.content.paths, self.content.index, strict=True):
+            if number >= 0:
+                found.setdefault((between_numbers(path), number), []).append(path)
+        return tuple(Group(tuple(paths), number, self.rows[number]) for (_, number), paths in found.items())
+
+    def groups_of(self, numbers: Sequence[int]) -> Iterator[Group]:
+        """The groups whose row has one of these numbers."""
+        if numbers:
+            yield from (group for group in self.groups if group.number in numbers)
+
+    def excess(self, group: Group) -> int:
+        """How many bytes each device holds of these leaves beyond an even share of them."""
+        whole, share = self.content.byte_counts[group.number]
+        return (share - -(-whole // self.mesh.size)) * len(group.paths)
+
+    def lost(self, shape: tuple[int, ...], dtype: Any, count: int) -> int:
+        """How many bytes each device holds of replicated arrays beyond an even share of them."""
+        whole = array_bytes(shape, dtype)
+        return (whole - -(-whole // self.mesh.size)) * count
+
+    def regex(self, paths: Sequence[str]) -> str:
+        return regex_of(paths, self.content.paths)
+
+    def row_with(
+        self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: Any = None
+    ) -> Row | None:
+        """The row that the leaf at `path` would have under other rules or names; `None` if it could not be planned."""
+        assert self.flat is not None and self.given is not None
+        at = self.flat.paths.index(path)
+        leaf = self.flat.leaves[at]
+        flat = Flat([leaf], jax.tree.structure(0), (path,), (self.flat.templates[at],), (None,), [True])
+        given = [self.given[at] if names is None else names]
+        rules = (paths or self.paths, axes or self.axes)
+        found = drafted(flat, given, self.mesh, *rules, self.mode, self.min_bytes, ())
+        return found.rows[0] if not found.errors else None
+
+    @ft.cached_property
+    def refined(self) -> Content:
+        """The same leaves where mesh axes are split as `plan(..., refine=True)` does."""
+        return refined(ShardPlan(self.content), self.min_bytes).content
+
+    def prepended(self, path: str, target: Any) -> PathRules:
+        """The path rules after one for this leaf alone."""
+        return (self.paths or PathRules(())).prepend([(f"^{re.escape(path)}$", target)])
+
+    def is_named(self, path: str) -> bool:
+        """Whether the leaf at `path` has names of its own, which win over path rules."""
+        if self.given is None or self.flat is None:
+            return False
+        return self.given[self.flat.paths.index(path)] is not None
+
+    def ruled(self, paths: Sequence[str], target: Any, *, last: bool = False) -> str:
+        """Code that gives leaves without names of their own this target, before all rules or after them."""
+        rule = f"({self.regex(paths)!r}, {code_of(target)})"
+        if self.flat is None:
+            return f"tree = tree.replace({self.regex(paths)!r}, {code_of(target)})"
+        if self.paths is None:
+            return f"paths = PathRules([{rule}])"
+        return f"paths = paths.{'extend' if last else 'prepend'}([{rule}])"
+
+    def renamed(self, paths: Sequence[str], names: Any) -> str:
+        """Code that gives leaves other names."""
+        return f"names = renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
