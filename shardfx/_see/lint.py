@@ -17,9 +17,13 @@ from .._rules.axis_rules import AxisRules, check_axis_rules, near, nearest
 from .._rules.path_rules import PathRules, check_path_rules
 from ..topology._mesh import MeshSpec
 from .finding import Finding, Findings, Severity, findings_of
+from .heads import cut_heads
 from .leaf_checks import corrected, replicated
 from .mistakes import absent, uncovered_leaves, unknown_names, unplannable, unused_findings
+from .named import contradicted_names
 from .rule_checks import dead_rules, unused_axes
+from .stacks import uneven_layers
+from .states import optimizer_states
 from .subject import Subject
 
 
@@ -121,6 +125,10 @@ def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) ->
     yield from dead_rules(subject)
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
+    yield from cut_heads(subject, head_dim)
+    yield from contradicted_names(subject)
+    yield from uneven_layers(subject)
+    yield from optimizer_states(subject, replicated_bytes)
 
 
 def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:

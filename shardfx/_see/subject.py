@@ -1,5 +1,6 @@
 """What is checked: leaves and their rows, the rules that made them, and how to try other rules."""
 
+import collections
 import dataclasses
 import functools as ft
 import re
@@ -76,6 +77,12 @@ class Subject:
             if number >= 0:
                 found.setdefault((between_numbers(path), number), []).append(path)
         return tuple(Group(tuple(paths), number, self.rows[number]) for (_, number), paths in found.items())
+
+    @ft.cached_property
+    def uses(self) -> tuple[int, ...]:
+        """How many arrays have each row."""
+        counts = collections.Counter(self.content.index)
+        return tuple(counts[number] for number in range(len(self.rows)))
 
     def groups_of(self, numbers: Sequence[int]) -> Iterator[Group]:
         """The groups whose row has one of these numbers."""

@@ -1,0 +1,232 @@
+"""Mistakes of each kind, planted one by one in rules that have none: what `lint` must find, and nothing else."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+from shardfx import AxisRules, MeshSpec, PathRules, atomic, fsdp, replicate
+
+
+def leaf(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+MESH = MeshSpec({"fsdp": 4, "tensor": 2})
+LAYER = {
+    "attn": {"q_proj": leaf(512, 256), "k_proj": leaf(256, 256), "v_proj": leaf(256, 256), "o_proj": leaf(256, 512)},
+    "mlp": {"up": leaf(1024, 256), "down": leaf(256, 1024)},
+    "norm": leaf(256),
+}
+TREE = {"embed": leaf(1000, 256), "layers": [LAYER] * 4, "head": leaf(256, 1000)}
+RULES = [
+    (r"(q|k|v)_proj$|up$", P("tensor", "fsdp")),
+    (r"o_proj$|down$", P("fsdp", "tensor")),
+    (r"embed$", P("tensor", "fsdp")),
+    (r"head$", P("fsdp", "tensor")),
+    (r"norm$", P("fsdp")),
+]
+NAMED = {
+    "attn": {
+        "q_proj": ("heads", "embed"),
+        "k_proj": ("kv_heads", "embed"),
+        "v_proj": ("kv_heads", "embed"),
+        "o_proj": ("embed", "heads"),
+    },
+    "mlp": {"up": ("mlp", "embed"), "down": ("embed", "mlp")},
+    "norm": ("embed",),
+}
+NAMES = {"embed": ("vocab", "embed"), "layers": [NAMED] * 4, "head": ("embed", "vocab")}
+AXES = AxisRules(
+    [("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("embed", "fsdp")],
+)
+
+
+def by_path(*more: Any, rules: Any = None, **others: Any) -> dict[str, Any]:
+    """The clean set of path rules, with some put before it."""
+    return {"tree": TREE, "mesh": MESH} | {"paths": PathRules([*more, *(RULES if rules is None else rules)])} | others
+
+
+def by_name(axes: AxisRules = AXES, **others: Any) -> dict[str, Any]:
+    """The clean set of names and axis rules."""
+    return {"tree": TREE, "mesh": MESH, "names": NAMES, "axes": axes, **others}
+
+
+CLEAN = {"paths": by_path(), "names": by_name()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """Arguments with a mistake, and the findings that it must be: their codes and what each is about."""
+
+    make: Callable[[], dict[str, Any]]
+    found: tuple[tuple[str, str], ...]
+
+
+def changed_names(**changes: Any) -> Any:
+    return sfx.renamed(TREE, {f"{path.replace('__', '/')}$": names for path, names in changes.items()}, names=NAMES)
+
+
+def with_attention(**leaves: Any) -> Any:
+    return {**TREE, "layers": [{**LAYER, "attn": {**LAYER["attn"], **leaves}}] * 4}
+
+
+def without(rules: list[Any], *numbers: int) -> list[Any]:
+    return [rule for at, rule in enumerate(rules) if at not in numbers]
+
+
+def opt_state(spec: P | None = None) -> Any:
+    """A joined plan of parameters and two moments, of which one may be planned otherwise."""
+    tree = {"params": {"w": leaf(4096, 8192), "b": leaf(8192)}}
+    moments = {"0": {"mu": tree["params"], "nu": tree["params"]}}
+    rules = [(r"w$", P("fsdp", "tensor")), (r"b$", P("fsdp"))]
+    first = [] if spec is None else [(r"nu/w", spec)]
+    mesh = MeshSpec({"fsdp": 4, "tensor": 2})
+    return sfx.plan({**tree, "opt": moments}, mesh, paths=PathRules([*first, *rules]))
+
+
+PLANTED: dict[str, Planted] = {
+    "a spec that is too long": Planted(
+        lambda: by_path((r"norm$", P(None, "fsdp")), rules=without(RULES, 4)),
+        (("unplannable", "layers/{0..3}/norm"),),
+    ),
+    "names of another length": Planted(
+        lambda: by_name(names=changed_names(up=("mlp",))), (("unplannable", "layers/{0..3}/mlp/up"),)
+    ),
+    "a name twice": Planted(
+        lambda: by_name(names=changed_names(up=("embed", "embed"))), (("unplannable", "layers/{0..3}/mlp/up"),)
+    ),
+    "names without rules": Planted(
+        lambda: {"tree": {"w": leaf(8, 8)}, "mesh": MESH, "names": {"w": ("a", "b")}}, (("unplannable", "w"),)
+    ),
+    "names of another tree": Planted(
+        lambda: by_name(names={"embed": ("vocab", "embed")}),
+        (
+            ("invalid", "names"),
+            *(("unmatched", path) for path in ("embed", "head")),
+            *(("unmatched", f"layers/{{0..3}}/{path}") for path in ("mlp/up", "mlp/down", "norm")),
+            *(("unmatched", f"layers/{{0..3}}/attn/{role}_proj") for role in "qkvo"),
+        ),
+    ),
+    "an unknown mode": Planted(lambda: by_name(mode="trian"), (("invalid", "mode 'trian'"),)),
+    "an unknown memory kind": Planted(
+        lambda: by_path(memory_kinds=(("embed", "pinned_hosts"),)), (("invalid", "memory_kinds[0] 'embed'"),)
+    ),
+    "a leaf without a rule": Planted(lambda: by_path(rules=without(RULES, 4)), (("unmatched", "layers/{0..3}/norm"),)),
+    "a name that is misspelled": Planted(
+        lambda: by_name(names=changed_names(up=("mpl", "embed"))), (("unknown-name", "name 'mpl'"),)
+    ),
+    "a name that nobody knows": Planted(
+        lambda: by_name(names=changed_names(up=("wholly_new", "embed"))), (("unknown-name", "name 'wholly_new'"),)
+    ),
+    "a unit of no name": Planted(
+        lambda: by_name(AxisRules(AXES.rules, units={"headz": 64})), (("unknown-name", "units 'headz'"),)
+    ),
+    "a mesh axis that is misspelled": Planted(
+        lambda: by_path(rules=[*RULES[:4], (r"norm$", P("fspd"))]), (("absent-axis", "mesh axis 'fspd'"),)
+    ),
+    "a mesh axis of axis rules that is misspelled": Planted(
+        lambda: by_name(AXES.extend([("vocab", "fdsp")])), (("absent-axis", "mesh axis 'fdsp'"),)
+    ),
+    "a mesh axis that is not there": Planted(
+        lambda: by_name(AXES.extend([("vocab", "pipeline")])), (("absent-axis", "mesh axis 'pipeline'"),)
+    ),
+    "a mesh axis that nobody uses": Planted(
+        lambda: by_path() | {"mesh": MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})},
+        (("unused-axis", "mesh axis 'data'"),),
+    ),
+    "a mesh axis that no name uses": Planted(
+        lambda: by_name() | {"mesh": MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})},
+        (("unused-axis", "mesh axis 'data'"),),
+    ),
+    "a rule that matches nothing": Planted(
+        lambda: by_path((r"lm_haed", P("tensor"))), (("unused-rule", "paths[0] 'lm_haed'"),)
+    ),
+    "a memory kind that matches nothing": Planted(
+        lambda: by_path(memory_kinds=(("opt_state", "pinned_host"),)),
+        (("unused-rule", "memory_kinds[0] 'opt_state'"),),
+    ),
+    "a rule behind one that takes all": Planted(
+        lambda: by_path(rules=[*RULES, (r"v_proj", P("fsdp", "tensor")), (r".*", replicate)]),
+        (("shadowed-rule", "paths[5] 'v_proj'"),),
+    ),
+    "a special rule behind a wide one": Planted(
+        lambda: by_path(rules=[(r"_proj|mlp|norm", fsdp("fsdp")), (r"o_proj", P("fsdp", "tensor")), *RULES[2:4]]),
+        (("shadowed-rule", "paths[1] 'o_proj'"),),
+    ),
+    "a rule after one for nothing": Planted(
+        lambda: by_name(AxisRules([*AXES.rules, ("batch", None), ("batch", "fsdp")])),
+        (("dead-rule", "axes.rules[6] 'batch' -> fsdp"),),
+    ),
+    "a fallback that asks for more": Planted(
+        lambda: by_name(AXES.extend([("embed", ("fsdp", "tensor"))])),
+        (("dead-rule", "axes.rules[5] 'embed' -> fsdp+tensor"),),
+    ),
+    "a rule of a mode twice": Planted(
+        lambda: by_name(AXES.extend(modes={"serve": [("embed", "fsdp"), ("embed", "fsdp")]}), mode="serve"),
+        (("dead-rule", "axes.modes['serve'][1] 'embed' -> fsdp"),),
+    ),
+    "a large leaf that is whole": Planted(
+        lambda: by_path((r"embed$", ()), rules=without(RULES, 2), replicated_bytes=2**18), (("replicated", "embed"),)
+    ),
+    "a large leaf whose names are of nothing": Planted(
+        lambda: by_name(
+            AXES.extend([("table", None)]), names=changed_names(embed=("table", None)), replicated_bytes=2**18
+        ),
+        (("replicated", "embed"),),
+    ),
+    "a size that does not divide": Planted(
+        lambda: by_path() | {"tree": {**TREE, "embed": leaf(1001, 256)}}, (("corrected", "embed"),)
+    ),
+    "a size of names that does not divide": Planted(
+        lambda: (
+            by_name(AXES.extend([("odd", "tensor")]), names=changed_names(embed=("odd", "embed")))
+            | {"tree": {**TREE, "embed": leaf(1001, 256)}}
+        ),
+        (("corrected", "embed"),),
+    ),
+    "an axis twice in a spec": Planted(
+        lambda: by_path((r"embed$", P("fsdp", "fsdp")), rules=without(RULES, 2)), (("corrected", "embed"),)
+    ),
+    "a head that is cut, said by its neighbour": Planted(
+        lambda: by_path(
+            (r"q_proj$", atomic(P("tensor", "fsdp"), (256, 1))), (r"k_proj$", atomic(P(None, "fsdp"), (256, 1)))
+        ),
+        (("cut-head", "layers/{0..3}/attn/v_proj"),),
+    ),
+    "a head that is cut, said by a norm": Planted(
+        lambda: by_path((r"k_norm", replicate)) | {"tree": with_attention(k_norm=leaf(256))},
+        (("cut-head", "layers/{0..3}/attn/k_proj"), ("cut-head", "layers/{0..3}/attn/v_proj")),
+    ),
+    "a head that is cut, said by the user": Planted(
+        lambda: by_name(head_dim=256),
+        (("cut-head", "layers/{0..3}/attn/k_proj"), ("cut-head", "layers/{0..3}/attn/v_proj")),
+    ),
+    "heads of the usual width that are cut": Planted(
+        lambda: (
+            by_path(tree=with_attention(q_proj=leaf(2048, 256), o_proj=leaf(256, 2048)))
+            | {"mesh": MeshSpec({"fsdp": 4, "tensor": 4})}
+        ),
+        (("cut-head", "layers/{0..3}/attn/k_proj"), ("cut-head", "layers/{0..3}/attn/v_proj")),
+    ),
+    "names in the wrong order": Planted(
+        lambda: by_name(names=changed_names(**{"layers__2__mlp__up": ("embed", "mlp")})),
+        (("contradicted-name", "layers/2/mlp/up"), ("uneven-layers", "layers/2/mlp/up")),
+    ),
+    "one name for two axes": Planted(
+        lambda: by_name(names=changed_names(embed=("mlp", "embed"))), (("contradicted-name", "embed, name 'mlp'"),)
+    ),
+    "a layer that is sharded otherwise": Planted(
+        lambda: by_path((r"layers/3/mlp/up$", P("fsdp"))), (("uneven-layers", "layers/3/mlp/up"),)
+    ),
+    "a moment that is whole": Planted(
+        lambda: {"tree": opt_state(P())}, (("replicated", "opt/0/nu/w"), ("optimizer-state", "opt/0/nu/w"))
+    ),
+    "a moment that is less sharded": Planted(
+        lambda: {"tree": opt_state(P("fsdp"))}, (("optimizer-state", "opt/0/nu/w"),)
+    ),
+}
