@@ -17,6 +17,7 @@ from ._ground.errors import (
     CheckpointError as CheckpointError,
     ChipError as ChipError,
     LeafTypeError as LeafTypeError,
+    MapError as MapError,
     MeshError as MeshError,
     MoveError as MoveError,
     PlanFormatError as PlanFormatError,
@@ -59,6 +60,7 @@ from .topology._mesh import MeshSpec as MeshSpec
 
 if _typing.TYPE_CHECKING:
     from . import checkpoint as checkpoint, chips as chips, interop as interop, presets as presets
+    from ._convert import From as From, TreeMap as TreeMap
     from ._cost import (
         Frame as Frame,
         Traffic as Traffic,
@@ -99,6 +101,8 @@ __version__ = "0.1.0"
 # Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
 _LATE = {
     **{name: name for name in ("checkpoint", "chips", "interop", "presets")},
+    **{name: name for name in ("checkpoint", "interop", "presets")},
+    **{name: "_convert" for name in ("From", "TreeMap")},
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
     **{name: name for name in ("checkpoint", "interop", "presets")},
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "estimate", "traffic")},
@@ -110,13 +114,13 @@ _LATE = {
 }
 __all__ = """
     Attempt AxisMove AxisRules CheckpointError ChipError Code Decision Diff DimExplanation Explanation Finding
-    Findings Frame Layout LeafDiff LeafMove LeafPlan LeafTypeError MeshError MeshSpec MoveError NamedAxes
-    NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan
-    RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow UnknownPathError UnmatchedError
-    assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches constrain correct diff
-    differences estimate explain field filter_jit follow fsdp gather hosts html_report interop lint match
-    name_axes optional plan plan_reshard plan_text presets renamed replan replicate report report_data
-    report_rows reshard resolve shard shardings_of specs_of topology traffic
+    Findings Frame From Layout LeafDiff LeafMove LeafPlan LeafTypeError MapError MeshError MeshSpec MoveError
+    NamedAxes NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow
+    ReshardPlan RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow TreeMap
+    UnknownPathError UnmatchedError assert_same_plan_text atomic axis_names_of canonical checkpoint chips
+    clear_caches constrain correct diff differences estimate explain field filter_jit follow fsdp gather hosts
+    html_report interop lint match name_axes optional plan plan_reshard plan_text presets renamed replan
+    replicate report report_data report_rows reshard resolve shard shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -45,6 +45,10 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged, hostile, incomplete, or does not hold what the plan asks for."""
 
 
+class MapError(ValueError):
+    """A map between trees that means nothing, or does not fit the trees that it is used with."""
+
+
 class MoveError(RuntimeError):
     """A move of a tree that stopped in the middle, or for which a memory limit leaves no room.
 

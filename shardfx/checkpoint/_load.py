@@ -8,13 +8,16 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 
+from .._convert import TreeMap
 from .._ground.boxes import Box, as_box
 from .._ground.errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
+from ._fetches import fetches
 from ._files import ChangedError, require_seen_unchanged
 from ._flight import Filled, Flight, Task, groups
+from ._gather import gather
 from ._index import Index, read_index
 from ._keys import keys_from
 from ._progress import Progress
@@ -22,7 +25,7 @@ from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
 from ._units import Host, Unit, units_of
-from ._wanted import Fetch, Rename, Wanted, fetches, require_devices, wanted
+from ._wanted import Rename, Wanted, require_devices, wanted
 
 
 T = TypeVar("T")
@@ -36,6 +39,7 @@ _TRIES = 16
 def load(
     path: str | os.PathLike[str] | Index,
     plan: ShardPlan,
+    map: TreeMap | None = None,
     *,
     rename: Rename = None,
     dtype: Any = None,
@@ -51,6 +55,7 @@ def load(
 def load(
     path: str | os.PathLike[str] | Index,
     plan: jax.ShapeDtypeStruct,
+    map: TreeMap | None = None,
     *,
     rename: Rename = None,
     dtype: Any = None,
@@ -66,6 +71,7 @@ def load(
 def load(
     path: str | os.PathLike[str] | Index,
     plan: dict[str, jax.ShapeDtypeStruct],
+    map: TreeMap | None = None,
     *,
     rename: Rename = None,
     dtype: Any = None,
@@ -81,6 +87,7 @@ def load(
 def load(
     path: str | os.PathLike[str] | Index,
     plan: T,
+    map: TreeMap | None = None,
     *,
     rename: Rename = None,
     dtype: Any = None,
@@ -95,6 +102,7 @@ def load(
 def load(
     path: str | os.PathLike[str] | Index,
     plan: Any,
+    map: TreeMap | None = None,
     *,
     rename: Rename = None,
     dtype: Any = None,
@@ -114,6 +122,9 @@ def load(
     - `path`: as in `read_index`, or what that returned.
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays
         that the loaded ones shall be placed like.
+    - `map`: how the plan's leaves are made of the checkpoint's arrays, where they have other names, shapes or numbers:
+        a [`shardfx.TreeMap`][]. Each process reads what its shards are made of. Of weights that are scaled, cast twice,
+        or scattered element by element, at most 4 MiB per thread are on their way beside what stays.
     - `rename`: from a leaf's path to the name of its array in the checkpoint: a mapping (paths that it leaves out are
         names themselves) or a function. In the place of a name, a `Take` transposes and stacks on the way.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
@@ -136,9 +147,10 @@ def load(
 
     **Raises:**
 
-    `CheckpointError` that lists every leaf that the checkpoint lacks or has with another shape or dtype, before
-    anything is read; for a file that is truncated, missing, or changed since its header was read; for an integer that
-    the dtype it is cast to lacks; for a limit below the largest shard. Nothing is half loaded.
+    `MapError` that lists all of a map that does not fit, and `CheckpointError` that lists every leaf that the
+    checkpoint lacks or has with another shape or dtype, before anything is read; `CheckpointError` for a file that is
+    truncated, missing, or changed since its header was read; for an integer that the dtype it is cast to lacks; for a
+    limit below the largest shard. Nothing is half loaded.
 
     !!! Example
 
@@ -160,7 +172,7 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    how = How(rename, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
+    how = How(rename, map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
@@ -180,6 +192,7 @@ class How:
     """What `load` was asked for, apart from what and where to."""
 
     rename: Rename = None
+    map: TreeMap | None = None
     dtype: Any = None
     memory_limit_bytes: int | None = None
     gap_bytes: int = GAP_BYTES
@@ -189,7 +202,7 @@ class How:
 
 def load_index(index: Index, plan: Any, how: How, host: Host) -> Any:
     """What an index says, loaded into the tree of a plan."""
-    leaves, rebuild = wanted(index, plan, how.rename, how.dtype)
+    leaves, rebuild = wanted(index, plan, how.rename, how.dtype, how.map)
     require_devices(leaf.sharding for leaf in leaves)
     landed = _read(index, leaves, how, host)
     placed = [landed.placed.get(number) for number in range(len(leaves))]
@@ -222,8 +235,9 @@ def _read(index: Index, leaves: Sequence[Wanted], how: How, host: Host) -> Fligh
 
 
 def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], how: How) -> Iterator[Task]:
-    for fetch in fetches(unit.leaf, unit.kind.boxes):
-        targets = _targets(unit.leaf, fetch, memory)
+    found, gathered = fetches(unit.leaf, unit.kind.boxes)
+    for fetch in found:
+        targets = fetch.targets(memory)
         entry = fetch.entry
         if isinstance(entry, StoreArray):
             yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=how.missing_chunks)
@@ -231,15 +245,8 @@ def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], how: How) -> Iter
         in_place = all(t.dtype == entry.dtype and t.flags.c_contiguous for t in targets)
         for batch in _batches(spans_of(entry, fetch.boxes, in_place, how.gap_bytes)):
             yield ft.partial(files.read, entry, batch, fetch.boxes, targets)
-
-
-def _targets(leaf: Wanted, fetch: Fetch, memory: list[np.ndarray]) -> list[np.ndarray]:
-    """The memory of a fetch's boxes, seen with the dimensions in the order that they have in the checkpoint."""
-    targets = []
-    for number, layer in fetch.homes:
-        filled = memory[number] if layer is None else memory[number][(layer, ...)]
-        targets.append(filled if leaf.order is None else filled.transpose(np.argsort(leaf.order)))
-    return targets
+    for one in gathered:
+        yield ft.partial(gather, files, unit, one, memory[one.number], how.gap_bytes, how.missing_chunks)
 
 
 def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:

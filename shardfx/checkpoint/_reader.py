@@ -154,12 +154,15 @@ def _spans_of(
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
-def copied_out(views: Sequence[np.ndarray], span: Span, dtype: Any) -> np.ndarray:
-    """The bytes of a span, gathered from what its parts hold."""
+def copied_out(views: Sequence[np.ndarray], span: Span, dtype: Any, path: str) -> np.ndarray:
+    """The bytes of a span, gathered from what its parts hold, and cast where they are of another dtype."""
     memory, kind = np.empty(span.nbytes, np.uint8), _BITS.get(dtype.itemsize, dtype)
     for view, part in zip(views, span.parts, strict=True):
         extent = tuple(stop - start for start, stop in part.where)
-        np.ndarray(extent, kind, memory.data, part.offset, span.strides)[...] = view.view(kind)
+        if view.dtype == dtype:
+            np.ndarray(extent, kind, memory.data, part.offset, span.strides)[...] = view.view(kind)
+        else:
+            fill(np.ndarray(extent, dtype, memory.data, part.offset, span.strides), view, path)
     return memory
 
 

@@ -4,13 +4,16 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from .._convert import Piece, TreeMap
 from .._ground.boxes import Box, boxes as all_boxes
 from .._ground.errors import PlanMismatchError
 from . import _stores as stores
 from ._entry import StoreArray
+from ._fetches import Fetch, fetches
+from ._gather import gathered_fetches
 from ._index import Index
 from ._reader import GAP_BYTES, spans_of
-from ._wanted import Fetch, Rename, Wanted, box_bytes, fetches, wanted
+from ._wanted import Rename, Wanted, box_bytes, wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,7 @@ class ReadPlan:
 def plan_reads(
     index: Index,
     plan: Any,
+    map: TreeMap | None = None,
     *,
     rename: Rename = None,
     dtype: Any = None,
@@ -80,7 +84,7 @@ def plan_reads(
 
     **Arguments:**
 
-    - `index`, `plan`, `rename`, `dtype`, `gap_bytes`: as in `load`; the plan need not have devices.
+    - `index`, `plan`, `map`, `rename`, `dtype`, `gap_bytes`: as in `load`; the plan need not have devices.
     - `processes`: for a plan without devices: over how many processes its mesh is spread, each with as many devices,
         consecutive in the mesh's order. By default 1. A plan on devices knows.
 
@@ -112,13 +116,14 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
-    leaves, _ = wanted(index, plan, rename, dtype)
+    leaves, _ = wanted(index, plan, rename, dtype, map)
     known: dict[Any, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in leaves:
-        entry = leaf.entries[0]
-        stored = entry.chunks if isinstance(entry, StoreArray) else None
-        key = (leaf.shape, leaf.sharding, leaf.order, len(leaf.entries), leaf.is_stacked, entry.dtype, stored)
+        stored = [(one.dtype, one.shape, one.chunks if isinstance(one, StoreArray) else None) for one in leaf.entries]
+        numbers = {entry.path: number for number, entry in enumerate(leaf.entries)}
+        pieces = None if leaf.pieces is None else tuple([_without_names(piece, numbers) for piece in leaf.pieces])
+        key = (leaf.shape, leaf.sharding, leaf.dtype, pieces, tuple(stored))
         if key not in known:
             known[key] = _reads_of(leaf, processes, gap_bytes)
         for process, counts in known[key].items():
@@ -132,19 +137,28 @@ def _reads_of(leaf: Wanted, processes: int | None, gap_bytes: int) -> Mapping[in
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         needed = read = count = 0
-        for fetch in fetches(leaf, boxes):
-            needed += sum(box_bytes(box, fetch.entry.dtype) for box in fetch.boxes)
+        plain, gathered = fetches(leaf, boxes)
+        for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
+            needed += sum(box_bytes(box, fetch.entry.dtype) for box in dict.fromkeys(fetch.boxes))
             for nbytes, reads in _sizes(fetch, leaf, gap_bytes):
                 read, count = read + nbytes, count + reads
         found[process] = (needed, read, count)
     return found
 
 
+def _without_names(piece: Piece, numbers: Mapping[str, int]) -> Any:
+    """A piece by the numbers of its arrays: equal for the same piece of another layer."""
+    value = piece.value
+    scale = None if value.scale is None else (numbers[value.scale.path], value.scale.block)
+    path = None if value.path is None else numbers[value.path]
+    return path, scale, value.casts, piece.source, piece.target, piece.factors
+
+
 def _sizes(fetch: Fetch, leaf: Wanted, gap_bytes: int) -> list[tuple[int, int]]:
     """Bytes and reads, span by span."""
     if isinstance(fetch.entry, StoreArray):
         return [(stores.chunk_bytes(fetch.entry, box), 1) for box in fetch.boxes]
-    in_place = leaf.dtype == fetch.entry.dtype and leaf.order in (None, tuple(range(len(fetch.entry.shape))))
+    in_place = leaf.dtype == fetch.entry.dtype and fetch.fills_rows()
     return [(span.nbytes, span.runs) for span in spans_of(fetch.entry, fetch.boxes, in_place, gap_bytes)]
 
 

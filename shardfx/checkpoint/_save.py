@@ -6,23 +6,22 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from .._ground.boxes import Box, as_box
+from .._convert import TreeMap
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._plan.shard_plan import ShardPlan
 from . import _safetensors as safetensors
+from ._exported import Exported, exported, shards_of
 from ._files import inside, place, read_json
 from ._index import read_index
 from ._leaves import Leaves, leaves_to_save
 from ._numbers import NUMBERS_KEY, to_text
 from ._progress import Progress
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
-from ._spans import spans, whole
+from ._spans import spans
 from ._together.facts import digest_of, lines_of
 from ._together.follower import Follower
 from ._together.leader import Leader
@@ -60,6 +59,8 @@ def save(
     tree: Any,
     plan: ShardPlan,
     *,
+    map: TreeMap | None = None,
+    like: Any = None,
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
     progress: bool | None = None,
@@ -79,6 +80,11 @@ def save(
         with the name of their implementation, and Python's numbers, a step counter for one, in the file's metadata.
         Other leaves that are no arrays, functions and strings, are not saved.
     - `plan`: its plan. The arrays are written as they are placed, whether that is by this plan or not.
+    - `map`: how the arrays of another layout are made of the tree's: a [`shardfx.TreeMap`][]. Those are written, under
+        its names, as Hugging Face's libraries read them, and without the plan, which is the tree's. Each process writes
+        what its own shards hold, so that no array is ever in one place.
+    - `like`: for a map that goes backwards, as `map.inverse()` does: a tree of structs of what is to be written,
+        `checkpoint.structs(index)` of the checkpoint that was read, for one.
     - `overwrite`: replace the file, at once and as a whole, if it exists. A directory cannot be replaced so: save
         to a new name, then remove the old one.
     - `file_bytes`: a directory gets a further file where one would get larger than this.
@@ -88,7 +94,8 @@ def save(
 
     **Raises:**
 
-    `PlanMismatchError` if the tree is not the planned one; `LeafTypeError` for a dtype that safetensors cannot hold, or
+    `MapError` that lists all of a map that does not fit; `PlanMismatchError` if the tree is not the planned one;
+    `LeafTypeError` for a dtype that safetensors cannot hold, or
     of which `load` could not give back the values under this plan (NumPy's int64 where the plan has int32);
     `CheckpointError` if `path` exists, or another process failed, died, did not come, or has other arguments, which
     names that process; `OSError` with the path where the disk is full or
@@ -118,10 +125,15 @@ def save(
         path = os.path.abspath(os.fspath(path))
         check_type("plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes")
         leaves = leaves_to_save(tree, plan)
+        lines, as_it_is = lines_of(leaves.arrays), map is None
+        if map is not None:
+            leaves = exported(leaves, map, like)
+            lines += lines_of(leaves.arrays)
         is_file = path.endswith(".safetensors")
         staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
         numbers = to_text(leaves.numbers)
-        extra = {PLAN_KEY: plan.to_json() if is_file else plan.digest, NUMBERS_KEY: numbers}
+        own = {PLAN_KEY: plan.to_json() if is_file else plan.digest, NUMBERS_KEY: numbers}
+        extra = own if as_it_is else {"format": "pt"}
         headers, tensors = _layout(leaves, staging, extra, None if is_file else file_bytes)
         if together.is_first:
             # After a commit nothing has this name any more.
@@ -130,10 +142,10 @@ def save(
         def begin() -> None:
             _require_free(path, is_file, overwrite)
             _require_space(path, headers)
-            _begin(staging, headers, None if is_file else plan.to_json())
+            _begin(staging, headers, is_file, plan.to_json() if as_it_is else None)
 
         given = {"path": repr(path), "overwrite": repr(bool(overwrite)), "file_bytes": repr(file_bytes)}
-        lines = [*lines_of(leaves.arrays), f"the numbers are {numbers}"]
+        lines = [*lines, f"the numbers are {numbers}"]
         together.agree(given | {"leaves": digest_of(lines), "plan": plan.digest}, lines, begin)
         total = sum(tensor.nbytes for tensor in tensors)
         wrote = _write_all(tensors, Progress("saving", total, progress), together, afterwards)
@@ -220,10 +232,11 @@ def _require_space(path: str, headers: dict[str, tuple[bytes, int, list[str]]]) 
         raise OSError(errno.ENOSPC, message, path)
 
 
-def _begin(staging: str, headers: dict[str, tuple[bytes, int, list[str]]], plan: str | None) -> None:
+def _begin(staging: str, headers: dict[str, tuple[bytes, int, list[str]]], is_file: bool, plan: str | None) -> None:
     """Makes the files in their full size, with everything that is no array."""
-    if plan is not None:
+    if not is_file:
         os.mkdir(staging)
+    if not is_file and plan is not None:
         _write_file(os.path.join(staging, PLAN), plan.encode())
     for file, (header, size, _) in headers.items():
         _write_file(file, header, size)
@@ -266,28 +279,19 @@ def _write_all(
     return wrote
 
 
-def _pieces(tensor: _Tensor, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    if not isinstance(tensor.value, jax.Array):
-        if is_first:
-            yield whole(tensor.shape), np.ascontiguousarray(tensor.value).reshape(tensor.shape)
-        return
-    for shard in tensor.value.addressable_shards:
-        if shard.replica_id == 0:
-            yield as_box(shard.index, tensor.shape), np.asarray(shard.data)
-
-
 def _write(descriptor: int, tensor: _Tensor, is_first: bool, stop: threading.Event) -> int:
-    pieces = list(_pieces(tensor, is_first))
+    value = tensor.value
+    pieces = list(value.pieces(is_first) if isinstance(value, Exported) else shards_of(value, is_first))
     boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
     written = 0
     # Nothing between the pieces is written along: another process may have written it by now.
     limits = {"gap_bytes": 1, "run_bytes": RUN_BYTES, "copy_bytes": COPY_BYTES}
     for span in spans(tensor.shape, tensor.dtype.itemsize, boxes, **limits):
         views = [part_of(values[part.number], boxes[part.number], part.where) for part in span.parts]
-        if span.is_direct and len(views) == 1 and views[0].flags.c_contiguous:
+        if span.is_direct and len(views) == 1 and views[0].flags.c_contiguous and views[0].dtype == tensor.dtype:
             out = views[0].reshape(-1).view(np.uint8)
         else:
-            out = copied_out(views, span, tensor.dtype)
+            out = copied_out(views, span, tensor.dtype, tensor.name)
         for run in range(span.runs):
             piece = out[run * span.run_bytes : (run + 1) * span.run_bytes]
             _write_at(descriptor, piece, tensor.offset + span.offset + run * span.step, stop)

@@ -110,6 +110,8 @@ def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> t
 
 
 def _position(leaf: Wanted) -> tuple[str, int]:
+    if not leaf.entries:  # constants alone
+        return "", 0
     entry = leaf.entries[0]
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
@@ -150,8 +152,8 @@ def _units(
         for one in map(kind.alone, range(len(kind.boxes))):
             yield Unit(number, leaf, one, sum(one.sizes))
         return
-    entry, nbytes = leaf.entries[0], sum(kind.sizes)
-    if leaf.is_stacked or leaf.order is not None or not isinstance(entry, FileArray) or entry.dtype != leaf.dtype:
+    entry, nbytes = leaf.entries[0] if leaf.entries else None, sum(kind.sizes)
+    if leaf.pieces is not None or not isinstance(entry, FileArray) or entry.dtype != leaf.dtype:
         yield Unit(number, leaf, kind, nbytes)
         return
     if id(kind) not in pieces:

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from .._convert import Made, Piece, Struct, TreeMap, bound
+from .._convert.evaluate import ON_SHAPES, cast, leaf_made
+from .._convert.pieces import extended, names_of
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, PlanMismatchError, UnknownPathError
 from .._ground.text import printable, quoted
@@ -62,9 +65,8 @@ class Wanted:
     **Arguments:**
 
     - `path`, `shape`, `dtype`, `sharding`: of what is read.
-    - `entries`: the arrays that hold it; one, or one per layer of a stack.
-    - `order`: the order in which their dimensions become the leaf's; `None` as they are.
-    - `is_stacked`: whether the first dimension counts the arrays.
+    - `entries`: the arrays that it is made of.
+    - `pieces`: which parts of them, and where each belongs; `None` where the leaf is the array as it is.
     - `keys`: the dtype of the PRNG keys that the bits are of, if they are.
     """
 
@@ -73,25 +75,8 @@ class Wanted:
     dtype: Any
     sharding: Any
     entries: tuple[FileArray | StoreArray, ...]
-    order: tuple[int, ...] | None
-    is_stacked: bool
+    pieces: tuple[Piece, ...] | None
     keys: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Fetch:
-    """Boxes of one array, in the array's own order of dimensions, and where each belongs.
-
-    **Arguments:**
-
-    - `entry`: the array.
-    - `boxes`: different parts of it.
-    - `homes`: per box the number of the leaf's box that it is part of, and its index in the stack.
-    """
-
-    entry: FileArray | StoreArray
-    boxes: tuple[Box, ...]
-    homes: tuple[tuple[int, int | None], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +124,18 @@ def target_of(plan: Any) -> Target:
     return Target(arrays, others, flat.treedef)
 
 
-def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wanted], Callable[[Sequence[Any]], Any]]:
+def wanted(
+    index: Index, plan: Any, rename: Rename, dtype: Any, map: TreeMap | None = None
+) -> tuple[list[Wanted], Callable[[Sequence[Any]], Any]]:
     """What each array of the plan is made of, and a function from the arrays to the tree.
 
     Every leaf that cannot be read is named in one error.
     """
     target = target_of(plan)
+    if map is not None:
+        if rename is not None:
+            raise CheckpointError("give `rename` or `map`, not both: a map names the arrays itself.")
+        return _by_map(index, target, map, dtype), lambda values: target.filled(values, {})
     found: list[Wanted] = []
     problems: list[tuple[str, CheckpointError | str]] = []
     # A model has many leaves and few kinds of them: what was found out of one holds for all of its kind.
@@ -153,7 +144,7 @@ def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wa
         entry = index.by_path.get(path) if rename is None else None
         kind = None if entry is None else (entry.shape, entry.dtype, leaf.shape, leaf.dtype)
         if kind in known and isinstance(entry, FileArray | StoreArray):
-            found.append(Wanted(path, leaf.shape, known[kind], leaf.sharding, (entry,), None, False))
+            found.append(Wanted(path, leaf.shape, known[kind], leaf.sharding, (entry,), None))
             continue
         try:
             take = _take(rename, path)
@@ -176,6 +167,25 @@ def wanted(index: Index, plan: Any, rename: Rename, dtype: Any) -> tuple[list[Wa
             "read:\n  " + "\n  ".join(shown) + more
         )
     return found, lambda values: target.filled(values, kept)
+
+
+def _by_map(index: Index, target: Target, map: TreeMap, dtype: Any) -> list[Wanted]:
+    """What each array is made of where a map says so."""
+    source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
+    # What dtype a leaf gets is decided below, by the rules of all loading.
+    leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
+    found = []
+    for (path, leaf), made in zip(target.arrays, bound(map, source, leaves).made.values(), strict=True):
+        names = dict.fromkeys(name for piece in made.pieces for name in names_of(piece))
+        entries = tuple([_loadable(index, name) for name in names])
+        for entry in entries:
+            struct(entry, index)
+        if _is_keys(leaf.dtype, [made.dtype], f"leaf `{printable(path)}`"):
+            found.append(_wanted_bits(Wanted(path, made.shape, leaf.dtype, leaf.sharding, entries, made.pieces)))
+            continue
+        to = _dtype(leaf.dtype, [made.dtype], dtype, f"leaf `{printable(path)}`")
+        found.append(Wanted(path, made.shape, to, leaf.sharding, entries, cast(made, to).pieces))
+    return found
 
 
 def _numbers(
@@ -231,12 +241,10 @@ def _wanted(index: Index, path: str, leaf: Any, take: Take, dtype: Any) -> Wante
     if len(shapes) > 1:
         raise CheckpointError(f"the arrays to stack have different shapes, {sorted(shapes)}.")
     is_keys = _is_keys(leaf.dtype, [one.dtype for one in given], _named(names))
-    shape, order = given[0].shape, take.transpose
-    if order is not None:
-        if sorted(order) != list(range(len(shape))):
-            raise CheckpointError(f"`transpose={order}` is no order of the {len(shape)} dimensions of {names[0]!r}.")
-        shape = tuple(shape[dim] for dim in order)
-    shape = (len(entries), *shape) if is_stacked else shape
+    pieces, shape = None, given[0].shape
+    if is_stacked or take.transpose is not None:
+        made = _taken(names, given, take, is_stacked)
+        pieces, shape = made.pieces, made.shape
     if shape != tuple(leaf.shape):
         raise CheckpointError(
             f"{_named(names)} gives shape {shape}, but the plan has {tuple(leaf.shape)}"
@@ -247,9 +255,21 @@ def _wanted(index: Index, path: str, leaf: Any, take: Take, dtype: Any) -> Wante
             )
         )
     if is_keys:
-        return _wanted_bits(Wanted(path, shape, leaf.dtype, leaf.sharding, entries, order, is_stacked))
+        return _wanted_bits(Wanted(path, shape, leaf.dtype, leaf.sharding, entries, pieces))
     to = _dtype(leaf.dtype, [one.dtype for one in given], dtype, _named(names))
-    return Wanted(path, shape, to, leaf.sharding, entries, order, is_stacked)
+    return Wanted(path, shape, to, leaf.sharding, entries, pieces)
+
+
+def _taken(names: Sequence[str], given: Sequence[Any], take: Take, is_stacked: bool) -> Made:
+    """What a Take makes of arrays: a case of what maps make."""
+    order, rank = take.transpose, len(given[0].shape)
+    if order is not None and sorted(order) != list(range(rank)):
+        raise CheckpointError(f"`transpose={order}` is no order of the {rank} dimensions of {names[0]!r}.")
+    # Of other dtypes it is said below what can be done.
+    parts = [leaf_made(name, Struct(one.shape, given[0].dtype)) for name, one in zip(names, given, strict=True)]
+    if order is not None:
+        parts = [ON_SHAPES["transpose"]([part], *order) for part in parts] if rank else parts
+    return ON_SHAPES["stacked"](parts, 0) if is_stacked else parts[0]
 
 
 def _loadable(index: Index, name: str) -> FileArray | StoreArray:
@@ -284,14 +304,13 @@ def _is_keys(planned: Any, stored: list[Any], what: str) -> bool:
 def _wanted_bits(leaf: Wanted) -> Wanted:
     """A leaf of keys as the integers that are read for it."""
     prng.require_whole_keys(leaf.sharding, leaf.path)
-    one, rank = prng.bits_of(leaf.dtype), len(leaf.shape) - leaf.is_stacked
-    ends = tuple(range(rank, rank + len(one.shape)))
+    one = prng.bits_of(leaf.dtype)
     return dataclasses.replace(
         leaf,
         shape=(*leaf.shape, *one.shape),
         dtype=np.dtype(one.dtype),
         entries=tuple([prng.as_bits(entry) for entry in leaf.entries]),
-        order=None if leaf.order is None else (*leaf.order, *ends),
+        pieces=None if leaf.pieces is None else tuple([extended(piece, one.shape) for piece in leaf.pieces]),
         keys=leaf.dtype,
     )
 
@@ -337,26 +356,6 @@ def require_devices(shardings: Iterable[Sharding]) -> None:
                 "the plan has no devices, so there is nowhere to load to; put it on some: "
                 "`plan.on(plan.mesh.build(jax.devices()))`."
             )
-
-
-def fetches(leaf: Wanted, boxes: Sequence[Box]) -> list[Fetch]:
-    """Which boxes of which arrays fill `boxes` of a leaf."""
-    rank = len(leaf.shape) - leaf.is_stacked
-    order = leaf.order or tuple(range(rank))
-    # Dimension `order[i]` of the array is dimension `i` of the leaf.
-    back = tuple(order.index(dim) for dim in range(rank))
-    made = []
-    for layer, entry in enumerate(leaf.entries):
-        parts, homes = [], []
-        for number, box in enumerate(boxes):
-            if leaf.is_stacked and not box[0][0] <= layer < box[0][1]:
-                continue
-            inner = box[1:] if leaf.is_stacked else box
-            parts.append(tuple(inner[dim] for dim in back))
-            homes.append((number, layer - box[0][0] if leaf.is_stacked else None))
-        if parts:
-            made.append(Fetch(entry, tuple(parts), tuple(homes)))
-    return made
 
 
 def box_bytes(box: Box, dtype: Any) -> int:

@@ -1,0 +1,364 @@
+"""A map with the leaves of both trees: every rule in its places, checked, before anything is read or moved."""
+
+import dataclasses
+import difflib
+import itertools as it
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .._ground.boxes import Box
+from .._ground.errors import MapError
+from .._ground.text import between_numbers, joined, printable
+from .._ground.tree import flatten
+from .evaluate import ON_SHAPES, Absent, cast, count_of, evaluated, leaf_made
+from .expression import From, leaves_of
+from .patterns import Binding, pattern, sum_of
+from .pieces import Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
+from .rules import Rules
+
+
+Leaf = Struct | Made
+_SHOWN = 20
+_COMPARED = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What each leaf of a target is made of.
+
+    **Arguments:**
+
+    - `source`: the leaves of the source, by path.
+    - `made`: the leaves of the target, by path, in the target's order.
+    """
+
+    source: Mapping[str, Struct]
+    made: Mapping[str, Made]
+
+
+def bound_steps(
+    steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
+) -> Bound:
+    """The steps of a map, one after the other, with the leaves of both trees."""
+    made: Mapping[str, Made] | None = None
+    known: Mapping[str, Leaf] = source
+    for number, step in enumerate(steps):
+        last = number == len(steps) - 1
+        new = _step(step, known, target if last else None)
+        made = new if made is None else _through(new, made)
+        known = new
+    assert made is not None
+    return Bound(source, made)
+
+
+def _step(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | None) -> Mapping[str, Made]:
+    if not step.inverted:
+        return _forward(step, source, target)
+    if target is None:
+        raise MapError(
+            "a map that goes backwards does not say what it leads to, as a concatenation does not say how long its "
+            "parts are; give the structs of the target, `like=...`, or write the way there as a map of its own."
+        )
+    forward = _forward(step, target, source)
+    return _backward(forward, target)
+
+
+def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | None) -> Mapping[str, Made]:
+    leaves = {path: leaf_made(path, leaf) for path, leaf in source.items()}
+    problems: list[tuple[str, str]] = []
+    found: dict[str, Made] = {}
+    used: dict[str, None] = {}
+    for path, rule, binding in places(step, source, target, leaves, problems):
+        try:
+            made = evaluated(rule, binding, leaves, ON_SHAPES)
+        except MapError as error:
+            near = _near(error.path, source) if isinstance(error, Absent) else ""
+            problems.append((path, f"{str(error).removesuffix('.')}{near}. It is made by {rule}"))
+            continue
+        made = Made(made.shape, made.dtype, tuple(map(simplified, made.pieces)))
+        wanted = None if target is None else target[path]
+        if wanted is not None:
+            made = _fitting(path, rule, made, wanted, step.casts, problems)
+        found[path] = made
+        used.update(dict.fromkeys(_used(rule, binding, leaves)))
+    problems += _unused(step, source, used)
+    if problems:
+        _raise(problems)
+    return found if target is None else {path: found[path] for path in target}
+
+
+def _used(rule: From, binding: Binding, leaves: Mapping[str, Made]) -> Iterator[str]:
+    if rule.op == "leaf":
+        path = pattern(rule.args[0]).filled(binding)
+        assert path is not None
+        yield path
+    elif rule.op == "stack":
+        for number in count_of(rule, binding, leaves):
+            yield from _used(rule.of[0], {**binding, rule.args[0]: number}, leaves)
+    else:
+        for part in rule.of:
+            yield from _used(part, binding, leaves)
+
+
+def _fitting(path: str, rule: From, made: Made, wanted: Leaf, casts: bool, problems: list[tuple[str, str]]) -> Made:
+    shape = tuple(wanted.shape)
+    if made.shape != shape:
+        hint = ""
+        if made.shape[::-1] == shape:
+            hint = f"; torch keeps weights as [out, in]: {rule}.T"
+        elif sorted(made.shape) == sorted(shape):
+            order = _order(made.shape, shape)
+            hint = f"; the same sizes in another order: {rule}.transpose({', '.join(map(str, order))})"
+        problems.append((path, f"{rule} has shape {made.shape}, and the target {shape}{hint}"))
+    elif wanted.dtype is not None and made.dtype != wanted.dtype and not casts:
+        text = f"{rule} is {made.dtype}, and the target {wanted.dtype}; write {rule}.cast('{wanted.dtype}'), or "
+        problems.append((path, f"{text}`TreeMap(..., casts=True)` for all"))
+    elif wanted.dtype is not None and made.dtype != wanted.dtype:
+        return cast(made, wanted.dtype)
+    return made
+
+
+def _order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    left = list(range(len(shape)))
+    order = []
+    for size in wanted:
+        at = next(dim for dim in left if shape[dim] == size)
+        left.remove(at)
+        order.append(at)
+    return tuple(order)
+
+
+def places(
+    step: Rules,
+    source: Mapping[str, Leaf],
+    target: Mapping[str, Leaf] | None,
+    leaves: Mapping[str, Made],
+    problems: list[tuple[str, str]],
+) -> Iterable[tuple[str, From, Binding]]:
+    """Each leaf of the target, its rule, and what the names in braces stand for."""
+    if target is None:
+        return _inferred(step, source, leaves, problems)
+    rules = [(pattern(text), rule) for text, rule in step.made]
+    unused = {text: None for text, _ in step.made}
+    found = []
+    for path in target:
+        hits = [(one, rule, binding) for one, rule in rules if (binding := one.matched(path)) is not None]
+        for one, _, _ in hits:
+            unused.pop(one.text, None)
+        if len(hits) == 1:
+            found.append((path, hits[0][1], hits[0][2]))
+        elif hits:
+            problems.append((path, f"two rules make it, `{hits[0][0].text}` and `{hits[1][0].text}`; keep one of them"))
+        else:
+            problems.append((path, f"no rule makes it{_near(path, dict(step.made), 'the rule for')}"))
+    for text in unused:
+        problems.append((text, f"this rule makes no leaf of the target{_near(text, target)}"))
+    return found
+
+
+def _inferred(
+    step: Rules, source: Mapping[str, Leaf], leaves: Mapping[str, Made], problems: list[tuple[str, str]]
+) -> Iterator[tuple[str, From, Binding]]:
+    seen: dict[str, str] = {}
+    for text, rule in step.made:
+        try:
+            bindings = list(_bindings(text, rule, source, leaves))
+        except MapError as error:
+            problems.append((text, str(error)))
+            continue
+        if not bindings:
+            first = next(iter(leaves_of(rule)), "")
+            problems.append((text, f"{rule} finds nothing in the source{_near(first, source)}"))
+        for binding in bindings:
+            path = pattern(text).filled(binding)
+            assert path is not None
+            if path in seen:
+                problems.append((path, f"two rules make it, `{seen[path]}` and `{text}`; keep one of them"))
+                continue
+            seen[path] = text
+            yield path, rule, binding
+
+
+def _bindings(
+    text: str, rule: From, source: Mapping[str, Leaf], leaves: Mapping[str, Made]
+) -> Iterator[dict[str, Any]]:
+    """All that the names of a target's path may stand for, read off the paths and shapes of the source."""
+    names = pattern(text).names
+    found: list[dict[str, Any]] = [{}]
+    for leaf in leaves_of(rule):
+        if not set(pattern(leaf).names) & {*names}:
+            continue
+        hits = [hit for path in source if (hit := pattern(leaf).matched(path)) is not None]
+        kept = [tuple((name, hit[name]) for name in names if name in hit) for hit in hits]
+        rows = [dict(row) for row in dict.fromkeys(kept)]
+        found = [{**one, **row} for one in found for row in rows if all(one.get(n, v) == v for n, v in row.items())]
+    unique = {tuple((name, one.get(name)) for name in names): one for one in found}
+    for one in unique.values():
+        yield from _counted([name for name in names if name not in one], one, text, rule, leaves)
+
+
+def _counted(
+    names: Sequence[str], binding: dict[str, Any], text: str, rule: From, leaves: Mapping[str, Made]
+) -> Iterator[dict[str, Any]]:
+    """Names that only `at` has go through the numbers of its dimension."""
+    if not names:
+        yield binding
+        return
+    name = names[0]
+    place = _at_of(rule, name)
+    if place is None:
+        raise MapError(f"nothing in {rule} says what `{{{name}}}` stands for; give the target, `like=...`")
+    made = evaluated(place.of[0], binding, leaves, ON_SHAPES)
+    size = made.shape[place.args[1]]
+    one = sum_of(str(place.args[0]))
+    for number in range(size):
+        solved = one.solved(number)
+        if solved is not None:
+            yield from _counted(names[1:], {**binding, name: solved[1]}, text, rule, leaves)
+
+
+def _at_of(rule: From, name: str) -> From | None:
+    if rule.op == "at" and isinstance(rule.args[0], str) and name in [n for _, n in sum_of(rule.args[0]).terms]:
+        return rule
+    return next((found for part in rule.of if (found := _at_of(part, name)) is not None), None)
+
+
+def _unused(step: Rules, source: Mapping[str, Leaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
+    drops = [pattern(text) for text in step.drop]
+    groups: dict[Any, list[str]] = {}
+    for path in source:
+        if path not in used and not any(drop.matched(path) is not None for drop in drops):
+            groups.setdefault(between_numbers(path), []).append(path)
+    for paths in groups.values():
+        text = joined(paths) if len(paths) > 1 else paths[0]
+        yield f"source `{text}`", f'nothing is made of it; say so if that is meant: `drop=["{paths[0]}"]`'
+
+
+def _near(path: str, names: Mapping[str, Any], what: str = "") -> str:
+    short = [name for name in names if len(name) < 200]
+    template = between_numbers(path)
+    alike = [name for name in short if between_numbers(name) == template] if len(short) > _COMPARED else short
+    near = difflib.get_close_matches(path, (alike or short)[:_COMPARED], n=2, cutoff=0.6)
+    shown = " or ".join(f"`{printable(name)}`" for name in near)
+    return f"; near {what + ' ' if what else ''}{shown}" if near else ""
+
+
+def _raise(problems: Sequence[tuple[str, str]]) -> None:
+    lines: dict[tuple[Any, str], list[str]] = {}
+    for path, text in problems:
+        # Layers have the same problem each; numbers in what is said differ with the path's.
+        lines.setdefault((between_numbers(path), "".join(between_numbers(text))), []).append(path)
+    first = {path: text for path, text in reversed(problems)}
+    shown = [
+        f"{printable(joined(paths) if len(paths) > 1 else paths[0])}: {first[paths[0]]}." for paths in lines.values()
+    ]
+    more = f"\n  and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    raise MapError(
+        f"the map does not fit, in {len(problems)} places; nothing was read or moved:\n  "
+        + "\n  ".join(shown[:_SHOWN])
+        + more
+    )
+
+
+def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[str, Made]:
+    """What is made of leaves that are made themselves, made of the leaves that those are made of."""
+    found = {}
+    for path, one in made.items():
+        pieces: list[Piece] = []
+        for piece in one.pieces:
+            if piece.value.path is None:
+                pieces.append(piece)
+                continue
+            if piece.value.scale is not None:
+                raise MapError(f"`{path}` is scaled after another map; scale in the first map.")
+            for inner in between[piece.value.path].pieces:
+                pieces += map(simplified, composed(piece, inner))
+        found[path] = Made(one.shape, one.dtype, tuple(pieces))
+    return found
+
+
+def _backward(forward: Mapping[str, Made], source: Mapping[str, Leaf]) -> Mapping[str, Made]:
+    """The sources of a map, made of its targets."""
+    back: dict[str, list[Piece]] = {path: [] for path in source}
+    problems: list[tuple[str, str]] = []
+    for path, made in forward.items():
+        for piece in made.pieces:
+            if piece.value.path is None:
+                continue
+            if piece.value.scale is not None:
+                problems.append((piece.value.path, "it was scaled, and the way back would have to find the scales"))
+                break
+            casts = (source[piece.value.path].dtype,) if piece.value.casts else ()
+            value = piece.value._replace(path=path, casts=casts)
+            back[piece.value.path].append(swapped(once(piece))._replace(value=value))
+    found = {}
+    for path, pieces in back.items():
+        leaf = source[path]
+        kept, whole = disjoint(pieces, tuple(leaf.shape))
+        if not whole:
+            problems.append((path, "the map keeps only a part of it, so that there is no way back"))
+        found[path] = Made(tuple(leaf.shape), leaf.dtype, tuple(map(simplified, kept)))
+    if problems:
+        _raise(problems)
+    return found
+
+
+def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:
+    """Pieces that have no element twice, and whether they have each of an array of `shape`.
+
+    Where two pieces share elements both have the same there, because one array gave them: the first keeps them.
+    """
+    parts = [(piece, list(dense(piece))) for piece in pieces]
+    sides = _grid_dims([hull(part) for _, own in parts for part in own])
+    # Only boxes of one row of the grid can share elements.
+    taken: dict[Any, list[Box]] = {}
+    kept: list[Piece] = []
+    for piece, own in parts:
+        fresh: list[Piece] = []
+        for part in own:
+            boxes = taken.setdefault(tuple(hull(part)[dim] for dim in sides), [])
+            left = [part]
+            for box in boxes:
+                left = [rest for one in left for rest in _outside(one, box)]
+            boxes += [hull(rest) for rest in left]
+            fresh += left
+        kept += [piece] if sum(part.elements for part in fresh) == piece.elements else fresh
+    return kept, sum(piece.elements for piece in kept) == math.prod(shape)
+
+
+def _grid_dims(boxes: Sequence[Box]) -> list[int]:
+    """The dimensions along which any two boxes have the same interval, or nothing in common."""
+    found = []
+    for dim, column in enumerate(zip(*boxes, strict=True)):
+        ends = sorted(set(column))
+        if all(one[1] <= two[0] for one, two in it.pairwise(ends)):
+            found.append(dim)
+    return found
+
+
+def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
+    """What of a piece that fills its hull lies outside a box."""
+    mine = hull(piece)
+    if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):
+        yield piece
+        return
+    limits = list(mine)
+    for dim, ((start, stop), (low, high)) in enumerate(zip(mine, box, strict=True)):
+        for part in ((start, max(start, low)), (min(stop, high), stop)):
+            if part[0] < part[1]:
+                yield from within(piece, (*limits[:dim], part, *limits[dim + 1 :]))
+        limits[dim] = (max(start, low), min(stop, high))
+
+
+def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]:
+    """Leaves by path."""
+    return {path: Struct(tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def tree_structs(tree: Any) -> dict[str, Struct]:
+    """The arrays of a tree by path; of a plan, those that it was made for."""
+    flat = flatten(tree)
+    rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
+    arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
+    return structs_of([path for path, _ in arrays], [leaf for _, leaf in arrays])

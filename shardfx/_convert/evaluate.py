@@ -1,0 +1,353 @@
+"""What an expression is worth: as pieces, from the shapes of its leaves alone, or as an array, from the arrays."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._ground.errors import MapError
+from .expression import From
+from .patterns import Binding, pattern, sum_of
+from .pieces import (
+    NOWHERE,
+    Factor,
+    Made,
+    Piece,
+    Scale,
+    Struct,
+    Value,
+    cut,
+    made_of,
+    merged,
+    renumbered,
+    shifted,
+    split,
+    whole,
+)
+
+
+class Absent(MapError):
+    """An expression that names a leaf which is not there."""
+
+    def __init__(self, message: str, path: str):
+        super().__init__(message)
+        self.path = path
+
+
+def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapping[str, Callable[..., Any]]) -> Any:
+    """What an expression is worth where its names stand for these.
+
+    **Arguments:**
+
+    - `leaves`: by path, what each leaf is worth.
+    - `ops`: `ON_SHAPES` or `on_arrays(...)`: what each operation does with what its parts are worth.
+    """
+    if made.op == "leaf":
+        return leaves[resolved(made.args[0], binding, leaves)]
+    if made.op == "stack":
+        over, dim = made.args
+        parts = [evaluated(made.of[0], {**binding, over: i}, leaves, ops) for i in count_of(made, binding, leaves)]
+        return ops["stacked"](parts, dim)
+    parts = [evaluated(part, binding, leaves, ops) for part in made.of]
+    if made.op == "at":
+        index, dim = made.args
+        return ops["at"](parts, _index(index, binding), dim)
+    if made.op == "scale":
+        return ops["scale"](parts, made.args)
+    return ops[made.op](parts, *made.args)
+
+
+def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
+    """The path of a leaf; raises `Absent` where there is none."""
+    path = pattern(text).filled(binding)
+    if path is None:
+        missing = [name for name in pattern(text).names if name not in binding]
+        hint = f"`{{{missing[0]}}}` stands for nothing" if missing else "it counts with what is no number"
+        raise MapError(f"`{text}` names no leaf: {hint}; write it into the target's path too, or use `.stack(...)`.")
+    if path not in leaves:
+        raise Absent(f"the source has no `{path}`", path)
+    return path
+
+
+def count_of(made: From, binding: Binding, leaves: Mapping[str, Any]) -> range:
+    """The numbers that a stack goes through: as long as the source has the first of its leaves."""
+    over, first = made.args[0], _first_with(made.of[0], made.args[0])
+    if first is None:
+        raise MapError(f"`.stack({over!r})` goes through nothing: no path in {made.of[0]} has `{{{over}}}`.")
+    number, binding = 0, {**dict.fromkeys(_inner_stacks(made.of[0]), 0), **binding}
+    while (path := pattern(first).filled({**binding, over: number})) is not None and path in leaves:
+        number += 1
+    if not number:
+        path = pattern(first).filled({**binding, over: 0}) or first
+        raise Absent(f"`.stack({over!r})` finds nothing: the source has no `{path}`", path)
+    return range(number)
+
+
+def _inner_stacks(made: From) -> list[str]:
+    """What stacks within an expression go through."""
+    own = [made.args[0]] if made.op == "stack" else []
+    return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
+
+
+def _first_with(made: From, name: str) -> str | None:
+    if made.op == "leaf":
+        return made.args[0] if name in pattern(made.args[0]).names else None
+    return next((found for part in made.of if (found := _first_with(part, name)) is not None), None)
+
+
+def _index(index: int | str, binding: Binding) -> int:
+    found = index if isinstance(index, int) else sum_of(index).value(binding)
+    if not isinstance(found, int):
+        raise MapError(
+            f"`.at({index!r})` needs a number, and `{index}` stands for {found!r}; number the target's path."
+        )
+    return found
+
+
+def dim_of(dim: int, rank: int, op: str) -> int:
+    """A dimension counted from the front."""
+    if not isinstance(dim, int) or not -rank <= dim < rank:
+        raise MapError(f"`{op}` of dim {dim} on an array of {rank} dimensions.")
+    return dim % rank
+
+
+def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    """Sizes of which one may be -1, for so many elements."""
+    known = math.prod(size for size in sizes if size != -1)
+    free = [at for at, size in enumerate(sizes) if size == -1]
+    found = list(sizes)
+    if len(free) == 1 and known and count % known == 0:
+        found[free[0]] = count // known
+    if any(size < 0 for size in found) or math.prod(found) != count:
+        raise MapError(f"{what} of {count} elements into {tuple(sizes)}, which are not as many.")
+    return tuple(found)
+
+
+def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+# What follows works on `Made`.
+
+
+def leaf_made(path: str, struct: Struct | Made) -> Made:
+    """A leaf as it is."""
+    return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
+
+
+def _constant(_: Sequence[Made], value: Any, shape: tuple[int, ...], dtype: str) -> Made:
+    return filled_with(value, tuple(shape), jnp.dtype(dtype))
+
+
+def filled_with(value: Any, shape: tuple[int, ...], dtype: Any) -> Made:
+    """A number as an array."""
+    factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
+    return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))
+
+
+def _transpose(parts: Sequence[Made], *order: int) -> Made:
+    (made,), rank = parts, len(parts[0].shape)
+    order = tuple(dim_of(dim, rank, "transpose") for dim in order) if order else tuple(reversed(range(rank)))
+    if sorted(order) != list(range(rank)):
+        raise MapError(f"`transpose{order}` is no order of the {rank} dimensions of shape {made.shape}.")
+    shape = tuple(made.shape[dim] for dim in order)
+    return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
+
+
+def _split(parts: Sequence[Made], dim: int, *sizes: int) -> Made:
+    (made,) = parts
+    dim = dim_of(dim, len(made.shape), "split")
+    sizes = sizes_of(sizes, made.shape[dim], f"`split` of dim {dim}")
+    if not sizes:
+        raise MapError(f"`split` of dim {dim} of shape {made.shape} needs sizes.")
+    pieces = list(made.pieces)
+    for at in range(1, len(sizes)):
+        pieces = [part for piece in pieces for part in split(piece, dim + at - 1, math.prod(sizes[at:]))]
+    return Made(_shape_after(made.shape, dim, *sizes), made.dtype, tuple(pieces))
+
+
+def _merge(parts: Sequence[Made], dim: int, count: int) -> Made:
+    (made,), rank = parts, len(parts[0].shape)
+    dim = dim_of(dim, rank, "merge")
+    if not 1 <= count <= rank - dim:
+        raise MapError(f"`merge` of {count} dimensions from dim {dim} on, and shape {made.shape} has {rank}.")
+    pieces, sizes = made.pieces, made.shape[dim : dim + count]
+    for at in range(count - 1):
+        pieces = tuple(merged(piece, dim, sizes[at + 1]) for piece in pieces)
+    return Made((*made.shape[:dim], math.prod(sizes), *made.shape[dim + count :]), made.dtype, pieces)
+
+
+def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
+    (made,) = parts
+    sizes = sizes_of(sizes, math.prod(made.shape), f"`reshape` of shape {made.shape}")
+    if 0 in sizes:
+        return Made(sizes, made.dtype, ())
+    pieces, done, old, new = list(made.pieces), 0, list(made.shape), list(sizes)
+    # Dimensions that begin and end together are taken together, as one.
+    while old or new:
+        take, give = _together(old, new)
+        one = Made((*sizes[:done], *old), made.dtype, tuple(pieces))
+        if take == 0:
+            order = [*range(done), *[None] * give, *range(done, done + len(old))]
+            pieces = [renumbered(piece, order) for piece in one.pieces]
+        elif give == 0:
+            order = [*range(done), *range(done + take, done + len(old))]
+            pieces = [renumbered(piece, order) for piece in one.pieces]
+        else:
+            pieces = list(_split([_merge([one], done, take)], done, *new[:give]).pieces)
+        done, old, new = done + give, old[take:], new[give:]
+    return Made(sizes, made.dtype, tuple(pieces))
+
+
+def _together(old: list[int], new: list[int]) -> tuple[int, int]:
+    """How many of the first sizes on either side have the same product."""
+    if not old or not new:
+        return len(old), len(new)
+    take = give = 1
+    while (left := math.prod(old[:take])) != (right := math.prod(new[:give])):
+        take, give = take + (left < right), give + (right < left)
+    return take, give
+
+
+def _stacked(parts: Sequence[Made], dim: int) -> Made:
+    first = _alike(parts, "stack", None)
+    rank = len(first.shape) + 1
+    dim = dim_of(dim, rank, "stack")
+    order = [*range(dim), None, *range(dim, rank - 1)]
+    pieces = []
+    for number, part in enumerate(parts):
+        place = tuple(number * (at == dim) for at in range(rank))
+        pieces += [shifted(renumbered(piece, order), place) for piece in part.pieces]
+    return Made((*first.shape[:dim], len(parts), *first.shape[dim:]), first.dtype, tuple(pieces))
+
+
+def _concat(parts: Sequence[Made], dim: int, shards: int) -> Made:
+    if shards != 1:
+        rank = len(parts[0].shape) if parts else 0
+        at = dim_of(dim, rank, "concat")
+        apart = [_split([part], at, shards, _share(part.shape, at, shards)) for part in parts]
+        return _merge([_concat(apart, at + 1, 1)], at, 2)
+    first = _alike(parts, "concat", dim)
+    dim, reached, pieces = dim_of(dim, len(first.shape), "concat"), 0, []
+    for part in parts:
+        place = tuple(reached * (at == dim) for at in range(len(first.shape)))
+        pieces += [shifted(piece, place) for piece in part.pieces]
+        reached += part.shape[dim]
+    return Made(_shape_after(first.shape, dim, reached), first.dtype, tuple(pieces))
+
+
+def _share(shape: tuple[int, ...], dim: int, shards: int) -> int:
+    if dim >= len(shape) or shards < 1 or shape[dim] % shards:
+        raise MapError(f"`concat` in {shards} shards along dim {dim}, which does not divide shape {shape}.")
+    return shape[dim] // shards
+
+
+def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
+    if not parts:
+        raise MapError(f"`{op}` of nothing.")
+    shapes = {part.shape for part in parts}
+    if dim is not None:
+        rank = len(parts[0].shape)
+        at = dim_of(dim, rank, op)
+        shapes = {part.shape[:at] + part.shape[at + 1 :] if len(part.shape) == rank else part.shape for part in parts}
+    dtypes = list(dict.fromkeys(str(part.dtype) for part in parts))
+    if len(shapes) > 1:
+        raise MapError(f"`{op}` of different shapes, {sorted({part.shape for part in parts})}.")
+    if len(dtypes) > 1:
+        raise MapError(f"`{op}` of different dtypes, {' and '.join(dtypes)}; cast them first.")
+    return parts[0]
+
+
+def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
+    (made,), rank = parts, len(parts[0].shape)
+    dim = dim_of(dim, rank, "at")
+    if not -made.shape[dim] <= index < made.shape[dim]:
+        raise MapError(f"`at({index})` along dim {dim} of shape {made.shape}.")
+    one = _slice(parts, index % made.shape[dim], index % made.shape[dim] + 1, dim)
+    order = [at for at in range(rank) if at != dim]
+    return Made(_shape_after(made.shape, dim), made.dtype, tuple(renumbered(piece, order) for piece in one.pieces))
+
+
+def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Made:
+    (made,) = parts
+    dim = dim_of(dim, len(made.shape), "slice")
+    low, high, _ = slice(start, stop).indices(made.shape[dim])
+    if low > high or (stop is not None and stop > made.shape[dim]):
+        raise MapError(f"`slice({start}, {stop})` along dim {dim} of shape {made.shape}.")
+    back = tuple(-low * (at == dim) for at in range(len(made.shape)))
+    pieces = tuple(shifted(part, back) for piece in made.pieces for part in cut(piece, dim, low, high))
+    return Made(_shape_after(made.shape, dim, high - low), made.dtype, pieces)
+
+
+def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
+    (made,) = parts
+    dim = dim_of(dim, len(made.shape), "repeat")
+    if unit < 1 or count < 0 or made.shape[dim] % unit:
+        raise MapError(f"`repeat` of units of {unit} along dim {dim}, which do not divide shape {made.shape}.")
+    if unit != 1:
+        return _merge([_repeat([_split(parts, dim, -1, unit)], count, dim, 1)], dim, 2)
+    pieces = []
+    for piece in made.pieces:
+        target = (*piece.target[:dim], piece.target[dim] * count, *piece.target[dim + 1 :])
+        factors = [f._replace(target_step=f.target_step * count) if f.target_dim == dim else f for f in piece.factors]
+        pieces += made_of(piece.value, piece.source, target, [*factors, Factor(count, NOWHERE, 0, dim, 1)])
+    return Made(_shape_after(made.shape, dim, made.shape[dim] * count), made.dtype, tuple(pieces))
+
+
+def _pad_to(parts: Sequence[Made], size: int, dim: int, value: Any) -> Made:
+    (made,) = parts
+    dim = dim_of(dim, len(made.shape), "pad_to")
+    if size < made.shape[dim]:
+        raise MapError(f"`pad_to({size})` along dim {dim} of shape {made.shape}, which is more; `slice` makes it less.")
+    more = _shape_after(made.shape, dim, size - made.shape[dim])
+    if jnp.issubdtype(made.dtype, jax.dtypes.extended):
+        raise MapError("PRNG keys cannot be padded with a number; stack or concat keys instead.")
+    return _concat([made, filled_with(value, more, made.dtype)], dim, 1)
+
+
+def _cast(parts: Sequence[Made], dtype: str) -> Made:
+    (made,), to = parts, jnp.dtype(dtype)
+    if jnp.issubdtype(made.dtype, jax.dtypes.extended):
+        raise MapError(f"PRNG keys cannot be cast to {dtype}; a key means something to its own implementation alone.")
+    return cast(made, to)
+
+
+def cast(made: Made, to: Any) -> Made:
+    """The same in another dtype."""
+    if made.dtype == to:
+        return made
+    pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, to))) for piece in made.pieces]
+    return Made(made.shape, to, tuple(pieces))
+
+
+def _scale(parts: Sequence[Made], block: tuple[int, ...]) -> Made:
+    made, by = parts
+    blocks = tuple(-(-size // each) for size, each in zip(made.shape, block, strict=False) if each > 0)
+    if len(block) != len(made.shape) or by.shape != blocks:
+        raise MapError(
+            f"blocks of {block} of shape {made.shape} take scales of shape {blocks}, and these have {by.shape}."
+        )
+    if not made.pieces or not by.pieces:
+        return Made(made.shape, jnp.dtype("float32"), ())
+    scale = Scale(str(by.pieces[0].value.path), block)
+    pieces: list[Piece] = [piece._replace(value=piece.value._replace(scale=scale)) for piece in made.pieces]
+    return Made(made.shape, jnp.dtype("float32"), tuple(pieces))
+
+
+ON_SHAPES: Mapping[str, Callable[..., Made]] = {
+    "constant": _constant,
+    "transpose": _transpose,
+    "split": _split,
+    "merge": _merge,
+    "reshape": _reshape,
+    "stacked": _stacked,
+    "concat": _concat,
+    "at": _at,
+    "slice": _slice,
+    "repeat": _repeat,
+    "pad_to": _pad_to,
+    "cast": _cast,
+    "scale": _scale,
+}

@@ -1,0 +1,226 @@
+"""What a leaf of the target is made of, as a value: operations on leaves of the source."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+
+from .._ground.errors import MapError
+
+
+Op = Literal[
+    "leaf",
+    "constant",
+    "transpose",
+    "reshape",
+    "split",
+    "merge",
+    "stack",
+    "stacked",
+    "concat",
+    "at",
+    "slice",
+    "repeat",
+    "pad_to",
+    "cast",
+    "scale",
+]
+_OPS: dict[str, Op] = {op: op for op in get_args(Op)}
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class From:
+    """A leaf of the source of a [`shardfx.TreeMap`][], and what is done to it on the way to the target.
+
+    Each method returns a new value. Dimensions may count from the end, as `-1` does.
+
+    **Arguments:**
+
+    - `path`: of the leaf, as `model.layers.{i}.mlp.up_proj.weight`. What stands in braces is what the target's path has
+        there, or what `stack` goes through. It may be counted with, where it is a number: `{6*i+2}`.
+
+    !!! Example
+
+        ```python
+        from shardfx import From
+
+        query = From("model.layers.{i}.self_attn.q_proj.weight")
+        # torch keeps [out, in]; a model that scans has one array for all layers.
+        assert str(query.T.stack("i")) == f"From('{query.path}').T.stack('i')"
+        ```
+    """
+
+    op: Op
+    of: tuple["From", ...]
+    args: tuple[Any, ...]
+
+    def __init__(self, path: str):
+        if not isinstance(path, str):
+            raise MapError(f"`From` takes the path of a leaf, not {path!r:.80}; give `From('layers/{{i}}/weight')`.")
+        _set(self, "leaf", (), (path,))
+
+    @property
+    def path(self) -> str:
+        """Of a leaf, where it is in the source."""
+        if self.op != "leaf":
+            raise MapError(f"{self} is made of leaves, and has no path of its own.")
+        return self.args[0]
+
+    @staticmethod
+    def constant(value: float | int | bool, shape: Sequence[int], dtype: Any) -> "From":
+        """An array of one number, which no leaf of the source has."""
+        return _new("constant", (), (value, tuple(map(int, shape)), jnp.dtype(dtype).name))
+
+    @staticmethod
+    def concat(parts: Sequence["From"], *, dim: int = 0, shards: int = 1) -> "From":
+        """Parts end to end along a dimension.
+
+        **Arguments:**
+
+        - `parts`: what is put together: query, key and value; gate and up.
+        - `dim`: along which.
+        - `shards`: how many pieces of each part alternate: with 2 it is `[q0 k0 v0 q1 k1 v1]`, as a matrix has it that
+            is cut over 2 devices so that each gets its own query, key and value.
+        """
+        return _new("concat", tuple(parts), (dim, shards))
+
+    @staticmethod
+    def stacked(parts: Sequence["From"], *, dim: int = 0) -> "From":
+        """Parts of one shape along a new dimension. Where their paths differ in a number only, `stack` is shorter."""
+        return _new("stacked", tuple(parts), (dim,))
+
+    @property
+    def T(self) -> "From":  # noqa: N802
+        """All dimensions in reverse order: what torch keeps as `[out, in]` as `[in, out]`."""
+        return _new("transpose", (self,), ())
+
+    def transpose(self, *order: int) -> "From":
+        """The dimensions in another order, as in `numpy.transpose`."""
+        return _new("transpose", (self,), order)
+
+    def reshape(self, *sizes: int) -> "From":
+        """Another shape for the same elements in row-major order; one size may be -1."""
+        return _new("reshape", (self,), sizes)
+
+    def split(self, dim: int, *sizes: int) -> "From":
+        """One dimension as several; one size may be -1. `split(0, -1, 128)` makes heads of 128."""
+        return _new("split", (self,), (dim, *sizes))
+
+    def merge(self, dim: int, count: int = 2) -> "From":
+        """Several dimensions, the first of which is `dim`, as one."""
+        return _new("merge", (self,), (dim, count))
+
+    def stack(self, over: str, *, dim: int = 0) -> "From":
+        """One array for all numbers 0, 1, 2, ... that the source has for `{over}`, along a new dimension."""
+        return _new("stack", (self,), (over, dim))
+
+    def at(self, index: int | str, *, dim: int = 0) -> "From":
+        """One entry along a dimension, which is gone afterwards: layer `"i"` of a stack, where the target has `{i}`.
+
+        The index is a number, or counted with what stands in braces: `"6*i+2"`.
+        """
+        return _new("at", (self,), (index, dim))
+
+    def slice(self, start: int, stop: int | None, *, dim: int = 0) -> "From":
+        """A part along a dimension, as in Python; `None` is the end."""
+        return _new("slice", (self,), (start, stop, dim))
+
+    def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
+        """Each `unit` of elements along a dimension so many times in a row: key heads for more devices than heads."""
+        return _new("repeat", (self,), (count, dim, unit))
+
+    def pad_to(self, size: int, *, dim: int = 0, value: float | int = 0) -> "From":
+        """A number behind the elements of a dimension, up to a size."""
+        return _new("pad_to", (self,), (size, dim, value))
+
+    def cast(self, dtype: Any) -> "From":
+        """Another dtype, as in NumPy's `astype`."""
+        return _new("cast", (self,), (jnp.dtype(dtype).name,))
+
+    def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
+        """Times one element of `by` per block, in float32: what is stored as fp8 in blocks of 128 x 128.
+
+        Both are leaves as they are stored; what else is done comes afterwards.
+        """
+        by = From(by) if isinstance(by, str) else by
+        if self.op != "leaf" or by.op != "leaf":
+            raise MapError(f"{self} cannot be scaled by {by}: scale leaves as they are stored, and do the rest after.")
+        return _new("scale", (self, by), tuple(map(int, block)))
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    __repr__ = __str__
+
+
+def _set(made: From, op: Op, of: tuple[From, ...], args: tuple[Any, ...]) -> None:
+    for name, value in (("op", op), ("of", of), ("args", args)):
+        object.__setattr__(made, name, value)
+
+
+def _new(op: Op, of: tuple[From, ...], args: tuple[Any, ...]) -> From:
+    for part in of:
+        if not isinstance(part, From):
+            raise MapError(f"`{op}` takes `From` values, not {part!r:.80}; write `From({part!r:.80})`.")
+    made = object.__new__(From)
+    _set(made, op, of, args)
+    return made
+
+
+# Per operation the names of its arguments, and what they are if they need not be said.
+_KEYWORDS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "stack": (("", None), ("dim", 0)),
+    "at": (("", None), ("dim", 0)),
+    "slice": (("", None), ("", None), ("dim", 0)),
+    "repeat": (("", None), ("dim", 0), ("unit", 1)),
+    "pad_to": (("", None), ("dim", 0), ("value", 0)),
+    "merge": (("", None), ("", None)),
+    "concat": (("dim", 0), ("shards", 1)),
+    "stacked": (("dim", 0),),
+}
+
+
+def _text(made: From) -> str:
+    if made.op in ("leaf", "constant"):
+        inner = ", ".join(map(repr, made.args))
+        return f"From({inner})" if made.op == "leaf" else f"From.constant({inner})"
+    named = _KEYWORDS.get(made.op, (("", None),) * len(made.args))
+    args = [
+        f"{name}={value!r}" if name else repr(value)
+        for (name, default), value in zip(named, made.args, strict=True)
+        if not name or value != default
+    ]
+    if made.op in ("concat", "stacked"):
+        return f"From.{made.op}([{', '.join(map(_text, made.of))}]{''.join(f', {arg}' for arg in args)})"
+    if made.op == "scale":
+        return f"{_text(made.of[0])}.scale({_text(made.of[1])}, block={made.args!r})"
+    if made.op == "transpose" and not made.args:
+        return f"{_text(made.of[0])}.T"
+    return f"{_text(made.of[0])}.{made.op}({', '.join(args)})"
+
+
+def to_data(made: From) -> list[Any]:
+    """An expression as what JSON can hold."""
+    return [made.op, _plain(made.args), [to_data(part) for part in made.of]]
+
+
+def from_data(data: Any) -> From:
+    """The expression that `to_data` wrote down."""
+    match data:
+        case [str() as name, list() as args, list() as of] if name in _OPS:
+            return _new(_OPS[name], tuple(map(from_data, of)), _tuples(args))
+    raise MapError(f"{data!r:.80} is no expression of a TreeMap; write maps with `TreeMap.to_json`.")
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def leaves_of(made: From) -> list[str]:
+    """The paths of the leaves that an expression names, in order."""
+    return [made.args[0]] if made.op == "leaf" else [path for part in made.of for path in leaves_of(part)]

@@ -1,0 +1,127 @@
+"""Paths with names in braces: `layers/{i}/{part}/weight`, and what the names stand for in a path."""
+
+import dataclasses
+import functools as ft
+import re
+from collections.abc import Mapping
+
+from .._ground.errors import MapError
+
+
+Binding = Mapping[str, str | int]
+_FIELD = re.compile(r"\{([^{}]*)\}")
+_TERM = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(?:([A-Za-z_]\w*)(\*?)|(\d+))\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """What stands in braces: names times numbers, and a number."""
+
+    terms: tuple[tuple[int, str], ...]
+    rest: int
+
+    @property
+    def name(self) -> str | None:
+        """The name, where it is nothing but one."""
+        return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
+
+    def value(self, binding: Binding) -> str | int | None:
+        """What it is worth; `None` where a name stands for nothing, or for no number where it is counted with."""
+        if self.name is not None:
+            return binding.get(self.name)
+        found = [(count, binding.get(name)) for count, name in self.terms]
+        if not all(isinstance(value, int) for _, value in found):
+            return None
+        return self.rest + sum(count * value for count, value in found if isinstance(value, int))
+
+    def solved(self, value: str | int) -> tuple[str, str | int] | None:
+        """The one name of it, and what that is if the sum is worth `value`; `None` where it cannot be."""
+        if self.name is not None:
+            return self.name, value
+        if len(self.terms) != 1 or not isinstance(value, int):
+            return None
+        (count, name), over = self.terms[0], value - self.rest
+        return (name, over // count) if count and over >= 0 and over % count == 0 else None
+
+
+@ft.lru_cache(maxsize=4096)
+def sum_of(text: str) -> Sum:
+    """What stands in braces, read: `i`, `i+1`, `6*i+j+2`."""
+    terms, rest = [], 0
+    for part in text.split("+"):
+        found = _TERM.fullmatch(part)
+        if found is None or (found[4] and found[1]):
+            raise MapError(
+                f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in `{{6*i+2}}`; `{{name*}}` stands for "
+                "any text with its slashes."
+            )
+        if found[2]:
+            terms.append((int(found[1] or 1), found[2]))
+        else:
+            rest += int(found[4])
+    return Sum(tuple(terms), rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """A path, read.
+
+    **Arguments:**
+
+    - `text`: as it was written.
+    - `parts`: text and sums in turn; text is first and last.
+    - `regex`: what a path looks like that it may stand for.
+    """
+
+    text: str
+    parts: tuple[str | Sum, ...]
+    regex: re.Pattern[str]
+
+    @ft.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every name in it, once."""
+        return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
+
+    def filled(self, binding: Binding) -> str | None:
+        """The path that it is where the names stand for these; `None` where one stands for nothing."""
+        done = []
+        for part in self.parts:
+            value = part if isinstance(part, str) else part.value(binding)
+            if value is None:
+                return None
+            done.append(str(value))
+        return "".join(done)
+
+    def matched(self, path: str) -> dict[str, str | int] | None:
+        """What the names stand for in a path; `None` if it is not of this form."""
+        found = self.regex.fullmatch(path)
+        if found is None:
+            return None
+        binding: dict[str, str | int] = {}
+        for one, text in zip(self.parts[1::2], found.groups(), strict=True):
+            assert isinstance(one, Sum)
+            solved = one.solved(_number_or_text(text))
+            if solved is None and len(one.terms) == 1:
+                return None
+            if solved is not None and binding.setdefault(*solved) != solved[1]:
+                return None
+        return binding
+
+
+def _number_or_text(text: str) -> str | int:
+    # "007" is a name: as a number it would not be written like that.
+    return int(text) if text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text else text
+
+
+@ft.lru_cache(maxsize=4096)
+def pattern(text: str) -> Pattern:
+    """A path with names in braces, read once."""
+    pieces = _FIELD.split(text)
+    if any("{" in piece or "}" in piece for piece in pieces):
+        raise MapError(f"the path `{text}` has a brace without its other half.")
+    parts = tuple(piece if at % 2 == 0 else sum_of(piece) for at, piece in enumerate(pieces))
+    regex = [
+        re.escape(piece) if at % 2 == 0 else "(.+)" if piece.endswith("*") else "([^/.]+)"
+        for at, piece in enumerate(pieces)
+    ]
+    return Pattern(text, parts, re.compile("".join(regex), re.DOTALL))

@@ -1,0 +1,365 @@
+"""The one form of every change of layout: pieces of an array whose elements lie at regular steps in another.
+
+A piece counts through some factors, as the digits of a number. Each digit moves the place in the target by its step
+along one dimension there, and the place in the source by its step along one dimension here. Source and target are
+alike in this, so that whatever is written for one side holds for the other: `swapped` exchanges them. Integers only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .._ground.boxes import Box
+
+
+NOWHERE = -1
+
+
+class Struct(NamedTuple):
+    """A leaf's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Scale(NamedTuple):
+    """What the elements of an array are multiplied by: one element of another array per block of them.
+
+    **Arguments:**
+
+    - `path`: of the other array.
+    - `block`: the size of a block along each dimension.
+    """
+
+    path: str
+    block: tuple[int, ...]
+
+
+class Value(NamedTuple):
+    """Where a number comes from, and what becomes of it on the way.
+
+    **Arguments:**
+
+    - `path`: of the array; `None` for a constant.
+    - `number`: the constant.
+    - `scale`: what it is multiplied by, in float32.
+    - `casts`: the dtypes that it is cast to, one after the other.
+    """
+
+    path: str | None
+    number: int | float | bool | None = None
+    scale: Scale | None = None
+    casts: tuple[Any, ...] = ()
+
+
+class Factor(NamedTuple):
+    """One digit: how many values it has, and what one more of it means on either side.
+
+    On a side where `dim` is `NOWHERE` it means nothing: the same element again.
+    """
+
+    size: int
+    source_dim: int
+    source_step: int
+    target_dim: int
+    target_step: int
+
+
+class Piece(NamedTuple):
+    """Elements of a target, and the elements of a source that they are.
+
+    **Arguments:**
+
+    - `value`: which array the source is.
+    - `source`, `target`: where the first of the elements is, on either side.
+    - `factors`: of which all others are counted. Those along one dimension are nested: a step is at least as long as
+        all that lies below it.
+    """
+
+    value: Value
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    factors: tuple[Factor, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements of the target it has."""
+        return math.prod(factor.size for factor in self.factors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What an expression gives: its shape, its dtype, and the pieces that fill it, each element once."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    pieces: tuple[Piece, ...]
+
+
+def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """An array as it is."""
+    zero = (0,) * len(shape)
+    return made_of(value, zero, zero, [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)])
+
+
+def made_of(
+    value: Value, source: tuple[int, ...], target: tuple[int, ...], factors: Iterable[Factor]
+) -> tuple[Piece, ...]:
+    """The piece of these factors, without those that count to one; none where one counts to nothing."""
+    kept = tuple(factor for factor in factors if factor.size != 1)
+    return () if any(factor.size == 0 for factor in kept) else (Piece(value, source, target, kept),)
+
+
+def names_of(piece: Piece) -> tuple[str, ...]:
+    """The arrays that a piece is made of: none, one, or one and its scales."""
+    value = piece.value
+    return tuple(name for name in (value.path, value.scale and value.scale.path) if name is not None)
+
+
+def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
+    """The piece of arrays that have more dimensions at the end, of these sizes, on either side."""
+    here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
+    more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
+    return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
+
+
+def swapped(piece: Piece) -> Piece:
+    """The same piece, seen from the other side."""
+    factors = tuple(Factor(f.size, f.target_dim, f.target_step, f.source_dim, f.source_step) for f in piece.factors)
+    return Piece(piece.value, piece.target, piece.source, factors)
+
+
+def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    """A place, so many elements further along a dimension; the same along none."""
+    return place if dim == NOWHERE or not by else (*place[:dim], place[dim] + by, *place[dim + 1 :])
+
+
+def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
+    """The part of a piece where a factor counts from `start` to `stop`."""
+    source = moved(piece.source, factor.source_dim, start * factor.source_step)
+    target = moved(piece.target, factor.target_dim, start * factor.target_step)
+    if start == 0 and stop == factor.size:
+        return piece
+    kept = [f if f is not factor else f._replace(size=stop - start) for f in piece.factors]
+    return Piece(piece.value, source, target, tuple(f for f in kept if f.size != 1))
+
+
+def along(piece: Piece, dim: int) -> list[Factor]:
+    """The factors along a dimension of the target, the longest step first."""
+    return sorted([f for f in piece.factors if f.target_dim == dim], key=lambda factor: -factor.target_step)
+
+
+def span(factors: Sequence[Factor]) -> int:
+    """From the first to the last element that factors reach in the target, both included."""
+    return 1 + sum((factor.size - 1) * factor.target_step for factor in factors)
+
+
+def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
+    """The elements of a piece between `start` and `stop` along a dimension of the target, in few pieces."""
+    own = along(piece, dim)
+    low, length = piece.target[dim], span(own)
+    if start <= low and low + length <= stop:
+        yield piece
+        return
+    if low + length <= start or stop <= low or start >= stop:
+        return
+    outer, inner = own[0], span(own[1:])
+    step = outer.target_step
+    first = min(max(0, -(-(start - low) // step)), outer.size)
+    last = max(first, min(outer.size, (stop - inner - low) // step + 1))
+    # Of the rows at both ends only a part lies inside.
+    if first > 0:
+        yield from cut(rows(piece, outer, first - 1, first), dim, start, stop)
+    if last > first:
+        yield rows(piece, outer, first, last)
+    if last < outer.size:
+        yield from cut(rows(piece, outer, last, last + 1), dim, start, stop)
+
+
+def within(piece: Piece, box: Box) -> list[Piece]:
+    """The elements of a piece that lie in a box of the target."""
+    found = [piece]
+    for dim, (start, stop) in enumerate(box):
+        found = [part for one in found for part in cut(one, dim, start, stop)]
+    return found
+
+
+def shifted(piece: Piece, by: Sequence[int]) -> Piece:
+    """The piece, so many elements further in the target."""
+    return piece._replace(target=tuple(place + more for place, more in zip(piece.target, by, strict=True)))
+
+
+def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
+    """The piece in a target whose dimensions are others: each is one of the present ones, or `None` for a new one."""
+    new = {dim: number for number, dim in enumerate(order) if dim is not None}
+    target = tuple(0 if dim is None else piece.target[dim] for dim in order)
+    factors = tuple(f if f.target_dim == NOWHERE else f._replace(target_dim=new[f.target_dim]) for f in piece.factors)
+    return Piece(piece.value, piece.source, target, factors)
+
+
+def merged(piece: Piece, dim: int, inner: int) -> Piece:
+    """The piece in a target whose dimensions `dim` and `dim + 1`, of which the second has size `inner`, are one."""
+    target = (*piece.target[:dim], piece.target[dim] * inner + piece.target[dim + 1], *piece.target[dim + 2 :])
+    factors = []
+    for factor in piece.factors:
+        if factor.target_dim == dim:
+            factor = factor._replace(target_step=factor.target_step * inner)
+        elif factor.target_dim > dim:
+            factor = factor._replace(target_dim=factor.target_dim - 1)
+        factors.append(factor)
+    return Piece(piece.value, piece.source, target, tuple(factors))
+
+
+def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
+    """The piece in a target whose dimension `dim` is two, the second of size `inner`."""
+    order: list[int | None] = list(range(dim + 1))
+    opened = renumbered(piece, [*order, None, *range(dim + 1, len(piece.target))])
+    yield from _split(opened, dim, inner)
+
+
+def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
+    own = along(piece, dim)
+    low, length = piece.target[dim], span(own)
+    row, column = divmod(low, inner)
+    if column + length <= inner:
+        yield _in_row(piece, dim, row, column)
+        return
+    outer, below = own[0], span(own[1:])
+    step = outer.target_step
+    per = inner // step if inner % step == 0 else 0
+    if step % inner == 0:
+        # One more of it is some rows further, so that all its rows are split as the first is.
+        for part in _split(_without(piece, outer), dim, inner):
+            further = outer._replace(target_step=step // inner)
+            yield part._replace(factors=(further, *part.factors))
+    elif per and column + (per - 1) * step + below <= inner and outer.size % per == 0:
+        longer = outer._replace(size=outer.size // per, source_step=outer.source_step * per, target_step=inner)
+        two = (longer, outer._replace(size=per))
+        rest = _without(piece, outer)
+        yield from _split(rest._replace(factors=(*two, *rest.factors)), dim, inner)
+    elif per and column % step + below <= step:
+        # Cut at the row's end, or before the last row that is not full, so that what is left comes out even.
+        end = (row + 1) * inner if column >= step else (low + length) // inner * inner
+        for part in (*cut(piece, dim, low, end), *cut(piece, dim, end, low + length)):
+            yield from _split(part, dim, inner)
+    elif per:
+        for start in range(row * inner, low + length, inner):
+            for part in cut(piece, dim, start, start + inner):
+                yield from _split(part, dim, inner)
+    else:
+        for number in range(outer.size):
+            yield from _split(rows(piece, outer, number, number + 1), dim, inner)
+
+
+def _in_row(piece: Piece, dim: int, row: int, column: int) -> Piece:
+    target = (*piece.target[:dim], row, column, *piece.target[dim + 2 :])
+    factors = tuple(f._replace(target_dim=dim + 1) if f.target_dim == dim else f for f in piece.factors)
+    return Piece(piece.value, piece.source, target, factors)
+
+
+def _without(piece: Piece, factor: Factor) -> Piece:
+    return piece._replace(factors=tuple(f for f in piece.factors if f is not factor))
+
+
+def simplified(piece: Piece) -> Piece:
+    """The piece with as few factors as say the same."""
+    factors: list[Factor] = []
+    for factor in sorted(piece.factors, key=lambda f: (f.target_dim, -f.target_step)):
+        last = factors[-1] if factors else None
+        if last is not None and _goes_on(last, factor):
+            factors[-1] = factor._replace(size=last.size * factor.size)
+        else:
+            factors.append(factor)
+    return piece._replace(factors=tuple(factors))
+
+
+def _goes_on(outer: Factor, inner: Factor) -> bool:
+    if outer.target_dim != inner.target_dim or outer.source_dim != inner.source_dim:
+        return False
+    is_even = outer.target_step == inner.size * inner.target_step
+    return is_even and outer.source_step == inner.size * inner.source_step
+
+
+def hull(piece: Piece) -> Box:
+    """The smallest box of the target that holds the piece."""
+    return tuple((low, low + span(along(piece, dim))) for dim, low in enumerate(piece.target))
+
+
+def is_dense(piece: Piece) -> bool:
+    """Whether the piece fills its hull, each element once."""
+    for dim in range(len(piece.target)):
+        length = 1
+        for factor in reversed(along(piece, dim)):
+            if factor.target_step != length:
+                return False
+            length *= factor.size
+    return all(factor.target_dim != NOWHERE for factor in piece.factors)
+
+
+def dense(piece: Piece) -> Iterator[Piece]:
+    """The piece in parts that each fill a box of the target."""
+    for dim in range(len(piece.target)):
+        length = 1
+        for factor in reversed(along(piece, dim)):
+            if factor.target_step != length:
+                for number in range(factor.size):
+                    yield from dense(rows(piece, factor, number, number + 1))
+                return
+            length *= factor.size
+    yield piece
+
+
+def once(piece: Piece) -> Piece:
+    """The piece without what is there again: of repeated elements the first."""
+    return piece._replace(factors=tuple(f for f in piece.factors if f.source_dim != NOWHERE))
+
+
+def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
+    """Where `outer` takes elements from an array that `inner` fills: those elements, taken from the source of `inner`.
+
+    **Arguments:**
+
+    - `outer`: a piece whose source is the array between.
+    - `inner`: a piece whose target is that array.
+
+    **Returns:**
+
+    Pieces from the source of `inner` to the target of `outer`.
+    """
+    for box in dense(inner):
+        # Along each dimension of the array between, its digits in `box`, the first of them the longest.
+        digits = [along(box, dim) for dim in range(len(box.target))]
+        parts = [part for part in within(swapped(outer), hull(box))]
+        parts = [shifted(part, [-place for place in box.target]) for part in parts]
+        numbers: list[Factor | None] = []
+        for own in digits:
+            at = len(numbers)
+            for digit in own[:-1]:
+                parts = [new for part in parts for new in split(part, at, digit.target_step)]
+                at += 1
+            numbers += own or [None]
+        for part in parts:
+            yield _through(part, numbers, box)
+
+
+def _through(part: Piece, digits: Sequence[Factor | None], box: Piece) -> Piece:
+    """A piece of digits, by the places that the digits stand for."""
+    source = box.source
+    for place, digit in zip(part.target, digits, strict=True):
+        if digit is not None:
+            source = moved(source, digit.source_dim, place * digit.source_step)
+    factors = []
+    for f in part.factors:
+        digit = digits[f.target_dim] if f.target_dim != NOWHERE else None
+        dim, step = (
+            (NOWHERE, 0)
+            if digit is None or digit.source_dim == NOWHERE
+            else (
+                digit.source_dim,
+                f.target_step * digit.source_step,
+            )
+        )
+        factors.append(Factor(f.size, dim, step, f.source_dim, f.source_step))
+    value = box.value._replace(casts=(*box.value.casts, *part.value.casts))
+    return Piece(value, source, part.source, tuple(factors))

@@ -1,0 +1,191 @@
+"""How the leaves of one tree are made of those of another, as a value."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .._ground.errors import MapError
+from .applied import applied
+from .binding import Bound, bound_steps
+from .expression import From, from_data, leaves_of, to_data
+from .patterns import pattern
+from .pieces import Struct
+from .rules import Rules
+
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class TreeMap:
+    """How each leaf of one tree is made of the leaves of another: a value, used by `load`, `save` and `reshard`.
+
+    It is written with one line per kind of weight. Braces in a target's path stand for a part of it, and for the same
+    part in the paths of the source. Nothing is said about shardings: those are the plans' alone. It hashes, compares,
+    prints as what was written, and has a JSON form.
+
+    **Arguments:**
+
+    - `rules`: from the path of a target, `layers/{i}/mlp/up`, to what it is made of: a [`shardfx.From`][], or the path
+        of a leaf that is taken as it is. A name in braces stands for text without `/` and `.`, `{name*}` for any text.
+    - `drop`: paths of leaves of the source that are not used, braces included. A leaf that is neither used nor dropped
+        is an error.
+    - `casts`: whether leaves are cast to the target's dtypes. Otherwise a dtype that is not the target's is an error.
+
+    !!! Example
+
+        ```python
+        import numpy as np
+        from shardfx import From, TreeMap
+
+        hf = TreeMap(
+            {
+                "embed": "model.embed_tokens.weight",
+                "layers/up": From("model.layers.{i}.mlp.up_proj.weight").T.stack("i"),
+            }
+        )
+        files = {"model.embed_tokens.weight": np.ones((8, 4), np.float32)}
+        for i in range(3):
+            files[f"model.layers.{i}.mlp.up_proj.weight"] = np.full((6, 4), i, np.float32)
+        tree = hf.apply(files)
+        assert tree["layers/up"].shape == (3, 4, 6)
+        again = hf.inverse().apply(tree, like=files)
+        assert all((again[path] == files[path]).all() for path in files)
+        ```
+    """
+
+    steps: tuple[Rules, ...]
+
+    def __init__(self, rules: Mapping[str, "From | str"], *, drop: Iterable[str] = (), casts: bool = False):
+        made = []
+        for path, given in dict(rules).items():
+            value = From(given) if isinstance(given, str) else given
+            if not isinstance(path, str) or not isinstance(value, From):
+                raise MapError(
+                    f"a rule maps the path of a target to a `From` or to a path, not {path!r:.80} to {given!r:.80}."
+                )
+            for text in (path, *leaves_of(value)):
+                pattern(text)
+            made.append((path, value))
+        dropped = (drop,) if isinstance(drop, str) else tuple(drop)
+        for text in dropped:
+            pattern(text)
+        _set(self, (Rules(tuple(made), dropped, bool(casts)),))
+
+    def inverse(self) -> "TreeMap":
+        """The map back: it takes targets of this one, and gives its sources.
+
+        Of what this one repeats it takes the first, and what this one pads it cuts off. Casts are made back. A leaf
+        of which something is dropped, sliced away or scaled has no way back, which is an error where it is used.
+        """
+        return of_steps([dataclasses.replace(step, inverted=not step.inverted) for step in reversed(self.steps)])
+
+    def then(self, other: "TreeMap") -> "TreeMap":
+        """This map, and after it another one, as one: what lies between is never made."""
+        if not isinstance(other, TreeMap):
+            raise MapError(f"`then` takes a TreeMap, not {other!r:.80}.")
+        return of_steps([*self.steps, *other.steps])
+
+    def apply(self, tree: Any, like: Any = None) -> Any:
+        """The target of whole arrays, in NumPy; of JAX arrays, traced ones included, in JAX.
+
+        This is what all other ways agree with, bit by bit; for large sharded trees use [`shardfx.reshard`][].
+
+        **Arguments:**
+
+        - `tree`: the source.
+        - `like`: a tree with the structure, shapes and dtypes of the target. Without it the target's paths and shapes
+            are found out of the source, and it is a dict by path.
+
+        **Returns:**
+
+        A tree as `like`, or a dict.
+
+        **Raises:**
+
+        `MapError` that lists all that does not fit.
+        """
+        return applied(self.steps, tree, like)
+
+    def to_json(self) -> str:
+        """The map as JSON text."""
+        steps = [
+            {
+                "rules": [[path, to_data(made)] for path, made in step.made],
+                "drop": list(step.drop),
+                "casts": step.casts,
+                "inverted": step.inverted,
+            }
+            for step in self.steps
+        ]
+        return json.dumps({"version": _VERSION, "steps": steps}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "TreeMap":
+        """The map that `to_json` wrote.
+
+        **Raises:**
+
+        `MapError` for text that is no such map.
+        """
+        try:
+            data = json.loads(text)
+            if data["version"] != _VERSION:
+                raise MapError(f"a TreeMap of version {data['version']!r:.20}; this reads version {_VERSION}.")
+            made = [
+                TreeMap(
+                    {path: from_data(one) for path, one in step["rules"]}, drop=step["drop"], casts=step["casts"]
+                ).steps[0]
+                for step in data["steps"]
+            ]
+            flags = [bool(step["inverted"]) for step in data["steps"]]
+        except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
+            raise MapError(
+                f"this is no TreeMap's JSON ({type(error).__name__}: {error}); write it with `TreeMap.to_json`."
+            ) from error
+        return of_steps([dataclasses.replace(one, inverted=flag) for one, flag in zip(made, flags, strict=True)])
+
+    def __str__(self) -> str:
+        return "\n".join(line for step in self.steps for line in _lines(step))
+
+
+def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Bound:
+    """A map with the leaves of both trees.
+
+    **Arguments:**
+
+    - `map`: the map.
+    - `source`, `target`: the leaves of both trees by path, with shapes and dtypes. Without a target its leaves are
+        found out of the source, where that can be.
+
+    **Returns:**
+
+    A Bound.
+
+    **Raises:**
+
+    `MapError` that lists all that is not covered, covered twice, or of the wrong shape.
+    """
+    return bound_steps(map.steps, source, target)
+
+
+def _set(made: TreeMap, steps: tuple[Rules, ...]) -> None:
+    object.__setattr__(made, "steps", steps)
+
+
+def of_steps(steps: Iterable[Rules]) -> TreeMap:
+    """A map of these steps, one after the other."""
+    made = object.__new__(TreeMap)
+    _set(made, tuple(steps))
+    return made
+
+
+def _lines(step: Rules) -> Iterable[str]:
+    arrow = "->" if step.inverted else "<-"
+    wide = max((len(path) for path, _ in step.made), default=0)
+    yield f"{len(step.made)} rules{', backwards' if step.inverted else ''}"
+    for path, made in step.made:
+        yield f"  {path:<{wide}} {arrow} {made}"
+    for path in step.drop:
+        yield f"  {'(dropped)':<{wide}} {arrow} {path}"

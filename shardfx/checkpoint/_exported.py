@@ -1,0 +1,107 @@
+"""Arrays of another layout than the tree's, put together while they are written."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._convert import Made, Piece, Struct, TreeMap, bound, tree_structs
+from .._convert.pieces import dense, hull, swapped, within
+from .._convert.values import constant
+from .._convert.views import landings, seen
+from .._ground.boxes import Box, as_box
+from .._ground.errors import LeafTypeError
+from .._ground.text import printable
+from . import _keys as prng, _safetensors as safetensors
+from ._leaves import Leaves
+from ._spans import whole
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exported:
+    """An array that a map makes of others.
+
+    **Arguments:**
+
+    - `made`: its shape, its dtype and its pieces.
+    - `sources`: the tree's arrays by path.
+    """
+
+    made: Made
+    sources: Mapping[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return self.made.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.made.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.made.shape) * np.dtype(self.made.dtype).itemsize
+
+    def pieces(self, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+        """The boxes that this process writes, and a view of what each holds; it may have yet to be cast."""
+        for piece in self.made.pieces:
+            if piece.value.path is None:
+                if is_first:
+                    for part in dense(piece):
+                        sizes = [stop - start for start, stop in hull(part)]
+                        yield hull(part), np.broadcast_to(constant(part), sizes)
+                continue
+            for box, memory in shards_of(self.sources[piece.value.path], is_first):
+                for part in within(swapped(piece), box):
+                    yield from _written(part, box, memory)
+
+
+def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
+    for landing in landings(part, box):
+        values = seen(memory, landing)
+        for to in part.value.casts[:-1]:
+            values = values.astype(to)
+        yield landing.source, values
+
+
+def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+    """The parts of an array that this process writes."""
+    if not isinstance(value, jax.Array):
+        if is_first:
+            yield whole(value.shape), np.ascontiguousarray(value).reshape(value.shape)
+        return
+    for shard in value.addressable_shards:
+        if shard.replica_id == 0:
+            yield as_box(shard.index, value.shape), np.ascontiguousarray(shard.data)
+
+
+def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
+    """The arrays that a map makes of a tree's, in the place of those."""
+    source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
+    made = bound(map, source, None if like is None else tree_structs(like)).made
+    for path, one in made.items():
+        if prng.is_key(one.dtype):
+            raise LeafTypeError(f"`{printable(path)}` is made of PRNG keys, which no other layout has; drop them.")
+        if any(piece.value.scale is not None for piece in one.pieces):
+            raise LeafTypeError(
+                f"`{printable(path)}` is scaled, which takes two arrays at a time; use `reshard(tree, plan, map=...)` "
+                "first, and save what comes out."
+            )
+        if safetensors.stored_name(one.dtype) is None:
+            raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
+    arrays = dict(leaves.arrays)
+    kinds = {path: np.dtype(one.dtype).name for path, one in made.items() if one.dtype not in safetensors.NAMES}
+    return Leaves([(path, Exported(one, arrays)) for path, one in made.items()], kinds, {})
+
+
+def _struct(value: Any, kind: str | None) -> Struct:
+    keys = prng.key_named(kind)
+    if keys is None:
+        return Struct(tuple(value.shape), np.dtype(value.dtype))
+    return Struct(tuple(value.shape[: value.ndim - len(prng.bits_of(keys).shape)]), keys)

@@ -1,0 +1,130 @@
+"""Laws of maps between trees: pieces agree with NumPy, and what goes there comes back."""
+
+import math
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+from maps import chains, filled, leaf, maps, pieces_of, same, written
+
+from shardfx import From, TreeMap
+from shardfx._convert import pieces as p
+from shardfx._convert.values import chunks, fill
+from shardfx._convert.views import landing_count, landings, seen
+
+
+def reader(arrays):
+    return lambda path, box: np.ascontiguousarray(arrays[path][tuple(slice(*ends) for ends in box)])
+
+
+def box_of(draw, shape):
+    box = []
+    for size in shape:
+        low = draw(st.integers(0, size))
+        box.append((low, draw(st.integers(low, size))))
+    return tuple(box)
+
+
+@settings(max_examples=80, deadline=None)
+@given(maps(), st.data())
+def test_pieces_within_a_box_are_what_numpy_has_there(case, data):
+    made, arrays = written(case)
+    whole = made.apply(arrays)
+    for path, one in pieces_of(made, arrays).items():
+        assert one.shape == whole[path].shape and one.dtype == whole[path].dtype
+        assert sum(piece.elements for piece in one.pieces) == math.prod(one.shape)
+        box = box_of(data.draw, one.shape)
+        memory = np.full([stop - start for start, stop in box], 7).astype(one.dtype)
+        for piece in one.pieces:
+            for part in p.within(piece, box):
+                for few in chunks(part, data.draw(st.integers(1, 40))):
+                    fill(memory, box, few, reader(arrays))
+        same(memory, whole[path][tuple(slice(*ends) for ends in box)])
+
+
+@settings(max_examples=80, deadline=None)
+@given(maps(dtypes=("int32",)), st.data())
+def test_landings_are_boxes_of_the_source(case, data):
+    made, arrays = written(case)
+    whole = made.apply(arrays)
+    for path, one in pieces_of(made, arrays).items():
+        box = box_of(data.draw, one.shape)
+        memory = np.zeros([stop - start for start, stop in box], one.dtype)
+        for piece in one.pieces:
+            for part in p.within(piece, box):
+                if part.value.path is None:
+                    fill(memory, box, part, reader(arrays))
+                    continue
+                found = list(landings(part, box))
+                assert len(found) <= landing_count(part, box)
+                for landing in found:
+                    seen(memory, landing)[...] = reader(arrays)(part.value.path, landing.source)
+        same(memory, whole[path][tuple(slice(*ends) for ends in box)])
+
+
+@settings(max_examples=80, deadline=None)
+@given(maps(keeps_all=True))
+def test_the_inverse_leads_back(case):
+    made, arrays = written(case)
+    again = made.inverse().apply(made.apply(arrays), like=arrays)
+    assert again.keys() == arrays.keys()
+    for path, array in arrays.items():
+        same(again[path], array)
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps(), st.data())
+def test_two_maps_are_one(case, data):
+    made, arrays = written(case)
+    between = made.apply(arrays)
+    second = {}
+    for path, array in between.items():
+        second[f"last/{path}"], _ = data.draw(chains(leaf(path), array.shape))
+        second[f"last/{path}"] = second[f"last/{path}"].make(None)
+    both = made.then(TreeMap(second))
+    expected = TreeMap(second).apply(between)
+    for path, array in both.apply(arrays).items():
+        same(array, expected[path])
+    for path, one in pieces_of(both, arrays).items():
+        memory, box = np.zeros(one.shape, one.dtype), tuple((0, size) for size in one.shape)
+        for piece in one.pieces:
+            fill(memory, box, piece, reader(arrays))
+        same(memory, expected[path])
+
+
+@settings(max_examples=40, deadline=None)
+@given(maps(keeps_all=True))
+def test_there_and_back_is_one_map(case):
+    made, arrays = written(case)
+    round_trip = made.then(made.inverse())
+    for path, array in round_trip.apply(arrays, like=arrays).items():
+        same(array, arrays[path])
+
+
+@settings(max_examples=40, deadline=None)
+@given(maps())
+def test_a_map_is_its_text_and_its_json(case):
+    made, _ = written(case)
+    assert TreeMap.from_json(made.to_json()) == made
+    for _, one in made.steps[0].made:
+        assert eval(str(one), {"From": From}) == one
+    assert hash(TreeMap.from_json(made.to_json())) == hash(made)
+
+
+def test_scaled_blocks_are_what_numpy_makes_of_them():
+    weight, scales = filled((200, 130), np.dtype("int8")), filled((2, 2), np.dtype("float32")) + 0.5
+    made = TreeMap({"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T})
+    arrays = {"w": weight, "s": scales}
+    by_hand = np.zeros((200, 130), np.float32)
+    for row in range(200):
+        for column in range(130):
+            by_hand[row, column] = np.float32(weight[row, column]) * scales[row // 128, column // 128]
+    whole = made.apply(arrays)["w"]
+    same(whole, by_hand.astype(whole.dtype).T)
+    (one,) = pieces_of(made, arrays).values()
+    box = ((100, 130), (5, 190))
+    memory = np.zeros((30, 185), one.dtype)
+    for piece in one.pieces:
+        for part in p.within(piece, box):
+            for few in chunks(part, 1000):
+                fill(memory, box, few, reader(arrays))
+    same(memory, whole[100:130, 5:190])

@@ -1,0 +1,135 @@
+"""Random maps over random trees, for laws."""
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from shardfx import From, TreeMap
+from shardfx._convert import bound, structs_of
+
+
+class Note:
+    """A `From` that is yet to be made: what hypothesis draws must not call functions whose types are checked."""
+
+    def __init__(self, make):
+        self.make = make
+
+    @property
+    def T(self):
+        return Note(lambda name: self.make(name).T)
+
+    def __getattr__(self, method):
+        return lambda *args, **kwargs: Note(lambda name: getattr(self.make(name), method)(*args, **kwargs))
+
+
+def leaf(path):
+    return Note(lambda number: From(path if number is None else path.replace("{i}", str(number))))
+
+
+def written(case):
+    """The map of a case, and its arrays."""
+    made, arrays = case
+    return TreeMap({path: note.make(None) for path, note in made.items()}), arrays
+
+
+DTYPES = ("float32", "int32", "bfloat16", "int8", "float16", "bool")
+
+
+@st.composite
+def chains(draw, start, shape, steps=4, keeps_all=False):
+    """An expression over `start`, and its shape; with `keeps_all` nothing of the leaf gets lost."""
+    made = start
+    for _ in range(draw(st.integers(0, steps))):
+        kinds = ["T", "transpose", "reshape", "merge", "split", "repeat", "pad"] + ["slice", "at"] * (not keeps_all)
+        made, shape = draw(_next(made, shape, draw(st.sampled_from(kinds))))
+    return made, shape
+
+
+@st.composite
+def _next(draw, made, shape, kind):
+    rank, dim = len(shape), draw(st.integers(0, max(0, len(shape) - 1)))
+    size = shape[dim] if rank else 1
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    if kind == "T":
+        return made.T, shape[::-1]
+    if kind == "transpose" and rank:
+        order = draw(st.permutations(range(rank)))
+        return made.transpose(*order), tuple(shape[at] for at in order)
+    if kind == "reshape":
+        sizes = [math.prod(shape)]
+        for _ in range(draw(st.integers(0, 2))):
+            own = draw(st.sampled_from([n for n in range(1, sizes[-1] + 1) if sizes[-1] % n == 0]))
+            sizes[-1:] = [own, sizes[-1] // own]
+        return made.reshape(*sizes), tuple(sizes)
+    if kind == "merge" and rank > 1:
+        dim = min(dim, rank - 2)
+        return made.merge(dim), (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+    if kind == "split" and rank and rank < 6:
+        one = draw(st.sampled_from(divisors))
+        return made.split(dim, one, -1), (*shape[:dim], one, size // one, *shape[dim + 1 :])
+    if kind == "repeat" and rank and math.prod(shape) < 300:
+        unit, count = draw(st.sampled_from(divisors)), draw(st.integers(1, 3))
+        return made.repeat(count, dim=dim, unit=unit), (*shape[:dim], size * count, *shape[dim + 1 :])
+    if kind == "pad" and rank and math.prod(shape) < 300:
+        more = size + draw(st.integers(0, 3))
+        return made.pad_to(more, dim=dim, value=draw(st.integers(0, 1))), (*shape[:dim], more, *shape[dim + 1 :])
+    if kind == "slice" and rank and size > 1:
+        low = draw(st.integers(0, size - 1))
+        high = draw(st.integers(low + 1, size))
+        return made.slice(low, high, dim=dim), (*shape[:dim], high - low, *shape[dim + 1 :])
+    if kind == "at" and rank > 1:
+        return made.at(draw(st.integers(0, size - 1)), dim=dim), (*shape[:dim], *shape[dim + 1 :])
+    return made, shape
+
+
+@st.composite
+def shapes(draw):
+    return tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3)))
+
+
+@st.composite
+def rules(draw, name, keeps_all=False, dtypes=DTYPES):
+    """One rule for a target `name`, the arrays that it takes, and its shape."""
+    dtype, count = np.dtype(draw(st.sampled_from(dtypes))), draw(st.integers(1, 3))
+    inner, shape = draw(chains(leaf(f"{name}.{{i}}"), own := draw(shapes()), keeps_all=keeps_all))
+    kind = draw(st.sampled_from(["one", "stack", "concat", "shards"]))
+    if kind == "one" or not shape:
+        made, count = Note(lambda _: inner.make(0)), 1
+    elif kind == "stack":
+        dim = draw(st.integers(0, len(shape)))
+        made, shape = inner.stack("i", dim=dim), (*shape[:dim], count, *shape[dim:])
+    else:
+        dim = draw(st.integers(0, len(shape) - 1))
+        shards = 2 if kind == "shards" and shape[dim] % 2 == 0 else 1
+        made = Note(lambda _: From.concat([inner.make(i) for i in range(count)], dim=dim, shards=shards))
+        shape = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
+    made, shape = draw(chains(made, shape, 3, keeps_all))
+    arrays = {f"{name}.{i}": filled(own, dtype, draw(st.integers(0, 9))) for i in range(count)}
+    return made, arrays, shape
+
+
+def filled(shape, dtype, seed=0):
+    """An array whose elements tell where they are."""
+    numbers = np.arange(math.prod(shape)).reshape(shape) + 37 * seed
+    return (numbers % 2 if dtype.kind == "b" else numbers % 101).astype(dtype)
+
+
+@st.composite
+def maps(draw, keeps_all=False, dtypes=DTYPES):
+    """A map that is yet to be `written`, and the arrays of its source."""
+    made, arrays = {}, {}
+    for name in "ab"[: draw(st.integers(1, 2))]:
+        made[f"to/{name}"], own, _ = draw(rules(name, keeps_all, dtypes))
+        arrays |= own
+    return made, arrays
+
+
+def pieces_of(map, arrays, target=None):
+    return bound(map, structs_of(arrays, arrays.values()), target).made
+
+
+def same(one, two):
+    one, two = np.asarray(one), np.asarray(two)
+    assert one.shape == two.shape and one.dtype == two.dtype, (one.shape, two.shape, one.dtype, two.dtype)
+    assert one.tobytes() == two.tobytes()
