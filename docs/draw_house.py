@@ -21,10 +21,11 @@ PICTURE = ROOT / "docs" / "house.svg"
 # What each floor is for, from the ground up.
 FLOORS = (
     "errors, reasons, words, specs, trees",
-    "meshes, device orders, rules",
+    "meshes, device orders, rules, chips, maps",
     "what each array gets, and why",
     "what is done with it: arrays, moves, files, processes",
-    "plans explained, checked and compared",
+    "what a step costs",
+    "plans explained, compared, found",
     "the public names",
     "commands, and the demo",
     "python -m shardfx",
