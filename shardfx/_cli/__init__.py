@@ -1,7 +1,8 @@
-"""`python -m shardfx`: plan a model for a mesh that is not here, or train one under a plan.
+"""`python -m shardfx`: commands that plan, explain, check and compare, for models and meshes that are not here.
 
-It may import every room. It never plans by itself: it reads words, calls what the library exports, and prints. What a
-user got wrong ends in one line on stderr.
+It may import every room, and click and rich, which come with the extra `cli`; `main.py` and this file do without them.
+It never plans by itself: it reads words, calls what the library exports, and prints. What a user got wrong ends in one
+line on stderr. Each verb is one file in `verbs/`.
 """
 
 from .main import main as main

@@ -6,28 +6,38 @@ import importlib
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 
-from shardfx import AxisRules, PathRules, checkpoint, presets
+from shardfx import AxisRules, PathRules, PlanFormatError, ShardPlan, checkpoint, presets
 
-from ._usage import UsageError, calling
+from ._usage import UsageError, calling, one_line
 from ._values import whole_number
 
 
 Rules = tuple[PathRules | None, AxisRules | None]
 
 
-def load_model(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
-    """The tree of structs of a model, or of the arrays in a checkpoint.
+class Model(NamedTuple):
+    """A model that a command line names: its arrays, and the plan where a plan was named."""
+
+    tree: Any
+    plan: ShardPlan | None = None
+
+
+def load_model(name: str, arguments: Mapping[str, Any] | None = None, *, stack_experts: bool = False) -> Model:
+    """The tree of structs of a model, of the arrays in a checkpoint, or of a plan.
 
     **Arguments:**
 
-    - `name`: `MODULE:CALLABLE` or a path. What the callable makes is traced with `equinox.filter_eval_shape`.
-    - `arguments`: keyword arguments for the callable.
+    - `name`: a path; `MODULE:CALLABLE`, and what the callable makes is traced with `equinox.filter_eval_shape`; or
+        the name of a published model. What is there as a path is that.
+    - `arguments`: keyword arguments for the callable, or other numbers for the published model.
+    - `stack_experts`: whether experts of a published model are one array.
 
     **Returns:**
 
@@ -37,28 +47,63 @@ def load_model(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
 
     `UsageError` if there is no such thing, or it fails.
     """
+    if not os.path.exists(name) and name in presets.models.names():
+        named = {"stack_experts": stack_experts, **(arguments or {})}
+        return Model(calling(f"`{name}`", lambda: presets.models.tree(name, **named)))
     if os.path.exists(name) or ":" not in name:
         if arguments:
-            raise UsageError(f"--kwargs are for a callable; name one as MODULE:CALLABLE, not {name!r}")
-        return _checkpoint(name)
-    made = _attribute(name)
+            hint = "are for a callable or a published model; name one as MODULE:CALLABLE, or as llama3-8b"
+            raise UsageError(f"--kwargs {hint}, not {name!r}")
+        return _file(name)
+    made = attribute(name)
     if callable(made) and not isinstance(made, eqx.Module):
         made = calling(f"`{name}`", lambda: _evaluated(name, made, arguments or {}))
     elif arguments:
         raise UsageError(f"--kwargs are for a callable, but `{name}` is {made!r:.60}; leave them out")
+    elif isinstance(made, ShardPlan):
+        return Model(made.structs, made)
     elif not calling(f"reading `{name}`", lambda: jax.tree.leaves(made)):
         raise UsageError(f"`{name}` is {made!r:.60}; name a callable that makes the model, or a tree of arrays.")
-    return calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made))
+    return Model(calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made)))
 
 
 def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
 
 
+def _file(path: str) -> Model:
+    if os.path.isfile(path):
+        text = calling(f"reading {path!r}", lambda: _text_of_plan(path))
+        if text is not None:
+            made = calling(f"reading {path!r}", lambda: _plan(path, text))
+            return Model(jax.tree.map(_struct, made.structs), made)
+    return Model(_checkpoint(path))
+
+
+def _text_of_plan(path: str) -> str | None:
+    """What is in a file, if it begins as a plan's JSON does."""
+    with open(path, "rb") as opened:
+        if b'"shardfx.plan' not in opened.read(200):
+            return None
+    with open(path, encoding="utf-8") as opened:
+        return opened.read()
+
+
+def _plan(path: str, text: str) -> ShardPlan:
+    try:
+        return ShardPlan.from_json(text)
+    except PlanFormatError as error:
+        raise UsageError(f"{path!r}: {one_line(error)}") from error
+
+
 def _checkpoint(path: str) -> Any:
     try:
         return calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path)))
     except UsageError as error:
+        near = difflib.get_close_matches(path.lower(), presets.models.names(), n=3, cutoff=0.75)
+        if near and not os.path.exists(path):
+            names = " or ".join(map(repr, near))
+            raise UsageError(f"there is no file and no published model {path!r}; did you mean {names}?") from error
         module = path.removesuffix(".py").rstrip("/").replace("/", ".")
         data = os.path.isfile(path) and not path.endswith(".py")
         if data or path.endswith(".safetensors") or not all(part.isidentifier() for part in module.split(".")):
@@ -67,14 +112,15 @@ def _checkpoint(path: str) -> Any:
         raise UsageError(f"{told}. A model is named as MODULE:CALLABLE, as in `{module}:make`") from error
 
 
-def load_rules(name: str | None, preset: str | None) -> Rules:
+def load_rules(name: str, model: str) -> Rules:
     """Path rules and axis rules, either of which may be `None`.
 
     **Arguments:**
 
-    - `name`: `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a function without arguments that makes
-        them; or path rules as a text, recognised by its "->".
-    - `preset`: in the place of `name`, one of `preset_names()`.
+    - `name`: path rules as a text, recognised by its "->"; a strategy for a published model, as "fsdp_tp"; one of
+        `rule_set_names()`; or `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a function without arguments
+        that makes them. Strategies and sets take arguments: "fsdp_tp:tensor=model", "llama:head_dim=64".
+    - `model`: the model's name.
 
     **Returns:**
 
@@ -84,17 +130,23 @@ def load_rules(name: str | None, preset: str | None) -> Rules:
 
     `UsageError` if there is no such thing, it fails, or it is something else.
     """
-    if preset is not None:
-        return _preset(preset)
-    if name is None:
-        return None, None
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
+    first, _, given = name.partition(":")
+    # A module may have the name of a set: `llama:RULES` is a name in it, where there is one.
+    if not given or "=" in given or importlib.util.find_spec(first.partition(".")[0] or "_") is None:
+        if first in presets.models.strategies():
+            return _strategy(name, first, given, model), None
+        if first in rule_set_names():
+            return _rule_set(name, first, given)
     if ":" not in name:
+        near = difflib.get_close_matches(name.lower(), (*presets.models.strategies(), *rule_set_names()), n=2)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise UsageError(
-            f"--rules {name!r} is neither MODULE:NAME nor a text like 'attention->fsdp.tensor, .*->fsdp(fsdp)'"
+            f"--rules {name!r} is neither MODULE:NAME nor a text like 'attention->fsdp.tensor, .*->fsdp(fsdp)', and "
+            f"no ready set has this name{hint}"
         )
-    found = _attribute(name)
+    found = attribute(name)
     if callable(found):
         found = calling(f"`{name}()`", found)
     return _sorted(found, f"`{name}`")
@@ -116,7 +168,7 @@ def load_optimizer(name: str) -> Callable[..., Any]:
 
     `UsageError` if there is no such thing, it fails, or it is no optimizer.
     """
-    found = _attribute(name)
+    found = attribute(name)
     if "init" not in dir(found) and callable(found):
         found: Any = calling(f"`{name}()`", lambda: _optimizer(found))
     if "init" not in dir(found):
@@ -126,35 +178,45 @@ def load_optimizer(name: str) -> Callable[..., Any]:
     return found.init
 
 
-def preset_names() -> tuple[str, ...]:
+def rule_set_names() -> tuple[str, ...]:
     """The rule sets in `shardfx.presets` that need no arguments."""
-    return tuple(name for name in sorted(vars(presets)) if _is_preset(vars(presets)[name]))
+    return tuple(name for name in sorted(vars(presets)) if _is_rule_set(vars(presets)[name]))
 
 
-def _is_preset(value: Any) -> bool:
+def _is_rule_set(value: Any) -> bool:
     if inspect.isfunction(value):
         value = inspect.signature(value).return_annotation
         return value in (PathRules, AxisRules, tuple[PathRules, AxisRules])
     return isinstance(value, PathRules | AxisRules)
 
 
-def _preset(text: str) -> Rules:
+def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
+    if model not in presets.models.names():
+        raise UsageError(
+            f"--rules {text} is for a published model, as llama3-8b (`shardfx models` lists them), not for {model!r}; "
+            "name rules as MODULE:NAME or as a text, or a ready set, as in --rules llama"
+        )
+    arguments = _arguments(text, given)
+    return calling(f"--rules {text}", lambda: presets.models.rules_for(model, how, **arguments))
+
+
+def _rule_set(text: str, name: str, given: str) -> Rules:
     """`llama`, or with arguments for it, `llama:head_dim=64,fsdp=data`."""
-    name, _, given = text.partition(":")
-    if name not in preset_names():
-        raise UsageError(f"there is no preset {name!r}; there are {', '.join(preset_names())}")
     found = vars(presets)[name]
+    arguments = _arguments(text, given)
+    if not inspect.isfunction(found):
+        if arguments:
+            raise UsageError(f"--rules {text!r:.200}: {name} takes no arguments")
+        return _sorted(found, f"rules {name!r}")
+    return _sorted(calling(f"--rules {text}", lambda: found(**arguments)), f"rules {name!r}")
+
+
+def _arguments(text: str, given: str) -> dict[str, Any]:
     pairs = [part.partition("=") for part in given.split(",") if part]
     numbers = {key: whole_number(value) for key, _, value in pairs}
-    unread = [value for key, _, value in pairs if not value or (value.isdecimal() and numbers[key] is None)]
-    if unread or (pairs and not inspect.isfunction(found)):
-        raise UsageError(
-            f"--preset {text!r:.200} is not of the form NAME or NAME:key=value,..., as in llama:head_dim=64"
-        )
-    arguments = {key: value if numbers[key] is None else numbers[key] for key, _, value in pairs}
-    if not inspect.isfunction(found):
-        return _sorted(found, f"preset {name!r}")
-    return _sorted(calling(f"preset {text!r}", lambda: found(**arguments)), f"preset {name!r}")
+    if any(not value or (value.isdecimal() and numbers[key] is None) for key, _, value in pairs):
+        raise UsageError(f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as llama:head_dim=64")
+    return {key: value if numbers[key] is None else numbers[key] for key, _, value in pairs}
 
 
 def _sorted(found: Any, what: str) -> Rules:
@@ -166,7 +228,7 @@ def _sorted(found: Any, what: str) -> Rules:
     return next(iter(paths), None), next(iter(axes), None)
 
 
-def _attribute(name: str) -> Any:
+def attribute(name: str) -> Any:
     """What `package.module:name.in.it` names."""
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py") and os.path.isfile(module_name):
@@ -175,6 +237,9 @@ def _attribute(name: str) -> Any:
         raise UsageError(f"{module_name!r} is a file; name its module, `{file[:-3]}:{attribute or 'NAME'}`{where}")
     if not attribute or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise UsageError(f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`")
+    # As for `python -m`, the user's modules are those of the current directory; a console script lacks it.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     if calling(f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)) is None:
         raise UsageError(f"there is no module `{module_name}` in this directory or in the installed packages")
     module = calling(f"importing `{module_name}`", lambda: importlib.import_module(module_name))
@@ -215,7 +280,7 @@ def _needed(function: Any) -> list[str]:
 def _evaluated(name: str, function: Any, arguments: Mapping[str, Any]) -> Any:
     parameters, needed = inspect.signature(function).parameters.values(), _needed(function)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    _check_arguments(name, parameters, arguments)
+    check_arguments(name, parameters, arguments)
     missing = [other for other in needed if other != "key" and other not in arguments]
     if missing:
         raise UsageError(
@@ -230,7 +295,7 @@ def _evaluated(name: str, function: Any, arguments: Mapping[str, Any]) -> Any:
     return eqx.filter_eval_shape(make, **({"key": key} if takes_key else {}))
 
 
-def _check_arguments(name: str, parameters: Iterable[inspect.Parameter], arguments: Mapping[str, Any]) -> None:
+def check_arguments(name: str, parameters: Iterable[inspect.Parameter], arguments: Mapping[str, Any]) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]

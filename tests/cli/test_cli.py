@@ -13,10 +13,13 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import ShardPlan
 from shardfx.__main__ import main
+from shardfx._cli._load import rule_set_names
+from shardfx._cli.group import shardfx_
 
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = itertools.count()
+VERBS = tuple(shardfx_.commands)
 MODEL = """
 import equinox as eqx
 import jax
@@ -110,11 +113,8 @@ def module(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    """The exit code of the command line; argparse exits by itself."""
-    try:
-        return main(arguments)
-    except SystemExit as done:
-        return done.code
+    """The exit code of the command line."""
+    return main(arguments)
 
 
 def failure(capsys, *arguments):
@@ -235,7 +235,9 @@ def test_arguments_that_do_not_fit(case, module, capsys):
 
 def test_a_checkpoint_takes_no_arguments(module, capsys):
     flags = ("--kwargs", "depth=4", "--mesh", "fsdp=2", "--rules", "w->fsdp")
-    assert "--kwargs are for a callable; name one as" in failure(capsys, "plan", "./model-dir", *flags)
+    assert "--kwargs are for a callable or a published model; name one as" in failure(
+        capsys, "plan", "./model-dir", *flags
+    )
 
 
 def test_a_directory_without_a_checkpoint_may_be_a_package(tmp_path, monkeypatch, capsys):
@@ -332,21 +334,21 @@ def test_a_directory_of_safetensors(tmp_path, monkeypatch, capsys):
     save_llama(tmp_path / "model-dir")
     monkeypatch.chdir(tmp_path)
     arguments = ("plan", "./model-dir", "--mesh", "fsdp=8,tensor=4")
-    assert run(*arguments, "--preset", "llama:head_dim=16") == 0
+    assert run(*arguments, "--rules", "llama:head_dim=16") == 0
     lines = capsys.readouterr().out.splitlines()
     (key,) = [line for line in lines if "layers.{0..2}.self_attn.k_proj.weight" in line]
     assert key.split()[1:4] == ["3", "f16[32,64]", "-,fsdp"]
     assert "32 elements are 2 units of 16" in "\n".join(lines)
-    assert run(*arguments, "--preset", "llama:head_dim=16", "--refine") == 0
+    assert run(*arguments, "--rules", "llama:head_dim=16", "--refine") == 0
     assert "on mesh fsdp=8,tensor_0=2,tensor_1=2" in capsys.readouterr().out
-    assert "unexpected keyword argument 'heads'" in failure(capsys, *arguments, "--preset", "llama:heads=16")
-    assert "not of the form NAME" in failure(capsys, *arguments, "--preset", "llama:heads")
+    assert "unexpected keyword argument 'heads'" in failure(capsys, *arguments, "--rules", "llama:heads=16")
+    assert "not of the form NAME" in failure(capsys, *arguments, "--rules", "llama:heads")
 
 
 def test_a_truncated_checkpoint(tmp_path, monkeypatch, capsys):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     monkeypatch.chdir(tmp_path)
-    line = failure(capsys, "plan", "model.safetensors", "--mesh", "fsdp=8", "--preset", "llama")
+    line = failure(capsys, "plan", "model.safetensors", "--mesh", "fsdp=8", "--rules", "llama")
     assert "model.safetensors" in line
 
 
@@ -425,7 +427,12 @@ BAD = {
     "rules twice": (("{}:make", "fsdp=4", "{}:TWICE"), "one of each in a tuple"),
     "failing rules": (("{}:make", "fsdp=4", "{}:failing_rules"), f"{place('missing')}: KeyError: 'missing'"),
     "a failing callable": (("{}:make", "fsdp=4", "{}:CALLABLE"), f"{place('P({}')}: KeyError: 'layers/0/weight'"),
-    "neither name nor text": (("{}:make", "fsdp=4", "fsdp"), "neither MODULE:NAME nor a text"),
+    "neither name nor text": (("{}:make", "fsdp=4", "fsdb"), "neither MODULE:NAME nor a text"),
+    "a near name of rules": (("{}:make", "fsdp=4", "fsdb"), "did you mean 'fsdp'"),
+    "a strategy": (("{}:make", "fsdp=4", "fsdp_tp"), "is for a published model, as llama3-8b"),
+    "a published model": (("llama3-405", "fsdp=4", "fsdp"), "is for a published model"),
+    "a published model's name": (("llama3-405", "fsdp=4", "w->fsdp"), "did you mean 'llama3-405b'"),
+    "experts": (("llama3-8b", "fsdp=4", "ep"), "`llama3-8b` has no rules 'ep'; there are dp, fsdp, tp, fsdp_tp"),
     "bad regex": (("{}:make", "fsdp=4", "a(->fsdp"), "has no `->`"),
     "bad text": (("{}:make", "fsdp=4", "[->fsdp"), "at position 0"),
     "unmatched": (("{}:make", "fsdp=4", "bias->fsdp"), "no rule covers 3 of 6 leaves"),
@@ -444,48 +451,51 @@ def test_bad_input_is_one_line_and_exit_code_2(case, module, capsys):
 
 
 FLAGS = {
-    "no command": ((), "required: COMMAND"),
-    "no such command": (("plans",), "invalid choice: 'plans'"),
-    "no mesh": (("plan", "m:m", "--rules", "w->fsdp"), "required: --mesh"),
-    "no rules": (("plan", "m:m", "--mesh", "fsdp=4"), "one of the arguments --rules --preset is required"),
-    "no such preset": (("plan", "m:m", "--mesh", "fsdp=4", "--preset", "lama"), "there is no preset 'lama'"),
-    "no number": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--devices", "0"), "is no positive integer"),
+    "no command": ((), "Missing command"),
+    "no such command": (("plans",), "No such command 'plans'"),
+    "no mesh": (("plan", "m:m", "--rules", "w->fsdp"), "Missing option '--mesh'; give one, as in"),
+    "no rules": (("plan", "m:m", "--mesh", "fsdp=4"), "Missing option '--rules'; give some, as in"),
+    "no such preset": (
+        ("plan", "m:m", "--mesh", "fsdp=4", "--rules", "lama"),
+        "has this name; did you mean 'llama'?",
+    ),
+    "no number": (("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--devices", "0"), "is no positive integer"),
     "5,000 digits": (
-        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--devices", "9" * 5000),
+        ("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--devices", "9" * 5000),
         "is no positive integer of at most 18 digits",
     ),
     "5,000 digits of bytes": (
-        ("plan", "m:m", "--mesh", "a=2", "--preset", "llama", "--min-bytes", "9" * 5000),
+        ("plan", "m:m", "--mesh", "a=2", "--rules", "llama", "--min-bytes", "9" * 5000),
         "is no whole number of at most 18 digits",
     ),
     "5,000 digits in a preset": (
-        ("plan", "m:m", "--mesh", "a=2", "--preset", f"llama:head_dim={'9' * 5000}"),
+        ("plan", "m:m", "--mesh", "a=2", "--rules", f"llama:head_dim={'9' * 5000}"),
         "is not of the form NAME or NAME:key=value",
     ),
     "5,000 digits of chips": (
-        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", f"tpu:v5e:{'9' * 5000}x4"),
+        ("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--target", f"tpu:v5e:{'9' * 5000}x4"),
         "has more than 262,144 chips",
     ),
     "more chips than there are": (
-        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v5e:100000x100000"),
+        ("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--target", "tpu:v5e:100000x100000"),
         "has more than 262,144 chips",
     ),
-    "an escape code": (("plan", "m:m", "--mesh", "a=2", "--preset", "\x1b[31m"), r"no preset '\x1b[31m'"),
-    "an escape code in a flag": (("plan", "m:m", "--mesh", "a=2", "--preset", "llama", "--\x1b[31m"), r"--\x1b[31m"),
+    "an escape code": (("plan", "m:m", "--mesh", "a=2", "--rules", "\x1b[31m"), r"--rules '\x1b[31m' is neither"),
+    "an escape code in a flag": (("plan", "m:m", "--mesh", "a=2", "--rules", "llama", "--\x1b[31m"), r"--\x1b[31m"),
     "no steps": (("demo", "--steps", "many"), "is no positive integer"),
-    "no axis type": (("demo", "--axis-types", "manual"), "invalid choice: 'manual'"),
-    "no kind": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v9:8"), "no kind 'v9'"),
-    "no target": (("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "v5p"), "of the form tpu:KIND"),
+    "no axis type": (("demo", "--axis-types", "manual"), "'manual' is not one of"),
+    "no kind": (("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--target", "tpu:v9:8"), "no kind 'v9'"),
+    "no target": (("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--target", "v5p"), "of the form tpu:KIND"),
     "dimensions": (
-        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v5p:8x8"),
+        ("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--target", "tpu:v5p:8x8"),
         "v5p has 3 dimensions, as in 4x4x4",
     ),
     "another number": (
-        ("plan", "m:m", "--mesh", "a=-1", "--preset", "llama", "--target", "tpu:v5e:4x4", "--devices", "8"),
+        ("plan", "m:m", "--mesh", "a=-1", "--rules", "llama", "--target", "tpu:v5e:4x4", "--devices", "8"),
         "has 16 devices, not 8",
     ),
     "does not divide": (
-        ("plan", "m:m", "--mesh", "a=-1,b=3", "--preset", "llama", "--target", "tpu:v5e:4x4"),
+        ("plan", "m:m", "--mesh", "a=-1,b=3", "--rules", "llama", "--target", "tpu:v5e:4x4"),
         "does not divide 16 devices",
     ),
 }
@@ -540,19 +550,17 @@ def test_strict(module, capsys):
     assert "`--strict`, and these leaves" in line and "size 64 is not divisible by `fsdp` (5)" in line
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("plan",)])
+@pytest.mark.parametrize("command", [(), *((name,) for name in VERBS)])
 def test_help(command, capsys):
     assert run(*command, "--help") == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: shardfx") and max(map(len, out.splitlines())) < 110
+    assert out.startswith("Usage: shardfx") and max(map(len, out.splitlines())) < 120
 
 
-def test_every_preset_is_offered(capsys):
-    run("plan", "--help")
-    out = " ".join(capsys.readouterr().out.split())
-    for name in ("eformer", "llama", "deepseek_v3", "t5x", "gpt2"):
-        assert name in vars(shardfx.presets) and name in out
-    assert "infer_mode" not in out and "Layout" not in out
+def test_every_rule_set_is_offered():
+    names = rule_set_names()
+    assert {"eformer", "llama", "deepseek_v3", "t5x", "gpt2"} <= set(names) <= set(vars(shardfx.presets))
+    assert not {"infer_mode", "Layout", "models"} & set(names)
 
 
 def demo(*arguments, setup=""):

@@ -19,7 +19,7 @@ Pairs = list[tuple[str, Any]]
 Config = Mapping[str, Any]
 
 # What each strategy cuts over, in the order fsdp, tensor, expert.
-_STRATEGIES: Final[Mapping[str, tuple[bool, bool, bool]]] = MappingProxyType(
+_CUTS: Final[Mapping[str, tuple[bool, bool, bool]]] = MappingProxyType(
     {
         "dp": (False, False, False),
         "fsdp": (True, False, False),
@@ -30,12 +30,12 @@ _STRATEGIES: Final[Mapping[str, tuple[bool, bool, bool]]] = MappingProxyType(
 )
 
 
-def strategies(name: str) -> tuple[str, ...]:
+def strategies(name: str | None = None) -> tuple[str, ...]:
     """The strategies that [`shardfx.presets.models.rules_for`][] has for a model.
 
     **Arguments:**
 
-    - `name`: one of [`shardfx.presets.models.names`][].
+    - `name`: one of [`shardfx.presets.models.names`][]; `None` for those that any model has.
 
     **Returns:**
 
@@ -50,7 +50,7 @@ def strategies(name: str) -> tuple[str, ...]:
         assert "ep" not in models.strategies("llama3-8b")
         ```
     """
-    return tuple(how for how in _STRATEGIES if how != "ep" or "experts" in row_of(name).config)
+    return tuple(how for how in _CUTS if how != "ep" or name is None or "experts" in row_of(name).config)
 
 
 def rules_for(name: str, how: str, *, fsdp: str = "fsdp", tensor: str = "tensor", expert: str = "expert") -> PathRules:
@@ -96,7 +96,7 @@ def rules_for(name: str, how: str, *, fsdp: str = "fsdp", tensor: str = "tensor"
     if how == "dp":
         return PathRules([(".*", replicate)])
     along, across, routed = (
-        (axis,) if used else () for axis, used in zip((fsdp, tensor, expert), _STRATEGIES[how], strict=True)
+        (axis,) if used else () for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
     )
     base = _BASE[row.family](row.config, (*along, *routed), across)
     # A rule for the experts must apply: without it, a tree of single experts would be sharded over none of them.

@@ -1,0 +1,158 @@
+"""What a command line asks for: one way of naming a model, a mesh and rules, for all verbs."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, follow, plan
+
+from ._load import Model, load_model, load_optimizer, load_rules
+from ._screen import working
+from ._slice import Slice, parse_slice
+from ._types import ModelName, RulesName, Whole
+from ._usage import UsageError, calling
+from ._values import literals
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The words that name a model, a mesh and rules, as they were given."""
+
+    model: str
+    kwargs: str | None
+    mesh: str | None
+    devices: int | None
+    target: str | None
+    rules: str | None
+    optimizer: str | None
+    mode: str | None
+    min_bytes: int
+    unmatched: str
+    unused: str
+    strict: bool
+    refine: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the words mean: all that `shardfx.plan` takes, and the slice that was named, if one was."""
+
+    model: Model
+    mesh: MeshSpec
+    paths: PathRules | None
+    axes: AxisRules | None
+    target: Slice | None
+
+
+_OPTIONS = (
+    click.argument("model", type=ModelName(), metavar="MODEL"),
+    click.option("--mesh", metavar="MESH", help="As in data=64,fsdp=16,tensor=8; one size may be -1."),
+    click.option(
+        "--rules",
+        type=RulesName(),
+        metavar="RULES",
+        help="For a published model: dp, fsdp, tp, fsdp_tp, ep. For others: a ready set, as in llama:head_dim=64; "
+        "MODULE:NAME of PathRules, AxisRules, a pair of both, or a function that makes them; or path rules as a text, "
+        "'attention|mlp->fsdp.tensor, .*->fsdp(fsdp)'.",
+    ),
+    click.option("--kwargs", metavar="NAME=VALUE,...", help="For the model, as in 'layers=4, hidden=1024'."),
+    click.option("--optimizer", metavar="MODULE:NAME", help="Plan its state too, as in optax:adamw."),
+    click.option("--mode", metavar="MODE", help="In which AxisRules are read, as in decode."),
+    click.option("--target", metavar="tpu:KIND:AxBxC", help="A TPU slice, as in tpu:v5p:8x8x8; fills a size of -1."),
+    click.option("--devices", type=Whole(positive=True), help="How many devices fill a size of -1."),
+    click.option("--min-bytes", type=Whole(), default=0, help="Replicate arrays of fewer bytes."),
+    click.option(
+        "--unmatched", type=click.Choice(["raise", "replicate"]), default="raise", help="Arrays without a rule."
+    ),
+    click.option("--unused", type=click.Choice(["raise", "allow"]), default="raise", help="Rules that never apply."),
+    click.option("--strict", is_flag=True, help="Fail where an array cannot be sharded as its rule asks."),
+    click.option("--refine", is_flag=True, help="Split mesh axes of which a dimension can take a part."),
+)
+# What every verb's help says about its first word.
+MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llama3-405b; MODULE:CALLABLE, which makes
+    the model and is traced, not run, or MODULE:NAME of a tree; a checkpoint, of which only headers are read; or a plan
+    that was written as JSON."""
+
+
+def asks_for_a_plan(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a verb the words that name a model, a mesh and rules; it gets them as one `Asked`."""
+    names = [field.name for field in dataclasses.fields(Asked)]
+
+    @ft.wraps(function)
+    def call(**words: Any) -> Any:
+        asked = Asked(**{name: words.pop(name) for name in names})
+        return function(asked, **words)
+
+    call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
+    for option in reversed(_OPTIONS):
+        call = option(call)
+    return call
+
+
+def inputs_of(asked: Asked) -> Inputs:
+    """What was asked for, read; of a model that is traced this is what takes time.
+
+    **Raises:**
+
+    `UsageError` where a word cannot be used.
+    """
+    if asked.mesh is None:
+        raise UsageError("Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8")
+    if asked.rules is None:
+        raise UsageError("Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'")
+    target = None if asked.target is None else parse_slice(asked.target)
+    mesh = calling("reading --mesh", lambda: _mesh(asked, None if target is None else len(target.devices)))
+    paths, axes = load_rules(asked.rules, asked.model)
+    kwargs = None if asked.kwargs is None else literals(asked.kwargs, "kwargs")
+    with working(f"reading {asked.model}"):
+        model = load_model(asked.model, kwargs, stack_experts=asked.rules.partition(":")[0] == "ep")
+    return Inputs(model, mesh, paths, axes, target)
+
+
+def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
+    """The plan that was asked for; one that was written as JSON is read, unless there are rules for a new one.
+
+    **Raises:**
+
+    `UsageError` where a word cannot be used, or there is no such plan.
+    """
+    if inputs is None and asked.mesh is None and asked.rules is None:
+        written = load_model(asked.model).plan
+        if written is not None:
+            return written
+    given = inputs or inputs_of(asked)
+    made = calling(
+        "planning",
+        lambda: plan(
+            given.model.tree,
+            given.mesh,
+            paths=given.paths,
+            axes=given.axes,
+            mode=asked.mode,
+            min_bytes=asked.min_bytes,
+            unmatched=asked.unmatched,  # pyright: ignore[reportArgumentType]
+            unused=asked.unused,  # pyright: ignore[reportArgumentType]
+            strict=asked.strict,
+            refine=asked.refine,
+        ),
+    )
+    if asked.optimizer is None:
+        return made
+    init = load_optimizer(asked.optimizer)
+    state = calling(f"`{asked.optimizer}`", lambda: follow(init, made))
+    return ShardPlan.join(model=made, optimizer=state)
+
+
+def _mesh(asked: Asked, device_count: int | None) -> MeshSpec:
+    mesh = MeshSpec.parse(asked.mesh or "")
+    if device_count is not None and asked.devices not in (None, device_count):
+        raise UsageError(
+            f"--target {asked.target} has {device_count} devices, not {asked.devices}; leave out --devices"
+        )
+    count = device_count or asked.devices
+    if count is None and -1 in mesh.axis_sizes:
+        raise UsageError(f"--mesh {asked.mesh} has a size of -1; say what fills it with --devices N or --target")
+    return mesh if count is None else mesh.fit(count)

@@ -1,0 +1,86 @@
+"""What a verb prints: text in colours where a terminal shows them, JSON, and what it is working on."""
+
+import os
+import sys
+import threading
+from types import TracebackType
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from ._usage import calling, encodable, in_flags
+
+
+JSON = click.option(
+    "--json",
+    "json_file",
+    is_flag=False,
+    flag_value="-",
+    metavar="[FILE]",
+    help="Write the result as JSON, to FILE or in the place of the text.",
+)
+_COLOURS = (
+    (r"^(error|warning|info)\b", "bold"),
+    (r"\berror\b", "red"),
+    (r"\bwarning\b", "yellow"),
+    (r"^\[\d+\]|(?<=  )\[\d+\](?= )", "yellow"),
+    (r"\b[\d.,]+ ([KMGTPE]i)?B\b", "cyan"),
+    (r"\b(bf|f|u|i|c)\d+\w*\[[\d,]*\]", "green"),
+)
+
+
+def terminal_width() -> int | None:
+    """The terminal's columns; `None`, for no limit, where the text goes elsewhere."""
+    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+
+
+def show(text: str) -> None:
+    """Prints a text of lines; the names of the library's arguments become those of flags.
+
+    **Arguments:**
+
+    - `text`: printable but for its line breaks, as tables and reports of the library are.
+    """
+    text = encodable(in_flags(text), sys.stdout.encoding)
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    coloured = Text(text)
+    for pattern, style in _COLOURS:
+        coloured.highlight_regex(f"(?m){pattern}", style)
+    # Tables fit the terminal already; a line that does not is the terminal's to wrap.
+    Console(highlight=False, markup=False, emoji=False).print(coloured, soft_wrap=True)
+
+
+def write(text: str, file: str) -> None:
+    """Writes a result to a file, or prints it where `file` is "-"."""
+    if file == "-":
+        print(text)
+        return
+    calling(f"writing {file!r}", lambda: _write(text, file))
+
+
+def _write(text: str, file: str) -> None:
+    with open(file, "w", encoding="utf-8") as opened:
+        opened.write(text + "\n")
+
+
+class working:
+    """Says on a terminal what takes longer than a second, and takes it back in the end."""
+
+    def __init__(self, what: str):
+        # Names of files and modules are shown as they are, not read as rich's markup.
+        self.status = Console(stderr=True).status(Text(what))
+        self.timer = threading.Timer(1.0, self.status.start)
+
+    def __enter__(self) -> "working":
+        if sys.stderr.isatty():
+            self.timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.timer.cancel()
+        if self.timer.ident is not None:
+            self.timer.join()
+        self.status.stop()

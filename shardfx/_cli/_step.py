@@ -1,0 +1,135 @@
+"""A training step by the name that a command line gives it, and its program for CPU devices that are emulated."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from shardfx import MeshSpec, ShardPlan, filter_jit
+
+from ._load import attribute, check_arguments
+from ._usage import UsageError, calling
+
+
+# JAX starts a thread for each emulated device.
+_MOST_DEVICES = 512
+
+
+class Step(NamedTuple):
+    """A step, its arguments as structs, and how they lie: plans, or `None` where the structs say it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    plans: tuple[ShardPlan | None, ...]
+    mesh: MeshSpec
+
+
+def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) -> Step:
+    """The step that a function of the user's returns.
+
+    **Arguments:**
+
+    - `name`: `MODULE:FUNCTION`. It returns the step and a tuple of its arguments: plans, trees of structs with
+        shardings, or values that are no arrays.
+    - `kwargs`: arguments for the function.
+    - `mesh`: its argument `mesh`, if it has one.
+
+    **Raises:**
+
+    `UsageError` if there is no such function, it fails, or it returns something else.
+    """
+    found = attribute(name)
+    if not callable(found):
+        raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
+    parameters = inspect.signature(found).parameters
+    given = dict(kwargs or {})
+    check_arguments(name, parameters.values(), given)
+    if "mesh" in parameters and mesh is not None:
+        given["mesh"] = mesh
+    if "mesh" in parameters and "mesh" not in given and parameters["mesh"].default is inspect.Parameter.empty:
+        raise UsageError(f"`{name}` takes a `mesh`; give one, as in --mesh data=2,fsdp=4")
+    if "mesh" not in parameters and mesh is not None:
+        raise UsageError(f"`{name}` takes no `mesh`, so its plans have their own; leave out --mesh")
+    made = calling(f"`{name}`", lambda: found(**given))
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
+        form = "a step and a tuple of its arguments, as in `return train_step, (params_plan, batch_plan)`"
+        raise UsageError(f"`{name}` must return {form}, not {made!r:.60}")
+    function, args = made
+    plans = tuple(arg if isinstance(arg, ShardPlan) else None for arg in args)
+    structs = tuple(arg.structs if isinstance(arg, ShardPlan) else arg for arg in args)
+    return Step(function, structs, plans, _mesh_of(name, structs))
+
+
+def compiled_for_cpu(step: Step) -> Any:
+    """The step's program for as many emulated CPU devices as its mesh has.
+
+    **Raises:**
+
+    `UsageError` where JAX has started with fewer, or the step does not compile.
+    """
+    size = step.mesh.size
+    if size > _MOST_DEVICES:
+        raise UsageError(f"the mesh {step.mesh} has {size:,} devices; at most {_MOST_DEVICES} can be emulated")
+    try:
+        # Read when JAX starts a backend, which nothing may have done yet.
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", size)
+    except RuntimeError:
+        pass
+    if len(jax.devices()) < size:
+        raise UsageError(f"JAX has started with {len(jax.devices())} devices, and the mesh {step.mesh} has {size}")
+    mesh = step.mesh.build(jax.devices()[:size])
+    args = jax.tree.map(lambda leaf: _on(leaf, mesh), step.args)
+    program: Any = step.function
+    if not _lowers(program):
+        program = filter_jit(step.function, out_shardings=_outputs(step, mesh))
+    return calling("compiling the step", lambda: program.lower(*args).compile())
+
+
+def _lowers(function: Any) -> bool:
+    return "lower" in dir(function)
+
+
+def _mesh_of(name: str, structs: Any) -> MeshSpec:
+    found = {
+        MeshSpec.of(leaf.sharding.mesh): None
+        for leaf in jax.tree.leaves(structs)
+        if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, jax.NamedSharding)
+    }
+    if len(found) != 1:
+        meshes = f"several meshes, {' and '.join(map(str, found))}" if found else "no mesh"
+        raise UsageError(f"the arguments of `{name}` are on {meshes}; make their plans on one")
+    return next(iter(found))
+
+
+def _on(leaf: Any, mesh: jax.sharding.Mesh) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(leaf.sharding, jax.NamedSharding):
+        return leaf
+    sharding = jax.NamedSharding(mesh, leaf.sharding.spec, memory_kind=leaf.sharding.memory_kind)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _outputs(step: Step, mesh: jax.sharding.Mesh) -> Any:
+    """For each result that looks like an argument, as updated parameters do, how that argument lies."""
+    made = calling("tracing the step", lambda: eqx.filter_eval_shape(step.function, *step.args))
+    results = made if isinstance(made, tuple) else (made,)
+    shardings = tuple(_like(result, step.args, mesh) for result in results)
+    return shardings if isinstance(made, tuple) else shardings[0]
+
+
+def _like(result: Any, args: tuple[Any, ...], mesh: jax.sharding.Mesh) -> Any:
+    for arg in args:
+        if jax.tree.leaves(arg) and _shapes(arg) == _shapes(result):
+            return jax.tree.map(lambda leaf: getattr(_on(leaf, mesh), "sharding", None), arg)
+    return None
+
+
+def _shapes(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(eqx.filter(tree, _is_array))
+    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)

@@ -1,0 +1,60 @@
+"""The group of all verbs, and how any of them ends."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+import shardfx
+
+from ._usage import shown
+from .verbs.demo import demo
+from .verbs.models import models
+from .verbs.plan import plan
+from .verbs.report import report
+from .verbs.traffic import traffic
+
+
+_COMPLETION = """\b
+completion in a shell, here for bash; zsh and fish have their own word:
+  eval "$(_SHARDFX_COMPLETE=bash_source shardfx)"
+"""
+
+
+@click.group(
+    name="shardfx",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    no_args_is_help=False,
+    epilog=_COMPLETION,
+)
+@click.version_option(shardfx.__version__, prog_name="shardfx")
+def shardfx_() -> None:
+    """Sharding plans as plain data, for JAX."""
+
+
+for _verb in (plan, report, traffic, models, demo):
+    shardfx_.add_command(_verb)
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Runs a command line.
+
+    **Arguments:**
+
+    - `arguments`: what follows the program's name; `sys.argv` by default.
+
+    **Returns:**
+
+    The exit code.
+    """
+    given = None if arguments is None else list(arguments)
+    try:
+        return shardfx_.main(given, prog_name="shardfx", standalone_mode=False) or 0
+    except click.Abort as error:
+        raise KeyboardInterrupt from error
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        path = "shardfx" if context is None else context.command_path
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print(shown(f"{path}: error: {message}; see {path} --help", sys.stderr.encoding), file=sys.stderr)
+        return 2

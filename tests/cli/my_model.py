@@ -1,0 +1,39 @@
+"""A model, its rules and a step of training: what the examples of the command line name."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardfx import AxisRules, PathRules, plan
+
+
+RULES = PathRules([("up", ("embed", "mlp")), ("down", ("mlp", "embed"))])
+AXES = AxisRules([("batch", ("data", "fsdp")), ("mlp", "tensor"), ("embed", "fsdp")], axes=("data", "fsdp", "tensor"))
+BOTH = (RULES, AXES)
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def make(key, width=256, layers=2):
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
+    return {
+        f"layer_{i}": {name: jax.random.normal(key, shape) for name, shape in shapes.items()} for i in range(layers)
+    }
+
+
+def loss(params, x):
+    y = x
+    for layer in params.values():
+        y = y + jax.nn.relu(y @ layer["up"]) @ layer["down"]
+    return jnp.mean((y - x) ** 2)
+
+
+def train_step(mesh, width=256):
+    """The step, and how its arguments are sharded on the mesh."""
+    params = plan(jax.eval_shape(lambda: make(jax.random.key(0), width)), mesh, paths=RULES, axes=AXES)
+    batch = plan(jax.ShapeDtypeStruct((1024, width), jnp.float32), mesh, names=("batch", None), axes=AXES)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda weight, gradient: weight - 1e-3 * gradient, params, gradients), value
+
+    return step, (params, batch)

@@ -1,0 +1,49 @@
+"""The commands of docs/cli.md run in the order of the page, and print what it shows."""
+
+import doctest
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli import ROOT, VERBS, run
+
+
+PAGE = (ROOT / "docs" / "cli.md").read_text()
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# A command, and what is shown after it.
+COMMANDS = re.findall(r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """The directory in which the page's commands run, with its model."""
+    folder = tmp_path_factory.mktemp("page")
+    (source,) = re.findall(r"^```python\n# my_model.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    # The line that a table names counts from the file's first line, as on the page.
+    (folder / "my_model.py").write_text("# my_model.py\n" + source)
+    yield folder
+    sys.modules.pop("my_model", None)
+
+
+@pytest.mark.parametrize("command, shown", COMMANDS, ids=[" ".join(command.split()) for command, _ in COMMANDS])
+def test_a_command_of_the_page_prints_what_it_shows(command, shown, here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    for line in command.replace("\\\n", " ").splitlines():
+        words = shlex.split(line)
+        assert words[0] == "shardfx"
+        assert run(*words[1:]) in (0, 1)
+    out, err = capsys.readouterr()
+    assert err == ""
+    message = f"{command}wanted\n{shown}\nbut it printed\n{out}"
+    assert not shown or doctest.OutputChecker().check_output(shown, out, FLAGS), message
+    for word in words:
+        if word.endswith((".json", ".html")) and words[words.index(word) - 1] in ("--json", "--html"):
+            assert Path(word).stat().st_size > 0
+
+
+def test_every_verb_has_a_section():
+    assert sorted(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE)) == sorted(VERBS)

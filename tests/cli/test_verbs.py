@@ -1,0 +1,278 @@
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+from test_cli import ROOT, VERBS, failure, run
+
+import shardfx
+from shardfx import ShardPlan
+from shardfx._cli.group import shardfx_
+
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with all that the examples name."""
+    shutil.copy(HERE / "my_model.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_model", None)
+
+
+def examples(name):
+    epilog = shardfx_.commands[name].epilog or ""
+    return [line.strip() for line in epilog.splitlines() if line.strip().startswith("shardfx ")]
+
+
+EXAMPLES = [(name, line) for name in VERBS for line in examples(name)]
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_help_shows_two_examples(name, capsys):
+    run(name, "--help")
+    out = capsys.readouterr().out
+    assert len(examples(name)) >= 2
+    for line in examples(name):
+        assert line in out and line.split()[:2] == ["shardfx", name]
+
+
+@pytest.mark.parametrize("name, line", EXAMPLES, ids=[line for _, line in EXAMPLES])
+def test_every_example_runs(name, line, here, capsys):
+    words = shlex.split(line)[1:]
+    if name == "demo":
+        command = [sys.executable, "-m", "shardfx", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        code = run(*words)
+        out, err = capsys.readouterr()
+    # What finds something says so with 1, and the help says that it may.
+    assert code == 0 or (code == 1 and "; 1 " in (shardfx_.commands[name].epilog or "")), err
+    assert out or "--html" in words
+    if "--json" in words:
+        after = words[words.index("--json") + 1 :]
+        json.loads(Path(after[0]).read_text() if after and not after[0].startswith("--") else out)
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(missing):
+    code = f"import sys\nsys.modules['{missing}'] = None\nfrom shardfx.__main__ import main\nsys.exit(main(['plan']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    line = f"shardfx: error: the command line needs {missing}; install it with: pip install 'shardfx[cli]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+def completed(words, number):
+    """What bash would offer for the word of this number."""
+    code = "import sys; from shardfx.__main__ import main; sys.exit(main())"
+    flags = {"_SHARDFX_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env={"PATH": "", **flags}
+    )
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_a_shell_completes_verbs_models_and_rules():
+    assert "plan" in completed("shardfx pl", 1)
+    assert completed("shardfx plan llama3-4", 2) == ["llama3-405b", "llama3-4"]
+    assert {"fsdp", "fsdp_tp"} <= set(completed("shardfx plan gpt2 --rules fs", 4))
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"shardfx, version {shardfx.__version__}\n"
+
+
+def test_a_published_model_by_name(capsys):
+    assert run("plan", "llama3-405b", "--mesh", "data=4,fsdp=64,tensor=8", "--rules", "fsdp_tp") == 0
+    out = capsys.readouterr().out
+    assert "1,137 arrays, 756.0 GiB, on mesh data=4,fsdp=64,tensor=8 (2,048 devices): 1.5 GiB per device" in out
+    assert "model/layers/{0..125}/mlp/gate_proj/weight" in out
+
+
+def test_a_published_model_with_other_numbers_and_other_axes(capsys):
+    flags = ("--kwargs", "layers=2", "--mesh", "shard=8,model=2", "--rules", "fsdp_tp:fsdp=shard,tensor=model")
+    assert run("plan", "llama3-8b", *flags) == 0
+    assert "model/layers/{0..1}/mlp/gate_proj/weight" in (out := capsys.readouterr().out) and "model,shard" in out
+    wrong = ("--kwargs", "layer=2", *flags[2:])
+    assert "`llama3-8b` has no number 'layer'; did you mean `layers`?" in failure(capsys, "plan", "llama3-8b", *wrong)
+    wrong = (*flags[:-1], "fsdp_tp:data=shard")
+    assert "unexpected keyword argument 'data'" in failure(capsys, "plan", "llama3-8b", *wrong)
+
+
+def test_rules_for_experts_take_them_as_one_array(capsys):
+    flags = ("--kwargs", "layers=2", "--mesh", "expert=8,fsdp=4")
+    assert run("plan", "mixtral-8x7b", *flags, "--rules", "ep") == 0
+    assert "block_sparse_moe/experts/w1/weight" in (out := capsys.readouterr().out) and "expert,-,fsdp" in out
+    assert run("plan", "mixtral-8x7b", *flags, "--rules", "fsdp") == 0
+    assert "block_sparse_moe/experts/{0..7}/w1/weight" in capsys.readouterr().out
+
+
+def test_a_path_goes_before_a_published_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").write_text("no checkpoint")
+    assert "gpt2" in failure(capsys, "plan", "gpt2", "--mesh", "fsdp=2", "--rules", "gpt2")
+
+
+def test_a_plan_that_was_written_is_a_model(here, capsys):
+    flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
+    assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0
+    capsys.readouterr()
+    assert run("plan", "plan.json", "--json") == 0
+    assert ShardPlan.from_json(capsys.readouterr().out) == ShardPlan.from_json(Path("plan.json").read_text())
+    # With rules, its arrays are planned anew.
+    assert run("plan", "plan.json", "--mesh", "fsdp=2", "--rules", ".*->fsdp(fsdp)") == 0
+    assert "on mesh fsdp=2 (2 devices)" in capsys.readouterr().out
+    text = Path("plan.json").read_text()
+    Path("cut.json").write_text(text[: len(text) // 2])
+    assert "cut.json': this is no whole JSON text" in failure(capsys, "plan", "cut.json")
+    assert "Missing option '--rules'" in failure(capsys, "plan", "plan.json", "--mesh", "fsdp=2")
+
+
+def test_models_lists_what_can_be_named(capsys):
+    assert run("models", "mixtral") == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["model", "layers", "embed"]
+    assert rows[0].split() == "mixtral-8x7b 32 4096 32 8 128 14336 8 32000 dp fsdp tp fsdp_tp ep".split()
+    assert run("models", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["gpt2"]["strategies"] == ["dp", "fsdp", "tp", "fsdp_tp"]
+    assert r"no published model has '\x1b[2J' in its name" in failure(capsys, "models", "\x1b[2J")
+
+
+def test_traffic_of_a_step(here, capsys):
+    assert run("traffic", "my_model:train_step", "--mesh", "data=2,fsdp=2,tensor=2") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"all-gather +fsdp .* layer_0/up +my_model\.py:\d+ loss", out)
+    assert "enter each of 8 devices in a step" in out
+    assert run("traffic", "my_model:train_step", "--mesh", "fsdp=8", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["wire_bytes"] == sum(row["wire_bytes"] for row in found["rows"]) > 0
+    assert {row["source"]["function"] for row in found["rows"]} >= {"loss"}
+
+
+STEPS = """
+import jax
+import jax.numpy as jnp
+from shardfx import MeshSpec, PathRules, plan
+
+W = plan(jax.ShapeDtypeStruct((8, 8), jnp.float32), MeshSpec({"fsdp": 4}), paths=PathRules.parse(".*->fsdp"))
+V = plan(jax.ShapeDtypeStruct((8, 8), jnp.float32), MeshSpec({"fsdp": 2}), paths=PathRules.parse(".*->fsdp"))
+
+def own_mesh():
+    return lambda w: w @ w, (W,)
+
+def jitted():
+    return jax.jit(lambda w: w @ w), (W.structs,)
+
+def static():
+    return lambda w, name: {"out": w @ w if name == "square" else w}, (W, "square")
+
+def needs_mesh(mesh):
+    return lambda w: w, (plan(jax.ShapeDtypeStruct((1024, 8), jnp.float32), mesh, paths=PathRules.parse(".*->fsdp")),)
+
+def nothing():
+    return None
+
+def no_tuple():
+    return lambda w: w, W
+
+def no_mesh():
+    return lambda w: w, (jax.ShapeDtypeStruct((8, 8), jnp.float32),)
+
+def two_meshes():
+    return lambda w, v: w, (W, V)
+
+def fails():
+    return lambda w: w @ jnp.ones(3), (W,)
+
+VALUE = 3
+"""
+
+
+@pytest.mark.parametrize("name", ["own_mesh", "jitted", "static"])
+def test_kinds_of_steps(name, here, capsys):
+    (here / "steps.py").write_text(STEPS)
+    assert run("traffic", f"steps:{name}") == 0
+    assert "all-gather" in capsys.readouterr().out
+
+
+BAD_STEPS = {
+    "no tuple of both": (("nothing",), "must return a step and a tuple of its arguments, as in `return train_step, ("),
+    "no tuple": (("no_tuple",), "must return a step and a tuple of its arguments"),
+    "no mesh": (("no_mesh",), "are on no mesh; make their plans on one"),
+    "two meshes": (("two_meshes",), "are on several meshes, fsdp=4 and fsdp=2;"),
+    "a failing step": (("fails",), "steps.py, line 3"),
+    "a mesh that nobody takes": (("own_mesh", "--mesh", "fsdp=4"), "takes no `mesh`, so its plans have their own"),
+    "a mesh that is missing": (("needs_mesh",), "takes a `mesh`; give one, as in --mesh data=2,fsdp=4"),
+    "too many devices": (("needs_mesh", "--mesh", "fsdp=1024"), "has 1,024 devices; at most 512 can be emulated"),
+    "an argument": (("own_mesh", "--kwargs", "depth=2"), "takes no argument `depth` by name; it takes none"),
+    "no function": (("VALUE",), "is 3; name a function that returns a step"),
+    "an escape code": (("own_mesh", "--mesh", "\x1b[2J"), r"mesh '\x1b[2J'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_steps_that_cannot_be_used_are_one_line(case, here, capsys):
+    (here / "steps.py").write_text(STEPS)
+    (name, *flags), message = BAD_STEPS[case]
+    assert message in failure(capsys, "traffic", f"steps:{name}", *flags)
+
+
+def test_a_mesh_of_more_devices_than_started(here, capsys):
+    count = len(jax.devices())
+    assert f"JAX has started with {count} devices" in failure(
+        capsys, "traffic", "my_model:train_step", "--mesh", f"fsdp={2 * count}"
+    )
+
+
+def test_colours_are_for_terminals_alone(tmp_path):
+    """On a terminal of 100 columns: in colours, no line longer than it, and the same words as elsewhere."""
+    words = ["plan", "llama3.2-1b", "--mesh", "fsdp=8", "--rules", "fsdp"]
+    code = f"""
+        import os, pty, sys
+        from shardfx.__main__ import main
+        sys.exit(main({words}))
+    """
+    script = tmp_path / "terminal.py"
+    script.write_text(textwrap.dedent(code))
+    seen = subprocess.run(
+        [sys.executable, "-c", TERMINAL, sys.executable, str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    assert "\x1b[" in seen
+    plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", seen).replace("\r", "")
+    assert max(map(len, plain.splitlines())) <= 100
+    assert "146 arrays, 2.3 GiB, on mesh fsdp=8" in plain
+
+
+# Runs a command on a terminal of its own, and prints what it shows.
+TERMINAL = """
+import fcntl, os, pty, struct, sys, termios
+pid, terminal = pty.fork()
+if pid == 0:
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    os.execve(sys.argv[1], sys.argv[1:], {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.getcwd()})
+while True:
+    try:
+        data = os.read(terminal, 65536)
+    except OSError:
+        break
+    if not data:
+        break
+    sys.stdout.buffer.write(data)
+os.waitpid(pid, 0)
+"""
