@@ -62,10 +62,13 @@ if _typing.TYPE_CHECKING:
     from . import checkpoint as checkpoint, chips as chips, interop as interop, presets as presets
     from ._convert import From as From, TreeMap as TreeMap
     from ._cost import (
+        Comparison as Comparison,
         Frame as Frame,
+        Surplus as Surplus,
         Traffic as Traffic,
         TrafficDifference as TrafficDifference,
         TrafficRow as TrafficRow,
+        compare as compare,
         estimate as estimate,
         traffic as traffic,
     )
@@ -105,7 +108,20 @@ _LATE = {
     **{name: "_convert" for name in ("From", "TreeMap")},
     **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
     **{name: name for name in ("checkpoint", "interop", "presets")},
-    **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "estimate", "traffic")},
+    **dict.fromkeys(
+        (
+            "Comparison",
+            "Frame",
+            "Surplus",
+            "Traffic",
+            "TrafficDifference",
+            "TrafficRow",
+            "compare",
+            "estimate",
+            "traffic",
+        ),
+        "_cost",
+    ),
     **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
     **{name: "_search" for name in ("NamedAxes", "NamedAxis", "name_axes")},
     **{name: "_see" for name in ("Attempt", "AxisMove", "Diff", "DimExplanation", "Explanation", "Finding")},
@@ -113,14 +129,15 @@ _LATE = {
     **{name: "_see" for name in ("lint", "plan_text", "report_data")},
 }
 __all__ = """
-    Attempt AxisMove AxisRules CheckpointError ChipError Code Decision Diff DimExplanation Explanation Finding
-    Findings Frame From Layout LeafDiff LeafMove LeafPlan LeafTypeError MapError MeshError MeshSpec MoveError
-    NamedAxes NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow
-    ReshardPlan RuleError ShardPlan SpecError Step Traffic TrafficDifference TrafficRow TreeMap
-    UnknownPathError UnmatchedError assert_same_plan_text atomic axis_names_of canonical checkpoint chips
-    clear_caches constrain correct diff differences estimate explain field filter_jit follow fsdp gather hosts
-    html_report interop lint match name_axes optional plan plan_reshard plan_text presets renamed replan
-    replicate report report_data report_rows reshard resolve shard shardings_of specs_of topology traffic
+    Attempt AxisMove AxisRules CheckpointError ChipError Code Comparison Decision Diff DimExplanation
+    Explanation Finding Findings Frame From Layout LeafDiff LeafMove LeafPlan LeafTypeError MapError MeshError
+    MeshSpec MoveError NamedAxes NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason
+    Replan ReportRow ReshardPlan RuleError ShardPlan SpecError Step Surplus Traffic TrafficDifference
+    TrafficRow TreeMap UnknownPathError UnmatchedError assert_same_plan_text atomic axis_names_of canonical
+    checkpoint chips clear_caches compare constrain correct diff differences estimate explain field filter_jit
+    follow fsdp gather hosts html_report interop lint match name_axes optional plan plan_reshard plan_text
+    presets renamed replan replicate report report_data report_rows reshard resolve shard shardings_of
+    specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

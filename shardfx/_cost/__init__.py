@@ -4,6 +4,7 @@ It may import the ground values, rules, plans, device orders, and how `filter_ji
 and never chooses a plan: it reads programs, compiled and traced, and says what is in them.
 """
 
+from .compare import Comparison as Comparison, Surplus as Surplus, compare as compare
 from .estimate import estimate as estimate
 from .hlo_text import Frame as Frame
 from .traffic import (

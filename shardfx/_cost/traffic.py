@@ -203,7 +203,7 @@ class TrafficDifference:
                 kind,
                 " x ".join(axes) or "-",
                 leaf or "-",
-                _place(source),
+                place_text(source),
             )
             for (kind, axes, source, leaf), ours, theirs in self.rows
             if ours != theirs
@@ -468,11 +468,11 @@ def _cells(row: TrafficRow) -> tuple[str, ...]:
         "?" if row.calls is None else str(row.calls),
         row.dtype or "-",
         printable(row.leaf or "-"),
-        _place(row.source),
+        place_text(row.source),
     )
 
 
-def _place(source: Frame | None) -> str:
+def place_text(source: Frame | None) -> str:
     if source is None:
         return "-"
     function = f" {source.function}" if source.function else ""

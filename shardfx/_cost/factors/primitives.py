@@ -33,8 +33,8 @@ ELEMENTWISE = frozenset(
     "pbroadcast pcast device_put reshard mesh_cast layout_constraint optimization_barrier reduced_vary_cast "
     "vary_unreduced_cast add_jaxvals".split()
 )
-# Sums of partial sums are partial sums, and so is a partial sum in another shape.
-_LINEAR = frozenset("add add_any add_jaxvals neg convert_element_type copy sub reduce_precision".split())
+# Sums of partial sums are partial sums, and so is a partial sum in another shape; in another dtype it is rounded anew.
+_LINEAR = frozenset("add add_any add_jaxvals neg copy sub".split())
 # What passes its operand on, as it is or in another form: a weight is still that weight afterwards.
 _MOVES = frozenset(
     "convert_element_type copy copy_p reduce_precision stop_gradient name reshape transpose squeeze expand_dims "

@@ -1,0 +1,249 @@
+"""What a compiled step sends beyond its estimate, and what can be done about it."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from .._ground.text import bytes_text, table
+from .hlo_text import Frame
+from .traffic import Traffic, TrafficRow, place_text, traffic
+
+
+Why = Literal[
+    "reduces whole", "gathers for an exchange", "sums instead of gathering", "more often", "not expected", "otherwise"
+]
+_SUMS = ("all-reduce", "reduce-scatter")
+_SAYS: Mapping[Why, tuple[str, str]] = {
+    "reduces whole": (
+        "every device gets the whole sum, of which it needs a part",
+        "constrain the sum to how its part is needed, a gradient as its parameter: "
+        "`constrain(gradient, names, plan)`. Compilers for CPUs never scatter sums.",
+    ),
+    "gathers for an exchange": (
+        "every device gets all of what it needs a part of",
+        "constrain twice, first as the array is made and then as it is used: "
+        "`constrain(constrain(x, before, plan), after, plan)`. For experts: to tokens first, then to experts.",
+    ),
+    "sums instead of gathering": (
+        "partial results are added up where gathering the weight is cheaper",
+        "gather the weight by name where it is used: `w = constrain(w, (None, ...), plan)`; and constrain the "
+        "activations beside it.",
+    ),
+    "more often": (
+        "the same is sent again",
+        "sums that meet are sent one by one: multiply by one stacked weight instead of several; or what was gathered "
+        "is gathered again: constrain it once, and use that.",
+    ),
+    "not expected": (
+        "nothing here has to be sent",
+        "constrain the result of this line to the layout that its operands have: `constrain(x, names, plan)`.",
+    ),
+    "otherwise": (
+        "more is sent, and in another way",
+        "constrain the operands and the result of this line, so that nothing is left to choose.",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Surplus:
+    """A line at which a compiled step sends more than its estimate.
+
+    **Arguments:**
+
+    - `why`: what the difference is like.
+    - `extra_bytes`: how much more enters a device in one step.
+    - `source`: the line.
+    - `axes`: the mesh axes along which it is sent.
+    - `leaf`: the parameters that it is about, or `None`.
+    - `expected`, `found`: the bytes of each kind of collective.
+    - `message`: what happens, in words.
+    - `fix`: what to do about it.
+    """
+
+    why: Why
+    extra_bytes: int
+    source: Frame | None
+    axes: tuple[str, ...]
+    leaf: str | None
+    expected: tuple[tuple[str, int], ...]
+    found: tuple[tuple[str, int], ...]
+    message: str
+    fix: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Where a compiled step sends more than its estimate; made by [`shardfx.compare`][]. `str(...)` is a table.
+
+    **Arguments:**
+
+    - `rows`: a [`shardfx.Surplus`][] for each line, the largest first.
+    - `estimated`, `compiled`: what was compared.
+    """
+
+    rows: tuple[Surplus, ...]
+    estimated: Traffic
+    compiled: Traffic
+
+    @property
+    def extra_bytes(self) -> int:
+        """How much more enters each device in one step than was estimated; negative where it is less."""
+        return self.compiled.wire_bytes - self.estimated.wire_bytes
+
+    def __str__(self) -> str:
+        ours, theirs = self.estimated.wire_bytes, self.compiled.wire_bytes
+        times = f", {theirs / ours:.2f} times as much" if ours else ""
+        total = f"{bytes_text(theirs)} are sent to each device in a step; {bytes_text(ours)} were estimated{times}."
+        if not self.rows:
+            return total
+        header = ("extra", "expected", "found", "axes", "leaf", "source")
+        cells = [
+            (
+                f"+{bytes_text(row.extra_bytes)}",
+                _kinds(row.expected),
+                _kinds(row.found),
+                " x ".join(row.axes) or "-",
+                row.leaf or "-",
+                place_text(row.source),
+            )
+            for row in self.rows
+        ]
+        texts = [
+            f"{place_text(row.source)}: +{bytes_text(row.extra_bytes)}: {row.message}. {row.fix}" for row in self.rows
+        ]
+        return "\n".join([*table([header, *cells], right={"extra"}), total, *dict.fromkeys(texts)])
+
+
+def compare(estimated: Traffic, compiled: Any) -> Comparison:
+    """What a compiled step sends that should not be needed, line by line, and how to avoid it.
+
+    **Arguments:**
+
+    - `estimated`: by [`shardfx.estimate`][], for the same step and plans.
+    - `compiled`: by [`shardfx.traffic`][], or what that reads.
+
+    **Returns:**
+
+    A [`shardfx.Comparison`][]. What the compiler sends at one line instead of another, along the same mesh axes, is no
+    difference. Lines that differ by less than a thousandth of the whole are left out.
+
+    **Raises:**
+
+    What [`shardfx.traffic`][] raises for a program that it cannot read.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, compare, estimate
+
+        mesh = MeshSpec({"data": 8}).build(jax.devices())
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=rows)
+        step = lambda x: jax.lax.with_sharding_constraint(x.T @ x, rows)
+        compiled = jax.jit(step).lower(x).compile()
+        (row,) = compare(estimate(step, x), compiled).rows
+        assert row.why == "reduces whole"  # a CPU has no reduce-scatter
+        ```
+    """
+    found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
+    places = [*_paired(_sent(estimated, {}), _sent(found, _sums_by_leaf(estimated)))]
+    least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
+    rows = [_surplus(place) for place in _settled(places) if place.extra >= least]
+    return Comparison(tuple(sorted(rows, key=lambda row: -row.extra_bytes)), estimated, found)
+
+
+@dataclasses.dataclass
+class _Place:
+    """What is sent at one line, on both sides."""
+
+    source: Frame | None
+    rows: tuple[list[tuple[TrafficRow, int]], list[tuple[TrafficRow, int]]]
+    extra: int = 0
+
+    def kinds(self, side: int) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for row, count in self.rows[side]:
+            if count:
+                sums[row.kind] = sums.get(row.kind, 0) + count
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def axes(self) -> tuple[str, ...]:
+        own = self.rows[1] or self.rows[0]
+        return max(own, key=lambda pair: pair[1])[0].axes if own else ()
+
+
+def _sums_by_leaf(estimated: Traffic) -> dict[str, Frame | None]:
+    """The line at which the gradient of each leaf is added up."""
+    return {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
+
+
+def _sent(made: Traffic, lines: Mapping[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow, int]]:
+    """All that is sent, each with its line: of sums that the compiler joined, each leaf's own."""
+    for row in made.rows:
+        for leaf, count in row.shares or ((row.leaf, row.wire_bytes),):
+            joined = leaf is not None and row.kind in _SUMS and leaf in lines
+            yield (lines[leaf] if joined and leaf is not None else row.source), row, count
+
+
+def _paired(
+    ours: Iterable[tuple[Frame | None, TrafficRow, int]], theirs: Iterable[tuple[Frame | None, TrafficRow, int]]
+) -> Iterable[_Place]:
+    places: dict[Any, _Place] = {}
+    for side, sent in enumerate((ours, theirs)):
+        for source, row, count in sent:
+            key = None if source is None else (source.file, source.line)
+            place = places.setdefault(key, _Place(source, ([], [])))
+            place.rows[side].append((row, count))
+            place.extra += count if side else -count
+    return places.values()
+
+
+def _settled(places: list[_Place]) -> list[_Place]:
+    """The places, where what one sends less along some axes is taken off what others send more along the same."""
+    less = [place for place in places if place.extra < 0]
+    more = sorted((place for place in places if place.extra > 0), key=lambda place: -place.extra)
+    for place in more:
+        for other in less:
+            if place.axes() == other.axes():
+                moved = min(place.extra, -other.extra)
+                place.extra, other.extra = place.extra - moved, other.extra + moved
+    return more
+
+
+def _surplus(place: _Place) -> Surplus:
+    expected, found = place.kinds(0), place.kinds(1)
+    why = _why(expected, found)
+    message, fix = _SAYS[why]
+    leaves = [leaf for row, _ in place.rows[1] for leaf, count in row.shares if leaf and count]
+    return Surplus(
+        why,
+        place.extra,
+        place.source,
+        place.axes(),
+        ", ".join(dict.fromkeys(leaves)) or None,
+        tuple(expected.items()),
+        tuple(found.items()),
+        message,
+        fix,
+    )
+
+
+def _why(expected: Mapping[str, int], found: Mapping[str, int]) -> Why:
+    more = {kind for kind in found if found[kind] > expected.get(kind, 0)}
+    missing = {kind for kind in expected if expected[kind] > found.get(kind, 0)}
+    if not expected:
+        return "not expected"
+    if "reduce-scatter" in missing and "all-reduce" in more:
+        return "reduces whole"
+    if "all-to-all" in missing and more & {"all-gather", "all-reduce"}:
+        return "gathers for an exchange"
+    if "all-gather" in missing and "all-reduce" in more:
+        return "sums instead of gathering"
+    return "more often" if more <= set(expected) else "otherwise"
+
+
+def _kinds(sums: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{kind} {bytes_text(count)}" for kind, count in sums) or "nothing"
