@@ -187,7 +187,7 @@ def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list
     for place, token in enumerate(order):
         if token in changed:
             # `None` ends the search: the base rule of the token is no fallback in this mode.
-            found += [(token, changed[token]), (token, None)]
+            found += dict.fromkeys([(token, changed[token]), (token, None)])
         elif place < last:
             # The rules of a mode come first, so tokens that have priority over a changed one are said again.
             found.append((token, rules[token]))
