@@ -8,7 +8,11 @@ import click
 import shardfx
 
 from ._usage import shown
+from .verbs.chips import chips
 from .verbs.demo import demo
+from .verbs.diff import diff
+from .verbs.explain import explain
+from .verbs.lint import lint
 from .verbs.models import models
 from .verbs.plan import plan
 from .verbs.report import report
@@ -32,7 +36,7 @@ def shardfx_() -> None:
     """Sharding plans as plain data, for JAX."""
 
 
-for _verb in (plan, report, traffic, models, demo):
+for _verb in (plan, explain, lint, diff, report, traffic, models, chips, demo):
     shardfx_.add_command(_verb)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, match, plan
+from shardfx import MeshSpec, lint, match, plan
 from shardfx._ground.errors import RuleError, UnmatchedError
 from shardfx.presets import models
 
@@ -159,3 +159,12 @@ def test_mistakes_name_what_there_is(case):
     call, message = MISTAKES[case]
     with pytest.raises(RuleError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name, how", PAIRS)
+def test_a_check_finds_nothing_but_what_cannot_be_cut(name, how):
+    tree = few_layers(name, stack_experts=how == "ep")
+    found = lint(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how), replicated_bytes=2**40)
+    made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
+    allowed = {"corrected"} if any(row.reasons for row in made.leaves) else set()
+    assert {one.code for one in found} <= allowed, found

@@ -2,27 +2,38 @@
 
 import click
 
-from shardfx import html_report, report_data
+from shardfx import ShardPlan, Traffic, chips, html_report, report_data, traffic as traffic_of
 
-from .._asked import Asked, asks_for_a_plan, plan_of
+from .._asked import Asked, asks_for_a_plan, inputs_of, plan_of
+from .._checked import findings_of
 from .._data import as_json
 from .._screen import JSON, working, write
+from .._step import compiled_for_cpu, load_step
 from .._usage import UsageError, calling
 from .._verb import verb
 
 
 @verb(
     examples=(
-        "shardfx report llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp --html llama.html",
-        "shardfx report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --optimizer optax:adam --json",
+        "shardfx report llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp --chip v5p --html llama.html",
+        "shardfx report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step --json",
     )
 )
 @asks_for_a_plan
 @click.option("--html", "html_file", metavar="FILE", help="Write one page that needs no network, to open in a browser.")
 @click.option("--title", metavar="TEXT", help="Of the page; MODEL by default.")
+@click.option("--chip", metavar="CHIP", help="Compare with the memory of this one, as v5p; see `shardfx chips`.")
+@click.option("--step", metavar="MODULE:STEP", help="With the traffic of this step; see `shardfx traffic`.")
 @JSON
-def report(asked: Asked, html_file: str | None, title: str | None, json_file: str | None) -> None:
-    """Write a plan as one HTML page: a map of bytes, the mesh, a table to search.
+def report(
+    asked: Asked,
+    html_file: str | None,
+    title: str | None,
+    chip: str | None,
+    step: str | None,
+    json_file: str | None,
+) -> None:
+    """Write a plan as one HTML page: a map of bytes, findings, a table.
 
     --json has the same rows as the page.
 
@@ -30,11 +41,21 @@ def report(asked: Asked, html_file: str | None, title: str | None, json_file: st
     """
     if html_file is None and json_file is None:
         raise UsageError("Missing option '--html'; say where the page goes, as in --html plan.html")
-    made = plan_of(asked)
-    name = title or asked.model
+    hardware = None if chip is None else calling("reading --chip", lambda: chips.find(chip))
+    inputs = None if asked.rules is None and asked.mesh is None else inputs_of(asked)
+    made = plan_of(asked, inputs)
+    with working("checking the plan"):
+        found = calling("checking", lambda: findings_of(asked, inputs))
+    sent = None if step is None else _traffic(step, made)
+    about = {"title": title or asked.model, "findings": found, "chip": hardware, "traffic": sent}
     with working("writing the report"):
         if html_file is not None:
-            page = calling("drawing the page", lambda: html_report(made, title=name))
-            write(page, html_file)
+            write(calling("drawing the page", lambda: html_report(made, **about)), html_file)
         if json_file is not None:
-            write(as_json(report_data(made, title=name)), json_file)
+            write(as_json(report_data(made, **about)), json_file)
+
+
+def _traffic(step: str, made: ShardPlan) -> Traffic:
+    with working(f"compiling {step}"):
+        loaded = load_step(step, None, made.mesh)
+        return calling("reading the program", lambda: traffic_of(compiled_for_cpu(loaded), loaded.mesh))

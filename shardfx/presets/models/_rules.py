@@ -53,7 +53,9 @@ def strategies(name: str | None = None) -> tuple[str, ...]:
     return tuple(how for how in _CUTS if how != "ep" or name is None or "experts" in row_of(name).config)
 
 
-def rules_for(name: str, how: str, *, fsdp: str = "fsdp", tensor: str = "tensor", expert: str = "expert") -> PathRules:
+def rules_for(
+    name: str, how: str, *, data: str = "data", fsdp: str = "fsdp", tensor: str = "tensor", expert: str = "expert"
+) -> PathRules:
     """Rules for the arrays of a model by its name.
 
     **Arguments:**
@@ -63,6 +65,7 @@ def rules_for(name: str, how: str, *, fsdp: str = "fsdp", tensor: str = "tensor"
         dimensions of heads, hidden units and vocabulary over `tensor`; "fsdp_tp" does both. "ep" cuts the experts
         over `expert`, each expert as "fsdp_tp" does, and everything else over `fsdp` and `expert` together; it
         needs `tree(..., stack_experts=True)`.
+    - `data`: the mesh axis that is for the batch alone.
     - `fsdp`, `tensor`, `expert`: the mesh axes to use; an axis that the mesh lacks is left out.
 
     **Returns:**
@@ -94,7 +97,7 @@ def rules_for(name: str, how: str, *, fsdp: str = "fsdp", tensor: str = "tensor"
     if how not in strategies(name):
         raise RuleError(f"`{name}` has no rules {quoted(how)}; there are {', '.join(strategies(name))}.")
     if how == "dp":
-        return PathRules([(".*", replicate)])
+        return PathRules([(".*", replicate)], axes=(data,))
     along, across, routed = (
         (axis,) if used else () for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
     )
@@ -103,7 +106,7 @@ def rules_for(name: str, how: str, *, fsdp: str = "fsdp", tensor: str = "tensor"
     experts = [
         (regex, target if routed else optional(target)) for regex, target in _experts(row, along, across, routed)
     ]
-    return PathRules([*experts, *base.rules], axes=(*along, *across, *routed))
+    return PathRules([*experts, *base.rules], axes=(data, *along, *across, *routed))
 
 
 def _experts(row: Any, fsdp: Axes, tensor: Axes, expert: Axes) -> Pairs:
