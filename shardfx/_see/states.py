@@ -56,18 +56,18 @@ def _states(subject: Subject) -> list[_State]:
     best: list[_State] = []
     for root, params in branches.items():
         known = {path.removeprefix(f"{root}/"): group.row for group in params for path in group.paths}
-        found = [
-            _State(other, group, param)
-            for other, groups in branches.items()
-            if other != root
-            for group in groups
-            if (param := _param(group, other, known)) is not None
-        ]
+        found = [state for other, groups in branches.items() if other != root for state in _of(other, groups, known)]
         # What looks like a state has a namesake; only of an optimizer do most parameters have states.
         covered = {state.param for state in found}
         if 2 * len(covered) >= len({group.row for group in params}) and len(found) > len(best):
             best = found
     return best
+
+
+def _of(branch: str, groups: list[Group], known: dict[str, Row]) -> list[_State]:
+    """The states in a branch. Of an optimizer most arrays are; an embedding of the output's shape is none."""
+    found = [_State(branch, group, param) for group in groups if (param := _param(group, branch, known)) is not None]
+    return found if 2 * len(found) >= sum(bool(group.row.shape) for group in groups) else []
 
 
 # Of copies that have no names of their own between the branch and the parameter's path.

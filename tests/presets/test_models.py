@@ -164,7 +164,9 @@ def test_mistakes_name_what_there_is(case):
 @pytest.mark.parametrize("name, how", PAIRS)
 def test_a_check_finds_nothing_but_what_cannot_be_cut(name, how):
     tree = few_layers(name, stack_experts=how == "ep")
-    found = lint(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how), replicated_bytes=2**40)
+    # Without fsdp, some arrays are whole by design.
+    limit = 2**24 if "fsdp" in MESHES[how] else 2**40
+    found = lint(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how), replicated_bytes=limit)
     made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
     allowed = {"corrected"} if any(row.reasons for row in made.leaves) else set()
     assert {one.code for one in found} <= allowed, found
