@@ -107,8 +107,8 @@ def test_a_published_model_with_other_numbers_and_other_axes(capsys):
     assert "model/layers/{0..1}/mlp/gate_proj/weight" in (out := capsys.readouterr().out) and "model,shard" in out
     wrong = ("--kwargs", "layer=2", *flags[2:])
     assert "`llama3-8b` has no number 'layer'; did you mean `layers`?" in failure(capsys, "plan", "llama3-8b", *wrong)
-    wrong = (*flags[:-1], "fsdp_tp:data=shard")
-    assert "unexpected keyword argument 'data'" in failure(capsys, "plan", "llama3-8b", *wrong)
+    wrong = (*flags[:-1], "fsdp_tp:date=shard")
+    assert "unexpected keyword argument 'date'" in failure(capsys, "plan", "llama3-8b", *wrong)
 
 
 def test_rules_for_experts_take_them_as_one_array(capsys):
@@ -234,6 +234,90 @@ def test_a_mesh_of_more_devices_than_started(here, capsys):
     assert f"JAX has started with {count} devices" in failure(
         capsys, "traffic", "my_model:train_step", "--mesh", f"fsdp={2 * count}"
     )
+
+
+@pytest.mark.parametrize("fail_on, code", [("error", 0), ("warning", 1), ("info", 1)])
+def test_lint_fails_for_findings_of_the_chosen_severity(fail_on, code, here, capsys):
+    flags = ("--mesh", "fsdp=4,tensor=3", "--rules", "my_model:BOTH", "--fail-on", fail_on)
+    assert run("lint", "my_model:make", *flags) == code
+    assert "2 warnings" in (out := capsys.readouterr().out) and "warning corrected: layer_{0..1}/down" in out
+    assert run("lint", "my_model:make", *flags, "--ignore", "corrected") == 0
+    assert capsys.readouterr().out == "no findings\n"
+
+
+def test_lint_shows_what_plan_would_refuse_and_does_not_fail_itself(here, capsys):
+    flags = ("--mesh", "fsdp=4", "--rules", "up->fsdp, none->fsdp")
+    assert "no rule covers" in failure(capsys, "plan", "my_model:make", *flags)
+    assert run("lint", "my_model:make", *flags, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {one["code"]: one["severity"] for one in found} == {"unmatched": "error", "unused-rule": "error"}
+    assert all(one["fix"] for one in found)
+
+
+def test_lint_of_the_state_of_an_optimizer(here, capsys):
+    flags = ("--mesh", "data=2,fsdp=4,tensor=2", "--rules", "my_model:BOTH", "--kwargs", "width=2048")
+    assert run("lint", "my_model:make", *flags) == 0
+    assert "no findings" in capsys.readouterr().out
+    assert run("lint", "my_model:make", *flags, "--optimizer", "my_model:OPTIMIZER", "--fail-on", "warning") == 1
+    assert "as ZeRO-1 would" in capsys.readouterr().out
+
+
+def test_lint_of_a_plan_that_was_written(here, capsys):
+    flags = ("--mesh", "fsdp=4,tensor=3", "--rules", "my_model:BOTH")
+    assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0
+    capsys.readouterr()
+    assert run("lint", "plan.json", "--fail-on", "warning") == 1
+    assert "warning corrected" in capsys.readouterr().out
+    assert "the codes of findings are unplannable," in failure(capsys, "lint", "plan.json", "--ignore", "corected")
+
+
+def test_explain_takes_a_path_as_the_table_names_it(capsys):
+    flags = ("--mesh", "fsdp=8,tensor=16", "--rules", "tp")
+    assert run("explain", "llama3-8b", "model/layers/{0..31}/self_attn/k_proj/weight", *flags) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("model/layers/0/self_attn/k_proj/weight: ") and "would cut inside a unit" in out
+    assert "(`--refine` splits the axis)" in out
+    assert run("explain", "llama3-8b", "model/norm/weight", *flags, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["dims"][0]["size"] == 4096
+    assert "model/norm/weight" in failure(capsys, "explain", "llama3-8b", "model/norm/weigth", *flags)
+
+
+def test_diff_of_two_plans(here, capsys):
+    first = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
+    for name, rules in (("a.json", "my_model:BOTH"), ("b.json", ".*->fsdp(fsdp)")):
+        assert run("plan", "my_model:make", *first[:2], "--rules", rules, "--json", name) == 0
+    capsys.readouterr()
+    assert run("diff", "a.json", "b.json") == 0
+    files = capsys.readouterr().out
+    assert run("diff", "my_model:make", *first, "--to-rules", ".*->fsdp(fsdp)", "--exit-code") == 1
+    assert capsys.readouterr().out == files and "4 arrays differ or move" in files
+    assert run("diff", "a.json", "a.json", "--exit-code", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["leaves"] == []
+    assert run("diff", "a.json", "my_model:make", "--to-mesh", "fsdp=8", "--to-rules", ".*->fsdp(fsdp)") == 0
+    assert "the mesh is fsdp=4,tensor=2 in one plan, fsdp=8 in the other" in capsys.readouterr().out
+    assert "there is one plan; name another" in failure(capsys, "diff", "a.json")
+
+
+def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
+    flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH", "--chip", "v5p", "--step", "my_model:train_step")
+    assert run("report", "my_model:make", *flags, "--html", "out.html", "--json", "out.json") == 0
+    found = json.loads(Path("out.json").read_text())
+    assert found["title"] == "my_model:make" and found["chip"]["name"] == "v5p"
+    assert found["traffic"]["wire_bytes"] > 0 and len(found["rows"]) == 2
+    page = Path("out.html").read_text()
+    assert page.lower().startswith("<!doctype html>") and "my_model:make" in page
+    assert "Missing option '--html'" in failure(capsys, "report", "my_model:make", *flags)
+    assert "there is no chip 'v5q'" in failure(capsys, "report", "my_model:make", *flags, "--json", "--chip", "v5q")
+    nowhere = failure(capsys, "report", "my_model:make", *flags, "--html", "no/where.html")
+    assert "writing 'no/where.html' failed" in nowhere
+
+
+def test_chips(capsys):
+    assert run("chips", "v5p", "TPU v5 lite") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["chip", "v5p", "v5e"]
+    assert run("chips", "--json") == 0
+    assert {"v5p", "h100"} <= {chip["name"] for chip in json.loads(capsys.readouterr().out)}
+    assert r"there is no chip '\x1b[2J'" in failure(capsys, "chips", "\x1b[2J")
 
 
 def test_colours_are_for_terminals_alone(tmp_path):
