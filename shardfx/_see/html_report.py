@@ -10,8 +10,9 @@ from typing import Any
 from .._cost.traffic import Traffic
 from .._ground.text import bytes_text, printable
 from .._plan.shard_plan import ShardPlan
+from ..chips import Chip
 from .packed import embedded, packed
-from .report_data import ChipMemory, FindingLike, report_data
+from .report_data import FindingLike, report_data
 
 
 # One script, cut into files that a person can read; each may use those before it.
@@ -24,7 +25,7 @@ def html_report(
     title: str | None = None,
     findings: Iterable[FindingLike] = (),
     traffic: Traffic | None = None,
-    chip: ChipMemory | None = None,
+    chip: str | Chip | None = None,
 ) -> str:
     """The plan as one HTML page: a map of the bytes per device, the mesh, the memory, and a table to search.
 
@@ -36,7 +37,7 @@ def html_report(
     - `title`: what it is a plan of, such as the model's name.
     - `findings`: what a check of the plan found.
     - `traffic`: what a step under the plan sends, from [`shardfx.traffic`][].
-    - `chip`: whose memory the plan is compared with.
+    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name.
 
     **Returns:**
 

@@ -27,19 +27,19 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     and the number of its kind. Where they are too many, the rows with the fewest bytes per device are left out, and
     `more` says what they are in all; findings and traffic are cut at their end.
     """
-    data = _shown(data)
     traffic = data["traffic"]
     rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])
-    findings, more_findings = _within(_LIST_CHARACTERS, data["findings"])
+    findings, more_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
     if traffic is not None:
-        kept, more = _within(_LIST_CHARACTERS, traffic["rows"])
+        kept, more = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
         traffic = {**traffic, "rows": kept, "more": len(more)}
     sums = {name: sum(row[name] for row in left) for name in ("arrays", "bytes", "bytes_per_device")}
+    others = {name: _shown(data[name]) for name in ("format", "title", "digest", "mesh", "totals", "chip")}
     return {
-        **data,
+        **others,
         **rows,
         "more": {"rows": len(left), **sums},
-        "memory": _largest(data["memory"]),
+        "memory": _shown(_largest(data["memory"])),
         "findings": findings,
         "more_findings": len(more_findings),
         "traffic": traffic,
@@ -83,11 +83,11 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kind = {name: value for name, value in row.items() if name not in ("path", "arrays")}
         for name in ("bytes", "bytes_per_device"):
             kind[name] //= row["arrays"]
-        path = row["path"]
+        path = printable(row["path"])
         common = _common(before, path)
         lines.append([common, path[common:], row["arrays"], kinds.setdefault(json.dumps(kind), len(kinds))])
         before = path
-    return {"kinds": [json.loads(kind) for kind in kinds], "rows": lines}
+    return {"kinds": [_shown(json.loads(kind)) for kind in kinds], "rows": lines}
 
 
 def _common(first: str, second: str) -> int:

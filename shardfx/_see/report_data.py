@@ -11,19 +11,11 @@ from .._ground.text import array_text, entry_text
 from .._plan.facts import ReportRow, report_rows_of
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
+from ..chips import Chip, find
 from ..topology._mesh import MeshSpec
 
 
 FORMAT = 1
-
-
-@runtime_checkable
-class ChipMemory(Protocol):
-    """What the report reads of a chip."""
-
-    name: str
-    hbm_bytes: int
-    usable_hbm_bytes_per_device: int
 
 
 @runtime_checkable
@@ -44,7 +36,7 @@ def report_data(
     title: str | None = None,
     findings: Iterable[FindingLike] = (),
     traffic: Traffic | None = None,
-    chip: ChipMemory | None = None,
+    chip: str | Chip | None = None,
 ) -> dict[str, Any]:
     """What a report says, as dicts, lists, strings and numbers that `json.dumps` takes.
 
@@ -54,7 +46,7 @@ def report_data(
     - `title`: what it is a plan of, such as the model's name.
     - `findings`: what a check of the plan found.
     - `traffic`: what a step under the plan sends, from [`shardfx.traffic`][].
-    - `chip`: whose memory the plan is compared with.
+    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name.
 
     **Returns:**
 
@@ -85,7 +77,7 @@ def report_data(
         "totals": _totals(plan, rows),
         "rows": [_row(row, plan.mesh) for row in rows],
         "memory": _memory(rows),
-        "chip": None if chip is None else _chip(chip),
+        "chip": None if chip is None else _chip(find(chip)),
         "findings": [_finding(finding) for finding in findings],
         "traffic": None if traffic is None else _traffic(traffic),
     }
@@ -153,7 +145,7 @@ def _memory(rows: Sequence[ReportRow]) -> list[dict[str, Any]]:
     ]
 
 
-def _chip(chip: ChipMemory) -> dict[str, Any]:
+def _chip(chip: Chip) -> dict[str, Any]:
     usable = chip.usable_hbm_bytes_per_device
     return {"name": chip.name, "hbm_bytes": chip.hbm_bytes, "usable_hbm_bytes_per_device": usable}
 

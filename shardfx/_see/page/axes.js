@@ -59,23 +59,24 @@ function fillDefinitions() {
   return definitions;
 }
 
-/** The colour of the first axis, with a stripe for each further one. */
-function bands(id, [first, ...others]) {
-  const size = others.length ? 10 + 6 * others.length : 12;
-  const turned = others.length ? 'rotate(45)' : null;
+/** A tint of the axis that cuts into most pieces, with a thin line in the colour of each other. */
+function bands(id, axes) {
+  const [first, ...others] = [...axes].sort((a, b) => AXES.get(b).size - AXES.get(a).size);
+  const size = 12 + 5 * Math.max(others.length, 1), turned = others.length ? 'rotate(45)' : null;
   const pattern = svg('pattern', { id, width: size, height: size, patternUnits: 'userSpaceOnUse', patternTransform: turned });
-  pattern.append(svg('rect', { width: size, height: size, fill: AXES.get(first).colour }), ...textured(first, 0, size));
+  pattern.append(svg('rect', { width: size, height: size, class: 'cell-back' }),
+    svg('rect', { width: size, height: size, fill: AXES.get(first).colour, class: 'tint' }), ...textured(first, 0, size));
   others.forEach((name, at) => {
-    const x = 10 + 6 * at;
-    pattern.append(svg('rect', { x, width: 6, height: size, fill: AXES.get(name).colour }), ...textured(name, x, size));
+    const x = 12 + 5 * at;
+    pattern.append(svg('rect', { x, width: 3, height: size, fill: AXES.get(name).colour, class: 'stripe' }), ...textured(name, x, size));
   });
   return pattern;
 }
 
 function textured(name, x, size) {
   const { texture } = AXES.get(name);
-  if (texture === 'dots') return [svg('circle', { cx: x + 3, cy: size / 2, r: 1.6, class: 'texture' })];
-  return texture === 'lines' ? [svg('rect', { x, y: size / 2, width: 6, height: 1.6, class: 'texture' })] : [];
+  if (texture === 'dots') return [svg('circle', { cx: x + 1.5, cy: size / 2, r: 1.5, class: 'texture' })];
+  return texture === 'lines' ? [svg('rect', { x, y: size / 2, width: 3, height: 1.5, class: 'texture' })] : [];
 }
 
 function hatched(id) {

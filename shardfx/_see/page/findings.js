@@ -1,6 +1,8 @@
 // What a check of the plan found, worst first as it was given; the fix is code to copy.
 
-const SEVERITIES = { error: ['\u2716', 'bad'], warning: ['\u25b2', 'warn'], info: ['\u25cf', 'calm'] };
+const SEVERITIES = new Map([
+  ['error', ['\u2716', 'bad']], ['warning', ['\u25b2', 'warn']], ['info', ['\u25cf', 'calm']],
+]);
 
 function drawFindings(section, find) {
   const findings = DATA.findings;
@@ -12,7 +14,7 @@ function drawFindings(section, find) {
 }
 
 function findingItem(finding, find) {
-  const [mark, style] = SEVERITIES[finding.severity] || SEVERITIES.info;
+  const [mark, style] = SEVERITIES.get(finding.severity) || SEVERITIES.get('info');
   return el('li', { class: `panel finding ${style}` },
     el('div', { class: 'headline' }, el('span', { class: 'severity' }, el('span', { 'aria-hidden': 'true' }, mark), ` ${finding.severity}`),
       el('span', { class: 'tag' }, finding.code),

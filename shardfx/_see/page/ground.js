@@ -61,11 +61,30 @@ function shareText(part, whole) {
   return percent > 0 && percent < 0.1 ? '< 0.1%' : `${percent.toFixed(percent < 10 ? 1 : 0)}%`;
 }
 
-/** A long text without its middle; the element that shows it has the whole one as its title. */
-function shortened(text, most) {
-  if (text.length <= most) return text;
-  const tail = Math.floor((most - 1) * 0.6);
-  return most < 2 ? '' : `${text.slice(0, most - 1 - tail)}\u2026${text.slice(text.length - tail)}`;
+/** A long text without its middle: what tells paths apart is mostly their end. */
+function shortened(text, most, ending = 0.6) {
+  const characters = text.length <= most ? [] : [...text];
+  if (characters.length <= most) return text;
+  const tail = Math.floor((most - 1) * ending);
+  return most < 2 ? '' : `${characters.slice(0, most - 1 - tail).join('')}\u2026${characters.slice(-tail).join('')}`;
+}
+
+const PEN = document.createElement('canvas').getContext('2d');
+PEN.font = '12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
+
+function widthOf(text) {
+  return PEN.measureText(text).width;
+}
+
+/** A text in as many pixels as there are; "" if nothing of use fits. */
+function fitted(text, width) {
+  let most = Math.min(text.length, Math.floor(width / 2));
+  let shown = shortened(text, most, 0.8);
+  while (most > 3 && widthOf(shown) > width) {
+    most = Math.min(most - 1, Math.ceil((most * width) / widthOf(shown)));
+    shown = shortened(text, most, 0.8);
+  }
+  return widthOf(shown) <= width ? shown : '';
 }
 
 const MOST_PARTS = 60;

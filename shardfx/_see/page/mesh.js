@@ -5,11 +5,15 @@ function drawMesh(host) {
   const inner = [...AXES.values()].filter((axis) => axis.inner > 1);
   const [rows, columns] = [inner[inner.length - 2], inner[inner.length - 1]];
   const panels = inner.slice(0, -2), count = panels.reduce((product, axis) => product * axis.inner, 1);
+  // Few devices are drawn larger.
+  const step = count === 1 && slices === 1 ? 20 : 13;
+  const width = Math.max(26 + Math.min(columns ? columns.inner : 1, MOST_DOTS) * step, 70) + 20;
+  const most = Math.max(1, Math.floor((slices > 1 ? 220 : 480) / width));
   const frames = Array.from({ length: Math.min(slices, 2) }, (_, slice) => el('div', { class: 'slice' },
     slices > 1 ? el('h4', {}, `slice ${slice}`) : null,
-    el('div', { class: 'grids' }, Array.from({ length: Math.min(count, slices > 1 ? 2 : 3) }, (_, at) =>
-      el('figure', {}, panels.length ? el('figcaption', {}, panelName(panels, at)) : null, grid(rows, columns))),
-      count > (slices > 1 ? 2 : 3) ? el('span', { class: 'and-more' }, `\u2026 ${numberText(count)} of these`) : null)));
+    el('div', { class: 'grids' }, Array.from({ length: Math.min(count, most) }, (_, at) =>
+      el('figure', {}, panels.length ? el('figcaption', {}, panelName(panels, at)) : null, grid(rows, columns, step))),
+      count > most ? el('span', { class: 'and-more' }, `\u2026 ${numberText(count)} of these`) : null)));
   if (slices > 2) frames.push(el('span', { class: 'and-more' }, `\u2026 ${counted(slices, 'slice')}`));
   const label = `${counted(devices, 'device')} in a mesh of ${text}${slices > 1 ? `, in ${counted(slices, 'slice')}` : ''}`;
   host.replaceChildren(el('div', { class: 'slices', role: 'img', 'aria-label': label }, frames), axisTable(axes));
@@ -24,19 +28,19 @@ function panelName(panels, at) {
   return names;
 }
 
-const DOT = 13, MOST_DOTS = 8;
+const MOST_DOTS = 8;
 
-function grid(rows, columns) {
+function grid(rows, columns, step) {
   const across = dots(columns), down = dots(rows), left = rows ? 26 : 4, top = columns ? 22 : 4;
-  const width = Math.max(left + across.length * DOT + 4, 70), height = top + down.length * DOT + 6;
+  const width = Math.max(left + across.length * step + 4, 64), height = top + down.length * step + 6;
   const picture = svg('svg', { width, height, 'aria-hidden': 'true' });
   if (columns) picture.append(axisLabel(columns, left, 13, null));
   if (rows) picture.append(axisLabel(rows, -(height - 4), 15, 'rotate(-90)'));
   down.forEach((y, j) => across.forEach((x, i) => {
-    const skipped = x === null || y === null, place = { x: left + i * DOT, y: top + j * DOT };
+    const skipped = x === null || y === null, place = { x: left + i * step, y: top + j * step };
     picture.append(skipped
-      ? svg('circle', { cx: place.x + 5, cy: place.y + 5, r: 1.4, class: 'gap' })
-      : svg('rect', { ...place, width: DOT - 3, height: DOT - 3, rx: 2, class: 'device' }));
+      ? svg('circle', { cx: place.x + step / 2 - 1.5, cy: place.y + step / 2 - 1.5, r: 1.4, class: 'gap' })
+      : svg('rect', { ...place, width: step - 3, height: step - 3, rx: 2, class: 'device' }));
   }));
   return picture;
 }
@@ -62,6 +66,6 @@ function axisTable(axes) {
       sliced ? el('td', { class: 'number' }, numberText(axis.slices)) : null,
       el('td', {}, axis.type), el('td', {}, used));
   });
-  return el('table', { class: 'axes' }, el('thead', {}, el('tr', {}, header.map((name) => el('th', { scope: 'col' }, name)))),
+  return el('table', { class: 'axes' }, el('thead', {}, el('tr', {}, header.map((name) => el('th', { scope: 'col', class: name === 'size' || name === 'slices' ? 'number' : null }, name)))),
     el('tbody', {}, lines));
 }

@@ -50,7 +50,7 @@ function drawLegend(host) {
   host.append(...used.map(([key]) => {
     const axes = FILLS.get(key).axes;
     return el('li', {}, swatch(axes), axes.length ? el('b', {}, lettersText(axes)) : null,
-      el('bdi', {}, axes.length ? axes.join(' and ') : 'whole on every device'));
+      el('bdi', {}, axes.length ? axes.join(' x ') : 'whole on every device'));
   }));
 }
 

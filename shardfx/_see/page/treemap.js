@@ -1,6 +1,6 @@
 // The map: nested rectangles whose areas are bytes per device, filled by the mesh axes that cut the arrays.
 
-const HEADER = 18, GAP = 1, LEAST_SIDE = 30, LEAST_AREA = 24, LETTER = 6.5, MOST_CELLS = 400;
+const HEADER = 18, GAP = 1, LEAST_SIDE = 30, LEAST_AREA = 24, MOST_CELLS = 400, MOST_FRAMES = 3;
 
 class Treemap {
   constructor(host, trail, root, { select, tip }) {
@@ -51,15 +51,16 @@ class Treemap {
     this.picture.append(group);
   }
 
-  drawNode(parent, node, place) {
+  drawNode(parent, node, place, depth = 1) {
     const roomy = place.width >= LEAST_SIDE * 1.6 && place.height >= LEAST_SIDE + HEADER;
     if (node.row || !roomy) return this.drawCell(parent, node, place);
+    const children = depth < MOST_FRAMES ? node.children : leavesBelow(node);
     const frame = svg('g', {});
     frame.append(svg('rect', { ...inset(place, GAP / 2), class: 'frame' }), ...this.headerOf(node, place));
     NODES.set(frame, node);
     const inside = { x: place.x + 2, y: place.y + HEADER, width: place.width - 4, height: place.height - HEADER - 2 };
-    for (const [child, at] of this.placed(node, node.children.filter((one) => one.bytes > 0), inside)) {
-      this.drawNode(frame, child, at);
+    for (const [child, at] of this.placed(node, children.filter((one) => one.bytes > 0), inside)) {
+      this.drawNode(frame, child, at, depth + 1);
     }
     parent.append(frame);
   }
@@ -76,9 +77,8 @@ class Treemap {
   }
 
   headerOf(node, place) {
-    const most = Math.floor((place.width - 8) / LETTER), size = bytesText(node.bytes);
-    const both = most > size.length + 8;
-    const name = shortened(node.name, both ? most - size.length - 2 : most);
+    const size = bytesText(node.bytes), both = place.width > widthOf(size) + 60;
+    const name = fitted(node.name, place.width - 10 - (both ? widthOf(size) + 10 : 0));
     const clip = svg('svg', { x: place.x, y: place.y, width: place.width, height: HEADER });
     clip.append(svg('text', { x: 5, y: 13, class: 'header' }, name));
     if (both) clip.append(svg('text', { x: place.width - 5, y: 13, class: 'header size' }, size));
@@ -181,6 +181,17 @@ function nodeAt(target) {
   return null;
 }
 
+/** The arrays below a node, each under its path from there. */
+function leavesBelow(node) {
+  const leaves = [];
+  const visit = (one, name) => {
+    if (one.row) leaves.push({ ...one, name });
+    else one.children.forEach((child) => visit(child, name + child.name));
+  };
+  node.children.forEach((child) => visit(child, child.name));
+  return leaves.sort((a, b) => b.bytes - a.bytes);
+}
+
 /** Nodes too small to be drawn, as one node, or of very many some, each with neighbours in the tree. */
 function together(nodes, parent) {
   const many = nodes.length > 2 * MOST_CELLS, length = many ? Math.ceil(nodes.length / 24) : nodes.length;
@@ -219,17 +230,18 @@ function inset({ x, y, width, height }, by) {
 }
 
 function labelLines(node, axes, { width, height }) {
-  const most = Math.floor((width - 14) / LETTER), letters = lettersText(axes) || 'whole';
-  if (most < 2 || height < 18) return [];
-  if (most < 6 || height < 24) return letters.length <= most ? [letters] : [];
-  const second = [`${letters}  ${bytesText(node.bytes)}`, letters].find((text) => text.length <= most);
-  return [shortened(node.name, most), ...(height >= 42 && second ? [second] : [])];
+  const room = width - 14, letters = lettersText(axes) || 'whole';
+  const fits = (text) => widthOf(text) <= room;
+  if (height < 18) return [];
+  if (height < 24 || room < 44) return fits(letters) ? [letters] : [];
+  const second = [`${letters}  ${bytesText(node.bytes)}`, letters].find(fits);
+  return [fitted(node.name, room), ...(height >= 42 && second ? [second] : [])].filter(Boolean);
 }
 
 function labelOf(lines, { x, y, width, height }) {
-  const longest = Math.max(...lines.map((line) => line.length));
+  const longest = Math.max(...lines.map(widthOf));
   const clip = svg('svg', { x: x + 3, y: y + 3, width: Math.max(width - 6, 0), height: Math.max(height - 6, 0) });
-  clip.append(svg('rect', { width: longest * LETTER + 8, height: lines.length * 14 + 3, rx: 3, class: 'label-back' }));
+  clip.append(svg('rect', { width: longest + 8, height: lines.length * 14 + 3, rx: 3, class: 'label-back' }));
   lines.forEach((line, at) => clip.append(svg('text', { x: 4, y: 12 + 14 * at, class: at ? 'label fine' : 'label' }, line)));
   return clip;
 }

@@ -1,0 +1,378 @@
+"""The page of a report in headless Chromium, as someone uses it: with a mouse, with a keyboard, and with hostile names."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_report_data import HOSTILE, MANY, hostile
+
+from shardfx import MeshSpec, PathRules, ShardPlan, html_report, plan, traffic
+from shardfx._ground.text import printable
+
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+if CHROMIUM is None or DRIVER is None:
+    pytest.skip("no `chromium` and `chromedriver` on the path", allow_module_level=True)
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+Keys = webdriver.Keys
+support = pytest.importorskip("selenium.webdriver.support.ui")
+HLO = Path(__file__).parents[1] / "data" / "hlo"
+# The browser may reach nothing: every name that it looks up is unknown to it.
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE localhost , EXCLUDE 127.0.0.1",
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    profile = options.arguments[-1]
+    yield driver
+    driver.quit()
+    assert service.process.poll() is not None
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and profile in command_of(pid)]
+
+
+def command_of(pid: str) -> str:
+    """The command line of a process; "" if it is gone."""
+    try:
+        return Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+class Page:
+    """A page in the browser: what a person sees and does there."""
+
+    def __init__(self, driver: Any, text: str, file: Path, width: int = 1440, height: int = 900, scheme: str = "light"):
+        self.driver = driver
+        file.write_text(text)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        driver.get(file.as_uri())
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements("css selector", selector)
+
+    def one(self, selector: str) -> Any:
+        (found,) = self.all(selector)
+        return found
+
+    def text(self, selector: str) -> str:
+        return self.run("return document.querySelector(arguments[0]).textContent", selector)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def press(self, *keys: str) -> None:
+        webdriver.ActionChains(self.driver).send_keys(*keys).perform()
+
+    @property
+    def focused(self) -> Any:
+        return self.driver.switch_to.active_element
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths in the table, from the top."""
+        return self.run("return [...document.querySelectorAll('#table button.row')].map((one) => one.textContent)")
+
+    @property
+    def trail(self) -> list[str]:
+        return self.run("return [...document.querySelectorAll('#trail li')].map((one) => one.textContent)")
+
+    def search(self, text: str) -> list[str]:
+        field = self.one("#search")
+        field.send_keys(Keys.CONTROL + "a")
+        field.send_keys(Keys.DELETE + text)
+        return self.paths
+
+    def complaints(self) -> list[str]:
+        """What the browser logged, and what the page fetched: nothing, if all is well."""
+        fetched = self.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+        return [entry["message"] for entry in self.driver.get_log("browser")] + fetched
+
+
+def finding(**fields: Any) -> Any:
+    given = {
+        "code": "corrected",
+        "severity": "warning",
+        "where": "embed",
+        "bytes": 4096,
+        "message": "less",
+        "fix": "f()",
+    }
+    return SimpleNamespace(**{**given, **fields})
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def model() -> ShardPlan:
+    layer = {
+        "attn": {"qkv": struct(1024, 3072), "out": struct(1024, 1024)},
+        "mlp": {"up": struct(1024, 4096), "down": struct(4096, 1024)},
+        "norm": struct(1024),
+    }
+    tree = {"embed": struct(50257, 1024), "layers": [layer] * 24}
+    rules = PathRules.parse("embed->tensor.fsdp, qkv|up->fsdp.tensor, out|down->tensor.fsdp, norm->replicate")
+    return plan(tree, MeshSpec({"data": 2, "fsdp": 8, "tensor": 8}, dcn={"data": 2}), paths=rules)
+
+
+@pytest.fixture
+def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
+    sent = traffic((HLO / "tpu_gathered_weights.txt").read_text(), MeshSpec({"data": 2, "tensor": 4}))
+    found = [finding(), finding(code="cut-head", severity="error", where="layers/3/attn/qkv", fix="")]
+    made = html_report(model(), title="A model", findings=found, traffic=sent, chip="v5e")
+    page = Page(browser, made, tmp_path / "page.html")
+    yield page
+    assert page.complaints() == []
+
+
+def test_the_page_says_what_the_plan_says(page):
+    made = model()
+    assert page.driver.title == page.text("h1") == "A model"
+    tiles = [tile.text.split("\n")[0] for tile in page.all("#tiles li")]
+    assert tiles[:2] == [f"{len(made):,}", "128"]
+    assert page.paths[:3] == ["embed", "layers/{0..23}/mlp/down", "layers/{0..23}/mlp/up"]
+    assert "121 arrays in 6 rows" in page.text("#count")
+    assert "that a program may use on v5e" in page.text("#memory .verdict")
+    assert page.one("#mesh [role=img]").get_attribute("aria-label") == (
+        "128 devices in a mesh of data=2,fsdp=8,tensor=8, in 2 slices"
+    )
+    assert [row.text.split()[1] for row in page.all("#mesh tbody th")] == ["data", "fsdp", "tensor"]
+    assert "nothing" in page.all("#mesh tbody tr")[0].text
+    assert "160.0 MiB enter each of 8 devices" in page.text("#traffic")
+
+
+def test_search_and_filter(page):
+    assert page.search("MLP") == ["layers/{0..23}/mlp/down", "layers/{0..23}/mlp/up"]
+    assert "48 arrays in 2 rows" in page.text("#count")
+    assert page.search("layers/17/mlp/up") == ["layers/{0..23}/mlp/up"]
+    assert page.search("layers/24/mlp/up") == []
+    assert "No array matches" in page.text("#table tbody")
+    assert page.search("indivisible padd") == []
+    assert page.search("indivisible pad") == ["embed"]
+    assert page.search("norm bf16[1024]") == ["layers/{0..23}/norm"]
+    page.search("")
+    choices = support.Select(page.one("#filter"))
+    for name, left in [
+        ("whole on every device", ["layers/{0..23}/norm"]),
+        ("less than was asked", ["embed"]),
+        ("cut by data", []),
+    ]:
+        choices.select_by_visible_text(name)
+        assert page.paths == left, name
+    assert page.all("#treemap .dimmed")
+
+
+def test_sorting_and_the_details_of_a_row(page):
+    heads = {head.text.split("\n")[0]: head for head in page.all("#table thead th")}
+    assert heads["bytes/device"].get_attribute("aria-sort") == "descending"
+    heads["path"].find_element("tag name", "button").click()
+    assert page.paths == sorted(page.paths) and heads["path"].get_attribute("aria-sort") == "ascending"
+    heads["path"].find_element("tag name", "button").click()
+    assert page.paths == sorted(page.paths, reverse=True)
+    row = page.one("#table [data-row='0'] button")
+    row.click()
+    assert page.focused.get_attribute("aria-expanded") == "true"
+    details = page.one("#table .open")
+    assert "indivisible" in details.text and "size 50257 is not divisible by `tensor` (8)" in details.text
+    cells = [cell.text for cell in details.find_elements("css selector", ".dims tbody tr:first-child td")]
+    assert cells == ["0", "50,257", "tensor", "-", "50,257"]
+    page.focused.click()
+    assert not page.all("#table .open")
+
+
+def top(page: Page, name: str) -> Any:
+    """The rectangle of a part of the tree that is drawn at the top of the map."""
+    return page.one(f"#treemap .top[aria-label^='{name}']")
+
+
+def test_a_click_on_the_map_zooms_and_shows_the_array(page):
+    assert page.trail == ["all arrays"]
+    assert "embed, 12.3 MiB on each device" in top(page, "embed").get_attribute("aria-label")
+    cell = page.run(
+        "return [...document.querySelectorAll('#treemap .cell')].find((one) => one.textContent.startsWith('up'))"
+    )
+    cell.click()
+    assert page.trail == ["all arrays", "layers/{0..23}/"]
+    assert "layers/{0..23}/mlp/up" in page.text("#inspector") and "fsdp" in page.text("#inspector .dims")
+    top(page, "mlp/").click()
+    assert page.trail[-1] == "mlp/" and len(page.all("#treemap .top")) == 2
+    page.all("#trail button")[0].click()
+    assert page.trail == ["all arrays"]
+
+
+def test_what_the_mouse_rests_on_is_explained(page):
+    chain = webdriver.ActionChains(page.driver)
+    chain.move_to_element(top(page, "embed")).perform()
+    tip = page.one("#tip")
+    assert tip.is_displayed() and "bf16[50257,1024]" in tip.text and "-,fsdp" in tip.text
+    assert "size 50257 is not divisible" in tip.text
+    chain.move_to_element(page.one("h1")).perform()
+    assert not tip.is_displayed()
+
+
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
+    page.run("document.activeElement.blur()")
+    reached, seen = [], set()
+    for _ in range(200):
+        page.press(Keys.TAB)
+        element = page.focused
+        if element.tag_name == "body" or element.id in seen:
+            break
+        seen.add(element.id)
+        reached.append(element)
+        ring = page.run(
+            "const one = arguments[0], ring = one.querySelector('.ring');"
+            "const style = getComputedStyle(ring || one);"
+            "return ring ? style.stroke !== 'none' && parseFloat(style.strokeWidth) > 2 : style.outlineStyle !== 'none'",
+            element,
+        )
+        assert ring, element.get_attribute("outerHTML")[:200]
+    focusable = "a[href], button:not([hidden]), input, select, [tabindex='0']"
+    assert {one.id for one in page.all(focusable) if one.is_displayed() or one.get_attribute("class") == "skip"} <= seen
+    assert len(reached) >= 20
+    assert all(
+        page.run("return arguments[0].ariaLabel || arguments[0].textContent || arguments[0].id", one) for one in reached
+    )
+
+
+def test_the_map_by_keyboard(page):
+    page.run("document.querySelector('#treemap .top').focus()")
+    first = page.focused.get_attribute("aria-label")
+    page.press(Keys.ARROW_RIGHT)
+    assert page.focused.get_attribute("aria-label") != first
+    page.press(Keys.ARROW_LEFT)
+    assert page.focused.get_attribute("aria-label") == first
+    page.run("arguments[0].focus()", top(page, "layers"))
+    page.press(Keys.ENTER)
+    assert page.trail == ["all arrays", "layers/{0..23}/"]
+    assert page.focused.get_attribute("aria-label").startswith("mlp/")
+    page.press(Keys.SPACE)
+    assert page.trail[-1] == "mlp/" and page.focused.get_attribute("aria-label").startswith("down")
+    page.press(Keys.ENTER)
+    assert "layers/{0..23}/mlp/down" in page.text("#inspector")
+    assert page.focused.get_attribute("aria-label").startswith("down")
+    page.press(Keys.ESCAPE)
+    assert page.focused.get_attribute("aria-label").startswith("mlp/")
+    page.press(Keys.ESCAPE, Keys.ESCAPE)
+    assert page.trail == ["all arrays"] and page.focused.get_attribute("aria-label").startswith("layers")
+
+
+def test_a_finding_leads_to_its_arrays(page):
+    first, second = page.all("#findings .finding")
+    assert "warning" in first.text and "f()" in first.find_element("tag name", "pre").text
+    assert "error" in second.text and not second.find_elements("tag name", "pre")
+    second.find_element("css selector", "button").click()
+    assert page.paths == ["layers/{0..23}/attn/qkv"]
+    assert page.focused.get_attribute("id") == "search"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_widths_and_colours(browser, tmp_path, width, scheme):
+    page = Page(browser, html_report(model(), chip="v5e"), tmp_path / "page.html", width, scheme=scheme)
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    wide = "return [...document.querySelectorAll('main *')].filter((one) => one.getBoundingClientRect().right > innerWidth)"
+    assert page.run(f"{wide}.map((one) => one.outerHTML.slice(0, 80))") == []
+    ink, paper = page.run("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+    assert contrast(ink, paper) > 7
+    soft = page.run("return getComputedStyle(document.getElementById('summary')).color")
+    assert contrast(soft, paper) > 4.5
+    assert (luminance(paper) > 0.5) == (scheme == "light")
+    # Nothing of the picture depends on being drawn at first in this size.
+    page.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 800, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    support.WebDriverWait(page.driver, 5).until(
+        lambda _: (
+            page.run("return document.documentElement.scrollWidth") <= 800
+            and page.run("return document.querySelector('#treemap svg').clientWidth") in range(600, 800)
+        )
+    )
+    assert page.complaints() == []
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    red, green, blue = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_hostile_names_stay_text(browser, tmp_path, width):
+    title = "<script>window.pwned = 3</script>"
+    bad = [finding(**{field: name}) for name in HOSTILE for field in ("where", "message", "fix", "code", "severity")]
+    page = Page(browser, html_report(hostile(), title=title, findings=bad), tmp_path / "page.html", width)
+    assert page.driver.title == page.text("h1") == title
+    assert page.run("return window.pwned") is None
+    assert not page.all("main script, main img, main b > script, b[onerror]")
+    assert page.run("return document.scripts.length") == 2
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    shown = set(page.paths)
+    for name in HOSTILE:
+        text = printable(name)
+        assert text in shown or len(text) > 300, name
+    # The whole of a long one is in its details.
+    page.search("xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx")
+    page.one("#table button.row").click()
+    assert "x" * 10_000 in page.text("#table .open")
+    for cell in page.all("#treemap .top")[:4]:
+        page.run("arguments[0].focus()", cell)
+    assert page.run("return window.pwned") is None and page.complaints() == []
+
+
+@pytest.mark.parametrize("name", ["f'model/layers/{n // 10}/experts/w{n % 10}'", "f'{n * 7919 % 50021:05d}x{n:x}'"])
+def test_fifty_thousand_leaves_stay_usable(browser, tmp_path, name):
+    file = tmp_path / "made.json"
+    subprocess.run(
+        [sys.executable, "-c", MANY, name, str(file)], cwd=Path(__file__).parents[2], check=True, timeout=300
+    )
+    page = Page(browser, json.loads(file.read_text())["page"], tmp_path / "page.html")
+    took = page.run("return performance.timing.domContentLoadedEventEnd - performance.timing.navigationStart")
+    assert took < 20_000  # 0.1 to 1 s on an idle machine
+    assert "50,000 arrays" in page.text("#count") and len(page.paths) <= 100
+    assert len(page.run("return document.querySelectorAll('*')")) < 8000
+    if name.startswith("f'model"):
+        # Of many numbers a range shows the ends: what may hold this one is found, and nothing else.
+        found = page.search("layers/4321/experts/w3")
+        assert 0 < len(found) <= 7 and all(path.endswith("/experts/w3") for path in found)
+        assert page.search("layers/5000/experts/w3") == []
+    else:
+        assert page.search(f"{7919:05d}x1") == [f"{7919:05d}x1"]
+        page.search("")
+        page.one("#more").click()
+        assert len(page.paths) == 200
+        # Names that are too many for one picture are in groups; each click shows fewer of them.
+        for _ in range(3):
+            page.run("document.querySelector('#treemap .top').focus()")
+            page.press(Keys.ENTER)
+        assert len(page.all("#treemap .top")) > 1
+    assert page.complaints() == []

@@ -1,0 +1,215 @@
+"""What a report says as data, and as the text of a page; what a browser makes of it is in test_report_browser.py."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from shardfx import (
+    AxisRules,
+    ChipError,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    Traffic,
+    fsdp,
+    html_report,
+    plan,
+    report_data,
+    report_rows,
+)
+from shardfx._see.packed import packed
+
+
+MESH = MeshSpec({"data": 2, "tensor": 4})
+HOSTILE = (
+    "</script><script>window.pwned = 1</script>",
+    "<img src=x onerror='window.pwned = 2'>",
+    "\"quotes' & &amp; <b>",
+    "{{data}} {{script}}",
+    "\u202egnp.tsohg\u202c \u2066\u2029\x1b[31m\0",
+    "\U0001f680\U0001f9d1\u200d\U0001f52c emoji",
+    "\u6743\u91cd/\u0648\u0632\u0646",
+    "half \ud800",
+    "x" * 10_000,
+    "/".join("abcdefgh" * 500),
+    "",
+    "__proto__",
+    "${1}`",
+)
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def hostile() -> ShardPlan:
+    return plan({name: struct(8, 8) for name in HOSTILE}, MESH, paths=PathRules([(".*", P("data", "tensor"))]))
+
+
+def embedded(page: str) -> dict:
+    """The data that a page holds, as its script reads it."""
+    (text,) = re.findall('<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def paths(data: dict) -> list[str]:
+    """The paths of packed rows."""
+    found, before = [], ""
+    for common, rest, _, _ in data["rows"]:
+        before = before[:common] + rest
+        found.append(before)
+    return found
+
+
+def test_the_rows_are_those_of_the_report():
+    layer = {"w": struct(8, 6), "b": struct(6)}
+    made = plan(
+        {"layers": [layer] * 3, "n": struct()}, MESH, paths=PathRules([("w", P("data", "tensor")), (".*", P())])
+    )
+    data = report_data(made, title="three layers")
+    rows = report_rows(made)
+    assert [row["path"] for row in data["rows"]] == [row.path for row in rows]
+    assert [row["bytes_per_device"] for row in data["rows"]] == [row.bytes_per_device for row in rows]
+    assert data["totals"] == {
+        "arrays": 7,
+        "bytes": made.bytes_total,
+        "bytes_per_device": made.bytes_per_device,
+        "even_bytes_per_device": -(-made.bytes_total // 8),
+        "replicated_bytes": 3 * 6 * 4 + 4,
+        "corrected_arrays": 3,
+    }
+    (w,) = [row for row in data["rows"] if row["path"].endswith("w")]
+    assert w["requested"] == [["data"], ["tensor"]] and w["spec"] == [["data"], []] and w["shard_shape"] == [4, 6]
+    assert [(reason["code"], reason["dim"], reason["axes"]) for reason in w["reasons"]] == [
+        ("indivisible", 1, ["tensor"])
+    ]
+    assert (data["title"], data["digest"]) == ("three layers", made.digest)
+
+
+def test_everything_that_a_plan_can_hold_is_json():
+    class Odd:
+        pass
+
+    tree = {
+        "key": jax.random.key(0),
+        "fp8": struct(8, 8, dtype=jnp.float8_e4m3fn),
+        "int4": struct(8, 8, dtype=jnp.int4),
+        "empty": struct(0, 4),
+        "numpy": np.ones((8, 2), np.float32),
+        "named": struct(8, 4),
+        "function": Odd,
+    }
+    axes = AxisRules([("a", ("data", "tensor")), ("b", None)])
+    made = plan(
+        tree,
+        MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit}, dcn={"data": 2}),
+        paths=PathRules([("named", ("a", "b")), ("fp8", fsdp("tensor")), (".*", P())]),
+        axes=axes,
+        memory_kinds=[("int4", "pinned_host")],
+    )
+    data = json.loads(json.dumps(report_data(made)))
+    rows = {row["path"]: row for row in data["rows"]}
+    assert rows["named"]["spec"] == [["data", "tensor"], []]
+    assert rows["int4"]["memory_kind"] == "pinned_host" and rows["int4"]["bytes"] == 32
+    assert rows["empty"]["bytes"] == 0 and "function" not in rows
+    assert data["mesh"]["axes"] == [
+        {"name": "data", "size": 2, "slices": 2, "type": "Auto"},
+        {"name": "tensor", "size": 4, "slices": 1, "type": "Explicit"},
+    ]
+    assert {(part["group"], part["memory_kind"]) for part in data["memory"]} >= {("int4", "pinned_host")}
+    assert embedded(html_report(made))["totals"] == data["totals"]
+
+
+@pytest.mark.parametrize("tree", [{}, {"n": jnp.ones(())}, jnp.ones(4)])
+def test_the_smallest_trees(tree):
+    made = plan(tree, MeshSpec({"data": 1}), paths=PathRules([(".*", P())]), unused="allow")
+    data = embedded(html_report(made))
+    assert data["totals"]["arrays"] == len(made) and data["totals"]["replicated_bytes"] == 0
+
+
+def test_a_chip_by_its_name():
+    made = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P())]))
+    assert report_data(made, chip="v5p")["chip"]["name"] == "v5p"
+    assert report_data(made)["chip"] is None
+    with pytest.raises(ChipError, match="v5"):
+        html_report(made, chip="v5x")
+
+
+def test_names_stay_text_whatever_they_hold():
+    page = html_report(hostile(), title="</title><script>window.pwned = 3</script>")
+    assert page.isascii()
+    # What ends an element, or begins one, is the template's own.
+    plain = html_report(plan({"w": struct(8)}, MESH, paths=PathRules([("w", P())])), title="a")
+    for mark in ("<script", "</script", "<img", "<title", "</title", "<style", "<!--"):
+        assert page.lower().count(mark) == plain.lower().count(mark), mark
+    shown = paths(embedded(page))
+    assert len(shown) == len(HOSTILE) and all(path.isprintable() for path in shown)
+    assert "\\u202egnp.tsohg\\u202c \\u2066\\u2029\\x1b[31m\\x00" in shown
+    assert HOSTILE[0] in shown and "\u6743\u91cd/\u0648\u0632\u0646" in shown and "x" * 10_000 in shown
+
+
+def test_the_same_plan_gives_the_same_page():
+    assert html_report(hostile()) == html_report(hostile())
+
+
+# In a process of its own, without the checks of types that would take most of the time.
+MANY = """
+import json, sys, time
+import jax
+from shardfx import MeshSpec, PathRules, html_report, plan
+
+tree = {eval(sys.argv[1]): jax.ShapeDtypeStruct((8, 16 + n % 7), "float32") for n in range(50_000)}
+made = plan(tree, MeshSpec({"data": 2, "tensor": 4}), paths=PathRules.parse(".*->data"))
+start = time.process_time()
+page = html_report(made)
+seconds = time.process_time() - start
+left = {leaf.path: leaf.bytes_per_device for leaf in made.leaves}
+with open(sys.argv[2], "w") as opened:
+    json.dump({"seconds": seconds, "page": page, "leaves": left, "bytes": made.bytes_per_device}, opened)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, left_out",
+    [
+        ("f'model/layers/{n // 10}/mlp/experts/w{n % 10}/kernel'", False),
+        ("f'{n * 7919 % 50021:05d}x{n:x}'", False),
+        ("f'p{n}' * 40", True),
+    ],
+)
+def test_fifty_thousand_leaves_are_a_page_below_2_mb(name, left_out, tmp_path):
+    file = tmp_path / "made.json"
+    command = [sys.executable, "-c", MANY, name, str(file)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
+    made = json.loads(file.read_text())
+    assert made["seconds"] < 15  # 0.2 to 4 on an idle machine
+    assert len(made["page"]) < 2_000_000
+    data = embedded(made["page"])
+    assert sum(row[2] for row in data["rows"]) + data["more"]["arrays"] == 50_000
+    assert (data["more"]["rows"] > 0) == left_out
+    share = [kind["bytes_per_device"] for kind in data["kinds"]]
+    assert sum(row[2] * share[row[3]] for row in data["rows"]) + data["more"]["bytes_per_device"] == made["bytes"]
+    if left_out:
+        # They are those with the fewest bytes.
+        shown = set(paths(data))
+        left = {path: count for path, count in made["leaves"].items() if path not in shown}
+        assert len(left) == data["more"]["rows"]
+        assert max(left.values()) <= min(share[row[3]] for row in data["rows"])
+
+
+def test_many_findings_and_much_traffic_are_cut_and_counted():
+    made = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P())]))
+    found = SimpleNamespace(code="replicated", severity="warning", where="w", bytes=9, message="m" * 100, fix="f")
+    data = packed(report_data(made, findings=[found] * 10_000, traffic=Traffic((), 8)))
+    assert 100 < len(data["findings"]) < 10_000 and len(data["findings"]) + data["more_findings"] == 10_000
+    assert data["traffic"] == {"devices": 8, "wire_bytes": 0, "dcn_bytes": 0, "rows": [], "more": 0}
+    assert len(html_report(made, findings=[found] * 10_000)) < 2_000_000
