@@ -11,8 +11,9 @@ from .._cost.traffic import Traffic
 from .._ground.text import bytes_text, printable
 from .._plan.shard_plan import ShardPlan
 from ..chips import Chip
+from .finding import Finding
 from .packed import embedded, packed
-from .report_data import FindingLike, report_data
+from .report_data import report_data
 
 
 # One script, cut into files that a person can read; each may use those before it.
@@ -23,7 +24,7 @@ def html_report(
     plan: ShardPlan,
     *,
     title: str | None = None,
-    findings: Iterable[FindingLike] = (),
+    findings: Iterable[Finding] = (),
     traffic: Traffic | None = None,
     chip: str | Chip | None = None,
 ) -> str:
@@ -35,7 +36,7 @@ def html_report(
 
     - `plan`: the plan.
     - `title`: what it is a plan of, such as the model's name.
-    - `findings`: what a check of the plan found.
+    - `findings`: what [`shardfx.lint`][] found.
     - `traffic`: what a step under the plan sends, from [`shardfx.traffic`][].
     - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name.
 

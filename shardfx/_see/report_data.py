@@ -1,8 +1,9 @@
 """All that a report of a plan shows, as plain data: what the page draws, and what `--json` prints."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from .._cost.traffic import Traffic, TrafficRow
 from .._ground.reason import Reason
@@ -13,28 +14,17 @@ from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
 from ..chips import Chip, find
 from ..topology._mesh import MeshSpec
+from .finding import Finding
 
 
 FORMAT = 1
-
-
-@runtime_checkable
-class FindingLike(Protocol):
-    """What the report reads of a finding."""
-
-    code: str
-    severity: str
-    where: str
-    bytes: int
-    message: str
-    fix: str
 
 
 def report_data(
     plan: ShardPlan,
     *,
     title: str | None = None,
-    findings: Iterable[FindingLike] = (),
+    findings: Iterable[Finding] = (),
     traffic: Traffic | None = None,
     chip: str | Chip | None = None,
 ) -> dict[str, Any]:
@@ -44,7 +34,7 @@ def report_data(
 
     - `plan`: the plan.
     - `title`: what it is a plan of, such as the model's name.
-    - `findings`: what a check of the plan found.
+    - `findings`: what [`shardfx.lint`][] found.
     - `traffic`: what a step under the plan sends, from [`shardfx.traffic`][].
     - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name.
 
@@ -150,8 +140,8 @@ def _chip(chip: Chip) -> dict[str, Any]:
     return {"name": chip.name, "hbm_bytes": chip.hbm_bytes, "usable_hbm_bytes_per_device": usable}
 
 
-def _finding(finding: FindingLike) -> dict[str, Any]:
-    return {name: vars(finding)[name] for name in ("code", "severity", "where", "bytes", "message", "fix")}
+def _finding(finding: Finding) -> dict[str, Any]:
+    return dataclasses.asdict(finding)
 
 
 def _traffic(traffic: Traffic) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from shardfx import (
     AxisRules,
     ChipError,
+    Finding,
     MeshSpec,
     PathRules,
     ShardPlan,
@@ -208,7 +208,7 @@ def test_fifty_thousand_leaves_are_a_page_below_2_mb(name, left_out, tmp_path):
 
 def test_many_findings_and_much_traffic_are_cut_and_counted():
     made = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P())]))
-    found = SimpleNamespace(code="replicated", severity="warning", where="w", bytes=9, message="m" * 100, fix="f")
+    found = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
     data = packed(report_data(made, findings=[found] * 10_000, traffic=Traffic((), 8)))
     assert 100 < len(data["findings"]) < 10_000 and len(data["findings"]) + data["more_findings"] == 10_000
     assert data["traffic"] == {"devices": 8, "wire_bytes": 0, "dcn_bytes": 0, "rows": [], "more": 0}
