@@ -1,6 +1,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools as ft
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar, overload
@@ -10,11 +11,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
+from .._convert import TreeMap
 from .._ground.errors import LeafTypeError, MeshError, MoveError, SpecError
 from .._ground.tree import tree_paths
 from .carry_out import carry_out, least_limit_bytes, why_least
 from .destinations import is_array, leaf_name, lost_devices, targets
 from .move import Move, balanced, has_devices, move_of, require_movable, require_reduced
+from .through_map import through_map
 from .tiles.transfer import IN_FLIGHT_BYTES, lost_text
 from .traced import traced
 
@@ -28,10 +31,24 @@ _IN_FLIGHT_COUNT = 32
 
 @overload
 def reshard(
+    tree: Any,
+    dst: Any,
+    *,
+    src: Any = None,
+    map: TreeMap,
+    memory_limit_bytes: SupportsIndex | None = None,
+    donate: bool = False,
+    lost: Iterable[Any] = (),
+) -> Any: ...
+
+
+@overload
+def reshard(
     tree: np.ndarray,
     dst: Any,
     *,
     src: Any = None,
+    map: None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
     lost: Iterable[Any] = (),
@@ -44,6 +61,7 @@ def reshard(
     dst: Any,
     *,
     src: Any = None,
+    map: None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
     lost: Iterable[Any] = (),
@@ -55,6 +73,7 @@ def reshard(
     dst: Any,
     *,
     src: Any = None,
+    map: TreeMap | None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
     lost: Iterable[Any] = (),
@@ -78,6 +97,9 @@ def reshard(
     - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices.
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings; `None` leaves what is
         below it alone.
+    - `map`: how the arrays of another tree are made of these, where `dst` is not a plan of this tree: a
+        [`shardfx.TreeMap`][]. Then `dst` is a plan, or a tree of structs with shardings. What is put together is cut on
+        the devices that have it, so that each element enters a device that needs it once, and nothing else does.
     - `src`: where traced arrays lie, in the forms of `dst`; needed inside `jit` under Auto axes alone.
     - `memory_limit_bytes`: how much may be used beside the source's and the target's shards, per device (the CPU's
         devices share one memory). One group moves at a time, and an array that needs more moves in slices; where
@@ -94,11 +116,12 @@ def reshard(
 
     **Raises:**
 
-    Before anything is moved: `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
-    sharding does not divide its array, or has unreduced axes and is not where the array lies; `LeafTypeError` for
-    dtypes that JAX moves wrongly, and for a `lost` or a limit of another type; `MeshError` if there is no way, or
-    elements are on `lost` devices alone; `MoveError` if `memory_limit_bytes` is less than some array needs in the
-    finest of slices. In the middle: `MoveError`, which says and holds what was moved.
+    Before anything is moved: `MapError` that lists all of a map that does not fit; `PlanMismatchError` if `dst` is for
+    another tree or has no devices; `SpecError` if a sharding does not divide its array, or has unreduced axes and is
+    not where the array lies; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of another
+    type; `MeshError` if there is no way, or elements are on `lost` devices alone; `MoveError` if `memory_limit_bytes`
+    is less than some array needs in the finest of slices. In the middle: `MoveError`, which says and holds what was
+    moved.
 
     !!! Example
 
@@ -117,7 +140,7 @@ def reshard(
         assert moved["w"].addressable_shards[0].data.shape == (24, 4)
         ```
     """
-    return resharded(tree, dst, src=src, memory_limit_bytes=memory_limit_bytes, donate=donate, lost=lost)
+    return resharded(tree, dst, src=src, map=map, memory_limit_bytes=memory_limit_bytes, donate=donate, lost=lost)
 
 
 def resharded(
@@ -125,6 +148,7 @@ def resharded(
     dst: Any,
     *,
     src: Any = None,
+    map: TreeMap | None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
     lost: Iterable[Any] = (),
@@ -132,6 +156,12 @@ def resharded(
 ) -> Any:
     """As `reshard`; without `copies`, devices of the CPU run the programs of devices with memories of their own."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
+    if map is not None:
+        if lost or src is not None:
+            raise LeafTypeError("`reshard` with a map takes neither `src` nor `lost`; move the tree as it is first.")
+        with _asked_for():
+            how = {"limit_bytes": limit_bytes, "donate": donate, "copies": copies}
+            return through_map(tree, dst, map, ft.partial(_as_it_is, copies), **how)
     leaves, treedef = jax.tree.flatten(tree)
     wanted = targets(dst, tree, leaves, treedef, "dst")
     if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -142,6 +172,10 @@ def resharded(
         _require_room(job, limit_bytes)
     with _asked_for():
         return jax.tree.unflatten(treedef, _done(job, leaves, limit_bytes, donate))
+
+
+def _as_it_is(copies: bool, tree: Any, dst: Any, limit_bytes: int | None, donate: bool) -> Any:
+    return resharded(tree, dst, memory_limit_bytes=limit_bytes, donate=donate, copies=copies)
 
 
 def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:

@@ -186,13 +186,13 @@ def _freeing(
     if plan.order == "target":
         return _target_by_target(plan, shards, dtype, free)
     # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
-    built = [_buffer(_sizes(box), dtype) for box in plan.targets]
+    built = [aligned(_sizes(box), dtype) for box in plan.targets]
     if plan.order == "source":
         _source_by_source(_parts(plan, built), shards, free)
         return built
     _source_by_source(_pieces(plan, built), shards, free)
     for place, (box, tiles) in enumerate(plan.pairs):
-        buffer = _buffer(_sizes(box), dtype)
+        buffer = aligned(_sizes(box), dtype)
         _copy_all(list(zip([buffer[slices(t.target)] for t in tiles], _split(built[place], tiles), strict=True)))
         built[place] = buffer
     return built
@@ -241,7 +241,7 @@ def _target_by_target(
     built = []
     left = dict(plan.readers)
     for box, tiles in plan.pairs:
-        buffer = _buffer(_sizes(box), dtype)
+        buffer = aligned(_sizes(box), dtype)
         _copy_all([(buffer[slices(t.target)], np.asarray(shards[t.sender])[slices(t.source)]) for t in tiles])
         built.append(buffer)
         for tile in tiles:
@@ -273,14 +273,14 @@ def _buffers(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndar
     """Memory for several shards; those of a small array lie in one block."""
     counts = [math.prod(shape) * dtype.itemsize for shape in shapes]
     if sum(counts) > _BLOCK_BYTES:
-        return [_buffer(shape, dtype) for shape in shapes]
+        return [aligned(shape, dtype) for shape in shapes]
     room = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
-    block = _buffer((sum(room),), np.dtype(np.uint8))
+    block = aligned((sum(room),), np.dtype(np.uint8))
     starts = it.accumulate(room, initial=0)
     return [np.ndarray(shape, dtype, block, start) for shape, start in zip(shapes, starts, strict=False)]
 
 
-def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Memory for a shard, at an address that XLA takes without copying it."""
     count = math.prod(shape) * dtype.itemsize
     memory = np.empty(count + _ALIGNMENT, np.uint8)

@@ -35,21 +35,21 @@ def rounds(tile_map: TileMap) -> tuple[Round, ...]:
         classes.setdefault((shape, tile.sender == tile.receiver), []).append(tile)
     found = []
     for (shape, local), tiles in classes.items():
-        found += [Round(shape, local, matching) for matching in _matchings(tiles)]
+        found += [Round(shape, local, matching) for matching in matchings(tiles)]
     return tuple(found)
 
 
-def _matchings(tiles: Sequence[Tile]) -> Iterable[tuple[Tile, ...]]:
+def matchings(tiles: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
     """Colours the edges of a bipartite graph with as many colours as its largest degree (Konig's theorem)."""
-    at_sender: dict[int, dict[int, Tile]] = {}
-    at_receiver: dict[int, dict[int, Tile]] = {}
+    at_sender: dict[int, dict[int, Any]] = {}
+    at_receiver: dict[int, dict[int, Any]] = {}
     for tile in tiles:
         out, into = at_sender.setdefault(tile.sender, {}), at_receiver.setdefault(tile.receiver, {})
         free_out, free_into = _first_free(out), _first_free(into)
         if free_out in into:
             _swap(tile.receiver, free_out, free_into, at_sender, at_receiver)
         out[free_out] = into[free_out] = tile
-    colours: dict[int, list[Tile]] = {}
+    colours: dict[int, list[Any]] = {}
     for used in at_sender.values():
         for colour, tile in used.items():
             colours.setdefault(colour, []).append(tile)

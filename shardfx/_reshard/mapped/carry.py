@@ -1,0 +1,196 @@
+"""Making what is planned: one array of the target after the other, from live arrays."""
+
+import functools as ft
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._convert.pieces import Scale, within
+from ..._convert.values import fill
+from ..._ground.boxes import Box, as_box
+from .copies import assembled
+from .exchange import Exchange, blocks, joined, program, sharding_of
+from .work import Scaled, Work
+
+
+Move = Callable[[jax.Array, Any], jax.Array]
+
+
+def carried(work: Work, arrays: Mapping[str, Any], move: Move, limit_bytes: int | None) -> jax.Array:
+    """Makes one array.
+
+    **Arguments:**
+
+    - `work`: how; not "plain".
+    - `arrays`: the source's arrays by path.
+    - `move`: moves an array to a sharding, for scales.
+    - `limit_bytes`: how much may be used beside source and target.
+    """
+    data = {name: _data(arrays[name]) for name in work.sources}
+    if 0 in work.shape:
+        made = _by_host(work, data)
+    elif work.way == "programs":
+        made = _by_programs(work, data, move, limit_bytes)
+    elif work.way == "copies":
+        made = _by_copies(work, data)
+    else:
+        made = _by_host(work, data)
+    if made.dtype == work.leaf.dtype:
+        return made
+    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(arrays[work.sources[0]]))
+
+
+def _data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _shards(data: Mapping[str, Any]) -> dict[tuple[str, int], np.ndarray]:
+    """The shards of this process by path and number; NumPy arrays are one shard, of number -1."""
+    found = {}
+    for name, leaf in data.items():
+        if not isinstance(leaf, jax.Array):
+            found[name, -1] = np.asarray(leaf)
+            continue
+        for number in range(len(leaf.sharding.addressable_devices_indices_map(leaf.shape))):
+            found[name, number] = np.asarray(leaf.addressable_data(number))
+    return found
+
+
+def _reader(data: Mapping[str, Any]) -> Callable[[str, Box], np.ndarray]:
+    """Boxes of whole arrays, put together from shards."""
+
+    def read(path: str, box: Box) -> np.ndarray:
+        leaf = data[path]
+        out = np.empty([stop - start for start, stop in box], leaf.dtype)
+        parts: list[tuple[Box, Any]]
+        if isinstance(leaf, jax.Array):
+            parts = [(as_box(shard.index, leaf.shape), shard.data) for shard in leaf.addressable_shards]
+        else:
+            parts = [(tuple((0, size) for size in leaf.shape), leaf)]
+        for own, value in parts:
+            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True)]
+            if all(low < high for low, high in both):
+                out[_within(both, box)] = np.asarray(value)[_within(both, own)]
+        return out
+
+    return read
+
+
+def _within(part: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(part, box, strict=True))
+
+
+def _by_copies(work: Work, data: Mapping[str, Any]) -> jax.Array:
+    assert work.leaf.sharding is not None
+    cuts = [one.made for one in work.cuts]
+    return assembled(work.shape, work.dtype, work.leaf.sharding, work.targets, cuts, _shards(data), _reader(data))
+
+
+def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:
+    read, sharding = _reader(data), work.leaf.sharding
+    assert sharding is not None
+    known: dict[Box, np.ndarray] = {}
+
+    def shard(index: Any) -> np.ndarray:
+        box = as_box(index or (), work.shape)
+        if box not in known:
+            known.clear()
+            known[box] = np.zeros([stop - start for start, stop in box], work.dtype)
+            for piece in work.made.pieces:
+                for part in within(piece, box):
+                    fill(known[box], box, part, read)
+        return known[box]
+
+    return jax.make_array_from_callback(work.shape, sharding, shard, dtype=work.dtype)
+
+
+def _by_programs(work: Work, data: Mapping[str, Any], move: Move, limit_bytes: int | None) -> jax.Array:
+    sharding, devices = work.leaf.sharding, work.devices
+    assert sharding is not None
+    every = dict(data)
+    for one in work.scaled:
+        every[one.name] = _scaled(one, data[one.path], data[one.scale.path], move)
+    target = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])
+    with jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh):
+        out = _begun(work, target)
+        for step, places in _steps(work, limit_bytes):
+            leaf = every[step.path]
+            shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+            source = work.source_shapes[step.path]
+            run = program(devices, step.rounds, source, (target, work.dtype))
+            out = run(out, blocks(devices, source[0], source[1], shards), places)
+            if limit_bytes is not None or _crosses(devices):
+                # Programs that talk to other processes block threads of the CPU's runtime; several at once can block
+                # them all.
+                jax.block_until_ready(out)
+    parts = {shard.device: shard.data for shard in out.addressable_shards}
+    mine = [parts[device].reshape(target) for device in sharding.addressable_devices_indices_map(work.leaf.shape)]
+    return jax.make_array_from_single_device_arrays(work.shape, sharding, mine, dtype=work.dtype)
+
+
+def _crosses(devices: Sequence[Any]) -> bool:
+    return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+
+
+@ft.lru_cache(maxsize=4096)
+def _steps(work: Work, limit_bytes: int | None) -> tuple[tuple[Exchange, jax.Array], ...]:
+    """The programs of an array, and the places that they begin at, on the devices."""
+    where = sharding_of(work.devices)
+    found = []
+    for step in work.exchanges(limit_bytes):
+        rows = step.places
+        placed = jax.make_array_from_callback(rows.shape, where, lambda index, rows=rows: rows[index])
+        found.append((step, placed))
+    return tuple(found)
+
+
+def _begun(work: Work, target: tuple[int, ...]) -> jax.Array:
+    """The shards before anything is written: zeros, and constants where there are some."""
+    devices, where = work.devices, sharding_of(work.devices)
+    whole = (len(devices) * joined(target)[0], *joined(target)[1:])
+    constants: dict[int, list[Any]] = {}
+    for cut in work.cuts[0].made:
+        if cut.piece.value.path is None:
+            constants.setdefault(cut.receiver, []).append(cut.piece)
+    if not constants:
+        return jnp.zeros(whole, work.dtype, device=where)
+    first = joined(target)[0]
+
+    def shard(index: Any) -> np.ndarray:
+        number = (index[0].start or 0) // first
+        out = np.zeros(target, work.dtype)
+        for piece in constants.get(number, ()):
+            fill(out, tuple((0, size) for size in target), piece, _nothing)
+        return out.reshape(joined(target))
+
+    return jax.make_array_from_callback(whole, where, shard, dtype=work.dtype)
+
+
+def _nothing(path: str, box: Box) -> np.ndarray:
+    raise AssertionError(path)
+
+
+def _scaled(one: Scaled, x: jax.Array, by: jax.Array, move: Move) -> jax.Array:
+    """An array times its scales, where it lies."""
+    sharding = x.sharding
+    if isinstance(sharding, NamedSharding):
+        by = move(by, NamedSharding(sharding.mesh, PartitionSpec()))
+    else:
+        by = move(by, sharding)
+    return _times(one.scale, one.dtype, sharding)(x, by)
+
+
+@ft.lru_cache(maxsize=64)
+def _times(scale: Scale, dtype: Any, sharding: Any) -> Any:
+    def run(x: jax.Array, by: jax.Array) -> jax.Array:
+        by = by.astype(jnp.float32)
+        for dim, size in enumerate(scale.block):
+            by = jnp.repeat(by, size, axis=dim)
+        by = by[tuple(slice(size) for size in x.shape)]
+        return (x.astype(jnp.float32) * by).astype(dtype)
+
+    return jax.jit(run, out_shardings=sharding)

@@ -1,0 +1,136 @@
+"""Which part of which shard each device takes, where an array is made of others. Pure: integers only."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._convert import Made, Piece
+from ..._convert.pieces import NOWHERE, Value, hull, once, rows, shifted, swapped, within
+from ..._ground.boxes import Box
+from ..._ground.spec import bits
+
+
+class Cut(NamedTuple):
+    """One piece that one device takes from one shard.
+
+    **Arguments:**
+
+    - `sender`, `receiver`: devices, by the numbers that the boxes were given with; equal where nothing travels.
+    - `piece`: counted from the start of the sender's shard, and of the receiver's. Of a constant the source is nothing;
+        of what is scaled it is counted in the whole array, because it takes two.
+    - `bytes`: that travel, if it does.
+    """
+
+    sender: int
+    receiver: int
+    piece: Piece
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """How each shard of an array is made of the shards of others.
+
+    Each element that a device needs and does not have enters it once.
+
+    **Arguments:**
+
+    - `made`: the cuts, receiver by receiver.
+    """
+
+    made: tuple[Cut, ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter all devices together."""
+        return sum(cut.bytes for cut in self.made if cut.sender != cut.receiver)
+
+
+def cuts_of(
+    made: Made,
+    targets: Sequence[tuple[int, Box]],
+    sources: Mapping[str, tuple[Any, Mapping[Box, Sequence[int]]]],
+    process_of: Mapping[int, int],
+) -> Cuts:
+    """Which device takes which piece of which shard.
+
+    A device takes what it holds itself. Of several other holders those in the receiver's process come first, and among
+    them the one that has sent least.
+
+    **Arguments:**
+
+    - `made`: what the array is made of.
+    - `targets`: device and box of each shard that is wanted.
+    - `sources`: by path the dtype of each array that it is made of, and who holds which box of it.
+    - `process_of`: the process of each device.
+
+    **Returns:**
+
+    The Cuts.
+    """
+    sent: dict[int, int] = {}
+    found: list[Cut] = []
+    for receiver, box in targets:
+        start = [-low for low, _ in box]
+        parts = [shifted(part, start) for piece in made.pieces for part in within(piece, box)]
+        for part in parts:
+            if part.value.path is None or part.value.scale is not None:
+                found.append(Cut(receiver, receiver, part, 0))
+                continue
+            dtype, holders = sources[part.value.path]
+            for cell, devices in holders.items():
+                for own in _inside(part, cell):
+                    count = -(-once(own).elements * sent_bits(own.value, dtype) // 8)
+                    sender = _sender(receiver, devices, process_of, sent)
+                    if sender != receiver:
+                        sent[sender] = sent.get(sender, 0) + count
+                    found.append(Cut(sender, receiver, own, count))
+    return Cuts(tuple(found))
+
+
+def _inside(part: Piece, cell: Box) -> list[Piece]:
+    """What of a piece lies in a box of the source, counted from its start."""
+    other = swapped(part)
+    if any(high <= low or stop <= start for (start, stop), (low, high) in zip(hull(other), cell, strict=True)):
+        return []
+    if any(high <= start or stop <= low for (start, stop), (low, high) in zip(hull(other), cell, strict=True)):
+        return []
+    return [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]
+
+
+def _sender(receiver: int, holders: Sequence[int], process_of: Mapping[int, int], sent: Mapping[int, int]) -> int:
+    if receiver in holders:
+        return receiver
+    home = process_of.get(receiver)
+    near = [device for device in holders if process_of.get(device) == home] or holders
+    return min(near, key=lambda device: sent.get(device, 0))
+
+
+def first_casts(casts: Sequence[Any], dtype: Any) -> int:
+    """How many casts of numbers come before they are sent: those up to the smallest dtype that they have."""
+    sizes = [bits(dtype), *[bits(to) for to in casts]]
+    return sizes.index(min(sizes))
+
+
+def sent_bits(value: Value, dtype: Any) -> int:
+    """Bits of an element on the wire."""
+    return min([bits(dtype), *[bits(to) for to in value.casts]])
+
+
+def smaller(cut: Cut, most_bytes: int) -> list[Cut]:
+    """A cut in parts of at most so many bytes, as far as it can be cut."""
+    factors = [f for f in cut.piece.factors if f.source_dim != NOWHERE]
+    if cut.bytes <= most_bytes or not factors:
+        return [cut]
+    outer = max(factors, key=lambda f: f.size)
+    step = max(1, outer.size * max(1, most_bytes) // cut.bytes)
+    if step >= outer.size:
+        return [cut]
+    per = cut.bytes / outer.size
+    found = []
+    for start in range(0, outer.size, step):
+        stop = min(outer.size, start + step)
+        part = Cut(cut.sender, cut.receiver, rows(cut.piece, outer, start, stop), math.ceil(per * (stop - start)))
+        found += smaller(part, most_bytes) if part.bytes < cut.bytes else [part]
+    return found

@@ -1,0 +1,274 @@
+"""Cuts as programs over all devices of both sides: rounds in which each device sends and receives one piece.
+
+What differs between arrays of one kind, where a piece begins, is data of a program and no part of it: a stack's layers,
+and all layers of a model, share one.
+"""
+
+import functools as ft
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..._convert import Piece
+from ..._convert.pieces import NOWHERE, Factor, along, hull, swapped
+from ..small_floats import on_bits
+from ..tiles.rounds import matchings
+from .cuts import Cut, first_casts
+
+
+_AXIS = "device"
+# Per dimension the extent of a box, and the digits that count through it: how many, and how far apart.
+Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+class Form(NamedTuple):
+    """What pieces of one round have in common.
+
+    **Arguments:**
+
+    - `source`, `target`: the digits of each dimension, on either side.
+    - `order`: per digit of the target the number of the source's digit that it is, or `NOWHERE` where it repeats.
+    - `casts`: the dtypes that the numbers are cast to.
+    """
+
+    source: Digits
+    target: Digits
+    order: tuple[int, ...]
+    casts: tuple[Any, ...]
+
+
+class Round(NamedTuple):
+    """Pieces of one form, of which no two have the same sender or the same receiver.
+
+    **Arguments:**
+
+    - `form`: of the pieces.
+    - `pairs`: who sends to whom; nothing where each device takes its own.
+    - `is_full`: whether every device receives.
+    """
+
+    form: Form
+    pairs: tuple[tuple[int, int], ...]
+    is_full: bool
+
+
+class Exchange(NamedTuple):
+    """One array's part of another: a program, and the places that its rounds begin at.
+
+    **Arguments:**
+
+    - `path`: of the array that is read.
+    - `rounds`: in order.
+    - `places`: per device and round, where the piece begins in source and target, and whether it is received.
+    """
+
+    path: str
+    rounds: tuple[Round, ...]
+    places: np.ndarray
+
+
+def form_of(piece: Piece) -> Form:
+    """What a piece has in common with others that begin elsewhere."""
+    sources, targets = _digits(swapped(piece)), _digits(piece)
+    source = [f for own in sources for f in own]
+    # Seen from either side the same digit has the same four numbers.
+    numbers = {(f.target_dim, f.target_step): number for number, f in enumerate(source)}
+    order = tuple(
+        NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step] for own in targets for f in own
+    )
+    return Form(_plain(hull(swapped(piece)), sources), _plain(hull(piece), targets), order, tuple(piece.value.casts))
+
+
+def _digits(piece: Piece) -> list[list[Factor]]:
+    return [along(piece, dim) for dim in range(len(piece.target))]
+
+
+def _plain(box: Sequence[tuple[int, int]], digits: Sequence[Sequence[Factor]]) -> Digits:
+    sizes = [stop - start for start, stop in box]
+    return tuple((size, tuple((f.size, f.target_step) for f in own)) for size, own in zip(sizes, digits, strict=True))
+
+
+def exchanges(cuts: Sequence[Cut], count: int, most_bytes: int | None = None) -> list[Exchange]:
+    """The programs that carry out cuts, in which devices are numbered from 0 to `count`.
+
+    **Arguments:**
+
+    - `cuts`: of one target, without those of constants.
+    - `most_bytes`: the most that the pieces of one program take together, as far as there is more than one round.
+    """
+    by_source: dict[str, dict[tuple[Form, bool], list[Cut]]] = {}
+    for cut in cuts:
+        forms = by_source.setdefault(str(cut.piece.value.path), {})
+        forms.setdefault((form_of(cut.piece), cut.sender == cut.receiver), []).append(cut)
+    found = []
+    for path, forms in by_source.items():
+        steps = []
+        for (form, local), own in forms.items():
+            for tiles in matchings(own):
+                pairs = () if local else tuple(sorted((cut.sender, cut.receiver) for cut in tiles))
+                steps.append((Round(form, pairs, len(tiles) == count), tiles))
+        for group in _groups(steps, most_bytes):
+            width = len(group[0][1][0].piece.source) + len(group[0][1][0].piece.target) + 1
+            places = np.zeros((count, len(group), width), np.int32)
+            for number, (_, tiles) in enumerate(group):
+                for cut in tiles:
+                    places[cut.sender, number, : len(cut.piece.source)] = cut.piece.source
+                    places[cut.receiver, number, len(cut.piece.source) :] = (*cut.piece.target, 1)
+            found.append(Exchange(path, tuple(one for one, _ in group), places))
+    return found
+
+
+def _groups(steps: list[Any], most_bytes: int | None) -> list[list[Any]]:
+    groups: list[list[Any]] = [[]]
+    filled = 0
+    for step in steps:
+        size = max(cut.bytes for cut in step[1])
+        if groups[-1] and most_bytes is not None and filled + size > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(step)
+        filled += size
+    return groups
+
+
+@ft.lru_cache(maxsize=256)
+def program(
+    devices: tuple[Any, ...],
+    rounds: tuple[Round, ...],
+    source: tuple[tuple[int, ...], Any],
+    target: tuple[tuple[int, ...], Any],
+) -> Any:
+    """The jitted step that writes one array's part into another's shards.
+
+    **Arguments:**
+
+    - `devices`: of both sides, in the order of their numbers.
+    - `rounds`: what is sent.
+    - `source`, `target`: shape and dtype of one shard.
+    """
+    mesh, spec = Mesh(np.asarray(devices), (_AXIS,)), PartitionSpec(_AXIS)
+
+    def run(out: jax.Array, block: jax.Array, places: jax.Array) -> jax.Array:
+        out, block = out.reshape(target[0]), block.reshape(source[0])
+        for number, step in enumerate(rounds):
+            # Without the barrier all pieces could be cut, and kept, before the first is sent.
+            block, out = jax.lax.optimization_barrier((block, out))
+            out = _round(step, out, block, places[0, number])
+        return out.reshape(joined(target[0]))
+
+    plain = not any(to != source[1] for step in rounds for to in step.form.casts)
+    body = on_bits(run) if devices[0].platform == "cpu" and plain else run
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
+    form, rank = step.form, len(step.form.source)
+    cast_first = first_casts(form.casts, block.dtype)
+    piece = jax.lax.dynamic_slice(block, list(place[:rank]), [size for size, _ in form.source])
+    piece = _taken(piece, form.source)
+    for to in form.casts[:cast_first]:
+        piece = piece.astype(to)
+    if step.pairs:
+        piece = jax.lax.ppermute(piece, _AXIS, step.pairs)
+    for to in form.casts[cast_first:]:
+        piece = piece.astype(to)
+    piece = _ordered(piece, form)
+    starts, sizes = list(place[rank:-1]), [size for size, _ in form.target]
+    if step.is_full and all(_is_dense(size, digits) for size, digits in form.target):
+        return jax.lax.dynamic_update_slice(out, piece.reshape(sizes), starts)
+    before = jax.lax.dynamic_slice(out, starts, sizes)
+    after = _put(before, form.target, piece, 0)
+    return jax.lax.dynamic_update_slice(out, jnp.where(place[-1] > 0, after, before), starts)
+
+
+def _is_dense(size: int, digits: Sequence[tuple[int, int]]) -> bool:
+    step = 1
+    for count, own in reversed(digits):
+        if own != step:
+            return False
+        step *= count
+    return step == size
+
+
+def _taken(x: jax.Array, digits: Digits) -> jax.Array:
+    """The elements of a box that digits count through: one dimension each."""
+    axis = 0
+    for size, own in digits:
+        if _is_dense(size, own):
+            x = x.reshape(*x.shape[:axis], *[count for count, _ in own], *x.shape[axis + 1 :])
+            axis += len(own)
+            continue
+        for count, step in own:
+            x = _rows(x, axis, count, step)
+            axis += 1
+            inner = _below(own, step)
+            x = jax.lax.slice_in_dim(x, 0, inner, axis=axis)
+        x = x.reshape(*x.shape[:axis], *x.shape[axis + 1 :])
+    return x
+
+
+def _below(own: Sequence[tuple[int, int]], step: int) -> int:
+    """From the first to the last element that the digits below one of this step reach."""
+    return 1 + sum((count - 1) * each for count, each in own if each < step)
+
+
+def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
+    """A dimension as so many rows of `step` elements; behind the last there may be too few."""
+    missing = count * step - x.shape[axis]
+    padded = jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
+    return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])
+
+
+def _ordered(piece: jax.Array, form: Form) -> jax.Array:
+    """The digits in the order of the target, those that repeat among them."""
+    piece = piece.transpose([number for number in form.order if number != NOWHERE])
+    counts = [count for _, own in form.target for count, _ in own]
+    shape = [1 if number == NOWHERE else count for number, count in zip(form.order, counts, strict=True)]
+    return jnp.broadcast_to(piece.reshape(shape), counts)
+
+
+def _put(box: jax.Array, digits: Digits, piece: jax.Array, axis: int) -> jax.Array:
+    """A box whose elements that digits count through are those of `piece`."""
+    if axis == box.ndim:
+        return piece.reshape(box.shape)
+    if all(_is_dense(size, own) for size, own in digits):
+        return piece.reshape(box.shape)
+    (size, own), rest = digits[0], digits[1:]
+    if _is_dense(size, own):
+        merged = piece.reshape(*piece.shape[:axis], size, *piece.shape[axis + len(own) :])
+        return _put(box, rest, merged, axis + 1)
+    (count, step), below = own[0], own[1:]
+    rows = _rows(box, axis, count, step)
+    inner = 1 + sum((each - 1) * length for each, length in below)
+    part = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
+    new = _put(part, ((inner, below), *rest), piece, axis + 1)
+    rows = jax.lax.dynamic_update_slice_in_dim(rows, new, 0, axis + 1)
+    flat = rows.reshape(*box.shape[:axis], count * step, *box.shape[axis + 1 :])
+    return jax.lax.slice_in_dim(flat, 0, size, axis=axis)
+
+
+def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a shard among others that are end to end along its first dimension."""
+    return shape or (1,)
+
+
+def sharding_of(devices: tuple[Any, ...]) -> NamedSharding:
+    """How the blocks of a program lie."""
+    return NamedSharding(Mesh(np.asarray(devices), (_AXIS,)), PartitionSpec(_AXIS))
+
+
+def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards: Mapping[Any, jax.Array]) -> jax.Array:
+    """Shards as one array of a program's mesh; a device that holds none puts in zeros."""
+    block = joined(shape)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    found = [
+        jnp.zeros(block, dtype, device=device) if device not in shards else shards[device].reshape(block)
+        for device in own
+    ]
+    whole = (len(devices) * block[0], *block[1:])
+    return jax.make_array_from_single_device_arrays(whole, sharding_of(devices), found, dtype=dtype)

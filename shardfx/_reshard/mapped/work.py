@@ -1,0 +1,313 @@
+"""What there is to do for each array of a tree that is made of another tree's: planned once, from shapes alone."""
+
+import collections
+import dataclasses
+import functools as ft
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from ..._convert import Made, Piece, Struct, TreeMap, bound
+from ..._convert.evaluate import leaf_made
+from ..._convert.pieces import Scale, Value, extended, names_of, simplified
+from ..._ground.boxes import Box, boxes
+from ..._ground.errors import LeafTypeError, MeshError, SpecError
+from ..._ground.spec import array_bytes
+from ..move import data_of, has_devices, require_movable, require_reduced
+from ..tiles.transfer import sharers
+from .cuts import Cuts, cuts_of, smaller
+from .exchange import Exchange, exchanges
+
+
+Way = Literal["plain", "copies", "programs", "host"]
+
+
+class Leaf(NamedTuple):
+    """An array of either tree: its path, its shape and dtype, and where it lies; NumPy arrays lie nowhere."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+
+
+class Scaled(NamedTuple):
+    """An array times its scales, made before it moves."""
+
+    name: str
+    path: str
+    scale: Scale
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """How one array of the target is made.
+
+    **Arguments:**
+
+    - `leaf`: the array.
+    - `way`: "plain" (it is an array of the source, which moves as it is), "copies" (NumPy copies between the shards
+        that the devices of this process's CPU hold), "programs" (over all devices of both sides) or "host" (put
+        together in this process's memory, where no program spans the devices).
+    - `shape`, `dtype`: of the numbers that move; of PRNG keys, their bits.
+    - `made`: what it is made of.
+    - `sources`: the arrays that are read, in order.
+    - `scaled`: what is made of them before.
+    - `targets`: its different boxes, those of this process.
+    - `cuts`: for "copies", per box what it is made of; else all cuts.
+    - `devices`: for "programs", those of both sides.
+    """
+
+    leaf: Leaf
+    way: Way
+    shape: tuple[int, ...]
+    dtype: Any
+    made: Made
+    sources: tuple[str, ...]
+    scaled: tuple[Scaled, ...] = ()
+    targets: tuple[Box, ...] = ()
+    cuts: tuple[Cuts, ...] = ()
+    devices: tuple[Any, ...] = ()
+    source_shapes: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter all devices of the target together."""
+        return sum(cuts.wire_bytes for cuts in self.cuts)
+
+    def exchanges(self, limit_bytes: int | None) -> list[Exchange]:
+        """The programs, in order, with pieces that leave room for themselves within a limit."""
+        pieces = [cut for cut in self.cuts[0].made if cut.piece.value.path is not None]
+        if limit_bytes is None:
+            return exchanges(pieces, len(self.devices))
+        room = max(1, (limit_bytes - self.fixed_bytes) // (3 * sharers(self.devices)))
+        return exchanges([part for cut in pieces for part in smaller(cut, room)], len(self.devices), room)
+
+    @ft.cached_property
+    def fixed_bytes(self) -> int:
+        """What programs need beside source and target however small the pieces are: a device of one side only holds a
+        block of the other's shape too."""
+        if self.way != "programs":
+            return 0
+        target = array_bytes(self.leaf.sharding.shard_shape(self.shape), self.dtype) if self.leaf.sharding else 0
+        known = self.leaf.sharding.device_set if self.leaf.sharding else set()
+        alone = [array_bytes(*one) for one in self.source_shapes.values()]
+        missing = target if any(device not in known for device in self.devices) else 0
+        return (max([missing, *alone]) if len(known) < len(self.devices) else 0) * sharers(self.devices)
+
+    @ft.cached_property
+    def least_bytes(self) -> int:
+        """The least memory limit under which it can be made."""
+        if self.way != "programs":
+            return 0
+        return self.fixed_bytes + 3 * sharers(self.devices) * max(
+            [1, *[cut.bytes for one in self.cuts[0].made for cut in smaller(one, 1)]]
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Works:
+    """What there is to do for a tree.
+
+    **Arguments:**
+
+    - `works`: one per array of the target, in its order.
+    - `readers`: how many of them read each array of the source.
+    """
+
+    works: tuple[Work, ...]
+    readers: Mapping[str, int]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter all devices of the target together, those of plain moves left out."""
+        return sum(work.wire_bytes for work in self.works)
+
+
+@ft.lru_cache(maxsize=16)
+def works_of(map: TreeMap, sources: tuple[Leaf, ...], targets: tuple[Leaf, ...], copies: bool) -> Works:
+    """Plans the move of one tree into another; from a bounded cache where the same was asked before."""
+    here = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
+    there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
+    made = bound(map, here, there).made
+    by_path = {leaf.path: leaf for leaf in sources}
+    known: dict[Any, Any] = {}
+    works = [_work(leaf, made[leaf.path], by_path, copies, known) for leaf in targets]
+    readers = collections.Counter(path for work in works for path in work.sources)
+    return Works(tuple(works), readers)
+
+
+def _work(leaf: Leaf, made: Made, sources: Mapping[str, Leaf], copies: bool, known: dict[Any, Any]) -> Work:
+    names = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
+    assert leaf.sharding is not None
+    try:
+        _require_there(leaf.sharding)
+        require_movable(leaf.shape, leaf.dtype, leaf.sharding)
+        require_reduced(leaf.sharding, *[end for name in names if (end := sources[name].sharding) is not None])
+    except (SpecError, MeshError, LeafTypeError) as error:
+        raise type(error)(f"leaf `{leaf.path}`: {error}") from error
+    if len(names) == 1 and made == _as_it_is(sources[names[0]]):
+        return Work(leaf, "plain", leaf.shape, leaf.dtype, made, names)
+    shape, dtype = data_of(leaf.shape, leaf.dtype)
+    more = shape[len(leaf.shape) :]
+    pieces = tuple(extended(piece, more) for piece in made.pieces) if more else made.pieces
+    made = Made(shape, dtype, pieces)
+    way = _way(leaf, [sources[name].sharding for name in names], copies)
+    if way == "programs":
+        return _by_programs(leaf, made, names, sources, known)
+    return _by_copies(leaf, way, made, names, sources, known)
+
+
+def _as_it_is(leaf: Leaf) -> Made:
+    made = leaf_made(leaf.path, Struct(leaf.shape, leaf.dtype))
+    return Made(made.shape, made.dtype, tuple(simplified(piece) for piece in made.pieces))
+
+
+def _require_there(target: Sharding) -> None:
+    if not has_devices(target):
+        raise MeshError("the target's mesh has no devices; use `plan.on(plan.mesh.build(jax.devices()))`.")
+
+
+def _way(leaf: Leaf, sources: Sequence[Sharding | None], copies: bool) -> Way:
+    ends = [end for end in (*sources, leaf.sharding) if end is not None]
+    platforms = {device.platform for end in ends for device in end.device_set}
+    is_here = all(end.is_fully_addressable for end in ends)
+    if is_here and platforms == {"cpu"} and copies:
+        return "copies"
+    if len(platforms) == 1 and len(ends) == len(sources) + 1 and sources:
+        return "programs"
+    if is_here:
+        return "host"
+    if not sources or len(ends) == 1:
+        return "host"
+    raise MeshError(
+        f"leaf `{leaf.path}` is made of arrays on {' and '.join(sorted(platforms))} devices of several processes, or "
+        "of NumPy arrays beside them, which no program spans; move the source to the target's platform first: "
+        "`reshard(tree, plan)`."
+    )
+
+
+def _holders(leaf: Leaf, place: Mapping[Any, int]) -> dict[Box, list[int]]:
+    """Who holds which box of an array, bits of keys included."""
+    shape, _ = data_of(leaf.shape, leaf.dtype)
+    if leaf.sharding is None:
+        return {tuple((0, size) for size in shape): [-1]}
+    held: dict[Box, list[int]] = {}
+    more = tuple((0, size) for size in shape[len(leaf.shape) :])
+    for device, box in boxes(leaf.sharding, leaf.shape).items():
+        held.setdefault((*box, *more), []).append(place[device])
+    return held
+
+
+def _by_copies(
+    leaf: Leaf, way: Way, made: Made, names: tuple[str, ...], sources: Mapping[str, Leaf], known: dict[Any, Any]
+) -> Work:
+    assert leaf.sharding is not None
+    # Devices are numbered by their place in each array, which is how its shards are found.
+    more = tuple((0, size) for size in made.shape[len(leaf.shape) :])
+    mine = leaf.sharding.addressable_devices
+    targets = tuple(
+        dict.fromkeys((*box, *more) for device, box in boxes(leaf.sharding, leaf.shape).items() if device in mine)
+    )
+    key = ("copies", leaf.sharding, *_kind(made, names, sources))
+    if key not in known:
+        held = {}
+        for name in names:
+            one = sources[name]
+            order = {} if one.sharding is None else _numbers(one)
+            held[name] = (data_of(one.shape, one.dtype)[1], _holders(one, order))
+        known[key] = (names, tuple(cuts_of(made, [(-2, box)], held, {}) for box in targets))
+    cuts = tuple(_renamed(one, *_names(known[key][0], names)) for one in known[key][1])
+    return Work(leaf, way, made.shape, made.dtype, made, names, targets=targets, cuts=cuts)
+
+
+def _numbers(leaf: Leaf) -> dict[Any, int]:
+    assert leaf.sharding is not None
+    return {device: at for at, device in enumerate(leaf.sharding.addressable_devices_indices_map(leaf.shape))}
+
+
+def _kind(made: Made, names: tuple[str, ...], sources: Mapping[str, Leaf]) -> tuple[Any, ...]:
+    """What arrays have in common whose cuts differ in the names of what they read alone."""
+    numbers = {name: number for number, name in enumerate(names)}
+    pieces = tuple(_numbered(piece, numbers) for piece in made.pieces)
+    return made.shape, made.dtype, pieces, tuple(sources[name][1:] for name in names)
+
+
+def _numbered(piece: Piece, numbers: Mapping[str, int]) -> Any:
+    value = piece.value
+    scale = None if value.scale is None else (numbers[value.scale.path], value.scale.block)
+    path = None if value.path is None else numbers[value.path]
+    return path, value.number, scale, value.casts, piece.source, piece.target, piece.factors
+
+
+def _names(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[dict[str, str], bool]:
+    return dict(zip(known, names, strict=True)), known == names
+
+
+def _renamed(cuts: Cuts, names: Mapping[str, str], same: bool) -> Cuts:
+    """Cuts of another array of the same kind."""
+    if same:
+        return cuts
+    made = []
+    for cut in cuts.made:
+        value = cut.piece.value
+        scale = None if value.scale is None else value.scale._replace(path=names[value.scale.path])
+        path = None if value.path is None else names[value.path]
+        made.append(cut._replace(piece=cut.piece._replace(value=value._replace(path=path, scale=scale))))
+    return Cuts(tuple(made))
+
+
+def _by_programs(
+    leaf: Leaf, made: Made, names: tuple[str, ...], sources: Mapping[str, Leaf], known: dict[Any, Any]
+) -> Work:
+    assert leaf.sharding is not None
+    made, scaled = _scaled_first(made)
+    every = {**sources}
+    for one in scaled:
+        every[one.name] = sources[one.path]._replace(path=one.name, dtype=one.dtype)
+    read = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
+    ends = [end for name in read if (end := every[name].sharding) is not None]
+    devices = tuple(dict.fromkeys(device for end in (*ends, leaf.sharding) for device in _ordered(end)))
+    place = {device: number for number, device in enumerate(devices)}
+    more = tuple((0, size) for size in made.shape[len(leaf.shape) :])
+    targets = [(place[device], (*box, *more)) for device, box in boxes(leaf.sharding, leaf.shape).items()]
+    key = ("programs", leaf.sharding, *_kind(made, read, every))
+    if key not in known:
+        held = {name: (data_of((), every[name].dtype)[1], _holders(every[name], place)) for name in read}
+        process_of = {place[device]: device.process_index for device in devices}
+        known[key] = (read, cuts_of(made, targets, held, process_of))
+    cuts = _renamed(known[key][1], *_names(known[key][0], read))
+    shapes = {}
+    for name in read:
+        one, shape = every[name], data_of(every[name].shape, every[name].dtype)
+        assert one.sharding is not None
+        shapes[name] = ((*one.sharding.shard_shape(one.shape), *shape[0][len(one.shape) :]), shape[1])
+    return Work(
+        leaf, "programs", made.shape, made.dtype, made, names, scaled, (), (cuts,), devices, source_shapes=shapes
+    )
+
+
+def _ordered(end: Sharding) -> list[Any]:
+    """Devices in an order that is the same on every process."""
+    if isinstance(end, NamedSharding) and isinstance(end.mesh, Mesh):
+        return list(end.mesh.devices.flat)
+    return sorted(end.device_set, key=lambda device: device.id)
+
+
+def _scaled_first(made: Made) -> tuple[Made, tuple[Scaled, ...]]:
+    """A leaf of which what is scaled is an array of its own."""
+    scaled: dict[Any, Scaled] = {}
+    pieces = []
+    for piece in made.pieces:
+        value = piece.value
+        if value.scale is not None:
+            assert value.path is not None
+            to = value.casts[0] if value.casts else jnp.dtype("float32")
+            name = f"{value.path} * {value.scale.path} in {to}"
+            scaled[name] = Scaled(name, value.path, value.scale, to)
+            value = Value(name, None, None, value.casts[1:])
+        pieces.append(piece._replace(value=value))
+    return Made(made.shape, made.dtype, tuple(pieces)), tuple(scaled.values())

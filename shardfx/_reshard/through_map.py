@@ -1,0 +1,176 @@
+"""A tree made of another one, whose arrays are live: each as soon as there is room for it."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from .._convert import TreeMap
+from .._ground.errors import LeafTypeError, MoveError
+from .._ground.tree import flatten
+from .._plan.target import Target, target_of
+from .destinations import is_array
+from .mapped.carry import carried
+from .mapped.work import Leaf, Work, Works, works_of
+
+
+# Moves arrays as they are: a tree, its shardings, the limit, whether to give the arrays up, and whether by copies.
+Reshard = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Journey:
+    """A tree on its way into another.
+
+    **Arguments:**
+
+    - `arrays`: the source's arrays by path.
+    - `target`: the tree that is made.
+    - `works`: what there is to do for it.
+    """
+
+    arrays: Mapping[str, Any]
+    target: Target
+    works: Works
+
+
+def journey_of(tree: Any, dst: Any, map: TreeMap, copies: bool) -> Journey:
+    """Finds what there is to do, and raises where a map does not fit, before anything is moved."""
+    flat = flatten(tree)
+    if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
+        raise LeafTypeError(
+            "`reshard(..., map=...)` moves live arrays, and this tree is traced; inside `jit` use "
+            "`map.apply(tree, like)`, and constrain the result."
+        )
+    rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
+    arrays = {path: leaf for path, leaf, is_one in rows if is_one}
+    for path, leaf in arrays.items():
+        if not is_array(leaf):
+            raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to move.")
+    target = target_of(dst, "reshard")
+    sources = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype, _sharding(leaf)) for path, leaf in arrays.items())
+    targets = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in target.arrays)
+    return Journey(arrays, target, works_of(map, sources, targets, copies))
+
+
+def _sharding(leaf: Any) -> Any:
+    return leaf.sharding if isinstance(leaf, jax.Array) else None
+
+
+def through_map(
+    tree: Any, dst: Any, map: TreeMap, reshard: Reshard, *, limit_bytes: int | None, donate: bool, copies: bool
+) -> Any:
+    """As `reshard` with a map.
+
+    **Arguments:**
+
+    - `reshard`: moves arrays as they are: takes a tree, shardings, a limit, and whether to give up the arrays.
+    """
+    journey = journey_of(tree, dst, map, copies)
+    if limit_bytes is not None:
+        _require_room(journey.works, limit_bytes)
+    made: dict[str, Any] = {}
+    works = journey.works.works
+    left = collections.Counter(journey.works.readers)
+    given_up = _Donation(journey, left) if donate else None
+    path = ""
+    try:
+        plain = [work for work in works if work.way == "plain"]
+        path = plain[0].leaf.path if plain else ""
+        made |= _moved_as_they_are(plain, journey, reshard, limit_bytes, given_up)
+        for work in works:
+            path = work.leaf.path
+            if work.way != "plain":
+                made[path] = carried(work, journey.arrays, _by(reshard, limit_bytes), limit_bytes)
+                if given_up is not None:
+                    jax.block_until_ready(made[path])
+                    given_up.read(work)
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise _stopped(path, made, len(works), error, donate) from error
+    if given_up is not None:
+        given_up.finish()
+    return journey.target.filled([made[path] for path, _ in journey.target.arrays], {})
+
+
+def _by(reshard: Reshard, limit_bytes: int | None) -> Callable[[jax.Array, Any], jax.Array]:
+    return lambda x, sharding: reshard(x, sharding, limit_bytes, False)
+
+
+class _Donation:
+    """Gives up each array of the source when the last of the target that is made of it is there."""
+
+    def __init__(self, journey: Journey, left: collections.Counter):
+        self.arrays, self.left, self.kept = journey.arrays, left, set[int]()
+        # An array that is in the tree more than once is given up with the last of its places.
+        self.places = collections.Counter(id(leaf) for leaf in journey.arrays.values())
+
+    def is_last(self, path: str) -> bool:
+        """Whether one more reading of an array is the last, and nothing else in the tree is the same array."""
+        return self.left[path] == 1 and self.places[id(self.arrays[path])] == 1
+
+    def read(self, work: Work) -> None:
+        for path in work.sources:
+            self.left[path] -= 1
+            if not self.left[path]:
+                self._give_up(path)
+
+    def keep(self, array: Any) -> None:
+        """An array whose buffers a result shares."""
+        self.kept.add(id(array))
+
+    def finish(self) -> None:
+        """Gives up what nothing was made of."""
+        for path in self.arrays:
+            if path not in self.left:
+                self._give_up(path)
+
+    def _give_up(self, path: str) -> None:
+        array = self.arrays[path]
+        self.places[id(array)] -= 1
+        if isinstance(array, jax.Array) and not self.places[id(array)] and id(array) not in self.kept:
+            array.delete()
+
+
+def _moved_as_they_are(
+    works: Sequence[Work], journey: Journey, reshard: Reshard, limit_bytes: int | None, given_up: _Donation | None
+) -> dict[str, Any]:
+    """The arrays of the target that are arrays of the source, moved together."""
+    groups: dict[bool, list[Work]] = {}
+    for work in works:
+        donate = given_up is not None and given_up.is_last(work.sources[0])
+        groups.setdefault(donate, []).append(work)
+    made = {}
+    for donate, group in groups.items():
+        tree = {work.leaf.path: journey.arrays[work.sources[0]] for work in group}
+        wanted = {work.leaf.path: work.leaf.sharding for work in group}
+        made |= reshard(tree, wanted, limit_bytes, donate)
+        for work in group if given_up is not None else ():
+            assert given_up is not None
+            # Where nothing had to move, the result has the source's buffers.
+            given_up.keep(journey.arrays[work.sources[0]])
+            given_up.read(work)
+    return made
+
+
+def _require_room(works: Works, limit_bytes: int) -> None:
+    worst = max(works.works, key=lambda work: work.least_bytes, default=None)
+    if worst is not None and worst.least_bytes > limit_bytes:
+        raise MoveError(
+            f"leaf `{worst.leaf.path}`, {worst.dtype}{list(worst.shape)}, needs {worst.least_bytes} bytes beside its "
+            f"source and target, in the finest of pieces; `memory_limit_bytes={limit_bytes}` is too little. Nothing "
+            f"was moved; pass `memory_limit_bytes={worst.least_bytes}` or more."
+        )
+
+
+def _stopped(path: str, made: Mapping[str, Any], total: int, error: Exception, donate: bool) -> MoveError:
+    moved = {**made, **(error.moved if isinstance(error, MoveError) else {})}
+    listed = ", ".join(f"`{name}`" for name in list(moved)[:8]) + (", ..." if len(moved) > 8 else "")
+    kept = "what these alone were made of was donated" if donate else "the tree itself is untouched"
+    return MoveError(
+        f"stopped at leaf `{path}` ({type(error).__name__}: {str(error).splitlines()[0][:300]}) after {len(moved)} of "
+        f"{total} leaves: {listed or 'none'}; {kept}, and they are in the error's `moved`.",
+        moved,
+    )

@@ -1,0 +1,337 @@
+"""`reshard` with a map: bitwise what NumPy makes of whole arrays, over one device set, others, and in programs."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from maps import maps, same, written
+
+import shardfx
+from shardfx import From, LeafTypeError, MapError, MeshError, MeshSpec, MoveError, PathRules, TreeMap
+from shardfx._reshard.mapped.exchange import program
+from shardfx._reshard.reshard import reshard, resharded
+from shardfx._reshard.through_map import journey_of
+
+
+through_programs = ft.partial(resharded, copies=False)
+both_ways = pytest.mark.parametrize("move", [reshard, through_programs], ids=["copies", "programs"])
+
+
+def mesh(start, stop, *sizes):
+    return Mesh(np.asarray(jax.devices()[start:stop]).reshape(sizes), ("a", "b")[: len(sizes)])
+
+
+MESHES = {"all": lambda: mesh(0, 8, 2, 4), "first": lambda: mesh(0, 4, 2, 2), "last": lambda: mesh(4, 8, 2, 2)}
+
+
+def placed(array, sharding):
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def drawn(draw, shape, where):
+    used, entries = set(), []
+    for _ in shape:
+        entry = draw(st.sampled_from([None, "a", "b", ("b", "a")]))
+        names = {*((entry,) if isinstance(entry, str) else entry or ())}
+        entries.append(None if names & used else entry)
+        used |= names
+    return NamedSharding(where, shardfx.correct(P(*entries), shape, MeshSpec.of(where)).spec)
+
+
+def target_of(draw, whole, where):
+    return {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=drawn(draw, one.shape, where))
+        for path, one in whole.items()
+    }
+
+
+def equal(tree, whole, target):
+    assert tree.keys() == whole.keys()
+    for path, one in whole.items():
+        same(tree[path], one)
+        assert tree[path].sharding == target[path].sharding and tree[path].committed
+
+
+@pytest.mark.parametrize("source,there", [("all", "all"), ("first", "last"), ("all", "last"), ("first", "all")])
+@settings(max_examples=40, deadline=None)
+@given(case=maps(), data=st.data())
+def test_copies_make_what_numpy_makes(source, there, case, data):
+    made, arrays = written(case)
+    whole = made.apply(arrays)
+    tree = {path: placed(one, drawn(data.draw, one.shape, MESHES[source]())) for path, one in arrays.items()}
+    target = target_of(data.draw, whole, MESHES[there]())
+    equal(reshard(tree, target, map=made), whole, target)
+    for path, one in arrays.items():
+        same(tree[path], one)
+
+
+@pytest.mark.parametrize("source,there", [("all", "all"), ("first", "last")])
+@settings(max_examples=6, deadline=None)
+@given(case=maps(), data=st.data())
+def test_programs_make_what_numpy_makes(source, there, case, data):
+    made, arrays = written(case)
+    whole = made.apply(arrays)
+    tree = {path: placed(one, drawn(data.draw, one.shape, MESHES[source]())) for path, one in arrays.items()}
+    target = target_of(data.draw, whole, MESHES[there]())
+    equal(through_programs(tree, target, map=made), whole, target)
+
+
+HEADS, KEYS, SIZE, WIDTH, LAYERS, SHARDS = 8, 2, 4, 16, 3, 4
+ENGINE = TreeMap(
+    {
+        "model.layers.{i}.qkv": From.concat(
+            [
+                From("layers/q").at("i").T,
+                From("layers/k").at("i").T.repeat(SHARDS // KEYS, unit=SIZE),
+                From("layers/v").at("i").T.repeat(SHARDS // KEYS, unit=SIZE),
+            ],
+            shards=SHARDS,
+        ),
+        "model.layers.{i}.gate_up": From.concat([From("layers/gate").at("i").T, From("layers/up").at("i").T], shards=4),
+        "model.layers.{i}.norm": From("layers/norm").at("i"),
+        "model.embed": "embed",
+    }
+)
+
+
+def trainer(layers=LAYERS, dtype=np.float32):
+    shapes = {
+        "embed": (32, WIDTH),
+        "layers/q": (layers, WIDTH, HEADS * SIZE),
+        "layers/k": (layers, WIDTH, KEYS * SIZE),
+        "layers/v": (layers, WIDTH, KEYS * SIZE),
+        "layers/gate": (layers, WIDTH, 24),
+        "layers/up": (layers, WIDTH, 24),
+        "layers/norm": (layers, WIDTH),
+    }
+    numbers = np.random.default_rng(0)
+    return {path: numbers.normal(size=shape).astype(dtype) for path, shape in shapes.items()}
+
+
+def trained(where, arrays):
+    rules = PathRules([("embed", P("a")), ("norm", P()), ("layers", P(None, "a", "b"))])
+    return shardfx.shard(arrays, shardfx.plan(arrays, where, paths=rules))
+
+
+def engine(where, arrays):
+    structs = {path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in ENGINE.apply(arrays).items()}
+    rules = PathRules([("(qkv|gate_up)", P("b")), ("embed", P(None, "b")), (".*", ())])
+    return shardfx.plan(structs, where, paths=rules)
+
+
+@both_ways
+@pytest.mark.parametrize("there", ["all", "last"])
+def test_a_trainers_tree_becomes_an_engines(move, there):
+    arrays = trainer()
+    source = "all" if there == "all" else "first"
+    tree, plan = trained(MESHES[source](), arrays), engine(MESHES[there](), arrays)
+    moved = move(tree, plan, map=ENGINE)
+    for path, one in ENGINE.apply(arrays).items():
+        same(moved[path], one)
+        assert moved[path].sharding == plan.shardings[path]
+
+
+def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
+    arrays = trainer()
+    where = mesh(0, 8, 2, 4)
+    # Both trees are cut alike along heads, so that each device has what it needs of its half of the width.
+    rules = PathRules([("norm", P()), ("embed", P("a")), ("layers", P(None, "a", "b"))])
+    tree = shardfx.shard(arrays, shardfx.plan(arrays, where, paths=rules))
+    plan = engine(where, arrays)
+    works = journey_of(tree, plan, ENGINE, False).works
+    for work in works.works:
+        if work.way == "plain":
+            continue
+        assert work.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
+
+
+def lower_bound(work, arrays, tree, sharding):
+    """By brute force: every element of the source gets a number, and each device counts those that it lacks."""
+    numbered, held, start = {}, {}, 1
+    for path, array in arrays.items():
+        numbered[path] = np.arange(start, start + array.size, dtype=np.int64).reshape(array.shape)
+        start += array.size
+        for shard in tree[path].addressable_shards:
+            held.setdefault(shard.device, set()).update(numbered[path][shard.index].ravel().tolist())
+    whole = ENGINE.apply(numbered)[work.leaf.path]
+    count = 0
+    for device, index in sharding.devices_indices_map(whole.shape).items():
+        count += len(set(whole[index].ravel().tolist()) - held[device])
+    return count * work.leaf.dtype.itemsize
+
+
+def test_layers_and_leaves_of_one_kind_share_a_program():
+    arrays = trainer(layers=40)
+    tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
+    shardfx.clear_caches()
+    moved = through_programs(tree, plan, map=ENGINE)
+    assert len(moved) == 121
+    assert program.cache_info().currsize == 4  # q; k and v; gate and up; norm
+    shardfx.clear_caches()
+    assert program.cache_info().currsize == 0
+
+
+@both_ways
+def test_the_second_time_nothing_is_planned(move):
+    from shardfx._reshard.mapped.work import works_of
+
+    arrays = trainer()
+    tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
+    shardfx.clear_caches()
+    for time in range(3):
+        move({path: one + 0 for path, one in tree.items()}, plan, map=ENGINE)
+        assert works_of.cache_info()[:2] == (time, 1)
+
+
+@both_ways
+def test_donation_frees_what_has_been_read_and_nothing_else(move):
+    arrays = trainer()
+    tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 4, 1, 4), arrays)
+    moved = move(tree, plan, map=ENGINE, donate=True)
+    for path, one in ENGINE.apply(arrays).items():
+        same(moved[path], one)
+    assert all(leaf.is_deleted() for path, leaf in tree.items())
+
+
+@both_ways
+def test_a_limit_on_memory_is_kept(move):
+    arrays = trainer()
+    tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
+    moved = move(tree, plan, map=ENGINE, memory_limit_bytes=20_000)
+    for path, one in ENGINE.apply(arrays).items():
+        same(moved[path], one)
+    if move is through_programs:
+        with pytest.raises(MoveError, match="is too little. Nothing was moved; pass `memory_limit_bytes="):
+            move(tree, plan, map=ENGINE, memory_limit_bytes=10)
+
+
+@both_ways
+def test_casts_constants_and_blocks_of_scales(move):
+    numbers = np.random.default_rng(0)
+    arrays = {
+        "w": numbers.normal(size=(16, 24)).astype(jnp.float8_e4m3fn),
+        "s": numbers.uniform(size=(2, 3)).astype(np.float32),
+        "x": numbers.normal(size=(8, 8)).astype(np.float32),
+    }
+    made = TreeMap(
+        {
+            "w": From("w").scale("s", block=(8, 8)).cast("bfloat16").T,
+            "wide": From("w").scale("s", block=(8, 8)),
+            "x": From("x").cast("bfloat16").pad_to(16, dim=1, value=0.3),
+            "both": From("x").cast("bfloat16").cast("float32").T,
+            "c": From.constant(7, (8,), "int32"),
+        }
+    )
+    where = mesh(0, 8, 2, 4)
+    tree = shardfx.shard(arrays, shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])))
+    whole = made.apply(arrays)
+    target = {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(where, P("b")))
+        for path, one in whole.items()
+    }
+    equal(move(tree, target, map=made), whole, target)
+
+
+@both_ways
+def test_alternating_elements_and_keys(move):
+    where = mesh(0, 8, 2, 4)
+    keys = jax.random.split(jax.random.key(3), 8)
+    tree = {
+        "gate_up": placed(np.arange(8 * 16, dtype=np.float32).reshape(8, 16), NamedSharding(where, P("a", "b"))),
+        "k.0": jax.device_put(keys, NamedSharding(where, P("b"))),
+        "k.1": jax.device_put(jax.random.split(jax.random.key(4), 8), NamedSharding(where, P())),
+    }
+    made = TreeMap(
+        {
+            "gate": From("gate_up").split(1, -1, 2).at(0, dim=2),
+            "up": From("gate_up").split(1, -1, 2).at(1, dim=2).T,
+            "again": From.stacked([From("gate_up").split(1, -1, 2).at(n, dim=2) for n in (1, 0)], dim=2).merge(1),
+            "k": From("k.{i}").stack("i").T,
+        }
+    )
+    target = {
+        "gate": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(where, P("b"))),
+        "up": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(where, P("a", "b"))),
+        "again": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(where, P("a"))),
+        "k": jax.ShapeDtypeStruct((8, 2), keys.dtype, sharding=NamedSharding(where, P("a"))),
+    }
+    moved = move(tree, target, map=made)
+    old = np.asarray(tree["gate_up"])
+    same(moved["gate"], old[:, ::2])
+    same(moved["up"], old[:, 1::2].T)
+    same(moved["again"], np.stack([old[:, 1::2], old[:, ::2]], 2).reshape(8, 16))
+    expected = jnp.stack([jax.random.key_data(tree["k.0"]), jax.random.key_data(tree["k.1"])]).transpose(1, 0, 2)
+    same(jax.random.key_data(moved["k"]), expected)
+    assert moved["k"].sharding.is_equivalent_to(target["k"].sharding, 2)
+
+
+@both_ways
+def test_odd_leaves(move):
+    where = mesh(0, 8, 2, 4)
+    tree = {"n": np.float32(3) * np.ones((), np.float32), "e": jnp.zeros((0, 4)), "v": np.arange(8.0, dtype=np.float32)}
+    made = TreeMap({"n": From("n").reshape(1), "m": "n", "e": From("e").T, "v": From("v").reshape(2, 4)})
+    target = {
+        "n": jax.ShapeDtypeStruct((1,), np.float32, sharding=NamedSharding(where, P())),
+        "m": jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(jax.devices()[3])),
+        "e": jax.ShapeDtypeStruct((4, 0), np.float32, sharding=NamedSharding(where, P("b"))),
+        "v": jax.ShapeDtypeStruct((2, 4), np.float32, sharding=NamedSharding(where, P("a", "b"))),
+    }
+    equal(move(tree, target, map=made), made.apply({**tree, "e": np.zeros((0, 4), np.float32)}), target)
+
+
+def test_what_is_wrong_is_said_before_anything_moves():
+    arrays = trainer()
+    where = mesh(0, 8, 2, 4)
+    tree, plan = trained(where, arrays), engine(where, arrays)
+    with pytest.raises(MapError, match="source `layers/k2`: nothing is made of it"):
+        reshard({**tree, "layers/k2": tree["layers/k"]}, plan, map=ENGINE, donate=True)
+    assert not any(leaf.is_deleted() for leaf in tree.values())
+    with pytest.raises(LeafTypeError, match="takes neither `src` nor `lost`"):
+        reshard(tree, plan, map=ENGINE, lost=jax.devices()[:1])
+    with pytest.raises(MeshError, match="the target's mesh has no devices"):
+        reshard(tree, plan.off(), map=ENGINE)
+    with pytest.raises(LeafTypeError, match="use `map.apply\\(tree, like\\)`"):
+        jax.jit(lambda tree: reshard(tree, plan, map=ENGINE))(tree)
+    with pytest.raises(LeafTypeError, match="holds no values to move"):
+        reshard(plan.structs, plan, map=ENGINE)
+
+
+@both_ways
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
+    from shardfx._reshard import through_map
+
+    arrays = trainer()
+    where = mesh(0, 8, 2, 4)
+    tree, plan = trained(where, arrays), engine(where, arrays)
+    carried, count = through_map.carried, iter(range(100))
+
+    def fails(*args):
+        if next(count) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return carried(*args)
+
+    monkeypatch.setattr(through_map, "carried", fails)
+    with pytest.raises(MoveError, match="stopped at leaf `model.layers.1.gate_up`.*after 4 of 10 leaves") as caught:
+        move(tree, plan, map=ENGINE, donate=donate)
+    whole = ENGINE.apply(arrays)
+    assert len(caught.value.moved) == 4
+    for path, one in caught.value.moved.items():
+        same(one, whole[path])
+    # Of stacked arrays all layers are read before they are given up.
+    for path, leaf in tree.items():
+        if not donate or path != "embed":
+            same(leaf, arrays[path])
+
+
+def test_traced_trees_take_apply():
+    arrays = trainer()
+    where = mesh(0, 8, 2, 4)
+    tree, plan = trained(where, arrays), engine(where, arrays)
+    made = jax.jit(lambda tree: ENGINE.apply(tree, plan.structs), out_shardings=plan.shardings)(tree)
+    for path, one in ENGINE.apply(arrays).items():
+        same(made[path], one)
