@@ -62,14 +62,19 @@ if _typing.TYPE_CHECKING:
     from . import checkpoint as checkpoint, chips as chips, interop as interop, presets as presets
     from ._convert import From as From, TreeMap as TreeMap
     from ._cost import (
+        Change as Change,
         Comparison as Comparison,
+        Fit as Fit,
+        FitRow as FitRow,
         Frame as Frame,
+        Offender as Offender,
         Surplus as Surplus,
         Traffic as Traffic,
         TrafficDifference as TrafficDifference,
         TrafficRow as TrafficRow,
         compare as compare,
         estimate as estimate,
+        fit as fit,
         traffic as traffic,
     )
     from ._reshard import (
@@ -103,41 +108,33 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 # Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
 _LATE = {
-    **{name: name for name in ("checkpoint", "chips", "interop", "presets")},
-    **{name: name for name in ("checkpoint", "interop", "presets")},
-    **{name: "_convert" for name in ("From", "TreeMap")},
-    **{name: "_cost" for name in ("Frame", "Traffic", "TrafficDifference", "TrafficRow", "traffic")},
-    **{name: name for name in ("checkpoint", "interop", "presets")},
-    **dict.fromkeys(
-        (
-            "Comparison",
-            "Frame",
-            "Surplus",
-            "Traffic",
-            "TrafficDifference",
-            "TrafficRow",
-            "compare",
-            "estimate",
-            "traffic",
-        ),
-        "_cost",
-    ),
-    **{name: "_reshard" for name in ("Layout", "LeafMove", "ReshardPlan", "Step", "plan_reshard", "reshard")},
-    **{name: "_search" for name in ("NamedAxes", "NamedAxis", "name_axes")},
-    **{name: "_see" for name in ("Attempt", "AxisMove", "Diff", "DimExplanation", "Explanation", "Finding")},
-    **{name: "_see" for name in ("Findings", "LeafDiff", "assert_same_plan_text", "diff", "explain", "html_report")},
-    **{name: "_see" for name in ("lint", "plan_text", "report_data")},
+    name: room or name
+    for room, names in {
+        "": "checkpoint chips interop presets",
+        "_convert": "From TreeMap",
+        "_cost": """
+            Change Comparison Fit FitRow Frame Offender Surplus Traffic TrafficDifference TrafficRow compare
+            estimate fit traffic
+        """,
+        "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
+        "_search": "NamedAxes NamedAxis name_axes",
+        "_see": """
+            Attempt AxisMove Diff DimExplanation Explanation Finding Findings LeafDiff assert_same_plan_text
+            diff explain html_report lint plan_text report_data
+        """,
+    }.items()
+    for name in names.split()
 }
 __all__ = """
-    Attempt AxisMove AxisRules CheckpointError ChipError Code Comparison Decision Diff DimExplanation
-    Explanation Finding Findings Frame From Layout LeafDiff LeafMove LeafPlan LeafTypeError MapError MeshError
-    MeshSpec MoveError NamedAxes NamedAxis PathRules PlanFormatError PlanMismatchError ProgramError Reason
-    Replan ReportRow ReshardPlan RuleError ShardPlan SpecError Step Surplus Traffic TrafficDifference
-    TrafficRow TreeMap UnknownPathError UnmatchedError assert_same_plan_text atomic axis_names_of canonical
-    checkpoint chips clear_caches compare constrain correct diff differences estimate explain field filter_jit
-    follow fsdp gather hosts html_report interop lint match name_axes optional plan plan_reshard plan_text
-    presets renamed replan replicate report report_data report_rows reshard resolve shard shardings_of
-    specs_of topology traffic
+    Attempt AxisMove AxisRules Change CheckpointError ChipError Code Comparison Decision Diff DimExplanation
+    Explanation Finding Findings Fit FitRow Frame From Layout LeafDiff LeafMove LeafPlan LeafTypeError
+    MapError MeshError MeshSpec MoveError NamedAxes NamedAxis Offender PathRules PlanFormatError
+    PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan RuleError ShardPlan SpecError Step
+    Surplus Traffic TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError assert_same_plan_text
+    atomic axis_names_of canonical checkpoint chips clear_caches compare constrain correct diff differences
+    estimate explain field filter_jit fit follow fsdp gather hosts html_report interop lint match name_axes
+    optional plan plan_reshard plan_text presets renamed replan replicate report report_data report_rows
+    reshard resolve shard shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

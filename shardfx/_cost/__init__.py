@@ -1,11 +1,13 @@
-"""What a step costs, before it runs: the traffic of its compiled program, row by row, and an estimate without one.
+"""What a step costs, before it runs: its traffic row by row, compiled or estimated, and its memory group by group.
 
-It may import the ground values, rules, plans, device orders, and how `filter_jit` reads shardings. It never runs a step
-and never chooses a plan: it reads programs, compiled and traced, and says what is in them.
+It may import the ground values, rules, plans, device orders, chips, arrays and `interop`. It never runs a step and
+never chooses a plan: it reads programs, traced or compiled, and says what is in them.
 """
 
+from .changes import Change as Change
 from .compare import Comparison as Comparison, Surplus as Surplus, compare as compare
 from .estimate import estimate as estimate
+from .fit import Fit as Fit, FitRow as FitRow, Offender as Offender, fit as fit
 from .hlo_text import Frame as Frame
 from .traffic import (
     Traffic as Traffic,

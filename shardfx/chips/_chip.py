@@ -29,6 +29,7 @@ class Chip:
     - `devices_per_chip`: how many devices JAX shows for it.
     - `host_bytes`, `host_bytes_per_second`: a chip's share of its host's memory, and how fast it reads that; `None`
         where no source says.
+    - `tile`: rows and columns of what it pads the last two dimensions of an array to; `None` where it pads nothing.
     - `kinds`: JAX's names for it (`device.device_kind`).
     - `sources`: pairs of a field and where its value is from, "*" for all fields that are not named. "secondary" is
         a source that is not the vendor's; "sources differ" names the other value.
@@ -46,6 +47,7 @@ class Chip:
     devices_per_chip: int = 1
     host_bytes: int | None = None
     host_bytes_per_second: float | int | None = None
+    tile: tuple[int, int] | None = None
     kinds: tuple[str, ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
 

@@ -1,0 +1,261 @@
+"""When each value of a program is in memory, and how much that is at the worst moment.
+
+Operations run in the order in which they are traced. What goes element by element is swallowed by the operations that
+use it, as compilers do, unless a product, a loop or the caller wants it as an array. Remat needs no rule: what is
+computed again is in the program twice.
+"""
+
+import dataclasses
+
+from .factors import ELEMENTWISE, PIECES, REDUCTIONS, VIEWS
+from .layouts import Dims, Layouts
+from .program import Block, Op, Program
+
+
+_CONSTRAINTS = ("sharding_constraint", "reshard")
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """One array in memory at the worst moment.
+
+    **Arguments:**
+
+    - `number`: of the value.
+    - `bytes`: on one device.
+    - `op`: which operation made it.
+    - `copy`: whether it is a copy of the value in the layout that an operation needs.
+    """
+
+    number: int
+    bytes: int
+    op: Op | None
+    copy: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The worst moment of a block: how much is in memory beside its arguments, and what."""
+
+    bytes: int
+    held: tuple[Held, ...]
+    op: Op | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """What a step is asked to be that it is not, so that a change can be priced before it is made.
+
+    **Arguments:**
+
+    - `recomputed`: values that the backward pass would compute again and not keep: stacks of a loop over layers.
+    - `kept`: bytes that are kept in their place.
+    - `inside`: of each loop that would compute them again, by the identity of its body, the bytes of one layer.
+    """
+
+    recomputed: frozenset[int]
+    kept: int
+    inside: dict[int, int]
+
+
+def peak_of(program: Program, layouts: Layouts, changed: Changed | None = None) -> Peak:
+    """The worst moment of a step, its arguments and results aside."""
+    return _Timeline(program.block, layouts, changed, outermost=True).peak()
+
+
+# A value, or a copy of it in another layout.
+_Key = tuple[int, Dims | None]
+
+
+class _Timeline:
+    """The arrays of one block, and from when to when each is in memory."""
+
+    def __init__(self, block: Block, layouts: Layouts, changed: Changed | None = None, *, outermost: bool = False):
+        self.block, self.layouts, self.changed, self.outermost = block, layouts, changed, outermost
+        self.made = {out: op for op in block.ops for out in op.outs}
+        self.uses: dict[int, list[Op]] = {}
+        for op in block.ops:
+            for number in op.ins:
+                if number is not None:
+                    self.uses.setdefault(number, []).append(op)
+        self.results = {out for out in block.outs if out is not None}
+        self.arrays: dict[int, bool] = {}
+        self.copiers: dict[_Key, Op] = {}
+
+    def peak(self) -> Peak:
+        """The worst moment."""
+        begins, ends = self.lifetimes()
+        homes = self.results_homes(begins, ends) if self.outermost else set()
+        born: dict[int, list[_Key]] = {}
+        dies: dict[int, list[_Key]] = {}
+        for key, at in begins.items():
+            if key[0] not in homes:
+                born.setdefault(at, []).append(key)
+                dies.setdefault(max(ends.get(key, at), at), []).append(key)
+        live: dict[_Key, int] = {}
+        best = Peak(0, ())
+        total = self.changed.kept if self.outermost and self.changed is not None else 0
+        for at, op in enumerate(self.block.ops):
+            spare = self.taken_over(op, born.get(at, ()), dies.get(at, ()), live)
+            for key in born.get(at, ()):
+                live[key] = self.bytes_of(key)
+                total += live[key]
+            inner = self.inside(op)
+            if total + inner.bytes - spare > best.bytes:
+                held = tuple(self.held(key, size) for key, size in live.items())
+                best = Peak(total + inner.bytes - spare, held + inner.held, op)
+            for key in dies.get(at, ()):
+                total -= live.pop(key)
+        return best
+
+    def held(self, key: _Key, size: int) -> Held:
+        """An array at the worst moment."""
+        number, dims = key
+        return Held(number, size, self.maker(number) if dims is None else self.copiers[key], dims is not None)
+
+    def maker(self, number: int) -> Op | None:
+        """The operation that makes a value; of what a loop leaves, the one in its body."""
+        op, ops = self.made.get(number), self.block.ops
+        while op is not None and op.name == "scan":
+            inner, ops = op.blocks[0].outs[op.outs.index(number)], op.blocks[0].ops
+            number = -1 if inner is None else inner
+            op = next((one for one in ops if number in one.outs), None)
+        return op
+
+    def inside(self, op: Op) -> Peak:
+        """The worst moment of a body, or of the branch that takes most."""
+        peaks = []
+        for block in op.blocks:
+            peak = _Timeline(block, self.layouts, self.changed).peak()
+            again = 0 if self.changed is None else self.changed.inside.get(id(block), 0)
+            peaks.append(dataclasses.replace(peak, bytes=peak.bytes + again))
+        return max(peaks, key=lambda one: one.bytes, default=Peak(0, ()))
+
+    def bytes_of(self, key: _Key) -> int:
+        number, dims = key
+        if self.changed is not None and number in self.changed.recomputed:
+            return 0
+        return self.layouts.bytes_of(number, dims)
+
+    def lifetimes(self) -> tuple[dict[_Key, int], dict[_Key, int]]:
+        """From which operation to which each array is in memory, by position."""
+        begins: dict[_Key, int] = {}
+        ends: dict[_Key, int] = {}
+        for at, op in enumerate(self.block.ops):
+            outs = [out for out in op.outs if self.is_array(out)]
+            if op.outs and not outs:
+                continue
+            for number in op.ins:
+                for source in set() if number is None else self.behind(number, set()):
+                    ends[source, None] = at
+            for key in self.copies(op):
+                begins.setdefault(key, at)
+                self.copiers.setdefault(key, op)
+                ends[key] = at
+            begins.update({(out, None): at for out in outs})
+        for result in self.results:
+            for source in self.behind(result, set()):
+                ends[source, None] = len(self.block.ops) - 1
+        return begins, ends
+
+    def copies(self, op: Op) -> list[_Key]:
+        """Copies that an operation needs: operands gathered to how it computes, results before they are spread."""
+        if op.blocks or op.name in VIEWS or op.name in ELEMENTWISE or op.name in PIECES:
+            return []
+        found: list[_Key] = []
+        for number, dims in zip(*self.layouts.inside(op), strict=True):
+            if self.layouts.bytes_of(number, dims) > self.layouts.bytes_of(number):
+                found.append((number, dims))
+        return found
+
+    def taken_over(self, op: Op, born: list[_Key] | tuple, dies: list[_Key] | tuple, live: dict[_Key, int]) -> int:
+        """Bytes of operands that die here and whose memory the results take over."""
+        if op.name not in ELEMENTWISE and not op.blocks and op.name not in ("dynamic_update_slice", "scatter-add"):
+            return 0
+        room = [live[key] for key in dies if key in live]
+        spare = 0
+        for key in born:
+            size = self.bytes_of(key)
+            if size in room:
+                room.remove(size)
+                spare += size
+        return spare
+
+    def results_homes(self, begins: dict[_Key, int], ends: dict[_Key, int]) -> set[int]:
+        """The values that lie where a result will: the results, and what they are made of element by element."""
+        found: set[int] = set()
+        for result in self.results:
+            number: int | None = result
+            while number is not None and number not in found and number in self.made:
+                found.add(number)
+                number = self.predecessor(number, begins, ends, found)
+        return found
+
+    def predecessor(self, number: int, begins: dict[_Key, int], ends: dict[_Key, int], taken: set[int]) -> int | None:
+        """The array whose memory a value takes over: of its size, and read for the last time on the way to it."""
+        at, size = begins.get((number, None)), self.layouts.bytes_of(number)
+        if self.made[number].name not in ELEMENTWISE or at is None:
+            return None
+        for source in self.roots(number, set()):
+            key = (source, None)
+            if key in begins and source not in taken and ends.get(key, at) <= at and self.bytes_of(key) == size:
+                return source
+        return None
+
+    def roots(self, number: int, seen: set[int]) -> list[int]:
+        """What a value is computed from element by element, other results on the way included: one fusion does all."""
+        found: list[int] = []
+        for source in self.made[number].ins:
+            if source is None or source in seen:
+                continue
+            seen.add(source)
+            op = self.made.get(source)
+            if op is not None and (op.name in ELEMENTWISE or not self.is_array(source)):
+                found += self.roots(source, seen)
+            else:
+                found.append(source)
+        return found
+
+    def is_array(self, number: int) -> bool:
+        """Whether a value is an array in memory of its own."""
+        if number not in self.arrays:
+            self.arrays[number] = self._is_array(number)
+        return self.arrays[number]
+
+    def _is_array(self, number: int) -> bool:
+        op = self.made.get(number)
+        if op is None:
+            return False  # it comes from outside
+        if number in self.results:
+            return True
+        if op.name in VIEWS or op.name in PIECES or op.name == "iota":
+            return False
+        if op.name in _CONSTRAINTS:
+            source = op.ins[0]
+            return source is not None and self.layouts.dims[source] != self.layouts.dims[number]
+        return op.name not in ELEMENTWISE or any(not _swallows(user) for user in self.users(number))
+
+    def users(self, number: int) -> list[Op]:
+        """Who reads a value, views looked through."""
+        found: list[Op] = []
+        for user in self.uses.get(number, ()):
+            if user.name in VIEWS or (user.name in _CONSTRAINTS and not self.is_array(user.outs[0])):
+                found += self.users(user.outs[0])
+            else:
+                found.append(user)
+        return found
+
+    def behind(self, number: int, found: set[int]) -> set[int]:
+        """The arrays that a value is computed from where it is read."""
+        if number not in self.made or self.is_array(number):
+            found.add(number)
+            return found
+        for source in self.made[number].ins:
+            if source is not None and source not in found:
+                self.behind(source, found)
+        return found
+
+
+def _swallows(op: Op) -> bool:
+    """Whether an operation computes its operands while it reads them."""
+    return op.name in ELEMENTWISE or op.name in VIEWS or op.name in PIECES or op.name in REDUCTIONS

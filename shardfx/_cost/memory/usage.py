@@ -1,0 +1,96 @@
+"""What a traced step keeps in memory: its arguments, its results, and the worst moment between."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+from jax.sharding import NamedSharding
+
+from .layouts import Dims, Layouts, dims_of
+from .liveness import Changed, Peak, peak_of
+from .program import Program, program_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Bytes of a step on one device.
+
+    **Arguments:**
+
+    - `arguments`: of each array that comes in, in order.
+    - `outputs`: of all results together.
+    - `aliased`: how many of those take over the memory of arguments that are donated.
+    - `peak`: the worst moment, arguments and results aside.
+    - `program`, `layouts`: what was measured.
+    """
+
+    arguments: tuple[int, ...]
+    outputs: int
+    aliased: int
+    peak: Peak
+    program: Program
+    layouts: Layouts
+
+    @property
+    def bytes(self) -> int:
+        """All together: arguments, results that take memory of their own, and what else is live."""
+        return sum(self.arguments) + self.outputs - self.aliased + self.peak.bytes
+
+
+def traced(function: Callable[..., Any], trees: Sequence[Any]) -> Program:
+    """The program of a function of trees of structs; what is no array is static."""
+    closed, _, _ = eqx.filter_make_jaxpr(function)(*trees)
+    return program_of(closed)
+
+
+def usage_of(
+    program: Program,
+    shardings: Sequence[Any],
+    sizes: Mapping[str, int],
+    *,
+    donated: Sequence[bool],
+    tile: tuple[int, int] | None = None,
+    changed: Changed | None = None,
+    on_host: Sequence[bool] = (),
+) -> Usage:
+    """The bytes of a program under the shardings of its arguments.
+
+    **Arguments:**
+
+    - `program`: the step.
+    - `shardings`: of its arguments, `None` where nobody says.
+    - `sizes`: of the mesh axes.
+    - `donated`: which of its arguments may be overwritten.
+    - `tile`: what the chip pads the last two dimensions of an array to.
+    - `changed`: what is to be taken as other than it is written.
+    - `on_host`: which of its arguments lie in a host's memory and count for nothing here.
+    """
+    ins, (given, results) = program.block.ins, program.given
+    known: dict[int, Dims] = {}
+    for number, sharding in [
+        *zip(program.block.outs, results, strict=False),
+        *zip(ins, given, strict=False),
+        *zip(ins, shardings, strict=True),
+    ]:
+        if isinstance(sharding, NamedSharding) and number is not None:
+            known[number] = dims_of(sharding.spec, len(program.values[number].shape), sizes)
+    # An argument that nobody shards is whole.
+    known = {**{number: ((),) * len(program.values[number].shape) for number in ins}, **known}
+    layouts = Layouts(program, sizes, known, tile)
+    outs = [number for number in program.block.outs if number is not None]
+    spare = [_kind(layouts, number) for number, yes in zip(ins, donated, strict=True) if yes]
+    aliased = 0
+    for number in outs:
+        if (kind := _kind(layouts, number)) in spare:
+            spare.remove(kind)
+            aliased += layouts.bytes_of(number)
+    away = on_host or (False,) * len(ins)
+    arguments = tuple(0 if host else layouts.bytes_of(number) for number, host in zip(ins, away, strict=True))
+    outputs = sum(map(layouts.bytes_of, outs))
+    return Usage(arguments, outputs, aliased, peak_of(program, layouts, changed), program, layouts)
+
+
+def _kind(layouts: Layouts, number: int) -> tuple[Any, ...]:
+    value = layouts.values[number]
+    return value.shape, value.dtype, layouts.dims[number]
