@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,3 +95,27 @@ def planned(sizes: Sizes, way: Way, layout: Layout, devices: Sequence[Any] | Non
     data = plan(batch(sizes), mesh, names=BATCH_NAMES, axes=rules, unused="allow")
     plans = (ours, state, data)
     return Planned(train_step(sizes, way, ours), (ours.structs, state.structs, data.structs), plans)
+
+
+# What an axis may cut at once of the activations and of the weights beside them.
+_ROLES = (
+    ("batch",),
+    ("sequence",),
+    ("sequence", "inner"),
+    ("heads", "kv_heads"),
+    ("hidden",),
+    ("vocab",),
+    ("heads", "kv_heads", "hidden", "vocab"),
+    ("width",),
+)
+
+
+def random_layout(seed: int) -> Layout:
+    """Three axes, each with a role that is drawn; half of them also cut the other dimension of weights."""
+    draw = random.Random(seed)
+    rules: dict[str, tuple[str, ...]] = {}
+    for axis in ("a", "b", "c"):
+        names = draw.choice(_ROLES)
+        for name in (*names, *(("embed",) if draw.random() < 0.5 else ())):
+            rules[name] = (*rules.get(name, ()), axis)
+    return Layout({"a": 2, "b": 2, "c": 4}, rules)

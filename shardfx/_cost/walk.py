@@ -169,12 +169,24 @@ class _Walk:
                         options.setdefault(factor, {})[split.get(factor, ())] = None
         choices = {factor: [*found] for factor, found in options.items() if any(found)}
         if rule.is_product:
+            self.follow_result(op, choices)
             _settle(choices)
+        for found in choices.values():
+            if len(found) != 1 and () not in found:
+                found.append(())
         self.with_none(choices, partial)
         for chosen in itertools.islice(itertools.product(*choices.values()), _MOST_WAYS):
             parts = [part for own in chosen for part in own]
             if len({*parts, *partial}) == len(parts) + len(partial):
                 yield self.way(op, dict(zip(choices, chosen, strict=True)))
+
+    def follow_result(self, op: Op, choices: dict[int, list[Parts]]) -> None:
+        """Compilers cut a product as its result is to lie, and move its operands accordingly."""
+        for dim, parts in zip(op.rule.results[0], self.layouts[op.results[0]], strict=True):
+            split = dict(self.axes.split(parts, dim, op.rule.sizes)) if parts else {}
+            for factor in dim:
+                if factor in choices:
+                    choices[factor] = [split.get(factor, ())]
 
     def with_none(self, choices: dict[int, list[Parts]], partial: Parts) -> None:
         """Where two factors want one part, or one along which sums are yet to be made, any may be left whole."""
@@ -273,4 +285,4 @@ def _settle(choices: dict[int, list[Parts]]) -> None:
     settled = {part for found in choices.values() if len(found) == 1 for part in found[0]}
     for factor, found in choices.items():
         if len(found) > 1:
-            choices[factor] = [parts for parts in found if settled.isdisjoint(parts)] or [()]
+            choices[factor] = [parts for parts in found if settled.isdisjoint(parts)]
