@@ -14,6 +14,7 @@ from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._plan.single import Policy, decision_for
 from ..topology._mesh import MeshSpec
+from .meant_for import meant_for
 from .put import is_tracing, placed
 from .read_back import sharding_of
 
@@ -93,7 +94,8 @@ def constrain(
 
     `RuleError` for names if the plan has no `axes`, `UnmatchedError` for a name that no rule is about, `SpecError` for
     another number of names than dimensions, for an unknown mesh axis, and under `strict` if anything would be dropped,
-    `PlanMismatchError` if `x` lies on another mesh.
+    `PlanMismatchError` if `x` lies on another mesh, and where the plan has no devices if it would do nothing: outside
+    `jit`, and where no argument of the compiled function lies on the mesh.
 
     !!! Example
 
@@ -131,8 +133,14 @@ def constrain(
     found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
     if isinstance(x, Tracer):
         found = _in_order(found, free, strict)
+        if isinstance(mesh, AbstractMesh) and jax.typeof(x).sharding.mesh.empty and _context_is_empty():
+            x = meant_for(x, tuple(mesh.shape.items()))
     constrained = _constrained(x, found.spec, mesh, free)
     return (constrained, found) if explain else constrained
+
+
+def _context_is_empty() -> bool:
+    return jax.sharding.get_abstract_mesh().empty
 
 
 def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:

@@ -7,9 +7,11 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, ov
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
-from .._ground.tree import tree_paths
+from .._ground.tree import flatten, tree_paths
 from .entries import (
     Donate,
     by_parameter,
@@ -31,6 +33,8 @@ R = TypeVar("R")
 # Structures of arguments that one function remembers. Its programs are in the cache of `jax.jit`.
 _LAYOUTS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
+# How JAX begins where arguments lie on devices of which no program could use all.
+_OTHER_DEVICES = "Received incompatible devices"
 
 
 @overload
@@ -299,12 +303,33 @@ class Jitted(Generic[P, R]):
             self._check(args, kwargs)
         except PlanMismatchError as mismatch:
             raise mismatch from error
+        if str(error).startswith(_OTHER_DEVICES):
+            self._explain_devices(error, args, kwargs)
         for which, arg, entry in self._in.of(args, kwargs):
             for path in lacks(entry, arg)[:1]:
                 error.add_note(
                     f"{self._argument(which)} lacks `{path}`, which is no array and was there when its plan was made; "
                     "`equinox.combine(arrays, model)` puts what is no array back."
                 )
+
+    def _explain_devices(self, error: Exception, args: Any, kwargs: Any) -> None:
+        """Raises which two arrays lie on other devices; JAX calls them by their places in the program."""
+        first = None
+        for which, arg, _ in self._in.of(args, kwargs):
+            flat = flatten(arg)
+            for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+                if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
+                    continue
+                name = f"`{path}` of {self._argument(which)}" if path else self._argument(which)
+                devices, where = _in_order(leaf.sharding), f"{name}, {leaf.dtype}{list(leaf.shape)}, lies on"
+                if first is None:
+                    first = devices, where
+                elif devices != first[0]:
+                    raise PlanMismatchError(
+                        f"{where} {_device_text(devices)}, and {first[1]} {_device_text(first[0])}; a compiled "
+                        "function runs on one set of devices in one order. Move one of them: `shard(tree, plan)`, "
+                        "or `reshard(tree, plan)`."
+                    ) from error
 
     def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[Any], ...]) -> Any:
         args, kwargs = static.layout.joined(static, lists)
@@ -321,6 +346,19 @@ class Jitted(Generic[P, R]):
         places = None if len(groups) == 1 and not statics else list(np.argsort(np.array(order, np.int64)).tolist())
         rest = _Rest(treedef, [leaves[at] for at in statics], places)
         return tuple([[leaves[at] for at in group] for group in groups.values()]), rest
+
+
+def _in_order(sharding: Sharding) -> tuple[Any, ...]:
+    """The devices of a sharding in the order in which a program takes them."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
+
+
+def _device_text(devices: Sequence[Any]) -> str:
+    ids = [device.id for device in devices]
+    listed = f"{ids}" if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
+    return f"{'device' if len(ids) == 1 else 'devices'} {listed}"
 
 
 def _is_hashable(value: Any) -> bool:

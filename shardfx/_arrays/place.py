@@ -6,6 +6,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
+from .._ground.errors import LeafTypeError
 from .._ground.tree import Flat, flatten
 from .._plan.content import rows_of
 from .._plan.leaf import Row, named_sharding
@@ -35,7 +36,7 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
     - `tree`: the planned tree, of JAX or NumPy arrays; leaves that are no arrays may be missing in it. On many
         processes, NumPy arrays and arrays that one process holds must be the whole array, equal on all; each process
         copies its shards out of it.
-    - `plan`: its plan, on a jax Mesh; inside `jax.jit` any.
+    - `plan`: its plan, on a jax Mesh; inside `jax.jit` any, if an argument lies on its mesh.
 
     **Returns:**
 
@@ -95,6 +96,10 @@ def gather(tree: Any) -> Any:
     The tree with NumPy arrays in the place of JAX arrays; PRNG keys, which NumPy cannot hold, as JAX arrays on one
     device. Leaves that are no arrays come back as they are.
 
+    **Raises:**
+
+    `LeafTypeError` inside `jax.jit`, where no array has values yet.
+
     !!! Example
 
         ```python
@@ -104,7 +109,7 @@ def gather(tree: Any) -> Any:
         assert gather({"w": jnp.ones(3)})["w"].tolist() == [1.0, 1.0, 1.0]
         ```
     """
-    return jax.tree.map(lambda leaf: _gathered(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _gathered_leaf(path, leaf), tree)
 
 
 def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
@@ -120,6 +125,17 @@ def _constrained_leaf(leaf: Any, row: Row, plan: ShardPlan) -> Any:
         return x
     mesh = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
     return jax.device_put(x, named_sharding(mesh, row.spec, row.memory_kind))
+
+
+def _gathered_leaf(path: Any, leaf: Any) -> Any:
+    if isinstance(leaf, Tracer):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        raise LeafTypeError(
+            f"{f'leaf `{name}`' if name else 'the array'}, {leaf.dtype}{list(leaf.shape)}, is traced: inside `jax.jit` "
+            "it has no values that could be brought to the host. Gather what the function returns; to have an array "
+            "whole on every device inside, use `constrain(x, PartitionSpec(), plan)`."
+        )
+    return _gathered(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _gathered(leaf: jax.Array) -> Any:

@@ -11,7 +11,7 @@ from .._ground.spec import array_bytes
 from .._ground.tree import Flat
 from .._rules.axis_rules import AxisRules, axes_in, near
 from .._rules.path_rules import first_match
-from .._rules.resolve import unknown_names
+from .._rules.resolve import names_text, unknown_names
 from .._rules.strategies import Optional
 from ..topology._mesh import MeshSpec
 from .leaf import Row
@@ -26,7 +26,24 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
     kind = type(errors[0][1])
     lines = [f"  leaf `{path}`: {error}" for path, error in errors[:_SHOWN]]
     more = [f"  and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
-    raise kind("\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more]))
+    text = "\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more])
+    # A rule that is a function may have failed by an error of its own.
+    raise kind(text) from next((error.__cause__ for _, error in errors if error.__cause__ is not None), None)
+
+
+def raise_repeated(flat: Flat) -> None:
+    """Raises if two arrays have one path: no rule, and nobody who reads the plan, could tell them apart."""
+    if len(set(flat.paths)) == len(flat.paths):
+        return
+    seen: set[str] = set()
+    for path, shaped in zip(flat.paths, flat.is_array, strict=True):
+        if shaped and path in seen:
+            raise RuleError(
+                f"two arrays of the tree have the path `{path}`: a key that holds a slash, or a node that names two of "
+                "its children alike. Rename one of them, so that rules can tell them apart."
+            )
+        if shaped:
+            seen.add(path)
 
 
 class Uncovered(NamedTuple):
@@ -86,7 +103,9 @@ def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str
     return {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
 
 
-def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: AxisRules | None) -> None:
+def raise_unknown(
+    flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: AxisRules | None, mesh: MeshSpec
+) -> None:
     """Raises if an array has a logical name that no rule is about, in any mode."""
     if axes is None:
         return
@@ -99,18 +118,20 @@ def raise_unknown(flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: A
     if not unknown:
         return
     lines = [
-        f"  leaf `{path}`, shape {rows[i].shape}, names {rows[i].names}: "
+        f"  leaf `{path}`, shape {rows[i].shape}, names {names_text(rows[i].names)}: "
         + ", ".join(f"{name!r}{near(name, axes.names)}" for name in unknown[i])
         for i, path in zip(index, flat.paths, strict=True)
         if i in unknown
     ]
     first = next(iter(unknown.values()))[0]
+    fix = f"declare a name that is to be replicated with `axes.extend([({first!r}, None)])`"
+    if first in mesh.axis_names:
+        fix = f"{first!r} is a mesh axis: for mesh axes give PartitionSpecs by path, `paths=PathRules([(regex, spec)])`"
     raise UnmatchedError(
         "\n".join(
             [
                 f"no rule of `axes` is about the logical names of {len(lines)} leaves. The rules have {axes.names}; "
-                f"declare a name that is to be replicated with `axes.extend([({first!r}, None)])`, or pass "
-                '`unmatched="replicate"`:',
+                f'{fix}, or pass `unmatched="replicate"`:',
                 *_shown(lines),
             ]
         )
@@ -278,4 +299,19 @@ def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[Row], refined: Me
             )
         raise SpecError(
             "\n".join(["`strict=True`, and these leaves are not sharded as asked:", *lines[:_SHOWN], *more])
+        )
+
+
+def raise_loose(loose: list[tuple[str, tuple[int, ...], str]]) -> None:
+    """Raises if what is made from a strictly planned tree is not sharded as asked, or nothing is asked for it."""
+    if loose:
+        lines = [f"  leaf `{path}`, shape {shape}: {why}" for path, shape, why in loose]
+        raise SpecError(
+            "\n".join(
+                [
+                    "the plan was made with `strict=True`, and these leaves are not sharded as asked. Give rules for "
+                    'them, `follow(..., paths=PathRules([(regex, target)]))`; `(".*", replicate)` may be the last:',
+                    *_shown(lines),
+                ]
+            )
         )

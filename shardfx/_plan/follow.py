@@ -1,4 +1,5 @@
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules, near
 from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match
 from .._rules.strategies import Fsdp, fsdp
-from .complaints import raise_absent, raise_errors, raise_unknown, raise_unused
+from .complaints import raise_absent, raise_errors, raise_loose, raise_repeated, raise_unknown, raise_unused
 from .content import Content
 from .correct import axes_of
 from .decide import Request, row_of
@@ -63,7 +64,9 @@ def follow(
 
     **Raises:**
 
-    What `init` raises; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does.
+    What `init` raises; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does. Under a
+    plan that was made with `strict=True`, `SpecError` with all arrays of more than one element that follow nothing and
+    have no rule, or whose rule does not fit; `over` adds what there is room for, under any plan.
 
     !!! Example
 
@@ -92,6 +95,7 @@ def follow(
     kinds = memory_kind_pairs(memory_kinds)
     kind_rules = PathRules((regex, ()) for regex, _ in kinds)
     flat = flatten(_evaluated(init, plan, args))
+    raise_repeated(flat)
     follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan))
     rows, index, used_kinds = [], [], {}
     patterns = compiled(kind_rules)
@@ -102,12 +106,14 @@ def follow(
             used_kinds[kind] = None
             rows.append(follower.row(path, leaf, None if kind is None else kinds[kind][1]))
     raise_errors(follower.errors)
-    raise_unknown(flat, index, rows, follower.axes)
+    raise_unknown(flat, index, rows, follower.axes, plan.mesh)
     raise_absent(flat, index, rows, plan.mesh, axes, follower.declared)
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
         raise_unused("rule", follower.paths.rules, follower.used, flat, followed, "what they follow")
         raise_unused("`memory_kinds` entry", kind_rules.rules, used_kinds, flat)
+    if plan.strict:
+        raise_loose(follower.loose)
     content = plan.content
     known = axes if content.axes is None else content.axes
     columns = (rows, index, flat.paths, flat.treedef)
@@ -188,11 +194,16 @@ class _Follower:
         # The paths of arrays that follow nothing.
         self.open: dict[str, None] = {}
         self.errors: list[tuple[str, Any]] = []
+        # What a strict plan does not put up with, by path.
+        self.loose: list[tuple[str, tuple[int, ...], str]] = []
 
     def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
         shape = tuple(leaf.shape)
         try:
             request = self.request(path, leaf)
+            if self.plan.strict and math.prod(shape) > 1:
+                asked = row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+                self.loose += [(path, shape, str(why)) for why in asked.reasons]
             if shape and self.over is not None:
                 request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
             return row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)

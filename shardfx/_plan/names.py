@@ -1,6 +1,6 @@
 """A tree of logical names, or a prefix of one, as one entry per leaf."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,6 +11,7 @@ from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
 from .._ground.tree import Flat, flatten, leaves_at
 from .._rules.axis_rules import AxisRules
+from .._rules.resolve import names_text
 from .._rules.strategies import Atomic
 
 
@@ -40,13 +41,13 @@ def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -
     """The logical names of each leaf, from the names tree or from the modules' fields."""
     if names is None:
         return flat.names if axes is not None else [None] * len(flat.leaves)
-    column = _broadcast(names, tree)
+    column = _broadcast(names, tree, ())
     for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
         if shaped and not _is_names(node):
             raise RuleError(
                 f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
             )
-    return [node if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+    return [_hashable(node) if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
 
 
 def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
@@ -94,27 +95,46 @@ def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
     return jax.tree.unflatten(flat.treedef, column)
 
 
-def _broadcast(names: Any, node: Any) -> list[Any]:
-    """The names of each leaf below `node`, from a prefix of its tree."""
-    parts = jtu.default_registry.flatten_one_level(node)
+def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
+    """The names of each leaf below `node`, which is at `keys` in the tree, from a prefix of its tree."""
+    parts = jtu.default_registry.flatten_one_level_with_keys(node)
     # Names are tuples too: where the tree itself has a tuple or list, one of names for each of its parts wins.
-    container = parts is not None and type(names) is type(node) and len(parts[0]) == _length(names)
+    below = None if parts is None else list(parts[0])
+    container = below is not None and type(names) is type(node) and len(below) == _length(names)
     if _is_names(names) and not (container and all(entry is None or _is_names(entry) for entry in names or ())):
-        return [_hashable(names)] * len(jax.tree.leaves(node))
-    if parts is None:
+        return [names] * len(jax.tree.leaves(node))
+    if below is None:
         return [names]
     given = jtu.default_registry.flatten_one_level(names)
     if not container or given is None or (isinstance(node, dict) and set(names) != set(node)):
+        where = jtu.keystr(keys, simple=True, separator="/")
         raise RuleError(
-            f"`names` is no prefix of the tree: it has {names!r:.80} where the tree has {node!r:.80}. At each array it "
-            "must have a tuple of logical names, or `None` for a whole subtree without names."
+            f"`names` is no prefix of the tree: {f'at `{where}`' if where else 'at its root'} it has {_kind(names)}, "
+            f"and the tree has {_kind(node)}. At each array it must have a tuple of logical names, or `None` for a "
+            "whole subtree without names."
         )
-    return [entry for pair in zip(given[0], parts[0], strict=True) for entry in _broadcast(*pair)]
+    pairs = zip(given[0], below, strict=True)
+    return [entry for inner, (key, child) in pairs for entry in _broadcast(inner, child, (*keys, key))]
+
+
+def _kind(node: Any) -> str:
+    """What a node is, without the values below it."""
+    if isinstance(node, dict):
+        return f"a dict with the keys {_listed(node)}"
+    if _is_names(node):
+        return f"the names {names_text(node)}"
+    parts = jtu.default_registry.flatten_one_level(node)
+    return f"{type(node).__name__}" if parts is None else f"{type(node).__name__} of {len(list(parts[0]))}"
+
+
+def _listed(keys: Iterable[Any]) -> str:
+    shown = [repr(key) for key in keys]
+    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
 
 
 def _length(names: Any) -> int:
     given = jtu.default_registry.flatten_one_level(names)
-    return -1 if given is None else len(given[0])
+    return -1 if given is None else len(list(given[0]))
 
 
 def _hashable(node: Any) -> Any:

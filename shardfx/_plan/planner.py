@@ -13,7 +13,15 @@ from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules
 from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
 from ..topology._mesh import MeshSpec
-from .complaints import raise_absent, raise_cut, raise_errors, raise_unknown, raise_unmatched, raise_unused
+from .complaints import (
+    raise_absent,
+    raise_cut,
+    raise_errors,
+    raise_repeated,
+    raise_unknown,
+    raise_unmatched,
+    raise_unused,
+)
 from .content import Content
 from .correct import axes_of
 from .decide import Asked, Request, row_of
@@ -79,8 +87,8 @@ def plan(
     **Raises:**
 
     `UnmatchedError` with all the arrays that no rule covers, largest first, or the logical names that no rule is about;
-    `RuleError` for rules that cannot be applied or never are; `SpecError` with all the arrays whose spec or names do
-    not fit their rank.
+    `RuleError` for rules that cannot be applied or never are, and for two arrays with one path; `SpecError` with all
+    the arrays whose spec or names do not fit their rank.
 
     !!! Example
 
@@ -110,6 +118,7 @@ def plan(
     if axes is not None:
         check_axis_rules("axes", axes)
     flat = flatten(tree)
+    raise_repeated(flat)
     given = names_of_leaves(names, tree, flat, axes)
     kinds = memory_kind_pairs(memory_kinds)
     found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
@@ -117,7 +126,7 @@ def plan(
     raise_errors(found.errors)
     if unmatched == "raise":
         raise_unmatched(flat, index, rows, found.paths.rules)
-        raise_unknown(flat, index, rows, axes)
+        raise_unknown(flat, index, rows, axes, mesh_spec)
         raise_absent(flat, index, rows, mesh_spec, axes, found.declared)
     if unused == "raise":
         raise_unused("rule", found.paths.rules, found.paths.used, flat, given, NAMES)
@@ -167,7 +176,7 @@ def drafted(
     rules = _NO_RULES if paths is None else paths
     by_path = Matcher(rules)
     by_kind = Matcher(PathRules((regex, (kind,)) for regex, kind in kinds) if kinds else _NO_RULES)
-    planner = _Planner(mesh_spec, axes, mode, min_bytes, by_path, by_kind)
+    planner = _Planner(mesh_spec, axes, mode, min_bytes, by_path, by_kind, declared=given is flat.names)
     index, rows, errors = planner.columns(flat, given)
     return Draft(mesh_spec, by_path, by_kind, rules.axes, index, rows, errors)
 
@@ -200,7 +209,10 @@ class _Planner:
         min_bytes: int,
         paths: Matcher,
         kinds: Matcher,
+        *,
+        declared: bool,
     ):
+        self.declared = declared
         self.mesh, self.axes, self.mode, self.min_bytes = axes_of(mesh), axes, mode, min_bytes
         self.paths, self.kinds, self.rules = paths, kinds, paths.rules
         self.asked: dict[Any, Asked] = {}
@@ -247,7 +259,8 @@ class _Planner:
 
     def request(self, path: str, leaf: Any, names: Any, number: int | None) -> Request:
         if names is not None:
-            return asked_by_names(names, tuple(leaf.shape), "names", self.axes, self.mode)
+            shape = tuple(leaf.shape)
+            return asked_by_names(names, shape, "names", self.axes, self.mode, declared=self.declared)
         if not leaf.shape:
             rule = None if number is None else _rule_text(number, self.rules)
             return Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))

@@ -4,10 +4,10 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._ground.errors import RuleError
+from .._ground.errors import RuleError, SpecError
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import is_callable
-from .._rules.resolve import one_per_dim, resolve, units_of
+from .._rules.resolve import names_text, one_per_dim, resolve, units_of
 from .._rules.strategies import Atomic, Pipeline, Replicate, bare
 from .correct import padded_units
 from .decide import Request
@@ -39,33 +39,50 @@ def asked_by_names(
     mode: str | None,
     units: tuple[int, ...] | None = None,
     strategies: tuple[Any, ...] = (),
+    declared: bool = False,
 ) -> Request:
-    """What the logical names of an array ask for it. A plan keeps them with one entry per dimension."""
+    """What the logical names of an array ask for it. A plan keeps them with one entry per dimension.
+
+    `declared` says that a module's field has them: then the advice for stacked layers is about fields.
+    """
     rank = len(shape)
-    named = one_per_dim(names, shape, _length_fix(tuple(names), rank))
+    named = one_per_dim(names, shape, _length_fix(tuple(names), rank, declared))
     if axes is None and all(name is None for name in named):
         return Request(None, PartitionSpec(), rule, padded_units(units, rank), strategies, ())
     if axes is None:
         raise RuleError(
-            f"the names {names} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`."
+            f"the names {names_text(names)} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`. "
+            "For mesh axes give PartitionSpecs by path: `paths=PathRules([(regex, spec)])`."
         )
     found = resolve(named, axes, mode=mode)
     units = padded_units(units_of(named, axes) if units is None else units, rank)
     return Request(named, found.spec, rule, units, strategies, found.reasons)
 
 
-def _length_fix(names: tuple[Any, ...], rank: int) -> str:
+def _length_fix(names: tuple[Any, ...], rank: int, declared: bool) -> str:
     if len(names) > rank:
         return "Take out those of dimensions that the array lacks."
-    listed = ", ".join(map(repr, names))
+    listed = names_text(names).strip("()").rstrip(",")
+    fix = f"Write `(..., {listed})` if the dimensions before are whole, `({listed}, ...)` if those after are."
+    if not declared:
+        return fix
     return (
-        f"Write `(..., {listed})` if the dimensions before are whole, `({listed}, ...)` if those after are. Where "
-        '`vmap` stacks layers, name the dimension that it adds on the field above: `field(stacked=("layers",))`.'
+        f"{fix} Where `vmap` stacks layers, name the dimension that it adds on the field above: "
+        '`field(stacked=("layers",))`.'
     )
 
 
 def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
-    result = function(path, leaf)
+    try:
+        result = function(path, leaf)
+    except (SpecError, RuleError):
+        raise
+    except Exception as error:  # whatever a user's function raises, it is about this rule and this leaf
+        why = f"{type(error).__name__}: {error}"[:300].removesuffix(".")
+        raise RuleError(
+            f"{rule} is a callable that failed for the path {path!r} and shape {tuple(leaf.shape)}, with {why}; the "
+            "error above shows where."
+        ) from error
     if not isinstance(result, PartitionSpec):
         raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")
     return result

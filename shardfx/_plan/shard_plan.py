@@ -16,7 +16,7 @@ from .content import Content, read_json, rows_of, shaped_like
 from .facts import html_of
 from .leaf import LeafPlan, Row, named_sharding
 from .replaced import replaced
-from .single import decision_for
+from .single import decision_for, require_pinned
 
 
 class ShardPlan(eqx.Module):
@@ -240,7 +240,8 @@ class ShardPlan(eqx.Module):
 
         **Raises:**
 
-        As [`shardfx.constrain`][] does.
+        As [`shardfx.constrain`][] does; `SpecError` also where a dimension is left to the compiler (UNCONSTRAINED), for
+        which JAX has no sharding outside a compiled function.
 
         !!! Example
 
@@ -259,6 +260,7 @@ class ShardPlan(eqx.Module):
         sizes = None if shape is None else tuple(int(size) for size in shape)
         strict = self.strict if strict is None else strict
         found = decision_for(names_or_spec, sizes, self.content, self.mesh, strict, unmatched)
+        require_pinned(names_or_spec, found.spec)
         mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
         return named_sharding(mesh, found.spec, None)
 
@@ -370,10 +372,30 @@ def _require_same(what: str, values: dict[str, Any]) -> None:
     (first, expected), *rest = values.items() or [("", None)]
     for name, value in rest:
         if value != expected:
+            one, two = _told_apart(expected, value)
             raise PlanMismatchError(
-                f"`join`: the plans `{first}` and `{name}` differ in their {what} ({expected} and {value}); "
-                "make both for the same mesh, rules and mode."
+                f"`join`: the plans `{first}` and `{name}` differ in their {_WORDS[what]} ({one} and {two}); "
+                "make both for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
             )
+
+
+_WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
+
+
+def _told_apart(one: Any, two: Any) -> tuple[str, str]:
+    """The texts of two values that differ, in which they do."""
+    if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
+        if one.axis_types != two.axis_types:
+            return f"{one} of axis types {_type_names(one)}", f"{two} of {_type_names(two)}"
+        return (str(one), str(two)) if str(one) != str(two) else (repr(one), repr(two))
+    if isinstance(one, Mesh | None) and isinstance(two, Mesh | None):
+        return _devices_text(one), _devices_text(two)
+    return repr(one), repr(two)
+
+
+def _devices_text(mesh: Mesh | None) -> str:
+    ids = [] if mesh is None else [device.id for device in mesh.devices.flat]
+    return "none" if mesh is None else str(ids) if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
 
 
 def _type_names(mesh: MeshSpec) -> str:

@@ -58,6 +58,17 @@ def decision_for(
     return Decision(found.spec, reasons)
 
 
+def require_pinned(asked: Any, spec: PartitionSpec) -> None:
+    """Raises for a dimension that is left to the compiler: only inside a compiled function there is one to choose."""
+    free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
+    if free:
+        raise SpecError(
+            f"{asked} leaves dim {free[0]} to the compiler (UNCONSTRAINED), which no sharding at `device_put` or at "
+            "the boundary of `jit` can say; write `None` there if it is to be whole, or use `constrain` inside the "
+            "function."
+        )
+
+
 def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None) -> None:
     """Raises if what was written by hand names a mesh axis that neither the mesh nor the plan's rules know."""
     declared = () if axes is None else axes.axes

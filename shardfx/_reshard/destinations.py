@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, check_type
@@ -59,9 +60,18 @@ def _broadcast(form: Any, tree: Any, what: str) -> list[Any]:
 def _sharding(entry: Any, at: int, treedef: Any, what: str, known: dict[int, Sharding | None]) -> Sharding | None:
     found = entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry
     if found is not None and not isinstance(found, Sharding):
+        path = tree_paths(treedef)[at]
+        kind = type(found).__name__
+        where = f"`{what}` holds a {kind} at `{path}`" if path else f"`{what}` is a {kind}"
+        if isinstance(found, Format):
+            raise LeafTypeError(
+                f"{where}, which has a layout in memory beside its sharding, and moved arrays have JAX's default one; "
+                "give its sharding alone, `format.sharding`, and change the layout afterwards with `jax.device_put`."
+            )
+        text = repr(found) if len(repr(found)) < 80 else f"{repr(found)[:77]}..."
         raise LeafTypeError(
-            f"`{what}` holds {found!r:.80} at `{tree_paths(treedef)[at]}`, which is no sharding; use "
-            "`NamedSharding(mesh, spec)`, or a plan: `plan(tree, mesh, ...)`."
+            f"{where}, {text}, which is no sharding; use `NamedSharding(mesh, spec)`, or a plan: "
+            "`plan(tree, mesh, ...)`."
         )
     known[id(entry)] = found
     return found

@@ -62,7 +62,8 @@ class AxisRules(eqx.Module):
 
         - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a
             tuple of them, `None` (replicate, and stop looking) or `PartitionSpec.UNCONSTRAINED`. A name may
-            occur several times: its later rules are fallbacks.
+            occur several times: its later rules are fallbacks. Behind `None` nothing is looked at, which is how
+            `prepend([(name, None)])` overrides a rule.
         - `modes`: mapping from a mode, as "train" or "decode", to rules that come before `rules` in that mode. A
             name that a mode does not mention behaves as in `rules`; one that it maps to `None` is replicated.
         - `units`: mapping from a logical name to how many elements must stay together, `head_dim` for fused

@@ -98,16 +98,25 @@ def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: str) -> tuple
         return entries
     dots = [at for at, entry in enumerate(entries) if entry is ...]
     if len(dots) > 1:
-        raise SpecError(f"the names {entries} hold `...` {len(dots)} times; it can stand for dimensions in one place.")
+        text = names_text(entries)
+        raise SpecError(f"the names {text} hold `...` {len(dots)} times; it can stand for dimensions in one place.")
     missing = rank - len(entries) + len(dots)
     if dots and missing >= 0:
         return (*entries[: dots[0]], *[None] * missing, *entries[dots[0] + 1 :])
     if missing:
         raise SpecError(
-            f"{len(entries) - len(dots)} logical names {entries} for an array of rank {rank}, shape {shape}; give one "
-            f"per dimension. {fix}"
+            f"{len(entries) - len(dots)} logical names {names_text(entries)} for an array of rank {rank}, shape "
+            f"{shape}; give one per dimension. {fix}"
         )
     return entries
+
+
+def names_text(names: Any) -> str:
+    """Names as they are written: `...` and not `Ellipsis`."""
+    if not isinstance(names, tuple | list) or isinstance(names, PartitionSpec):
+        return "..." if names is ... else repr(names)
+    inner = ", ".join(map(names_text, names))
+    return f"({inner},)" if len(names) == 1 else f"({inner})"
 
 
 def unknown_names(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:

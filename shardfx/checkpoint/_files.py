@@ -183,7 +183,9 @@ def parsed_json(data: bytes, where: str) -> Any:
     """
     try:
         text = data.decode("utf-8")
-        content = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        content = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole
+        )
         if _SURROGATE.search(data):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -214,6 +216,15 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise ValueError("a number is too large")
     return value
+
+
+def _whole(text: str) -> int | float:
+    """As other readers have it: what is too large for a double is no number, and -0 is no integer."""
+    if text == "-0":
+        return -0.0
+    if len(text) > 300:
+        _finite(text)
+    return int(text)
 
 
 def _no_constant(text: str) -> None:

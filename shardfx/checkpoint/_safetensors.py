@@ -21,6 +21,8 @@ HEADER_LIMIT_BYTES = 100_000_000
 # NumPy's own limit, which is JAX's on the host.
 _MOST_DIMENSIONS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}
+# How deep the format's library reads JSON: the header and the tensor's entry are the first two levels.
+_MOST_NESTED = 127
 
 # Name in the file: bits of one element, and the dtype that it has in JAX, if it has one.
 DTYPES: dict[str, tuple[int, Any]] = {
@@ -146,6 +148,11 @@ def _array(name: str, entry: Any, base: int, file: str) -> FileArray:
     """One array. Other fields than the format's are ignored, as its library does."""
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
+    if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
+        raise CheckpointError(
+            f"tensor {quoted(name)} in {file!r} has a field nested more than {_MOST_NESTED} deep, which the format's "
+            "library does not read; the file is damaged or forged."
+        )
     stored, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(stored, str) or stored not in DTYPES:
         raise CheckpointError(
@@ -166,6 +173,15 @@ def _array(name: str, entry: Any, base: int, file: str) -> FileArray:
             f"[{begin}, {end}]; the file is damaged or forged."
         )
     return FileArray(name, tuple(shape), dtype, file, stored, base + begin)
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested in each other."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def _count(shape: list[int]) -> int:

@@ -1,13 +1,14 @@
 """eformer's `PartitionAxis` as AxisRules.
 
 `shardfx.presets.eformer` is the function. Its tokens are values of `shardfx.presets.tokens`, its layouts those of
-`shardfx.presets.layouts`; `from shardfx.presets.eformer import BATCH` finds both.
+`shardfx.presets.layouts`; `from shardfx.presets.eformer import BATCH` and `presets.eformer.BATCH` find both.
 """
 
 import enum
 from typing import Any, Final
 
 from .._rules.axis_rules import AxisRules, axes_in
+from . import tokens as tokens
 from .layouts import (
     AttnKVSharding as AttnKVSharding,
     AttnQSharding as AttnQSharding,
@@ -196,3 +197,7 @@ def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list
 
 def _given(value: Any, default: Any) -> Any:
     return default if value is NOT_GIVEN else value
+
+
+# In this package the function has the name of its module, so it carries the tokens: `presets.eformer.TOKENS`.
+vars(eformer).update({name: value for name, value in vars(tokens).items() if name.isupper()})

@@ -10,12 +10,14 @@ from shardfx import (
     AxisRules,
     Code,
     Decision,
+    LeafTypeError,
     MeshSpec,
     PathRules,
     PlanMismatchError,
     SpecError,
     UnmatchedError,
     constrain,
+    gather,
     plan,
     shard,
 )
@@ -175,3 +177,39 @@ def test_axes_of_size_one_stay_and_trip_nothing(kind):
 
     out = step(x, w)
     assert np.allclose(out, TREE["w"] @ TREE["w"].T + TREE["w"][:, :8])
+
+
+def test_a_constraint_that_would_do_nothing_is_an_error():
+    made = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
+    there = made.on(made.mesh.build(jax.devices()))
+    x = jnp.asarray(TREE["w"])
+    inside = lambda x: constrain(2 * x, ("batch", "mlp"), made)
+    for attempt in (
+        lambda: jax.jit(inside)(x),
+        lambda: jax.jit(lambda x: shard({**TREE, "w": x}, made)["w"])(x),
+        lambda: jax.jit(jax.vmap(inside))(x[None]),
+        lambda: jax.jit(jax.value_and_grad(lambda x: inside(x).sum()))(x),
+        lambda: jax.jit(inside).lower(x),
+    ):
+        with pytest.raises(PlanMismatchError, match="tensor=4, which has no devices, in a program for 1 device, where"):
+            attempt()
+    # Wherever the program is for the mesh, it does what it says, also to what lies on no mesh by itself.
+    spec = P("data", "tensor")
+    placed = jax.device_put(x, there.shardings["w"])
+    assert jax.jit(inside)(placed).sharding.spec == spec
+    assert jax.jit(lambda y: (y, inside(jnp.ones((8, 16)))))(placed)[1].sharding.spec == spec
+    assert jax.jit(inside, out_shardings=there.shardings["w"])(x).sharding.spec == spec
+    with jax.set_mesh(mesh_of(there)):
+        assert jax.jit(inside)(x).sharding.spec == spec
+    gradient = jax.jit(lambda y: (y, jax.grad(lambda z: inside(z * jnp.ones((8, 16))).sum())(1.0)))(placed)[1]
+    assert gradient == 2 * 8 * 16
+    # Without a program there is nothing to say: shapes, and exports for devices that are not there.
+    assert jax.eval_shape(inside, x).shape == (8, 16)
+    assert jax.jit(inside).trace(made.structs["w"]).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_gather_inside_jit_says_what_to_do():
+    with pytest.raises(LeafTypeError, match=r"leaf `a/w`, float32\[8, 16\], is traced: .* `constrain\(x, Partition"):
+        jax.jit(lambda x: gather({"a": {"w": x}}))(TREE["w"])
+    with pytest.raises(LeafTypeError, match="the array, float32"):
+        jax.jit(gather)(TREE["w"])

@@ -379,3 +379,16 @@ def test_many_shardings_of_many_kinds_of_leaves():
     assert specs_of(filter_jit(lambda tree: tree, in_shardings=plan(given, mesh, paths=rules))(numpy))["small"] == P(
         ("data", "tensor")
     )
+
+
+def test_arrays_on_other_devices_are_named():
+    mesh = MeshSpec({"data": 8}).build(jax.devices())
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
+    step = filter_jit(lambda model, batch: model["w"] + batch["x"])
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"`x` of argument 1 of `.*`, float32\[8, 4\], lies on device \[3\], and `w` of argument 0 .* lies on "
+        r"devices \[0, 1, 2, 3, 4, 5, 6, 7\]; .* `shard\(tree, plan\)`",
+    ) as error:
+        step({"w": x, "f": jnp.tanh}, {"x": jax.device_put(jnp.ones((8, 4)), jax.devices()[3])})
+    assert "incompatible devices" in str(error.value.__cause__)

@@ -239,9 +239,10 @@ def test_unknown_paths_name_the_near_ones():
     made = plan(TREE, MESH, paths=RULES)
     with pytest.raises(UnknownPathError, match="the plan has no leaf `stop`; did you mean `step`?"):
         made["stop"]
-    twice = plan({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}, MESH, unmatched="replicate")
-    with pytest.raises(UnknownPathError, match="several leaves have the path `a/b`"):
-        twice["a/b"]
+    one, two = (plan(tree, MESH, unmatched="replicate") for tree in ({"b/c": jnp.ones(2)}, {"c": jnp.ones(2)}))
+    twice = ShardPlan.join(**{"a": one, "a/b": two})
+    with pytest.raises(UnknownPathError, match="several leaves have the path `a/b/c`"):
+        twice["a/b/c"]
 
 
 # Values: equality, hashes, JSON.

@@ -286,11 +286,10 @@ def test_sharding_is_what_constrain_gives():
     mesh = MESH.build(jax.devices())
     made = plan({"w": jnp.ones((8, 16))}, mesh, names={"w": ("mlp", None)}, axes=AXES)
     for shape in ((8, 16), (6, 4), (7, 3)):
-        for asked in (("batch", "mlp"), (..., "batch"), (), P("data", "tensor"), P(None, P.UNCONSTRAINED)):
+        for asked in (("batch", "mlp"), (..., "batch"), (), P("data", "tensor")):
             sharding = made.sharding(asked, shape)
             x = sfx.constrain(jnp.ones(shape), asked, made)
-            if P.UNCONSTRAINED not in tuple(asked):
-                assert sharding.is_equivalent_to(x.sharding, 2) and sharding.mesh is mesh
+            assert sharding.is_equivalent_to(x.sharding, 2) and sharding.mesh is mesh
             jax.device_put(jnp.ones(shape), sharding)
     assert made.sharding(("batch",)).spec == made.sharding(("batch", ...)).spec == P("data")
     abstract = plan({"w": jnp.ones((8, 16))}, MESH, names={"w": ("mlp", None)}, axes=AXES)
@@ -354,3 +353,113 @@ def test_replace_says_what_is_wrong():
         made.replace("w", P("data", "data"))
     with pytest.raises(SpecError, match="has 3 entries, but shape"):
         made.replace("w", P("data", None, "tensor"))
+
+
+# --- what a second stranger found
+
+
+def test_a_sharding_leaves_nothing_to_the_compiler():
+    free = AxisRules([("batch", "data"), ("any", P.UNCONSTRAINED)])
+    made = plan({"w": jnp.ones((8, 16))}, MESH.build(jax.devices()), names={"w": ("batch", None)}, axes=free)
+    for asked in (P(P.UNCONSTRAINED, "tensor"), ("any", "batch")):
+        for shape in (None, (8, 16)):
+            with pytest.raises(SpecError, match="leaves dim 0 to the compiler .* write `None` there"):
+                made.sharding(asked, shape)
+        assert sfx.constrain(jnp.ones((8, 16)), asked, made).shape == (8, 16)
+
+
+def test_follow_is_as_strict_as_its_plan():
+    tree = {"w": jnp.ones((8, 16))}
+    strict, loose = (plan(tree, MESH, names={"w": ("mlp", None)}, axes=AXES, strict=strict) for strict in (True, False))
+    init = lambda params: {"mu": params, "history": jnp.zeros((5, 7)), "one": jnp.zeros((1, 1)), "count": jnp.zeros(())}
+    with pytest.raises(SpecError, match=r"(?s)leaf `history`, shape \(5, 7\): no rule covers .*\Z") as error:
+        sfx.follow(init, strict)
+    assert "`one`" not in str(error.value) and "`count`" not in str(error.value)
+    assert sfx.follow(init, loose)["history"].spec == P()
+    rest = PathRules([(".*", sfx.replicate)])
+    assert sfx.follow(init, strict, paths=rest)["history"].spec == P()
+    with pytest.raises(SpecError, match="leaf `history`, .* size 5 is not divisible by `tensor`"):
+        sfx.follow(init, strict, paths=PathRules([("history", P("tensor"))]))
+    # ZeRO takes what room there is.
+    assert sfx.follow(init, strict, over="data", paths=rest)["mu/w"].spec == P("tensor", "data")
+
+
+def test_trailing_nones_beyond_the_rank():
+    """A rule is for arrays of several ranks, so its surplus `None`s say nothing; a spec for one array fits its rank."""
+    tree, long = {"w": jnp.ones((8, 16))}, P("tensor", None, None)
+    made = plan(tree, MESH.build(jax.devices()), paths=PathRules([("w", long)]))
+    assert made["w"].spec == sfx.correct(long, (8, 16), MESH).spec == made.replace("w", long)["w"].spec == P("tensor")
+    rules = PathRules([("other", P(None, "tensor", None))])
+    assert sfx.follow(lambda _: {"other": jnp.ones((5, 12))}, made, paths=rules)["other"].spec == P(None, "tensor")
+    for attempt in (
+        lambda: made.sharding(long, (8, 16)),
+        lambda: sfx.constrain(tree["w"], long, made),
+        lambda: plan(tree, MESH, names={"w": P("mlp", None, None)}, axes=AXES),
+    ):
+        with pytest.raises(SpecError, match="has 3 entries, but shape|3 logical names"):
+            attempt()
+
+
+def test_mesh_axes_in_the_place_of_names():
+    tree = {"a.b": jnp.ones((8, 16))}
+    for names in (P("data", "tensor"), {"a.b": P("data", "tensor")}):
+        with pytest.raises(UnmatchedError, match=r"'data' is a mesh axis: for mesh axes give PartitionSpecs by path"):
+            plan(tree, MESH, names=names, axes=AXES)
+        with pytest.raises(
+            RuleError, match=r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give Part"
+        ):
+            plan(tree, MESH, names=names)
+    with pytest.raises(UnmatchedError, match=r"names \('mpl', \.\.\.\): 'mpl'|names \('mpl', None\)"):
+        plan(tree, MESH, names=P("mpl"), axes=AXES)
+    with pytest.raises(RuleError, match=r"the names \('mlp', \.\.\.\) need rules"):
+        plan(tree, MESH, names=("mlp", ...))
+
+
+def test_the_advice_for_fields_is_for_fields():
+    tree = {"w": jnp.ones((2, 8, 16))}
+    with pytest.raises(SpecError, match=r"Write `\(\.\.\., 'mlp', None\)` .* `\('mlp', None, \.\.\.\)`") as error:
+        plan(tree, MESH, names={"w": ("mlp", None)}, axes=AXES)
+    assert "field(" not in str(error.value)
+
+
+def test_names_that_are_no_prefix_are_shown_by_path_and_without_values():
+    tree = {"a": {"w": jnp.ones((8, 16)), "v": [jnp.ones(3)]}}
+    with pytest.raises(RuleError, match="at `a` it has a dict with the keys 'w', and the tree has a dict with the key"):
+        plan(tree, MESH, names={"a": {"w": ("mlp", None)}}, axes=AXES)
+    with pytest.raises(RuleError, match="at `a/v` it has list of 2, and the tree has list of 1"):
+        plan(tree, MESH, names={"a": {"w": ("mlp", None), "v": [("mlp",), {}]}}, axes=AXES)
+    with pytest.raises(RuleError, match="at its root it has list of 1, and the tree has a dict with the keys 'a'") as e:
+        plan(tree, MESH, names=[{}], axes=AXES)
+    assert "Array" not in str(e.value)
+
+
+def test_join_shows_what_differs():
+    tree = {"w": jnp.ones((8, 16))}
+    explicit = MeshSpec(MESH.shape, axis_types=jax.sharding.AxisType.Explicit)
+    one, two = (plan(tree, mesh, paths=PathRules([("w", P())])) for mesh in (MESH, explicit))
+    with pytest.raises(sfx.PlanMismatchError, match=r"of axis types \(Auto, Auto\) and .* of \(Explicit, Explicit\)"):
+        ShardPlan.join(a=one, b=two)
+    with pytest.raises(sfx.PlanMismatchError, match=r"in their devices \(\[0, 1, .*, 7\] and none\).*`plan.off\(\)`"):
+        ShardPlan.join(a=one.on(MESH.build(jax.devices())), b=one)
+
+
+def test_a_callable_that_fails_is_named_and_chained():
+    rules = PathRules([("v", P()), ("w", lambda path, leaf: {"a": P()}[path])])
+    with pytest.raises(RuleError, match=r"w is a callable that failed for the path 'w' .*KeyError: 'w'") as e:
+        plan({"w": jnp.ones(8), "v": jnp.ones(8)}, MESH, paths=rules)
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_two_arrays_with_one_path():
+    tree = {"a": {"b": jnp.ones(8)}, "a/b": jnp.ones(8)}
+    with pytest.raises(RuleError, match="two arrays of the tree have the path `a/b`"):
+        plan(tree, MESH, paths=PathRules([("a", P("data"))]))
+    made = plan({"w": jnp.ones(8)}, MESH, paths=PathRules([("w", P("data"))]))
+    with pytest.raises(RuleError, match="two arrays of the tree have the path `a/b`"):
+        sfx.follow(lambda _: tree, made)
+    assert len(plan({"a": {"b": jnp.tanh}, "a/b": jnp.ones(8)}, MESH, paths=PathRules([("a", P("data"))]))) == 1
+
+
+def test_the_tokens_of_eformer_are_found_at_the_function():
+    assert sfx.presets.eformer.TOKENS is sfx.presets.tokens.TOKENS  # pyright: ignore[reportFunctionMemberAccess]
+    assert sfx.presets.eformer.EMPTY is None  # pyright: ignore[reportFunctionMemberAccess]
