@@ -142,6 +142,20 @@ def agreement(mesh):
     return messages
 
 
+def alone():
+    """What `assert_same_plan` says where the last process does not call it, and calls it too late."""
+    mine = plan(params(), SPEC, paths=RULES, unmatched="replicate", unused="allow")
+    hosts.assert_same_plan(mine)
+    if jax.process_index() == jax.process_count() - 1:
+        time.sleep(3)
+    started = time.monotonic()
+    try:
+        hosts.assert_same_plan(mine, wait_seconds=1.0)
+    except PlanMismatchError as error:
+        return str(error), time.monotonic() - started
+    return "", 0.0
+
+
 def everything():
     mesh = SPEC.build(jax.devices())
     grid = hosts.grid_of(mesh)
@@ -209,7 +223,7 @@ def survives():
         print(f"failed after {time.monotonic() - started:.1f} s", flush=True)
 
 
-TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives)}
+TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives, alone)}
 
 
 def main(task, index, count, devices, port, folder, *, heartbeat_seconds=10, shutdown_seconds=20):

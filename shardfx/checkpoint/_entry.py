@@ -3,6 +3,7 @@ import math
 from typing import Any
 
 from .._ground.spec import bits
+from ._chunks import ChunkFiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class StoreArray:
     - `driver`: which tensorstore driver reads it.
     - `key`: in a database, the key of the array.
     - `group`: in an eformer index of version 2, the prefix under which it is listed.
+    - `files`: how its chunks are called and packed.
     """
 
     path: str
@@ -56,6 +58,7 @@ class StoreArray:
     driver: str
     key: str | None = None
     group: str | None = None
+    files: ChunkFiles = ChunkFiles()
 
     @property
     def nbytes(self) -> int | None:

@@ -34,7 +34,7 @@ _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
 # A save that has failed elsewhere stops after so much.
 _STEP_BYTES = 16 << 20
-_WAIT_SECONDS = 300.0
+_WAIT_SECONDS = 25.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Arrays in chunks: zarr directories and OCDBT databases. Their metadata is JSON; their values are tensorstore's."""
 
+import functools as ft
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 from .._ground.errors import CheckpointError
 from .._ground.text import printable, quoted
 from ._casts import fill, may_overflow
+from ._chunks import BEGIN_BYTES, chunk_files, look_in, require_bounded, touched_by
 from ._entry import StoreArray, itemsize
 from ._files import Place, inside, opened, parsed_json, read_json, require_plain_tree
 from ._spans import Box
@@ -76,7 +78,9 @@ def _described(path: str, file: str, key: str | None, content: Any, driver: str,
         raise CheckpointError(f"{where} describes no zarr array: its shape and chunks must be lists of as many sizes.")
     if not isinstance(stored, str):
         stored = str(stored)[:80]
-    return StoreArray(path, tuple(shape), dtype_named(stored), file, stored, tuple(chunks), driver, key)
+    files = chunk_files(content, driver)
+    dtype = dtype_named(stored)
+    return StoreArray(path, tuple(shape), dtype, file, stored, tuple(chunks), driver, key, files=files)
 
 
 def _fields(content: Any, driver: str) -> tuple[Any, Any, Any]:
@@ -150,6 +154,7 @@ def read_into(
     """Fills `targets`, which have the shapes of `boxes`, casting to their dtypes; the number of bytes filled."""
     import tensorstore as ts
 
+    _require_bounded(ts, entry, boxes)
     # Chunks that two boxes share are decoded once, if they can be kept.
     cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
     context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
@@ -166,6 +171,23 @@ def read_into(
             raise _chunk_is_missing(entry) from error
         raise unreadable(f"{entry.file}, array {entry.path}", error) from error
     return sum(target.nbytes for target in targets)
+
+
+def _require_bounded(ts: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
+    if entry.key is None:
+        look = ft.partial(look_in, entry.file)
+    elif entry.files.is_blosc:
+        store = ts.KvStore.open(ocdbt(entry.file, entry.key)).result()
+        look = ft.partial(_look_in_store, store)
+    else:
+        return  # a database reads parts of its own files
+    own_bytes = math.prod(entry.chunks) * itemsize(entry.dtype)
+    require_bounded(entry.path, look, entry.files, own_bytes, touched_by(entry.chunks, boxes))
+
+
+def _look_in_store(store: Any, name: str) -> tuple[int, bytes]:
+    value = store.read(name).result().value
+    return len(value), value[:BEGIN_BYTES]
 
 
 def _spec_of(entry: StoreArray) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Agreement between processes."""
 
 import hashlib
+import math
+import re
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ from .._plan.differences import differences
 from .._plan.shard_plan import ShardPlan
 
 
-def assert_same_plan(plan: ShardPlan) -> None:
+def assert_same_plan(plan: ShardPlan, *, wait_seconds: float = 120.0) -> None:
     """Raises on every process unless all processes have the same plan on the same order of devices.
 
     Every process calls it, once, before it runs anything under the plan: processes with different plans
@@ -21,10 +23,13 @@ def assert_same_plan(plan: ShardPlan) -> None:
     **Arguments:**
 
     - `plan`: this process's plan.
+    - `wait_seconds`: how long the processes wait for one that has not called this. What they then exchange goes by a
+        collective, for which all are there.
 
     **Raises:**
 
-    `PlanMismatchError` that names the first leaf that differs, how, and between which processes.
+    `PlanMismatchError` that names the first leaf that differs, how, and between which processes; or the processes that
+    did not come.
 
     !!! Example
 
@@ -38,6 +43,7 @@ def assert_same_plan(plan: ShardPlan) -> None:
     """
     if jax.process_count() == 1:
         return
+    _meet(wait_seconds)
     devices = "" if plan.jax_mesh is None else ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
     prints = _exchange(hashlib.sha256(f"{plan.digest} {devices}".encode()).digest())
     if len(set(prints)) == 1:
@@ -54,6 +60,29 @@ def assert_same_plan(plan: ShardPlan) -> None:
         + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
         + "; make the plan from the same tree, rules and mesh on every process."
     )
+
+
+def _meet(wait_seconds: float) -> None:
+    """Returns when all processes are here. A collective would wait for them without end."""
+    # JAX has no public way to its service; Orbax and others take this one, which is the same in JAX 0.9 to 0.10.
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        return  # a runtime that has brought its processes together by itself
+    try:
+        client.wait_at_barrier("shardfx.assert_same_plan", max(1, math.ceil(1000 * wait_seconds)))
+    except jax.errors.JaxRuntimeError as error:
+        raise PlanMismatchError(_absence(str(error), wait_seconds)) from error
+
+
+def _absence(text: str, wait_seconds: float) -> str:
+    fix = "call it once on every process, before the first step; or give a longer `wait_seconds`"
+    if not text.startswith("DEADLINE_EXCEEDED"):
+        return f"the processes do not meet in `assert_same_plan` ({text.splitlines()[0][:200]}); {fix}."
+    names = re.findall(r"^(?:\S*task[:/])?(\d+)$", text.partition("timed out task names:")[2], re.MULTILINE)
+    who = f"process {names[0]}" if len(names) == 1 else f"processes {', '.join(names[:16]) or 'unknown'}"
+    return f"{who} did not come within {wait_seconds:g} s to `assert_same_plan`; {fix}."
 
 
 def _exchange(message: bytes) -> list[bytes]:

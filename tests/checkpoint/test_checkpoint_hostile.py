@@ -5,9 +5,11 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +104,97 @@ def test_a_chunk_that_no_memory_holds_ends_no_process(tmp_path, shape):
             print(error)
     """)
     assert "claims chunks of (1099511627776,)" in said if shape == [4] else "gives shape (1099511627776,)" in said
+
+
+def forged(directory, compressor, chunk, driver="zarr", codecs=()):
+    """An array of 8 floats in one chunk, of which the file holds something else."""
+    directory.mkdir(parents=True)
+    if driver == "zarr":
+        content = {"shape": [8], "chunks": [8], "dtype": "<f4", "zarr_format": 2, "order": "C"}
+        content |= {"compressor": compressor, "fill_value": None, "filters": None}
+        (directory / ".zarray").write_text(json.dumps(content))
+        (directory / "0").write_bytes(chunk)
+        return
+    grid = {"name": "regular", "configuration": {"chunk_shape": [8]}}
+    content = {"shape": [8], "chunk_grid": grid, "data_type": "float32", "zarr_format": 3, "node_type": "array"}
+    content |= {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, *codecs], "fill_value": 0.0}
+    (directory / "zarr.json").write_text(json.dumps(content | {"chunk_key_encoding": {"name": "default"}}))
+    (directory / "c").mkdir()
+    (directory / "c" / "0").write_bytes(chunk)
+
+
+def bomb(kind):
+    """A file that unpacks to 512 MiB."""
+    count = 2**29
+    if kind in ("gzip", "zlib"):
+        packer = zlib.compressobj(9, zlib.DEFLATED, 31 if kind == "gzip" else 15)
+        return b"".join([packer.compress(bytes(2**24)) for _ in range(count >> 24)]) + packer.flush()
+    compressor = {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0} if kind == "blosc" else {"id": kind}
+    with tempfile.TemporaryDirectory() as directory:
+        metadata = {"shape": [count], "chunks": [count], "dtype": "|u1", "compressor": compressor, "fill_value": 1}
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{directory}/"}, "metadata": metadata}
+        ts.open(spec, create=True).result().write(np.zeros(count, np.uint8)).result()
+        with open(f"{directory}/0", "rb") as file:
+            return file.read()
+
+
+LOAD = """
+    import jax, numpy as np
+    from shardfx import checkpoint, CheckpointError
+    from jax.sharding import SingleDeviceSharding
+    struct = jax.ShapeDtypeStruct((8,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
+    def peak_bytes():
+        with open("/proc/self/status") as status:
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    import tensorstore
+    index, before = checkpoint.read_index({path!r}), peak_bytes()
+    try:
+        checkpoint.load(index, {{"w": struct}})
+    except CheckpointError as error:
+        print(error)
+    print((peak_bytes() - before) >> 20)
+"""
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zlib", "bz2", "zstd", "blosc", "blosc in zarr3", "sparse", "sparse zarr3"])
+def test_a_chunk_that_unpacks_to_more_than_it_is_takes_no_memory(tmp_path, kind):
+    is_new, file = kind.endswith("zarr3"), tmp_path / "w" / ("c/0" if kind.endswith("zarr3") else "0")
+    packed = kind.split()[0]
+    if packed == "sparse":
+        forged(tmp_path / "w", None, b"", "zarr3" if is_new else "zarr")
+        os.truncate(file, 2**29)
+    else:
+        blosc = {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle", "typesize": 1, "blocksize": 0}
+        codecs = [{"name": "blosc", "configuration": blosc}]
+        forged(tmp_path / "w", {"id": packed}, bomb(packed), "zarr3" if is_new else "zarr", codecs)
+    *said, grown = limited(LOAD.format(path=str(tmp_path))).splitlines()
+    assert int(grown) < 100, "the chunk was unpacked whole"
+    if packed in ("blosc", "sparse"):
+        claim = "claims to unpack to 536870912 bytes" if packed == "blosc" else "has 536870912 bytes"
+        assert f"{claim}, and a chunk of it has 32; it is damaged" in said[0]
+    else:
+        assert "cannot be read" in said[0]
+
+
+@pytest.mark.parametrize("separator", [".", "/"])
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_chunks_packed_by_blosc_load(tmp_path, mesh, driver, separator):
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    spec = {"driver": driver, "kvstore": {"driver": "file", "path": f"{tmp_path}/w/"}}
+    if driver == "zarr":
+        compressor = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}
+        metadata = {"chunks": [4, 8], "compressor": compressor, "dimension_separator": separator}
+    else:
+        names = {"name": "default", "configuration": {"separator": separator}}
+        grid = {"name": "regular", "configuration": {"chunk_shape": [4, 8]}}
+        metadata = {"chunk_grid": grid, "chunk_key_encoding": names, "codecs": [{"name": "blosc"}]}
+    ts.open(spec | {"metadata": metadata}, create=True, dtype=ts.float32, shape=[8, 8]).result().write(array).result()
+    assert np.array_equal(checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})["w"], array)
+    # What is looked at is what is read: a chunk that claims too much is found under its name.
+    file = min(path for path in (tmp_path / "w").rglob("*") if path.is_file() and path.name[0] in "01c")
+    file.write_bytes(file.read_bytes()[:4] + b"\xff\xff\xff\x7f" + file.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match="claims to unpack to 2147483647 bytes, and a chunk of it has 128"):
+        checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
 
 
 def test_a_chunk_may_be_larger_than_a_small_array(tmp_path, mesh):

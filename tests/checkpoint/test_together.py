@@ -1,6 +1,7 @@
 """The talk of processes that save together, played by threads over a store in memory."""
 
 import concurrent.futures
+import inspect
 import itertools as it
 import threading
 import time
@@ -9,12 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from shardfx import CheckpointError
+from shardfx import CheckpointError, checkpoint
 from shardfx.checkpoint._together.board import Board, board_of_this_job
 from shardfx.checkpoint._together.facts import different, digest_of, first_difference, lines_of
 from shardfx.checkpoint._together.follower import Follower
 from shardfx.checkpoint._together.leader import Leader
 from shardfx.checkpoint._together.meeting import meeting
+from shardfx.checkpoint._together.talk import LOOK_SECONDS
 
 
 class Store:
@@ -185,6 +187,11 @@ def test_one_that_does_not_come_is_named():
     for got in (two, three):
         assert "process 3 did not come within 1 s" in str(got) and "a longer `wait_seconds`" in str(got)
     assert did == []
+
+
+def test_one_that_never_comes_is_missed_soon():
+    # What all say, they say within 30 seconds.
+    assert inspect.signature(checkpoint.save).parameters["wait_seconds"].default + 2 * LOOK_SECONDS < 30
 
 
 def test_one_that_left_does_not_answer_the_same_call_again():

@@ -140,6 +140,15 @@ def test_a_process_that_dies_makes_the_other_fail(dead, tmp_path):
     assert left.seconds - gone.seconds < NOTICED_SECONDS
 
 
+def test_a_process_that_does_not_agree_is_named(tmp_path):
+    first, last = _processes.run("alone", 2, 1, tmp_path)
+    assert first.returncode == 0, first.log[-4000:]
+    text, seconds = first.result
+    assert text.startswith("process 1 did not come within 1 s to `assert_same_plan`; call it once on every process")
+    assert seconds < 10
+    assert "`assert_same_plan`" in last.result[0], "it hears of it too, in one way or the other"
+
+
 def test_one_process_agrees_with_itself():
     hosts.assert_same_plan(
         plan(worker.params(), worker.SPEC, paths=worker.RULES, unmatched="replicate", unused="allow")
