@@ -51,8 +51,8 @@ def asked_by_names(
         return Request(None, PartitionSpec(), rule, padded_units(units, rank), strategies, ())
     if axes is None:
         raise RuleError(
-            f"the names {names_text(names)} need rules that say which mesh axes they use; pass `axes=AxisRules([...])`. "
-            "For mesh axes give PartitionSpecs by path: `paths=PathRules([(regex, spec)])`."
+            f"the names {names_text(names)} need rules that say which mesh axes they use; pass "
+            "`axes=AxisRules([...])`. For mesh axes give PartitionSpecs by path: `paths=PathRules([(regex, spec)])`."
         )
     found = resolve(named, axes, mode=mode)
     units = padded_units(units_of(named, axes) if units is None else units, rank)
