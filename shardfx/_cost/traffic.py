@@ -29,6 +29,8 @@ _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\
 IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
+# The computation in which a TPU adds up and keeps a part.
+_SCATTERS = "all-reduce-scatter"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
 
@@ -265,6 +267,11 @@ class _Program(NamedTuple):
     paths: Mapping[str, str] = {}
 
 
+def _own_line(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost line that is the user's own, or else any."""
+    return next((frame for frame in stack if not is_library(frame)), next(iter(stack), None))
+
+
 def is_library(frame: Frame) -> bool:
     """Whether a line is not the user's own."""
     return _LIBRARY.search(frame.file) is not None
@@ -353,9 +360,28 @@ class _Reader:
         collective = collective_of(instruction, self.where.devices)
         if collective is None:
             return None
+        if name.startswith(_SCATTERS):
+            return self.scattered(name, instruction, collective, runs)
         wire = runs.count * collective.wire_bytes(self.where.apart)
         if collective.kind == "collective-permute" and name == self.module.entry:
             wire *= self.slices
+        return self.counted(name, instruction, collective, runs, wire)
+
+    def scattered(self, name: str, instruction: Instruction, whole: Collective, runs: Runs) -> TrafficRow:
+        """A sum of which a TPU keeps a part: in a fusion of its own, which knows what it came from."""
+        parts = tuple(part / whole.group_size for part in whole.parts)
+        collective = whole._replace(kind="reduce-scatter", parts=parts)
+        row = self.counted(name, instruction, collective, runs, runs.count * collective.wire_bytes(self.where.apart))
+        callers = (
+            self.module.frames(other)
+            for computation in self.module.computations.values()
+            for other in computation.values()
+            if name in [called for _, called in other.called]
+        )
+        stack = row.stack or next(filter(None, callers), ())
+        return dataclasses.replace(row, stack=stack, source=_own_line(stack))
+
+    def counted(self, name: str, instruction: Instruction, collective: Collective, runs: Runs, wire: Any) -> TrafficRow:
         kind = self.replaced(name, instruction, collective)
         shares = self.shares(name, instruction, collective, round(wire))
         return self.made(
@@ -374,12 +400,11 @@ class _Reader:
 
     def made(self, instruction: Instruction, runs: Runs, **fields: Any) -> TrafficRow:
         stack = self.module.frames(instruction)
-        own = [frame for frame in stack if not is_library(frame)]
         calls, note = runs.count, ""
         if runs.unknown:
             calls, note = None, f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
         defaults = {"dtype": "", "axes": (), "leaf": None, "shares": ((None, fields["wire_bytes"]),)}
-        source = next(iter(own or stack), None)
+        source = _own_line(stack)
         return TrafficRow(**{**defaults, **fields}, calls=calls, source=source, stack=stack, note=note)
 
     def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:

@@ -88,10 +88,10 @@ class _Walk:
         self.found: list[Sent] = []
         self.uses = traced.uses()
         self.sizes = [self.size_of(value) for value in range(len(layouts))]
-        self.takers: dict[int, Op] = {}
+        self.takers: dict[int, list[Op]] = {}
         for op in traced.ops:
             for value in op.operands:
-                self.takers[value] = op
+                self.takers.setdefault(value, []).append(op)
 
     def size_of(self, value: int) -> float:
         size = self.traced.values[value].itemsize
@@ -123,12 +123,12 @@ class _Walk:
         may_wait = op.rule.is_linear and (len(waiting) == 1 or self.habits.adds_first)
         if may_wait and len({tuple(sorted(p)) for p in partials}) == 1:
             return self.states[waiting[0]].partial
-        for value in waiting:
-            self.resolve(value, op.scope)
         return ()
 
     def agreed(self, op: Op, partial: Parts) -> _Way | None:
         """The way that needs nothing to be moved, where all arrays already agree on one."""
+        if not partial and any(self.states[value].partial for value in op.operands):
+            return None
         found: dict[int, Parts] = {}
         rule = op.rule
         for lay, dims in self.sides(op):
@@ -170,7 +170,6 @@ class _Walk:
         choices = {factor: [*found] for factor, found in options.items() if any(found)}
         if rule.is_product:
             self.follow_result(op, choices)
-            _settle(choices)
         for found in choices.values():
             if len(found) != 1 and () not in found:
                 found.append(())
@@ -181,12 +180,24 @@ class _Walk:
                 yield self.way(op, dict(zip(choices, chosen, strict=True)))
 
     def follow_result(self, op: Op, choices: dict[int, list[Parts]]) -> None:
-        """Compilers cut a product as its result is to lie, and move its operands accordingly."""
+        """Sums that both sides of a product agree on stay; else it is cut as its result is to lie."""
+        sums = {
+            part
+            for factor, found in choices.items()
+            if op.rule.kinds[factor] == "sum" and len(found) == 1
+            for part in found[0]
+        }
+        wanted: dict[int, Parts] = {}
         for dim, parts in zip(op.rule.results[0], self.layouts[op.results[0]], strict=True):
-            split = dict(self.axes.split(parts, dim, op.rule.sizes)) if parts else {}
-            for factor in dim:
-                if factor in choices:
-                    choices[factor] = [split.get(factor, ())]
+            wanted.update(self.axes.split(parts, dim, op.rule.sizes) if parts else ())
+        for factor in choices:
+            if op.rule.kinds[factor] != "sum":
+                parts = wanted.get(factor, ())
+                choices[factor] = [parts if sums.isdisjoint(parts) else ()]
+        taken = {part for factor, found in choices.items() if op.rule.kinds[factor] != "sum" for part in found[0]}
+        for factor, found in choices.items():
+            if len(found) > 1:
+                choices[factor] = [parts for parts in found if taken.isdisjoint(parts)]
 
     def with_none(self, choices: dict[int, list[Parts]], partial: Parts) -> None:
         """Where two factors want one part, or one along which sums are yet to be made, any may be left whole."""
@@ -221,16 +232,19 @@ class _Walk:
 
     def needed(self, value: int, layout: Layout, partial: Parts, scope: int) -> tuple[Move, ...]:
         state = self.states[value]
-        if self.traced.values[value].is_free or state.layout == layout:
+        waiting = () if partial else state.partial
+        if self.traced.values[value].is_free or (state.layout == layout and not waiting):
             return ()
         made = self.known.get((value, layout))
         if made is not None and self.traced.is_within(scope, made):
             return ()
-        return self.prices.moves(self.sizes[value], state.layout, () if partial else state.partial, layout)
+        return self.prices.moves(self.sizes[value], state.layout, waiting, layout)
 
     def bring(self, value: int, layout: Layout, partial: Parts, at: int, scope: int, note: str) -> None:
+        state = self.states[value]
         for move in self.needed(value, layout, partial, scope):
-            self.found.append(Sent(move, at, scope, value, note))
+            is_sum = move.kind in ("all-reduce", "reduce-scatter")
+            self.found.append(Sent(move, state.op if is_sum else at, scope, value, note))
         self.known[value, layout] = scope
 
     def make(self, value: int, layout: Layout, partial: Parts, at: int, op: Op) -> None:
@@ -241,11 +255,31 @@ class _Walk:
             self.pay(value, _State(layout, partial, at), op.scope)
             return
         self.states[value] = _State(layout, partial, at)
-        taker = self.takers.get(value)
+        takers = self.takers.get(value, [])
         kinds = {op.rule.kinds[factor] for dims in op.rule.operands for dim in dims for factor in dim}
-        waits = taker is not None and self.uses[value] == 1 and taker.rule.is_linear and "join" not in kinds
+        # Who alone needs a sum decides how it is to lie.
+        waits = self.uses[value] == len(takers) == 1 and takers[0].scope == op.scope and "join" not in kinds
+        if partial and not waits:
+            self.layouts[value] = self.wanted(value, takers)
         if not (partial and waits):
             self.resolve(value, op.scope)
+
+    def wanted(self, value: int, takers: list[Op]) -> Layout:
+        """How a sum is to lie: finer than it was asked for, where all who use it take the same parts."""
+        own, found = self.layouts[value], set()
+        for op in takers if len(takers) == self.uses[value] else ():
+            by_factor: dict[int, Parts] = {}
+            for result, dims in zip(op.results, op.rule.results, strict=True):
+                for dim, parts in zip(dims, self.layouts[result], strict=True):
+                    by_factor.update(self.axes.split(parts, dim, op.rule.sizes) if parts else ())
+            for operand, dims in zip(op.operands, op.rule.operands, strict=True):
+                if operand == value:
+                    found.add(self.axes.layout(by_factor, dims, op.rule))
+        if len(found) != 1:
+            return own
+        (layout,) = found
+        is_finer = all(parts[: len(old)] == old for parts, old in zip(layout, own, strict=True))
+        return layout if is_finer else own
 
     def resolve(self, value: int, scope: int) -> None:
         """Brings a value into the layout that it has for all who use it."""
@@ -278,11 +312,3 @@ class _Walk:
             size = self.sizes[value] / self.axes.shards(self.layouts[value])
             move = self.prices.made(sends.kind, parts, size, sends.share if permutes else None)
             self.found.append(Sent(move, at, op.scope, value, op.rule.note))
-
-
-def _settle(choices: dict[int, list[Parts]]) -> None:
-    """What both sides of a product agree on is not given up for fewer bytes elsewhere."""
-    settled = {part for found in choices.values() if len(found) == 1 for part in found[0]}
-    for factor, found in choices.items():
-        if len(found) > 1:
-            choices[factor] = [parts for parts in found if settled.isdisjoint(parts)]

@@ -320,3 +320,37 @@ def test_the_bytes_are_those_that_a_brute_force_count_of_a_gather_gives():
         pieces = 2 ** len(axes)
         assert row.wire_bytes == 64 * 8 * 4 * (pieces - 1) // pieces
         assert set(row.axes) == set(axes) and row.group_size == pieces
+
+
+SCATTER = """HloModule m, num_partitions=8
+
+FileNames
+1 "/home/me/step.py"
+
+FunctionNames
+1 "mlp"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%all-reduce-scatter.1 (input.9: bf16[8,16]) -> bf16[2,16] {
+  %input.9 = bf16[8,16]{1,0} parameter(0)
+  %all-reduce.84 = bf16[8,16]{1,0} all-reduce(%input.9), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%a
+  %constant.1 = u32[] constant(0)
+  ROOT %dynamic-slice.533 = bf16[2,16]{1,0} dynamic-slice(%all-reduce.84, %constant.1, %constant.1)
+}
+
+ENTRY %main (p: bf16[8,16]) -> bf16[2,16] {
+  %p = bf16[8,16]{1,0} parameter(0)
+  ROOT %f = bf16[2,16]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1, metadata={stack_frame_id=1}
+}
+"""
+
+
+def test_a_sum_of_which_a_fusion_keeps_a_part_is_scattered():
+    (row,) = traffic(SCATTER, MESH).rows
+    assert (row.kind, row.axes, row.wire_bytes, row.group_size) == ("reduce-scatter", ("tensor",), 2 * 16 * 2 * 3, 4)
+    assert row.source is not None and (row.source.line, row.source.function) == (7, "mlp")
