@@ -64,17 +64,23 @@ if _typing.TYPE_CHECKING:
     from ._cost import (
         Change as Change,
         Comparison as Comparison,
+        CompiledFor as CompiledFor,
         Fit as Fit,
         FitRow as FitRow,
         Frame as Frame,
+        MemoryAnalysis as MemoryAnalysis,
         Offender as Offender,
+        Seconds as Seconds,
+        SecondsRow as SecondsRow,
         Surplus as Surplus,
         Traffic as Traffic,
         TrafficDifference as TrafficDifference,
         TrafficRow as TrafficRow,
         compare as compare,
+        compile_for as compile_for,
         estimate as estimate,
         fit as fit,
+        seconds as seconds,
         traffic as traffic,
     )
     from ._reshard import (
@@ -113,8 +119,8 @@ _LATE = {
         "": "checkpoint chips interop presets",
         "_convert": "From TreeMap",
         "_cost": """
-            Change Comparison Fit FitRow Frame Offender Surplus Traffic TrafficDifference TrafficRow compare
-            estimate fit traffic
+            Change Comparison CompiledFor Fit FitRow Frame MemoryAnalysis Offender Seconds SecondsRow Surplus
+            Traffic TrafficDifference TrafficRow compare compile_for estimate fit seconds traffic
         """,
         "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
         "_search": "NamedAxes NamedAxis name_axes",
@@ -126,15 +132,16 @@ _LATE = {
     for name in names.split()
 }
 __all__ = """
-    Attempt AxisMove AxisRules Change CheckpointError ChipError Code Comparison Decision Diff DimExplanation
-    Explanation Finding Findings Fit FitRow Frame From Layout LeafDiff LeafMove LeafPlan LeafTypeError
-    MapError MeshError MeshSpec MoveError NamedAxes NamedAxis Offender PathRules PlanFormatError
-    PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan RuleError ShardPlan SpecError Step
-    Surplus Traffic TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError assert_same_plan_text
-    atomic axis_names_of canonical checkpoint chips clear_caches compare constrain correct diff differences
-    estimate explain field filter_jit fit follow fsdp gather hosts html_report interop lint match name_axes
-    optional plan plan_reshard plan_text presets renamed replan replicate report report_data report_rows
-    reshard resolve shard shardings_of specs_of topology traffic
+    Attempt AxisMove AxisRules Change CheckpointError ChipError Code Comparison CompiledFor Decision Diff
+    DimExplanation Explanation Finding Findings Fit FitRow Frame From Layout LeafDiff LeafMove LeafPlan
+    LeafTypeError MapError MemoryAnalysis MeshError MeshSpec MoveError NamedAxes NamedAxis Offender
+    PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan RuleError
+    Seconds SecondsRow ShardPlan SpecError Step Surplus Traffic TrafficDifference TrafficRow TreeMap
+    UnknownPathError UnmatchedError assert_same_plan_text atomic axis_names_of canonical checkpoint chips
+    clear_caches compare compile_for constrain correct diff differences estimate explain field filter_jit
+    fit follow fsdp gather hosts html_report interop lint match name_axes optional plan plan_reshard
+    plan_text presets renamed replan replicate report report_data report_rows reshard resolve seconds shard
+    shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

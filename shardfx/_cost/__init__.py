@@ -6,9 +6,15 @@ never chooses a plan: it reads programs, traced or compiled, and says what is in
 
 from .changes import Change as Change
 from .compare import Comparison as Comparison, Surplus as Surplus, compare as compare
+from .compile_for import (
+    CompiledFor as CompiledFor,
+    MemoryAnalysis as MemoryAnalysis,
+    compile_for as compile_for,
+)
 from .estimate import estimate as estimate
 from .fit import Fit as Fit, FitRow as FitRow, Offender as Offender, fit as fit
 from .hlo_text import Frame as Frame
+from .seconds import Seconds as Seconds, SecondsRow as SecondsRow, seconds as seconds
 from .traffic import (
     Traffic as Traffic,
     TrafficDifference as TrafficDifference,

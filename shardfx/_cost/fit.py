@@ -207,10 +207,11 @@ def _rows(
     given: Arguments, known: Traced | None, compiled: Any, chip: chips.Chip
 ) -> tuple[tuple[FitRow, ...], tuple[Offender, ...], tuple[str, ...]]:
     """The rows, the arrays that take most, and notes."""
+    laid = _laid_out(given, compiled, chip)
     sizes: dict[str, list[int]] = {}
     largest: dict[tuple[str, str], Offender] = {}
     for leaf in given.leaves:
-        here = held_bytes(leaf, given, chip)
+        here = held_bytes(leaf, given, laid)
         row = sizes.setdefault(leaf.group, [0, 0])
         row[leaf.on_host] += here
         if not leaf.on_host:
@@ -241,6 +242,18 @@ def _rows(
     rows = sorted([row for row in rows if row.bytes or row.host_bytes], key=lambda row: -row.bytes)
     offenders = sorted(offenders, key=lambda one: -one.bytes)[:_LARGEST]
     return tuple(rows), tuple(offenders), tuple(notes)
+
+
+def _laid_out(given: Arguments, compiled: Any, chip: chips.Chip) -> chips.Chip:
+    """The chip, without its tiles where a program was compiled for another that pads nothing."""
+    if compiled is None or chip.tile is None:
+        return chip
+    plain = dataclasses.replace(chip, tile=None)
+    measured = compiled.memory_analysis().argument_size_in_bytes
+    sums = {
+        one: sum(held_bytes(leaf, given, one) for leaf in given.leaves if not leaf.on_host) for one in (chip, plain)
+    }
+    return min(sums, key=lambda one: abs(sums[one] - measured))
 
 
 def _compiled_rows(rows: list[FitRow], memory: Any) -> tuple[list[FitRow], list[str]]:

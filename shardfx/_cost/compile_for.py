@@ -1,0 +1,340 @@
+"""Compiling a step ahead of time for a topology that is not there, with a cache on disk."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax.sharding import Mesh, NamedSharding
+
+from .. import chips
+from .._arrays import filter_jit
+from .._arrays.entries import Donate
+from .._ground.errors import ChipError, MeshError
+from .._plan import ShardPlan
+from ..interop import tpu
+from ..topology._mesh import MeshSpec
+from .arguments import arguments_of
+
+
+_FORMAT = "shardfx program 1"
+_MOST_BYTES = 2**31
+_EVERY_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryAnalysis:
+    """The compiler's count of a program's memory on one device, under the names that JAX gives them."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledFor:
+    """A step as it was compiled for a topology; made by [`shardfx.compile_for`][].
+
+    [`shardfx.traffic`][] and [`shardfx.fit`][] read it as they read what JAX compiles. It cannot be run.
+
+    **Arguments:**
+
+    - `text`: of the optimized program.
+    - `memory`: the compiler's count.
+    - `mesh`: the mesh, with its slices.
+    - `argument_paths`: the path of each array within its argument, by its name in the text.
+    - `target`: what it was compiled for.
+    - `chip`: of the target; `None` where it is not known.
+    - `seconds`: how long the compiler took; 0 for one that was read from the cache.
+    """
+
+    text: str
+    memory: MemoryAnalysis
+    mesh: MeshSpec
+    argument_paths: dict[str, str]
+    target: str
+    chip: chips.Chip | None
+    seconds: float
+
+    @property
+    def input_shardings(self) -> Any:
+        """A sharding on the program's mesh, for those who read the mesh off it."""
+        return (NamedSharding(self.mesh.abstract(), jax.P()),)
+
+    def as_text(self) -> str:
+        """The text of the optimized program."""
+        return self.text
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """The compiler's count of memory."""
+        return self.memory
+
+
+def compile_for(
+    step: Callable[..., Any],
+    plans: Any,
+    target: str | Mesh | Sequence[Any] = "tpu:v5e:4x4",
+    *,
+    args: Sequence[Any] | None = None,
+    out_shardings: Any = None,
+    donate: Donate = "none",
+    cache: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> CompiledFor:
+    """Compiles a step for a topology that is not there, to be read by [`shardfx.traffic`][] and [`shardfx.fit`][].
+
+    The TPU's own compiler does it, from the libtpu wheel, on any machine: `pip install "shardfx[aot]"`. It takes
+    minutes for a model of many different layers. A `scan` over layers, or two layers in the place of eighty, is
+    enough to see what a layer sends.
+
+    **Arguments:**
+
+    - `step`: a function; not yet jitted. Plans that it closes over, for [`shardfx.constrain`][], must be without
+        devices ([`shardfx.ShardPlan.off`][]) or on those of the target.
+    - `plans`: of what it takes, as in [`shardfx.fit`][].
+    - `target`: a TPU topology such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or devices, or
+        a Mesh of them.
+    - `args`: the arguments as trees, where plans are not enough.
+    - `out_shardings`: of the results, as in [`shardfx.filter_jit`][]; plans among them need no devices.
+    - `donate`: as in [`shardfx.filter_jit`][].
+    - `cache`: a directory that keeps what was compiled, by the digest of the program, the target and the versions. A
+        file in it that is cut off, or that somebody changed, is compiled again and replaced.
+    - `progress`: is told once every two seconds how long it has been compiling; by default a line on standard error,
+        where that is a terminal.
+
+    **Returns:**
+
+    A [`shardfx.CompiledFor`][].
+
+    **Raises:**
+
+    `MeshError` for a target that is not known, has too few devices, or for which nothing is installed, with what to
+    install; and what JAX raises for a step that it cannot lower or compile.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, compile_for, plan, traffic
+
+        mesh = MeshSpec({"data": 8})
+        x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+        batch = plan(x, mesh, paths=PathRules.parse(".*->data"))
+        made = compile_for(lambda batch: jnp.sum(batch), [batch], "cpu")
+        assert traffic(made).by("kind") == {"all-reduce": 7}
+        ```
+    """
+    given = arguments_of(plans, args, step)
+    mesh, name = _mesh_of(target, given.mesh)
+    ours = tuple(
+        jax.tree.map(lambda leaf: _on(leaf.sharding, mesh) if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
+        for tree in given.trees
+    )
+    function = given.call(step)
+    if given.by != "position":
+        names = given.names
+
+        def function(*trees: Any) -> Any:
+            return step(**trees[0]) if given.by == "tree" else step(**dict(zip(names, trees, strict=True)))
+
+        donate = _positions(donate, names) if given.by == "name" else donate
+    jitted = filter_jit(function, in_shardings=ours, out_shardings=_bound(out_shardings, mesh), donate=donate)
+    trees = [
+        jax.tree.map(lambda leaf: _placed(leaf, mesh) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, tree)
+        for tree in given.trees
+    ]
+    lowered = jitted.lower(*trees)
+    file = None if cache is None else _file_of(Path(cache), _key(lowered.lowered, mesh, name))
+    found = None if file is None else _read(file)
+    if found is None:
+        with _telling(name, progress):
+            start = time.perf_counter()
+            compiled = lowered.compile()
+            seconds = time.perf_counter() - start
+        analysis = compiled.memory_analysis()
+        sizes = {field.name: int(getattr(analysis, field.name)) for field in dataclasses.fields(MemoryAnalysis)}
+        found = {"text": compiled.as_text(), "memory": sizes, "paths": compiled.argument_paths}
+        if file is not None:
+            _write(file, found)
+    else:
+        seconds = 0.0
+    spec = given.mesh
+    return CompiledFor(
+        found["text"], MemoryAnalysis(**found["memory"]), spec, found["paths"], name, _chip_of(mesh), seconds
+    )
+
+
+def _positions(donate: Donate, names: tuple[str, ...]) -> Donate:
+    """Names of parameters as positions among the arguments."""
+    if isinstance(donate, str) and donate in names:
+        return names.index(donate)
+    if isinstance(donate, str | int):
+        return donate
+    return tuple(names.index(one) if isinstance(one, str) else one for one in donate)
+
+
+def _mesh_of(target: str | Mesh | Sequence[Any], spec: MeshSpec) -> tuple[Mesh, str]:
+    if isinstance(target, Mesh):
+        return target, _device_name(target.devices.flat[0])
+    if not isinstance(target, str):
+        devices = list(target)
+        return spec.build(devices), _device_name(devices[0])
+    if target == "cpu" or target.startswith("cpu:"):
+        devices = jax.devices("cpu")
+        if len(devices) < spec.size:
+            raise MeshError(
+                f"the plans are for {spec.size} devices, and this machine shows {len(devices)} CPU devices; run with "
+                f'`jax.config.update("jax_num_cpu_devices", {spec.size})` before anything else uses JAX.'
+            )
+        return spec.build(devices[: spec.size]), "cpu"
+    if not target.startswith("tpu:"):
+        raise MeshError(
+            f'there is no target {target!r:.80}; write a TPU topology as "tpu:v5e:4x4", "cpu" for emulated devices, '
+            "or pass devices."
+        )
+    return tpu.mesh_of(target, spec), target
+
+
+def _device_name(device: Any) -> str:
+    return str(device.device_kind)
+
+
+def _chip_of(mesh: Mesh) -> chips.Chip | None:
+    try:
+        return chips.find(_device_name(mesh.devices.flat[0]))
+    except ChipError:
+        return None
+
+
+def _on(sharding: Any, mesh: Mesh) -> NamedSharding | None:
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _placed(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=_on(struct.sharding, mesh))
+
+
+def _bound(form: Any, mesh: Mesh) -> Any:
+    """`out_shardings` on the devices of the target."""
+
+    def bound(entry: Any) -> Any:
+        if isinstance(entry, ShardPlan):
+            return entry.off().on(mesh)
+        return _on(entry, mesh) if isinstance(entry, NamedSharding) else entry
+
+    return jax.tree.map(bound, form, is_leaf=lambda node: node is None or isinstance(node, ShardPlan))
+
+
+def _key(lowered: Any, mesh: Mesh, name: str) -> str:
+    """The digest of all that decides what the compiler makes."""
+    devices = [(device.id, _device_name(device)) for device in mesh.devices.flat]
+    told = json.dumps([_FORMAT, name, devices, [*mesh.shape.items()], jax.__version__, jaxlib.version.__version__])
+    text = _without_callers(lowered.as_text(debug_info=True))
+    return hashlib.sha256(f"{told}\n{_compiler_version(mesh)}\n{text}".encode()).hexdigest()
+
+
+def _without_callers(text: str) -> str:
+    """A program's text without the lines that led to `compile_for`: who asks does not change what is compiled."""
+    for frame in traceback.extract_stack():
+        text = re.sub(rf'"{re.escape(frame.filename)}":{frame.lineno}:\d+( to [\d:]+)?', '""', text)
+    return text
+
+
+def _compiler_version(mesh: Mesh) -> str:
+    return str(mesh.devices.flat[0].client.platform_version)
+
+
+def _file_of(directory: Path, key: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / f"{key}.json"
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """What a file of the cache holds; `None` unless it is whole and as it was written."""
+    try:
+        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+            return None
+        header, _, body = file.read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if header != _header(body):
+        return None
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if _is_whole(found) else None
+
+
+def _is_whole(found: Any) -> bool:
+    """Whether it has the form of what `_write` writes; the digest alone says nothing of who wrote it."""
+    names = {field.name for field in dataclasses.fields(MemoryAnalysis)}
+    if not isinstance(found, dict) or set(found) != {"text", "memory", "paths"}:
+        return False
+    memory, paths = found["memory"], found["paths"]
+    return (
+        isinstance(found["text"], str)
+        and isinstance(memory, dict)
+        and set(memory) == names
+        and all(type(count) is int and count >= 0 for count in memory.values())
+        and isinstance(paths, dict)
+        and all(isinstance(path, str) for path in paths.values())
+    )
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    body = json.dumps(found)
+    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as out:
+        out.write(f"{_header(body)}\n{body}")
+    os.replace(name, file)  # whole or not at all, also where two processes compile the same
+
+
+def _header(body: str) -> str:
+    return f"{_FORMAT} {hashlib.sha256(body.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+@contextlib.contextmanager
+def _telling(name: str, progress: Callable[[str], None] | None) -> Iterator[None]:
+    """Says how long it has been compiling, from a thread of its own: the compiler does not say how far it is."""
+    tell = progress or (_on_terminal if sys.stderr.isatty() else None)
+    if tell is None:
+        yield
+        return
+    done, start = threading.Event(), time.perf_counter()
+
+    def run() -> None:
+        while not done.wait(_EVERY_SECONDS):
+            tell(f"compiling for {name}: {time.perf_counter() - start:.0f} s")
+
+    tell(f"compiling for {name}")
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        tell(f"compiled for {name} in {time.perf_counter() - start:.1f} s")
+
+
+def _on_terminal(text: str) -> None:
+    ends = "\n" if text.startswith("compiled") else ""
+    print(f"\r\x1b[K{text}", end=ends, file=sys.stderr, flush=True)

@@ -1,0 +1,183 @@
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfx import (
+    MeshError,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    chips,
+    compile_for,
+    constrain,
+    filter_jit,
+    fit,
+    plan,
+    seconds,
+    traffic,
+)
+
+
+MESH = MeshSpec({"data": 4, "tensor": 2})
+
+
+def plans():
+    w = plan({"w": jax.ShapeDtypeStruct((16, 32), jnp.float32)}, MESH, paths=PathRules([("w", P(None, "tensor"))]))
+    x = plan(jax.ShapeDtypeStruct((64, 16), jnp.float32), MESH, paths=PathRules([(".*", P("data"))]))
+    return {"params": w, "batch": x}
+
+
+def step(params, batch):
+    hidden = constrain(batch @ params["w"], P("data"), plans()["params"])
+    return {"w": params["w"] - jnp.sum(hidden)}
+
+
+def test_it_is_what_jax_compiles_and_the_cache_gives_it_back(tmp_path):
+    made, told = plans(), []
+    first = compile_for(step, made, "cpu", cache=tmp_path, progress=told.append, donate="params")
+    mesh = MESH.build(jax.devices())
+    on = {name: one.on(mesh) for name, one in made.items()}
+    jitted = filter_jit(step, in_shardings=on, donate="params")
+    theirs = jitted.lower(*[one.structs for one in on.values()]).compile()
+    assert traffic(first).by("kind") == traffic(theirs).by("kind") and traffic(first).wire_bytes > 0
+    assert {row.axes for row in traffic(first).rows} == {row.axes for row in traffic(theirs).rows}
+    memory = theirs.memory_analysis()
+    assert first.memory.temp_size_in_bytes == memory.temp_size_in_bytes
+    assert first.memory.alias_size_in_bytes == memory.alias_size_in_bytes > 0
+    assert fit(made, step=first, chip="v5e").how == "compiled"
+    assert told[0] == "compiling for cpu" and told[-1].startswith("compiled for cpu in ") and first.seconds > 0
+    # It does not matter from which line it is asked for.
+    again = compile_for(step, made, "cpu", cache=tmp_path, donate="params")
+    assert again == dataclasses.replace(first, seconds=0.0)
+    assert len([*tmp_path.iterdir()]) == 1
+    # Another program, another file.
+    assert compile_for(step, made, "cpu", cache=tmp_path).seconds > 0 and len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("all-reduce", "nothing"),
+        lambda text: text.partition("\n")[0] + "\n" + "[" * 100_000,
+        lambda text: "shardfx program 1 00\n{}",
+        lambda text: text.encode("utf-16").decode("latin-1"),
+    ],
+)
+def test_a_file_that_was_cut_or_changed_is_compiled_again(tmp_path, damage):
+    made = plans()
+    first = compile_for(step, made, "cpu", cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    file.write_text(damage(whole))
+    second = compile_for(step, made, "cpu", cache=tmp_path)
+    assert second.memory == first.memory and second.seconds > 0
+    third = compile_for(step, made, "cpu", cache=tmp_path)
+    assert third == dataclasses.replace(second, seconds=0.0) and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_file_of_another_form_with_a_true_digest_is_not_believed(tmp_path):
+    from shardfx._cost.compile_for import _header, _read
+
+    file = tmp_path / "a.json"
+    good = {"text": "HloModule m", "memory": {}, "paths": {}}
+    sizes = {f"{name}_size_in_bytes": 1 for name in ("argument", "output", "alias", "temp", "generated_code")}
+    for content in ([], 3, good, {**good, "memory": {**sizes, "temp_size_in_bytes": -1}}, {**good, "memory": sizes}):
+        body = json.dumps(content)
+        file.write_text(f"{_header(body)}\n{body}")
+        assert (_read(file) is not None) == (content == {**good, "memory": sizes})
+    file.unlink()
+    file.mkdir()
+    assert _read(file) is None
+
+
+def test_arguments_may_come_by_name_or_as_one_tree():
+    made = plans()
+    by_name = compile_for(step, {"batch": made["batch"], "params": made["params"]}, "cpu", donate="params")
+    assert by_name.memory.alias_size_in_bytes > 0
+    as_tree = compile_for(step, ShardPlan.join(**made), "cpu")
+    devices = compile_for(step, made, jax.devices())
+    assert traffic(as_tree).wire_bytes == traffic(devices).wire_bytes == traffic(by_name).wire_bytes
+    out = compile_for(step, made, MESH.build(jax.devices()), out_shardings=made["params"])
+    assert out.target == "cpu" and out.chip is None
+
+
+def test_messages():
+    with pytest.raises(MeshError) as caught:
+        compile_for(step, plans(), "v5e:4x4")
+    assert str(caught.value) == (
+        'there is no target \'v5e:4x4\'; write a TPU topology as "tpu:v5e:4x4", "cpu" for emulated devices, or pass '
+        "devices."
+    )
+    large = MeshSpec({"data": 64})
+    x = plan(jax.ShapeDtypeStruct((64, 16), jnp.float32), large, paths=PathRules([(".*", P("data"))]))
+    with pytest.raises(
+        MeshError, match=r"the plans are for 64 devices, and this machine shows 8 CPU devices; run with"
+    ):
+        compile_for(jnp.sum, [x], "cpu")
+
+
+def gather(axis_sizes, spec, shape=(1024, 1024)):
+    """The traffic of one gather of an f32 array on 8 devices."""
+    mesh = MeshSpec(axis_sizes)
+    x = plan(jax.ShapeDtypeStruct(shape, jnp.float32), mesh, paths=PathRules([(".*", spec)]))
+    whole = jax.NamedSharding(mesh.abstract(), P())
+    return traffic(compile_for(lambda x: x + 0, [x], "cpu", out_shardings=whole)), mesh
+
+
+def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
+    made, mesh = gather({"data": 8}, P("data"))
+    (row,) = made.rows
+    chip = dataclasses.replace(chips.find("v5p"), link_bytes_per_second=1e9)
+    # 8 chips of a 2x2x2: three lines of two. One ring of 8 closed at its ends: both ways.
+    assert seconds(made, chip, mesh).rows[0].bytes_per_second == 3e9
+    assert seconds(made, chip, mesh, slice="1x1x8").rows[0].bytes_per_second == 2e9
+    assert seconds(made, chip, mesh, slice="1x2x4").rows[0].bytes_per_second == 3e9
+    assert seconds(made, chip, mesh, slice="1x1x8").seconds == pytest.approx(row.wire_bytes / 2e9)
+    # v5e closes none but rings of 16.
+    assert seconds(made, "v5e", mesh, slice="1x8").rows[0].bytes_per_second == 45e9
+    # Without a mesh one link is taken; a switch sends with all.
+    assert seconds(made, chip).rows[0].bytes_per_second == 1e9
+    assert seconds(made, "h100", mesh).rows[0].bytes_per_second == 450e9
+
+
+def test_two_axes_on_a_torus_use_the_links_of_both():
+    made, mesh = gather({"x": 2, "y": 4}, P("x", "y"))
+    found = seconds(made, "v4", mesh, slice="1x2x4")
+    rates = {row.traffic.axes: row.bytes_per_second / 45e9 for row in found.rows}
+    assert all(rates[axes] == {"x": 1, "y": 2, "x y": 3}[" ".join(axes)] for axes in rates) and rates
+    assert sum(found.by_axes().values()) == pytest.approx(found.seconds)
+    assert "v4" in str(found) and "An estimate: bytes over bandwidth" in str(found)
+
+
+def test_the_worked_answers_of_an_all_to_all_and_of_slices():
+    mesh = MeshSpec({"data": 8}, dcn={"data": 2})
+    x = plan(jax.ShapeDtypeStruct((64, 64), jnp.float32), mesh, paths=PathRules([(".*", P("data"))]))
+    flat = MeshSpec({"data": 8})
+    made = compile_for(
+        lambda x: x + 0,
+        [plan(x.structs, flat, paths=PathRules([(".*", P("data"))]))],
+        "cpu",
+        out_shardings=jax.NamedSharding(flat.abstract(), P(None, "data")),
+    )
+    (row,) = traffic(made).rows
+    assert row.kind == "all-to-all"
+    # On a ring an exchange of an array of V bytes takes V / 4 of the ring's bandwidth, both ways (Scaling book, 3).
+    found = seconds(traffic(made), "v4", flat, slice="1x1x8")
+    assert found.seconds == pytest.approx(64 * 64 * 4 * 7 / 8 / 4 / (2 * 45e9))
+    across = traffic(made, mesh)
+    assert across.dcn_bytes > 0
+    slow = seconds(across, "v4", mesh).rows[0]
+    assert slow.dcn_seconds == pytest.approx(across.dcn_bytes / 6.25e9) and slow.seconds > slow.dcn_seconds
+
+
+def test_extents_that_do_not_hold_the_mesh():
+    made, mesh = gather({"data": 8}, P("data"))
+    for wrong in ("4x4", "2x2x4", "2x2xtwo"):
+        with pytest.raises(MeshError, match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'"):
+            seconds(made, "v5p", mesh, slice=wrong)
