@@ -2,19 +2,19 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 
-from shardfx import MeshSpec, ShardPlan, filter_jit
+from shardfx import MeshSpec, ShardPlan, Traffic, estimate, filter_jit
 
 from ._load import attribute, check_arguments
 from ._usage import UsageError, calling
 
 
 # JAX starts a thread for each emulated device.
-_MOST_DEVICES = 512
+MOST_DEVICES = 512
 
 
 class Step(NamedTuple):
@@ -62,6 +62,12 @@ def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None
     return Step(function, structs, plans, _mesh_of(name, structs))
 
 
+def estimated(step: Step, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:
+    """What the step should send, without compiling it."""
+    what = "estimating the step's traffic"
+    return calling(what, lambda: estimate(step.function, *step.args, plans=step.plans, compiler=compiler))
+
+
 def compiled_for_cpu(step: Step) -> Any:
     """The step's program for as many emulated CPU devices as its mesh has.
 
@@ -70,8 +76,9 @@ def compiled_for_cpu(step: Step) -> Any:
     `UsageError` where JAX has started with fewer, or the step does not compile.
     """
     size = step.mesh.size
-    if size > _MOST_DEVICES:
-        raise UsageError(f"the mesh {step.mesh} has {size:,} devices; at most {_MOST_DEVICES} can be emulated")
+    if size > MOST_DEVICES:
+        hint = f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate` needs none"
+        raise UsageError(f"the mesh {step.mesh} has {size:,} devices; {hint}")
     try:
         # Read when JAX starts a backend, which nothing may have done yet.
         jax.config.update("jax_platforms", "cpu")

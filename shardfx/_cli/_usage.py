@@ -8,10 +8,14 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from shardfx import (
+    ChipError,
     LeafTypeError,
+    MapError,
     MeshError,
+    MoveError,
     PlanFormatError,
     PlanMismatchError,
+    ProgramError,
     RuleError,
     SpecError,
     UnknownPathError,
@@ -27,10 +31,14 @@ _Result = TypeVar("_Result")
 # These say all that there is to say.
 OURS = (
     CheckpointError,
+    ChipError,
     LeafTypeError,
+    MapError,
     MeshError,
+    MoveError,
     PlanFormatError,
     PlanMismatchError,
+    ProgramError,
     RuleError,
     SpecError,
     UnknownPathError,

@@ -9,6 +9,7 @@ import shardfx
 
 from ._usage import shown
 from .verbs.chips import chips
+from .verbs.convert import convert
 from .verbs.demo import demo
 from .verbs.diff import diff
 from .verbs.explain import explain
@@ -36,7 +37,7 @@ def shardfx_() -> None:
     """Sharding plans as plain data, for JAX."""
 
 
-for _verb in (plan, explain, lint, diff, report, traffic, models, chips, demo):
+for _verb in (plan, explain, lint, diff, report, traffic, convert, models, chips, demo):
     shardfx_.add_command(_verb)
 
 

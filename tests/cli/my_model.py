@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardfx import AxisRules, PathRules, plan
+from shardfx import AxisRules, From, PathRules, TreeMap, plan
 
 
 RULES = PathRules([("up", ("embed", "mlp")), ("down", ("mlp", "embed"))])
 AXES = AxisRules([("batch", ("data", "fsdp")), ("mlp", "tensor"), ("embed", "fsdp")], axes=("data", "fsdp", "tensor"))
 BOTH = (RULES, AXES)
+STACKED = TreeMap({f"layers/{name}": From(f"layer_{{i}}.{name}").T.stack("i") for name in ("up", "down")})
 OPTIMIZER = optax.adamw(1e-3)
 
 

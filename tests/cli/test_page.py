@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_cli import ROOT, VERBS, run
+from test_verbs import write_checkpoint
 
 
 PAGE = (ROOT / "docs" / "cli.md").read_text()
@@ -20,9 +21,10 @@ COMMANDS = re.findall(r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE, r
 def here(tmp_path_factory):
     """The directory in which the page's commands run, with its model."""
     folder = tmp_path_factory.mktemp("page")
-    (source,) = re.findall(r"^```python\n# my_model.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    # The line that a table names counts from the file's first line, as on the page.
-    (folder / "my_model.py").write_text("# my_model.py\n" + source)
+    sources = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert sources[0].startswith("# my_model.py\n")
+    (folder / "my_model.py").write_text("".join(sources))
+    write_checkpoint(folder / "model-dir")
     yield folder
     sys.modules.pop("my_model", None)
 

@@ -8,7 +8,9 @@ import textwrap
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from test_cli import ROOT, VERBS, failure, run
 
 import shardfx
@@ -17,12 +19,21 @@ from shardfx._cli.group import shardfx_
 
 
 HERE = Path(__file__).parent
+SHAPES = {"up": (8, 4), "down": (4, 8)}
+
+
+def write_checkpoint(directory):
+    """A small checkpoint of three layers."""
+    directory.mkdir()
+    arrays = {f"layer_{i}.{name}": np.full(shape, i, np.float32) for i in range(3) for name, shape in SHAPES.items()}
+    save_file(arrays, directory / "model.safetensors")
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A directory with all that the examples name."""
     shutil.copy(HERE / "my_model.py", tmp_path)
+    write_checkpoint(tmp_path / "model-dir")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -310,6 +321,63 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
     assert "there is no chip 'v5q'" in failure(capsys, "report", "my_model:make", *flags, "--json", "--chip", "v5q")
     nowhere = failure(capsys, "report", "my_model:make", *flags, "--html", "no/where.html")
     assert "writing 'no/where.html' failed" in nowhere
+
+
+def test_traffic_is_estimated_and_compared(here, capsys):
+    flags = ("traffic", "my_model:train_step", "--mesh")
+    assert run(*flags, "data=64,fsdp=256,tensor=16", "--how", "estimate") == 0
+    assert "enter each of 262144 devices in a step" in capsys.readouterr().out.replace(",", "")
+    assert run(*flags, "data=2,fsdp=2,tensor=2", "--how", "compare", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["extra_bytes"] == sum(row["wire_bytes"] for row in found["compiled"]["rows"]) - sum(
+        row["wire_bytes"] for row in found["estimated"]["rows"]
+    )
+
+
+def test_a_checkpoint_is_converted_by_a_map_and_back(here, capsys):
+    assert run("convert", "model-dir", "stacked", "--map", "my_model:STACKED") == 0
+    out = capsys.readouterr().out
+    assert "layers/up" in out and "f32[3,4,8]" in out and "2 arrays, 768 B, written to stacked." in out
+    (file,) = Path("stacked").glob("*.safetensors")
+    stacked = load_file(file)
+    assert {name: array.shape for name, array in stacked.items()} == {"layers/down": (3, 8, 4), "layers/up": (3, 4, 8)}
+    assert (stacked["layers/up"][2] == 2).all()
+    back = ("--map", "my_model:STACKED", "--inverse", "--like", "model-dir")
+    assert run("convert", "stacked", "again.safetensors", *back) == 0
+    again, first = load_file("again.safetensors"), load_file("model-dir/model.safetensors")
+    assert sorted(again) == sorted(first) and all((again[name] == first[name]).all() for name in first)
+
+
+def test_a_checkpoint_is_cast_and_a_dry_run_writes_nothing(here, capsys):
+    flags = ("convert", "model-dir", "small.safetensors", "--dtype", "bfloat16")
+    assert run(*flags, "--dry-run", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["written"] is None and told["bytes"] == 384 and not Path("small.safetensors").exists()
+    assert run(*flags, "--json") == 0
+    capsys.readouterr()
+    assert Path("small.safetensors").exists()
+    assert "small.safetensors" in failure(capsys, *flags)
+    assert run(*flags, "--overwrite") == 0
+
+
+CONVERSIONS = {
+    "no checkpoint": (("nowhere", "out"), "nowhere"),
+    "no map": (
+        ("model-dir", "out", "--map", "my_model:OPTIMIZER"),
+        "it must be a TreeMap, or a function that makes one",
+    ),
+    "no such map": (("model-dir", "out", "--map", "my_model:STACK"), "has no `STACK`; did you mean `STACKED`?"),
+    "no JSON": (("model-dir", "out", "--map", "bad.json"), "this is no TreeMap's JSON"),
+    "backwards from nothing": (("model-dir", "out", "--inverse"), "--inverse needs --map, and --like"),
+    "another model's": (("model-dir", "out", "--map", "my_model:STACKED", "--like", "llama3.2-1b"), "in 150 places"),
+}
+
+
+@pytest.mark.parametrize("case", CONVERSIONS)
+def test_conversions_that_cannot_be_are_one_line_and_write_nothing(case, here, capsys):
+    Path("bad.json").write_text("{}")
+    words, message = CONVERSIONS[case]
+    assert message in failure(capsys, "convert", *words) and not Path("out").exists()
 
 
 def test_chips(capsys):

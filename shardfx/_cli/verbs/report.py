@@ -8,7 +8,7 @@ from .._asked import Asked, asks_for_a_plan, inputs_of, plan_of
 from .._checked import findings_of
 from .._data import as_json
 from .._screen import JSON, working, write
-from .._step import compiled_for_cpu, load_step
+from .._step import MOST_DEVICES, compiled_for_cpu, estimated, load_step
 from .._usage import UsageError, calling
 from .._verb import verb
 
@@ -23,7 +23,11 @@ from .._verb import verb
 @click.option("--html", "html_file", metavar="FILE", help="Write one page that needs no network, to open in a browser.")
 @click.option("--title", metavar="TEXT", help="Of the page; MODEL by default.")
 @click.option("--chip", metavar="CHIP", help="Compare with the memory of this one, as v5p; see `shardfx chips`.")
-@click.option("--step", metavar="MODULE:STEP", help="With the traffic of this step; see `shardfx traffic`.")
+@click.option(
+    "--step",
+    metavar="MODULE:STEP",
+    help="With the traffic of this step, estimated on large meshes; see `shardfx traffic`.",
+)
 @JSON
 def report(
     asked: Asked,
@@ -56,6 +60,8 @@ def report(
 
 
 def _traffic(step: str, made: ShardPlan) -> Traffic:
+    loaded = load_step(step, None, made.mesh)
+    if loaded.mesh.size > MOST_DEVICES:
+        return estimated(loaded)
     with working(f"compiling {step}"):
-        loaded = load_step(step, None, made.mesh)
         return calling("reading the program", lambda: traffic_of(compiled_for_cpu(loaded), loaded.mesh))

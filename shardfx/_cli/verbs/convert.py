@@ -1,0 +1,124 @@
+"""`shardfx convert`: a checkpoint into another one, with other names, shapes, dtypes or files."""
+
+import math
+import os
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+
+from shardfx import MeshSpec, PathRules, TreeMap, checkpoint, plan, replicate
+
+from ..._convert import Struct, bound, tree_structs
+from ..._ground.text import array_text, bytes_text, table
+from .._data import as_json
+from .._load import attribute, load_model
+from .._screen import JSON, show, working, write
+from .._usage import UsageError, calling
+from .._verb import verb
+
+
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+@verb(
+    examples=(
+        "shardfx convert model-dir stacked --map my_model:STACKED",
+        "shardfx convert model-dir small.safetensors --dtype bfloat16 --dry-run --json",
+    )
+)
+@click.argument("source", metavar="FROM")
+@click.argument("target", metavar="TO")
+@click.option("--map", "map_name", metavar="MAP", help="MODULE:NAME of a TreeMap, or a file with its JSON.")
+@click.option("--inverse", is_flag=True, help="Take the map backwards; needs --like.")
+@click.option("--like", metavar="MODEL", help="What TO shall hold: a model or checkpoint, as other verbs name it.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Cast all floating-point arrays on the way.")
+@click.option("--overwrite", is_flag=True, help="Replace a file TO that exists.")
+@click.option("--dry-run", is_flag=True, help="Only say what TO would hold.")
+@JSON
+def convert(
+    source: str,
+    target: str,
+    map_name: str | None,
+    inverse: bool,
+    like: str | None,
+    dtype: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    json_file: str | None,
+) -> None:
+    """Write a checkpoint anew: other names, shapes, dtypes, files.
+
+    FROM is anything that shardfx reads: safetensors, Orbax, zarr, eformer. TO is a directory of safetensors, or one
+    file that ends so. The arrays are in memory once on the way. Without --map, TO has FROM's arrays.
+    """
+    if inverse and (map_name is None or like is None):
+        raise UsageError("--inverse needs --map, and --like that says what there shall be")
+    relation = None if map_name is None else _map(map_name)
+    relation = relation.inverse() if relation is not None and inverse else relation
+    index = calling(f"reading {source!r}", lambda: checkpoint.read_index(source))
+    structs = calling(f"reading {source!r}", lambda: checkpoint.structs(index))
+    structs = structs if dtype is None else jax.tree.map(lambda one: _cast(one, dtype), structs)
+    wanted = None if like is None else load_model(like).tree
+    leaves = tree_structs(structs)
+    if relation is not None:
+        leaves = calling("mapping", lambda: _mapped(relation, structs, wanted))
+    if not dry_run:
+        _write(index, structs, target, relation, wanted, dtype, overwrite)
+    if json_file != "-":
+        _show(leaves, target, dry_run)
+    if json_file is not None:
+        arrays = [{"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
+        write(as_json({"written": None if dry_run else target, "bytes": _bytes(leaves), "arrays": arrays}), json_file)
+
+
+def _map(name: str) -> TreeMap:
+    if os.path.isfile(name) and not name.endswith(".py"):
+        return calling(f"reading {name!r}", lambda: TreeMap.from_json(_text(name)))
+    found = attribute(name)
+    found = calling(f"`{name}()`", found) if callable(found) else found
+    if not isinstance(found, TreeMap):
+        raise UsageError(f"`{name}` is {found!r:.60}; it must be a TreeMap, or a function that makes one")
+    return found
+
+
+def _text(file: str) -> str:
+    with open(file, encoding="utf-8") as opened:
+        return opened.read()
+
+
+def _mapped(relation: TreeMap, structs: Any, wanted: Any) -> dict[str, Struct]:
+    """The leaves of the target by path; that the map fits the source, and what is wanted, is checked on the way."""
+    made = bound(relation, tree_structs(structs), None if wanted is None else tree_structs(wanted)).made
+    return {path: Struct(one.shape, one.dtype) for path, one in made.items()}
+
+
+def _write(
+    index: Any, structs: Any, target: str, relation: TreeMap | None, wanted: Any, dtype: str | None, overwrite: bool
+) -> None:
+    mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
+    # Every leaf is whole: this process writes all of it.
+    held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
+    cast = None if dtype is None else jnp.dtype(dtype)
+    with working("reading"):
+        tree = calling("reading", lambda: checkpoint.load(index, held, dtype=cast, progress=False))
+    with working("writing"):
+        given = {"map": relation, "like": wanted, "overwrite": overwrite, "progress": False}
+        calling(f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given))
+
+
+def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
+    kind = jnp.dtype(dtype) if jnp.issubdtype(struct.dtype, jnp.floating) else struct.dtype
+    return jax.ShapeDtypeStruct(struct.shape, kind)
+
+
+def _bytes(leaves: dict[str, Struct]) -> int:
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
+
+
+def _show(leaves: dict[str, Struct], target: str, dry_run: bool) -> None:
+    cells = [(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()]
+    show("\n".join(table([("path", "array"), *cells], right=set())))
+    text = f"{len(leaves):,} arrays, {bytes_text(_bytes(leaves))}"
+    show(f"\n{text} would be written to {target}." if dry_run else f"\n{text}, written to {target}.")
