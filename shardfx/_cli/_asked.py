@@ -21,7 +21,7 @@ from ._values import literals
 class Asked:
     """The words that name a model, a mesh and rules, as they were given."""
 
-    model: str
+    model: str | None
     kwargs: str | None
     mesh: str | None
     devices: int | None
@@ -48,7 +48,6 @@ class Inputs:
 
 
 _OPTIONS = (
-    click.argument("model", type=ModelName(), metavar="MODEL"),
     click.option("--mesh", metavar="MESH", help="As in data=64,fsdp=16,tensor=8; one size may be -1."),
     click.option(
         "--rules",
@@ -77,19 +76,25 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
     that was written as JSON."""
 
 
-def asks_for_a_plan(function: Callable[..., Any]) -> Callable[..., Any]:
+def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a verb the words that name a model, a mesh and rules; it gets them as one `Asked`."""
     names = [field.name for field in dataclasses.fields(Asked)]
+    shown = "MODEL" if model_is_needed else "[MODEL]"
+    model = click.argument("model", type=ModelName(), required=model_is_needed, metavar=shown)
 
-    @ft.wraps(function)
-    def call(**words: Any) -> Any:
-        asked = Asked(**{name: words.pop(name) for name in names})
-        return function(asked, **words)
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @ft.wraps(function)
+        def call(**words: Any) -> Any:
+            asked = Asked(**{name: words.pop(name) for name in names})
+            return function(asked, **words)
 
-    call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
-    for option in reversed(_OPTIONS):
-        call = option(call)
-    return call
+        call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
+        made: Callable[..., Any] = call
+        for option in (*reversed(_OPTIONS), model):
+            made = option(made)
+        return made
+
+    return decorated
 
 
 def inputs_of(asked: Asked) -> Inputs:
@@ -99,16 +104,18 @@ def inputs_of(asked: Asked) -> Inputs:
 
     `UsageError` where a word cannot be used.
     """
+    if asked.model is None:
+        raise UsageError("Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make")
     if asked.mesh is None:
         raise UsageError("Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8")
     if asked.rules is None:
         raise UsageError("Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'")
     target = None if asked.target is None else parse_slice(asked.target)
     mesh = calling("reading --mesh", lambda: _mesh(asked, None if target is None else len(target.devices)))
-    paths, axes = load_rules(asked.rules, asked.model)
+    name, paths, axes = asked.model, *load_rules(asked.rules, asked.model)
     kwargs = None if asked.kwargs is None else literals(asked.kwargs, "kwargs")
-    with working(f"reading {asked.model}"):
-        model = load_model(asked.model, kwargs, stack_experts=asked.rules.partition(":")[0] == "ep")
+    with working(f"reading {name}"):
+        model = load_model(name, kwargs, stack_experts=asked.rules.partition(":")[0] == "ep")
     return Inputs(model, mesh, paths, axes, target)
 
 
@@ -119,7 +126,7 @@ def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
 
     `UsageError` where a word cannot be used, or there is no such plan.
     """
-    if inputs is None and asked.mesh is None and asked.rules is None:
+    if inputs is None and asked.model is not None and asked.mesh is None and asked.rules is None:
         written = load_model(asked.model).plan
         if written is not None:
             return written

@@ -46,7 +46,7 @@ OURS = (
 )
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
-_ARGUMENT = re.compile(r"`(unmatched|unused|mode|min_bytes|strict|refine)=([^`]+)`")
+_ARGUMENT = re.compile(r"`(unmatched|unused|mode|min_bytes|strict|refine|step)=([^`]*)`")
 _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent.parent))
 
 
@@ -86,7 +86,7 @@ def in_flags(text: str) -> str:
 
     def flag(found: re.Match[str]) -> str:
         value = found[2].strip("\"'")
-        return f"`--{found[1].replace('_', '-')}{'' if value == 'True' else f' {value}'}`"
+        return f"`--{found[1].replace('_', '-')}{'' if value in ('', 'True') else f' {value}'}`"
 
     return _ARGUMENT.sub(flag, text)
 

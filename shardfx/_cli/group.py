@@ -13,6 +13,7 @@ from .verbs.convert import convert
 from .verbs.demo import demo
 from .verbs.diff import diff
 from .verbs.explain import explain
+from .verbs.fit import fit
 from .verbs.lint import lint
 from .verbs.models import models
 from .verbs.plan import plan
@@ -37,7 +38,7 @@ def shardfx_() -> None:
     """Sharding plans as plain data, for JAX."""
 
 
-for _verb in (plan, explain, lint, diff, report, traffic, convert, models, chips, demo):
+for _verb in (plan, explain, lint, diff, fit, report, traffic, convert, models, chips, demo):
     shardfx_.add_command(_verb)
 
 

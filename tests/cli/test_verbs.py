@@ -309,6 +309,30 @@ def test_diff_of_two_plans(here, capsys):
     assert "there is one plan; name another" in failure(capsys, "diff", "a.json")
 
 
+def test_fit_of_a_model_says_by_its_exit_code_whether_it_fits(capsys):
+    flags = ("--rules", "fsdp", "--optimizer", "optax:adamw", "--chip", "v5e")
+    assert run("fit", "llama3-8b", "--mesh", "fsdp=8", *flags) == 0
+    assert "it fits v5e" in (out := capsys.readouterr().out) and "pass `--step`" in out
+    assert run("fit", "llama3-8b", "--mesh", "fsdp=2", *flags, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0
+    assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
+    assert {"parameters", "optimizer: 0/mu"} <= {row["group"] for row in found["rows"]}
+
+
+def test_fit_of_a_step_counts_activations(here, capsys):
+    step = ("fit", "--step", "my_model:train_step", "--mesh", "data=2,fsdp=2,tensor=2")
+    assert run(*step, "--json") == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert "activations" in {row["group"] for row in kept["rows"]}
+    assert run(*step, "--donate", "0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] < kept["peak_bytes"]
+    assert "--donate 'some' is none of none, all, and" in failure(capsys, *step, "--donate", "some")
+    assert "give a MODEL, as llama3-8b, or --step" in failure(capsys, "fit", "--mesh", "fsdp=2")
+    assert "give a MODEL, as llama3-8b, or --step" in failure(capsys, "fit", "llama3-8b", *step[1:])
+    assert "there is no chip 'v9'" in failure(capsys, *step, "--chip", "v9")
+
+
 def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
     flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH", "--chip", "v5p", "--step", "my_model:train_step")
     assert run("report", "my_model:make", *flags, "--html", "out.html", "--json", "out.json") == 0

@@ -21,7 +21,7 @@ from .._verb import verb
     ),
     exits="0; 1 with --exit-code if the plans differ",
 )
-@asks_for_a_plan
+@asks_for_a_plan()
 @click.argument("to", type=ModelName(), required=False, metavar="[OTHER]")
 @click.option("--to-mesh", metavar="MESH", help="The second plan's; the first's by default.")
 @click.option("--to-rules", type=RulesName(), metavar="RULES", help="The second plan's; the first's by default.")

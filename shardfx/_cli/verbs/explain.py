@@ -23,7 +23,7 @@ _RANGE = re.compile(r"\{(\d{1,18})[\d.,]*\}")
         "shardfx explain my_model:make layer_0/up --mesh fsdp=3,tensor=2 --rules my_model:BOTH",
     )
 )
-@asks_for_a_plan
+@asks_for_a_plan()
 @click.argument("path", metavar="PATH")
 @JSON
 def explain(asked: Asked, path: str, json_file: str | None) -> None:

@@ -23,7 +23,7 @@ SEVERITIES = click.Choice(["error", "warning", "info"])
     ),
     exits="0; 1 if there are findings of the severity of --fail-on or a worse one",
 )
-@asks_for_a_plan
+@asks_for_a_plan()
 @click.option("--fail-on", type=SEVERITIES, default="error", show_default=True, help="Which findings make a CI fail.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings of this code; may be repeated.")
 @click.option(

@@ -17,7 +17,7 @@ from .._verb import verb
         "shardfx plan mixtral-8x7b --mesh expert=8,fsdp=-1 --target tpu:v5e:4x4 --rules ep --json plan.json",
     )
 )
-@asks_for_a_plan
+@asks_for_a_plan()
 @click.option("--width", type=Whole(positive=True), help="Columns of text; the terminal's, else no limit.")
 @JSON
 def plan(asked: Asked, width: int | None, json_file: str | None) -> None:

@@ -19,7 +19,7 @@ from .._verb import verb
         "shardfx report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step --json",
     )
 )
-@asks_for_a_plan
+@asks_for_a_plan()
 @click.option("--html", "html_file", metavar="FILE", help="Write one page that needs no network, to open in a browser.")
 @click.option("--title", metavar="TEXT", help="Of the page; MODEL by default.")
 @click.option("--chip", metavar="CHIP", help="Compare with the memory of this one, as v5p; see `shardfx chips`.")

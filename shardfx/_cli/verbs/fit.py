@@ -1,0 +1,82 @@
+"""`shardfx fit`: whether a model, or a step of training, fits the memory of a chip."""
+
+from typing import Any
+
+import click
+
+from shardfx import Fit, MeshSpec, ShardPlan, chips, fit as fit_of
+
+from .._asked import Asked, asks_for_a_plan, plan_of
+from .._data import as_json, data_of
+from .._screen import JSON, show, working, write
+from .._step import load_step
+from .._usage import UsageError, calling
+from .._values import literals, whole_number
+from .._verb import verb
+
+
+@verb(
+    examples=(
+        "shardfx fit llama3-70b --mesh fsdp=64,tensor=4 --rules fsdp_tp --optimizer optax:adamw --chip v5e",
+        "shardfx fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2 --donate 0 --chip v5p --json",
+    ),
+    exits="0; 1 if it does not fit",
+)
+@asks_for_a_plan(model_is_needed=False)
+@click.option("--chip", default="v5p", show_default=True, metavar="CHIP", help="As v5e or h100; see `shardfx chips`.")
+@click.option("--step", metavar="MODULE:STEP", help="In the place of MODEL: a step; see `shardfx traffic`.")
+@click.option(
+    "--donate", default="none", show_default=True, metavar="none|all|0,1", help="Arguments of the step to reuse."
+)
+@JSON
+def fit(asked: Asked, chip: str, step: str | None, donate: str, json_file: str | None) -> int:
+    """Say whether it fits a chip, and which changes would make it fit.
+
+    Of a model, what its arrays take, those of --optimizer, and gradients; of a step, activations too: it is traced,
+    and what is live at the worst moment is counted.
+
+    {MODEL}
+    """
+    hardware = calling("reading --chip", lambda: chips.find(chip))
+    if (step is None) == (asked.model is None):
+        raise UsageError("give a MODEL, as llama3-8b, or --step MODULE:STEP")
+    if step is None:
+        made = plan_of(asked)
+        found = calling("counting", lambda: fit_of(_parts(made), chip=hardware))
+    else:
+        found = _of_step(asked, step, hardware, donate)
+    if json_file != "-":
+        show(str(found))
+    if json_file is not None:
+        write(as_json({**_sums(found), **data_of(found)}), json_file)
+    return 0 if found.fits else 1
+
+
+def _parts(made: ShardPlan) -> ShardPlan:
+    """The plan of a model alone as one of several: what is called `model` are parameters."""
+    return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
+
+
+def _of_step(asked: Asked, name: str, chip: chips.Chip, donate: str) -> Fit:
+    mesh = asked.mesh
+    spec = None if mesh is None else calling("reading --mesh", lambda: MeshSpec.parse(mesh))
+    loaded = load_step(name, None if asked.kwargs is None else literals(asked.kwargs, "kwargs"), spec)
+    plans = tuple(plan or arg for plan, arg in zip(loaded.plans, loaded.args, strict=True))
+    given = _donated(donate)
+    with working(f"tracing {name}"):
+        what = "counting the step's memory"
+        return calling(what, lambda: fit_of(plans, step=loaded.function, args=loaded.args, donate=given, chip=chip))
+
+
+def _donated(text: str) -> Any:
+    if text in ("none", "all"):
+        return text
+    numbers = [whole_number(part.strip()) for part in text.split(",")]
+    if None in numbers:
+        raise UsageError(f"--donate {text!r:.60} is none of none, all, and positions of arguments, as in 0,1")
+    return tuple(numbers)
+
+
+def _sums(found: Fit) -> dict[str, Any]:
+    sums = {name: getattr(found, name) for name in ("fits", "peak_bytes", "usable_bytes", "headroom_bytes")}
+    return {**sums, "chip_name": found.chip.name}
