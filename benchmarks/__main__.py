@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from . import _machine, _report
+from . import _machine, _plots, _report
 from ._progress import Progress
 from ._runner import Options, Record, run_suite
 
@@ -23,7 +23,7 @@ FILES = {
 }
 SUITES = {name: file for name, file in FILES.items() if importlib.util.find_spec(f"benchmarks.{file}")}
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main(arguments: list[str]) -> int:
@@ -35,9 +35,18 @@ def main(arguments: list[str]) -> int:
         print(_report.compare(_read(flags.first), _read(flags.second)))
         return 0
     if flags.command == "docs":
-        PAGE.write_text(_report.page({file.stem: _read(file) for file in sorted(RESULTS.glob("*.json"))}))
+        for file, text in pages().items():
+            file.write_text(text)
         return 0
     return _run(list(SUITES) if flags.command == "all" else [flags.command], flags, suites)
+
+
+def pages() -> dict[Path, str]:
+    """The pages and plots of docs/, from the committed results."""
+    files = {file.stem: _read(file) for file in sorted(RESULTS.glob("*.json"))}
+    made = {"benchmarks.md": _report.page(files), _report.ALL: _report.full_page(files)}
+    made |= {name: drawn for name, (_, drawn) in _plots.plots(files).items()}
+    return {DOCS / name: text for name, text in made.items()}
 
 
 def _run(names: list[str], flags: argparse.Namespace, suites: dict[str, argparse.ArgumentParser]) -> int:
@@ -74,7 +83,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     compare = commands.add_parser("compare", help="two JSON files side by side")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
-    commands.add_parser("docs", help="write docs/benchmarks.md from benchmarks/results/*.json")
+    commands.add_parser("docs", help="write docs/benchmarks*.md and their plots from benchmarks/results/*.json")
     return parser, suites
 
 

@@ -1,6 +1,7 @@
 """XLA's own program against the planned steps over random pairs of shardings: memory, traffic, compile and run time."""
 
 import dataclasses
+import itertools
 import math
 import os
 import random
@@ -25,6 +26,8 @@ SLACK_BYTES = 4096
 # A single move may take this many times as long as XLA's; of those that take longer, so many are named.
 SLOWER = 1.1
 SHOWN = 5
+# A program that holds between two of these times the larger shard in temporary memory is counted between them.
+FACTORS = (0, 0.5, 1, 1.5, 2, 4, 8, 16)
 # Arrays whose shards fill no tiles, on 16 or 64 devices: odd widths, GPT-2's vocabulary, heads of 80 and of 96.
 _ODD = ((6400, 4800), (8256, 4160), (50304, 768), (5120, 64, 80), (4096, 64, 96))
 
@@ -48,12 +51,16 @@ class Row:
         """Whether XLA's program holds more than a step needs."""
         return self.is_above("xla")
 
+    def factor(self, name: str) -> float:
+        """How many times the larger shard a program holds in temporary bytes, beside what it takes for any size."""
+        return max(0.0, (self.temp_bytes[name] - self.slack_bytes) / self.shard_bytes)
+
     def is_above(self, name: str) -> bool:
         """Whether a program takes more than twice the larger shard in temporary bytes."""
         return self.temp_bytes[name] > 2 * self.shard_bytes + self.slack_bytes
 
 
-def census(pairs: int, aot: str | None, odd: bool = False) -> Mapping[str, Value]:
+def census(pairs: int, aot: str | None, odd: bool = False, run: bool = True) -> Mapping[str, Value]:
     """Compiles, checks and times random pairs of shardings; run in a process of its own.
 
     **Arguments:**
@@ -61,6 +68,7 @@ def census(pairs: int, aot: str | None, odd: bool = False) -> Mapping[str, Value
     - `pairs`: how many.
     - `aot`: the compiler that is asked, as in `tpu:v5e:4x4`; or None, and the programs run on emulated devices.
     - `odd`: whether shards fill no tiles, instead of those of one large matrix.
+    - `run`: whether programs run, which those of a compiler that is asked never do.
     """
     devices = _topology(aot) if aot else emulated(16)
     large = ((8192, 8192), jnp.dtype(jnp.bfloat16)) if aot else ((2048, 2048), np.dtype(np.float32))
@@ -71,7 +79,7 @@ def census(pairs: int, aot: str | None, odd: bool = False) -> Mapping[str, Value
     while len(rows) < pairs:
         (shape, dtype), src, dst = kinds[len(rows) % len(kinds)], rng.choice(ends), rng.choice(ends)
         if planned(shape, dtype, src, dst).steps:
-            rows.append(_row(shape, dtype, src, dst, SLACK_BYTES + scratch, run=not aot))
+            rows.append(_row(shape, dtype, src, dst, SLACK_BYTES + scratch, run=run and not aot))
     return {"bytes of scratch of a permutation": scratch, **_summary(rows)}
 
 
@@ -165,17 +173,27 @@ def _summary(rows: Sequence[Row]) -> dict[str, Value]:
     ratios = [row.wire_bytes["ours"] / row.bound_bytes for row in rows if row.bound_bytes]
     values: dict[str, Value] = {"pairs": len(rows)}
     for name, text in (("xla", "XLA"), ("ours", "shardfx")):
-        worst = max((row.temp_bytes[name] - row.slack_bytes) / row.shard_bytes for row in rows)
         values[f"{text}: share above 2x the shard"] = sum(row.is_above(name) for row in rows) / len(rows)
-        values[f"{text}: worst temporary over shard"] = max(worst, 0.0)
+        values[f"{text}: worst temporary over shard"] = max(row.factor(name) for row in rows)
         values[f"{text}: wire over lower bound"] = sum(row.wire_bytes[name] for row in rows) / bound
         values[f"{text}: median seconds to compile"] = statistics.median(row.compile_seconds[name] for row in rows)
+    for name, text in (("xla", "XLA"), ("ours", "shardfx")):
+        values |= _spread(text, [row.factor(name) for row in rows])
     values["shardfx: median of wire over lower bound"] = statistics.median(ratios)
     values["shardfx: worst wire over lower bound"] = max(ratios)
     values["pairs with more wire bytes than XLA"] = sum(
         row.wire_bytes["ours"] > row.wire_bytes["xla"] + 1 for row in rows
     )
     return values | _speedups([(row.speedup, row) for row in rows if row.speedup is not None])
+
+
+def _spread(text: str, factors: Sequence[float]) -> dict[str, Value]:
+    """How many programs hold how much: a count up to the first of `FACTORS`, between each two, and above the last."""
+    counts: dict[str, Value] = {f"{text}: pairs at {FACTORS[0]}x": sum(factor <= FACTORS[0] for factor in factors)}
+    for low, high in itertools.pairwise((*FACTORS, math.inf)):
+        many = sum(low < factor <= high for factor in factors)
+        counts[f"{text}: pairs above {low}x{'' if high == math.inf else f', up to {high}x'}"] = many
+    return counts
 
 
 def _speedups(timed: Sequence[tuple[float, Row]]) -> dict[str, Value]:

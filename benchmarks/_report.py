@@ -1,4 +1,4 @@
-"""Results as tables, as JSON, as a comparison of two files, and as the page docs/benchmarks.md."""
+"""Results as tables, as JSON, as a comparison of two files, and as the pages of docs/."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._case import Value
+from ._plots import plots
 from ._runner import Record
 
 
@@ -24,6 +25,11 @@ Written by `python -m benchmarks docs` from the files in `benchmarks/results`; d
 shardfx, on fresh inputs, after their results were checked. Times are medians; *cold* is the first call,
 compilation included; *x floor* is the median over that of the least possible work, the last row of its
 case; *shardfx is faster by* is the contestant's median over shardfx's, so that below 1 it is the faster one."""
+ALL = "benchmarks_all.md"
+FULL_INTRODUCTION = """\
+Written by `python -m benchmarks docs`, too: every result of [Benchmarks](benchmarks.md), with the machine, the
+versions, and what was skipped."""
+SHORT_HEADER = ("race", "shardfx", "fastest rival", "shardfx is faster by")
 SHOWN_APART = ("seconds.", "cold_seconds.", "gigabytes_per_second.", "floor_ratio.", "speedup.")
 
 
@@ -78,13 +84,54 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def page(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """docs/benchmarks.md: what does not hold, then one section per result file, one table per suite."""
+    """docs/benchmarks.md: what does not hold, the plots, then a short table for each suite at full size."""
     parts = ["# Benchmarks", COMMANDS, *_summary(files), INTRODUCTION]
+    for name, (text, _) in plots(files).items():
+        parts += [f"![{text.partition(':')[0]}]({name})", text]
+    for name, document in files.items():
+        if not document["quick"]:
+            suites = {suite: [Record(**record) for record in records] for suite, records in document["suites"].items()}
+            for suite, records in suites.items():
+                parts += [f"## {name}: {suite}", _short_table(records), f"[All numbers]({ALL}#{_anchor(name, suite)})."]
+    return "\n\n".join(parts) + "\n"
+
+
+def full_page(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """docs/benchmarks_all.md: one section per result file, one table per suite, with every number."""
+    parts = ["# Every number", FULL_INTRODUCTION]
     for name, document in files.items():
         parts += [f"## {name}", _provenance(document)]
         for suite, records in document["suites"].items():
             parts += [f"### {name}: {suite}", table([Record(**record) for record in records])]
     return "\n\n".join(parts) + "\n"
+
+
+def _short_table(records: Sequence[Record]) -> str:
+    """One row for each race: the times of shardfx and of the fastest rival; findings by how many limits they keep."""
+    rows = [row for record in records if record.kind == "race" for row in _short_row(record)]
+    parts = [_aligned([SHORT_HEADER, *rows])] if rows else []
+    limits = [limit for record in records for limit in record.limits if limit["holds"] is not None]
+    kept = sum(bool(limit["holds"]) for limit in limits)
+    findings = sum(record.kind == "finding" for record in records)
+    told = [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
+    told += [f"{kept} of {len(limits)} limits hold"] if limits else []
+    return "\n\n".join([*parts, *([f"{', '.join(told).capitalize()}."] if told else [])])
+
+
+def _short_row(record: Record) -> list[tuple[str, ...]]:
+    times = {name: record.values.get(f"seconds.{name}") for name in record.rivals}
+    measured = {name: time for name, time in times.items() if isinstance(time, int | float)}
+    ours, *others = record.rivals
+    rivals = [name for name in others if name in measured and not name.startswith("shardfx")]
+    if ours not in measured or not rivals:
+        return []
+    best = min(rivals, key=lambda name: measured[name])
+    faster = _number(record.values.get(f"speedup.{best}"))
+    return [(record.name, _seconds(measured[ours]), f"{_seconds(measured[best])}, {best}", faster)]
+
+
+def _anchor(name: str, suite: str) -> str:
+    return f"{name}-{suite}"
 
 
 def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -100,7 +147,7 @@ def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     broken = [entry for entry in judged if not entry[-1]["holds"]]
     machines = "; ".join(dict.fromkeys(_machine(document) for document in files.values()))
     lines = [
-        f"[{name}: {suite}](#{name}-{suite}): {case}: {limit['text']}: {_number(limit['measured'])}"
+        f"[{name}: {suite}]({ALL}#{_anchor(name, suite)}): {case}: {limit['text']}: {_number(limit['measured'])}"
         for name, suite, case, limit in broken
     ]
     counted = f"Of {len(judged)} limits that were measured, {len(judged) - len(broken)} hold. Machines: {machines}."

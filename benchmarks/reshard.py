@@ -61,6 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=_part, default=(1, 1), metavar="I/N", help="of --all-pairs, a part alone")
     parser.add_argument("--scalax", action="store_true", help="race scalax on Llama too; it compiles for minutes")
     parser.add_argument("--aot", metavar="tpu:TOPOLOGY", help="census with the TPU compiler, as in tpu:v5e:4x4")
+    parser.add_argument("--compile-only", action="store_true", help="the census alone, and none of its programs runs")
     parser.add_argument("--odd", action="store_true", help="with --aot: arrays whose shards fill no tiles")
 
 
@@ -70,6 +71,8 @@ def cases(options: Options) -> list[Entry]:
         return [_every_pair(flags.chunk)]
     if flags.aot:
         return [_census(flags.pairs or (10 if options.quick else 150), flags.aot, flags.odd)]
+    if flags.compile_only:
+        return [_census(flags.pairs or (10 if options.quick else 150), None, flags.odd, run=False)]
     pairs = flags.pairs or (8 if options.quick else 400 if flags.census else 60)
     return [
         *([] if flags.census else _races(options)),
@@ -269,15 +272,15 @@ def _every_pair(part: tuple[int, int]) -> Finding:
     )
 
 
-def _census(pairs: int, aot: str | None, odd: bool) -> Finding:
+def _census(pairs: int, aot: str | None, odd: bool, run: bool = True) -> Finding:
     where = f"the {aot.removeprefix('tpu:')} compiler" if aot else "16 emulated CPU devices"
-    arrays = ", shards that fill no tiles" if odd else ""
+    arrays = (", shards that fill no tiles" if odd else "") + ("" if run else ", compiled only")
     limits = [
         Limit("shardfx: worst temporary over shard", at_most=2.0 if aot else 3.0),
         Limit("pairs with more wire bytes than XLA", at_most=0),
         Limit("shardfx: wire over lower bound", at_most=1.25),
     ]
-    if not aot:
+    if run and not aot:
         limits += [
             Limit("speedup where XLA rematerializes (geometric mean)", at_least=3.0),
             Limit("speedup elsewhere (geometric mean)", at_least=1 / 1.1),
@@ -285,7 +288,7 @@ def _census(pairs: int, aot: str | None, odd: bool) -> Finding:
     return Finding(
         f"census of {pairs} random pairs{arrays}, {where}",
         lambda: fresh_process(
-            "benchmarks._census:census", {"pairs": pairs, "aot": aot, "odd": odd}, timeout_seconds=7200
+            "benchmarks._census:census", {"pairs": pairs, "aot": aot, "odd": odd, "run": run}, timeout_seconds=7200
         ),
         tuple(limits),
     )

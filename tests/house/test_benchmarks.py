@@ -1,13 +1,15 @@
 """The runner, the tables and the comparison, on a suite that takes no time; and the committed results."""
 
 import json
+import time
+import xml.etree.ElementTree
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from benchmarks import __main__ as command, _report
+from benchmarks import __main__ as command, _census, _plots, _report
 from benchmarks._case import Apart, Case, Finding, Limit, Race, Rival, Skip, memcpy
 from benchmarks._progress import Progress
 from benchmarks._runner import Options, Record, run_suite
@@ -123,9 +125,48 @@ def test_compare_shows_ratios_and_what_only_one_file_has():
     assert "only in the first file: test: b" in text
 
 
-def test_the_page_is_what_the_committed_results_give():
-    files = {file.stem: json.loads(file.read_text()) for file in sorted(command.RESULTS.glob("*.json"))}
-    assert command.PAGE.read_text() == _report.page(files)
+def test_the_pages_and_plots_are_what_the_committed_results_give():
+    made = command.pages()
+    assert {file.name for file in made} >= {"benchmarks.md", "benchmarks_all.md", "benchmarks_speed.svg"}
+    for file, text in made.items():
+        assert file.read_text() == text, f"{file.name}: run python -m benchmarks docs"
+
+
+def test_a_plot_shows_every_race_and_is_xml():
+    def slow(given):
+        time.sleep(0.01)
+        return bytes(given)
+
+    entries = [Case("ours wins", lambda: race(theirs=slow)), Case("<theirs> & ours", lambda: race(ours=slow))]
+    made = document(run(*entries))
+    assert _plots.plots({"quick": made}) == {}
+    full = {"full": {**made, "quick": False}}
+    [(name, (text, drawn))] = _plots.plots(full).items()
+    assert name == "benchmarks_speed.svg" and "faster" in text
+    picture = xml.etree.ElementTree.fromstring(drawn)
+    titles = [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert [title.split(":")[0] for title in titles[1:]] == ["ours wins", "<theirs> & ours"]
+    assert _plots.OURS in drawn and _plots.SLOWER in drawn
+    [wins, loses] = _plots.races(full)
+    assert wins.speedups["theirs"] > 1 > loses.speedups["theirs"]
+    page = _report.page(full)
+    assert "| ours wins" in page and "## full: test" in page and "benchmarks_all.md#full-test" in page
+
+
+def test_a_histogram_counts_what_the_census_counted():
+    values = {"pairs": 3, "XLA: pairs at 0x": 1, "XLA: pairs above 2x, up to 4x": 2, "shardfx: pairs at 0x": 3}
+    made = document(run(Finding("census of 3 pairs", lambda: values)))
+    drawn = _plots.memory({"full": {**made, "quick": False}})
+    assert drawn is not None
+    titles = [title.text for title in xml.etree.ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[1:] == [
+        "XLA, none: 1 of 3",
+        "shardfx, none: 3 of 3",
+        "XLA, 2 to 4: 2 of 3",
+        "shardfx, 2 to 4: 0 of 3",
+    ]
+    assert set(_census._spread("XLA", [0.0, 3.0, 99.0]).values()) == {0, 1}
+    assert _census._spread("XLA", [3.0])["XLA: pairs above 2x, up to 4x"] == 1
 
 
 @pytest.mark.parametrize("name", list(command.SUITES))

@@ -57,6 +57,7 @@ function counted(count, noun) {
 
 function shareText(part, whole) {
   if (!whole) return '-';
+  if (!part) return '0%';
   const percent = (100 * part) / whole;
   return percent > 0 && percent < 0.1 ? '< 0.1%' : `${percent.toFixed(percent < 10 ? 1 : 0)}%`;
 }

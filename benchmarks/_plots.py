@@ -1,0 +1,269 @@
+"""Plots of results as SVG text: each from the same files as the tables, or nothing where they lack its numbers."""
+
+import html
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+# Okabe and Ito's palette, which colour-blind people can tell apart; marks differ in form, too.
+OURS, THEIRS, SLOWER, INK, SOFT, GRID = "#0072b2", "#e69f00", "#d55e00", "#16202c", "#5a6675", "#e3e7ec"
+FONT = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"'
+_CENSUS = re.compile(r"(XLA|shardfx): pairs (?:at|above) (.*)")
+_SIZES = re.compile(r"ns per leaf at ([\d,]+)")
+
+
+class Race(NamedTuple):
+    """A race of a suite, and how many times as fast as each rival shardfx is."""
+
+    suite: str
+    name: str
+    speedups: Mapping[str, float]
+
+
+def plots(files: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """For each plot that the results have the numbers for: its file's name, what it shows, and the SVG."""
+    found = {
+        "benchmarks_speed.svg": (SPEED_TEXT, speed(files)),
+        "benchmarks_memory.svg": (MEMORY_TEXT, memory(files)),
+        "benchmarks_planning.svg": (PLANNING_TEXT, planning(files)),
+    }
+    return {name: (text, drawn) for name, (text, drawn) in found.items() if drawn is not None}
+
+
+SPEED_TEXT = (
+    "Speed against rivals: each line is a race, from the fastest rival (a full mark) to the slowest. Right of 1, "
+    "shardfx is faster."
+)
+MEMORY_TEXT = (
+    "Temporary memory of a move, over the larger shard, for random pairs of shardings on one large matrix: XLA's own "
+    "program against the planned steps. How many moves lie between two marks of the scale."
+)
+PLANNING_TEXT = "Planning time against size: a tree of equal layers as a line, and the races as marks, rivals included."
+
+
+def _records(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The suite and each record of the files that were measured at full size."""
+    for document in files.values():
+        if not document["quick"]:
+            for suite, records in document["suites"].items():
+                yield from ((suite, record) for record in records)
+
+
+def races(files: Mapping[str, Mapping[str, Any]]) -> list[Race]:
+    """Every race at full size in which a rival was timed."""
+    found = []
+    for suite, record in _records(files):
+        # What begins with "shardfx" is another way of ours.
+        rivals = [name for name in record["rivals"] if not name.startswith("shardfx")]
+        pairs = {name: record["values"].get(f"speedup.{name}") for name in rivals}
+        speedups = {name: float(value) for name, value in pairs.items() if isinstance(value, int | float)}
+        if speedups:
+            found.append(Race(suite, record["name"], speedups))
+    return found
+
+
+def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """A line for each race on a logarithmic scale, by suite."""
+    rows = races(files)
+    if not rows:
+        return None
+    suites = list(dict.fromkeys(row.suite for row in rows))
+    low = min(min(row.speedups.values()) for row in rows)
+    high = max(max(row.speedups.values()) for row in rows)
+    scale = _Scale(min(0.5, low * 0.9), max(2.0, high * 1.1), 430, 880)
+    marks, y = [], 56
+    for suite in suites:
+        marks.append(_text(20, y + 4, suite, weight=600))
+        y += 22
+        for row in (row for row in rows if row.suite == suite):
+            marks += _line_of(row, y, scale)
+            y += 18
+        y += 10
+    ticks = [tick for tick in (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 100, 1000) if scale.holds(tick)]
+    return _picture(910, y + 24, "shardfx is faster by", [*_ticks(scale, ticks, 40, y, "x"), *marks])
+
+
+def _line_of(row: Race, y: float, scale: "_Scale") -> list[str]:
+    nearest, farthest = min(row.speedups.values()), max(row.speedups.values())
+    colour = OURS if nearest >= 1 else SLOWER
+    told = "; ".join(f"{value:.2f} x {name}" for name, value in row.speedups.items())
+    named = [
+        f'<circle cx="{scale(value):.1f}" cy="{y}" r="3.2" fill="#ffffff" stroke="{colour}" stroke-width="1.4"/>'
+        for value in row.speedups.values()
+        if value != nearest
+    ]
+    return [
+        f"<g><title>{html.escape(f'{row.name}: {told}')}</title>",
+        _text(410, y + 4, _short(row.name, 58), anchor="end", size=11.5),
+        f'<line x1="{scale(nearest):.1f}" x2="{scale(farthest):.1f}" y1="{y}" y2="{y}" stroke="{colour}" '
+        'stroke-width="1.6" stroke-opacity=".45"/>',
+        *named,
+        f'<circle cx="{scale(nearest):.1f}" cy="{y}" r="4.2" fill="{colour}"/></g>',
+    ]
+
+
+def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """A histogram of both programs' temporary memory, for the census with most pairs that has it."""
+    counted = [(record["values"].get("pairs", 0), record) for _, record in _records(files) if _spread(record["values"])]
+    if not counted:
+        return None
+    pairs, record = max(counted, key=lambda item: item[0])
+    counts = _spread(record["values"])
+    most = max(max(bars.values()) for bars in counts.values())
+    left, width, top, height = 60, 820 / len(counts), 66, 210
+    parts = [_text(20, 48, f"{record['name']}: moves", colour=SOFT)]
+    for at, (label, bars) in enumerate(counts.items()):
+        x = left + at * width
+        for name, colour, shift in (("XLA", THEIRS, 0.1), ("shardfx", OURS, 0.5)):
+            count = bars.get(name, 0)
+            tall = height * count / most
+            parts.append(
+                f'<g><title>{name}, {label}: {count} of {pairs}</title><rect x="{x + shift * width:.1f}" '
+                f'y="{top + height - tall:.1f}" width="{0.38 * width:.1f}" height="{tall:.1f}" fill="{colour}"/></g>'
+            )
+            place = x + (shift + 0.19) * width
+            parts.append(_text(place, top + height - tall - 5, str(count), anchor="middle", size=11))
+        parts.append(_text(x + width / 2, top + height + 18, label, anchor="middle", size=11.5))
+    base = top + height
+    parts.append(f'<line x1="{left - 6}" x2="{left + 826}" y1="{base}" y2="{base}" stroke="{SOFT}"/>')
+    parts.append(_text(left + 410, base + 38, "temporary memory, times the larger shard", anchor="middle", colour=SOFT))
+    parts += _key(690, 44, [("XLA's program", THEIRS), ("shardfx's steps", OURS)])
+    return _picture(910, base + 52, "Memory of a move", parts)
+
+
+def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """For each interval of the census the counts of both programs."""
+    found: dict[str, dict[str, int]] = {}
+    for key, value in values.items():
+        if match := _CENSUS.fullmatch(key):
+            name, interval = match[1], match[2].replace("x, up to ", " to ")
+            at = "none" if interval == "0x" else interval.removesuffix("x") if " to " in interval else f"> {interval}"
+            found.setdefault(at.removesuffix("x"), {})[name] = value
+    return found
+
+
+def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Seconds against leaves, both logarithmic."""
+    lines, points = [], []
+    for suite, record in _records(files):
+        values = record["values"]
+        sizes = {int(m[1].replace(",", "")): values[key] for key in values if (m := _SIZES.fullmatch(key))}
+        if sizes:
+            lines.append([(leaves, leaves * nanoseconds * 1e-9) for leaves, nanoseconds in sizes.items()])
+        if suite == "plan" and "leaves" in values:
+            points += [(values["leaves"], name, values[f"seconds.{name}"], record["name"]) for name in _timed(record)]
+    if not lines or not points:
+        return None
+    times = [seconds for line in lines for _, seconds in line] + [seconds for _, _, seconds, _ in points]
+    across = _Scale(700, 150_000, 80, 640)
+    down = _Scale(min(times) * 0.7, max(times) * 1.4, 330, 60)
+    names = list(dict.fromkeys(name for _, name, _, _ in points))
+    looks = {name: _LOOKS[at % len(_LOOKS)] for at, name in enumerate(names)}
+    parts = _ticks(across, [1000, 10_000, 100_000], 60, 330, "")
+    for tick in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
+        if down.holds(tick):
+            y = down(tick)
+            parts.append(f'<line x1="80" x2="640" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
+            parts.append(_text(72, y + 4, _seconds(tick), anchor="end", size=11.5, colour=SOFT))
+    for line in lines:
+        path = " ".join(f"{across(leaves):.1f},{down(seconds):.1f}" for leaves, seconds in line)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{OURS}" stroke-width="2.4"/>')
+    for leaves, name, seconds, case in points:
+        told = html.escape(f"{name}, {case}: {_seconds(seconds)}")
+        x, y = across(leaves), down(seconds)
+        parts.append(f"<g><title>{told}</title>{looks[name].mark(x, y)}</g>")
+        if name == names[0]:
+            parts.append(_text(x + 9, y + 14, case.replace(f"{leaves:,} leaves", "").strip(", "), size=11, colour=SOFT))
+    parts.append(_text(360, 368, "leaves", anchor="middle", colour=SOFT))
+    parts.append(f'<line x1="670" x2="690" y1="78" y2="78" stroke="{OURS}" stroke-width="2.4"/>')
+    parts.append(_text(698, 82, "shardfx, equal layers", size=12))
+    for at, name in enumerate(names):
+        parts += [looks[name].mark(680, 102 + 24 * at), _text(698, 106 + 24 * at, name, size=12)]
+    return _picture(910, 384, "Seconds to plan", parts)
+
+
+def _timed(record: Mapping[str, Any]) -> list[str]:
+    return [name for name in record["rivals"] if f"seconds.{name}" in record["values"]]
+
+
+class _Look(NamedTuple):
+    """A mark for a contestant: points of a polygon about its middle, or none for a circle."""
+
+    colour: str
+    corners: tuple[tuple[float, float], ...] = ()
+
+    def mark(self, x: float, y: float) -> str:
+        if not self.corners:
+            return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{self.colour}" stroke="#ffffff"/>'
+        points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in self.corners)
+        return f'<polygon points="{points}" fill="{self.colour}" stroke="#ffffff"/>'
+
+
+_LOOKS = (
+    _Look(OURS),
+    _Look(THEIRS, ((-5, -5), (5, -5), (5, 5), (-5, 5))),
+    _Look("#cc79a7", ((0, -6), (6, 5), (-6, 5))),
+    _Look("#009e73", ((0, -6.5), (6.5, 0), (0, 6.5), (-6.5, 0))),
+)
+
+
+class _Scale:
+    """A logarithmic scale from values to pixels."""
+
+    def __init__(self, low: float, high: float, start: float, end: float):
+        self.low, self.high, self.start, self.end = low, high, start, end
+
+    def __call__(self, value: float) -> float:
+        return self.start + (self.end - self.start) * math.log(value / self.low) / math.log(self.high / self.low)
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+def _ticks(scale: _Scale, ticks: Sequence[float], top: float, bottom: float, unit: str) -> list[str]:
+    parts = []
+    for tick in ticks:
+        x = scale(tick)
+        colour, wide = (SOFT, 1.4) if unit and tick == 1 else (GRID, 1)
+        line = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"'
+        parts.append(f'<line {line} stroke="{colour}" stroke-width="{wide}"/>')
+        parts.append(_text(x, bottom + 16, f"{tick:,g}{unit}", anchor="middle", size=11.5, colour=SOFT))
+    return parts
+
+
+def _key(x: float, y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
+    parts = []
+    for at, (name, colour) in enumerate(entries):
+        parts.append(f'<rect x="{x}" y="{y + 20 * at}" width="12" height="12" rx="2" fill="{colour}"/>')
+        parts.append(_text(x + 20, y + 20 * at + 10, name, size=12))
+    return parts
+
+
+def _picture(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+    box = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {FONT} role="img">'
+    back = f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#ffffff"/>'
+    named = [f"<title>{html.escape(title)}</title>", back, _text(20, 28, title, weight=600, size=15)]
+    return "\n".join([head, *named, *parts, "</svg>", ""])
+
+
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "start", size: float = 12.5, weight: int = 400, colour: str = INK
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
+        f'fill="{colour}">{html.escape(text)}</text>'
+    )
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}\u2026"
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * scale >= 0.999:
+            return f"{value * scale:.3g} {unit}"
+    return f"{value * 1e9:.3g} ns"
