@@ -112,7 +112,7 @@ def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     pairs, record = max(counted, key=lambda item: item[0])
     counts = _spread(record["values"])
     most = max(max(bars.values()) for bars in counts.values())
-    left, width, top, height = 60, 820 / len(counts), 66, 210
+    left, width, top, height = 60, 820 / len(counts), 86, 210
     parts = [_text(20, 48, f"{record['name']}: moves", colour=SOFT)]
     for at, (label, bars) in enumerate(counts.items()):
         x = left + at * width
@@ -175,13 +175,15 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         x, y = across(leaves), down(seconds)
         parts.append(f"<g><title>{told}</title>{looks[name].mark(x, y)}</g>")
         if name == names[0]:
-            parts.append(_text(x + 9, y + 14, case.replace(f"{leaves:,} leaves", "").strip(", "), size=11, colour=SOFT))
+            label, left = case.replace(f"{leaves:,} leaves", "").strip(", "), x > 240
+            place, anchor = (x - 9, "end") if left else (x + 9, "start")
+            parts.append(_text(place, y + (4 if left else 14), label, anchor=anchor, size=11, colour=SOFT))
     parts.append(_text(360, 368, "leaves", anchor="middle", colour=SOFT))
     parts.append(f'<line x1="670" x2="690" y1="78" y2="78" stroke="{OURS}" stroke-width="2.4"/>')
     parts.append(_text(698, 82, "shardfx, equal layers", size=12))
     for at, name in enumerate(names):
         parts += [looks[name].mark(680, 102 + 24 * at), _text(698, 106 + 24 * at, name, size=12)]
-    return _picture(910, 384, "Seconds to plan", parts)
+    return _picture(910, 384, "Time to plan", parts)
 
 
 def _timed(record: Mapping[str, Any]) -> list[str]:
