@@ -7,6 +7,7 @@ import importlib.resources
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .._cost.fit import Fit
 from .._cost.traffic import Traffic
 from .._ground.text import bytes_text, printable
 from .._plan.shard_plan import ShardPlan
@@ -26,6 +27,7 @@ def html_report(
     title: str | None = None,
     findings: Iterable[Finding] = (),
     traffic: Traffic | None = None,
+    fit: Fit | None = None,
     chip: str | Chip | None = None,
 ) -> str:
     """The plan as one HTML page: a map of the bytes per device, the mesh, the memory, and a table to search.
@@ -38,7 +40,10 @@ def html_report(
     - `title`: what it is a plan of, such as the model's name.
     - `findings`: what [`shardfx.lint`][] found.
     - `traffic`: what a step under the plan sends, from [`shardfx.traffic`][].
-    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name.
+    - `fit`: what a step under the plan needs of a chip's memory, from [`shardfx.fit`][]; it takes the place of what the
+        plan's arrays alone need.
+    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name. That of `fit`, if there
+        is one and this is left out.
 
     **Returns:**
 
@@ -60,7 +65,7 @@ def html_report(
         assert "four layers" in page
         ```
     """
-    data = report_data(plan, title=title, findings=findings, traffic=traffic, chip=chip)
+    data = report_data(plan, title=title, findings=findings, traffic=traffic, fit=fit, chip=chip)
     return page_of(data)
 
 

@@ -34,7 +34,7 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
         kept, more = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
         traffic = {**traffic, "rows": kept, "more": len(more)}
     sums = {name: sum(row[name] for row in left) for name in ("arrays", "bytes", "bytes_per_device")}
-    others = {name: _shown(data[name]) for name in ("format", "title", "digest", "mesh", "totals", "chip")}
+    others = {name: _shown(data[name]) for name in ("format", "title", "digest", "mesh", "totals", "chip", "fit")}
     return {
         **others,
         **rows,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .._cost.fit import Fit
 from .._cost.traffic import Traffic, TrafficRow
 from .._ground.reason import Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
@@ -26,6 +27,7 @@ def report_data(
     title: str | None = None,
     findings: Iterable[Finding] = (),
     traffic: Traffic | None = None,
+    fit: Fit | None = None,
     chip: str | Chip | None = None,
 ) -> dict[str, Any]:
     """What a report says, as dicts, lists, strings and numbers that `json.dumps` takes.
@@ -36,12 +38,16 @@ def report_data(
     - `title`: what it is a plan of, such as the model's name.
     - `findings`: what [`shardfx.lint`][] found.
     - `traffic`: what a step under the plan sends, from [`shardfx.traffic`][].
-    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name.
+    - `fit`: what a step under the plan needs of a chip's memory, from [`shardfx.fit`][]; it takes the place of what the
+        plan's arrays alone need.
+    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name. That of `fit`, if there
+        is one and this is left out.
 
     **Returns:**
 
     A dict with `title`, `mesh`, `totals`, `rows` (one per [`shardfx.ReportRow`][]), `memory` (bytes per device of each
-    part of the tree), `chip`, `findings` and `traffic`. Names are as they are: escape them where they are shown.
+    part of the tree, or of each group of `fit`), `chip`, `fit`, `findings` and `traffic`. Names are as they are: escape
+    them where they are shown.
 
     !!! Example
 
@@ -59,6 +65,7 @@ def report_data(
     """
     check_plan("plan", plan)
     rows = report_rows_of(plan.content)
+    known = fit.chip if chip is None and fit is not None else chip
     return {
         "format": FORMAT,
         "title": title,
@@ -66,8 +73,9 @@ def report_data(
         "mesh": _mesh(plan.mesh),
         "totals": _totals(plan, rows),
         "rows": [_row(row, plan.mesh) for row in rows],
-        "memory": _memory(rows),
-        "chip": None if chip is None else _chip(find(chip)),
+        "memory": _memory(rows) if fit is None else _memory_of_step(fit),
+        "fit": None if fit is None else _fit(fit),
+        "chip": None if known is None else _chip(find(known)),
         "findings": [_finding(finding) for finding in findings],
         "traffic": None if traffic is None else _traffic(traffic),
     }
@@ -133,6 +141,19 @@ def _memory(rows: Sequence[ReportRow]) -> list[dict[str, Any]]:
         {"group": group, "memory_kind": kind, "bytes_per_device": count}
         for (group, kind), count in sorted(sums.items(), key=lambda item: -item[1])
     ]
+
+
+def _memory_of_step(fit: Fit) -> list[dict[str, Any]]:
+    """The same for a step, with what it needs beside its arguments."""
+    here = [(row.group, None, row.bytes) for row in fit.rows if row.bytes]
+    away = [(row.group, "pinned_host", row.host_bytes) for row in fit.rows if row.host_bytes]
+    return [{"group": group, "memory_kind": kind, "bytes_per_device": count} for group, kind, count in [*here, *away]]
+
+
+def _fit(fit: Fit) -> dict[str, Any]:
+    changes = [dataclasses.asdict(change) for change in fit.changes]
+    told = {"how": fit.how, "peak_bytes": fit.peak_bytes, "fits": fit.fits, "changes": changes}
+    return {**told, "batch": fit.batch, "largest_batch": fit.largest_batch, "notes": list(fit.notes)}
 
 
 def _chip(chip: Chip) -> dict[str, Any]:

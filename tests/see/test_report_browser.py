@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_report_data import HOSTILE, MANY, hostile
+from test_report_data import HOSTILE, MANY, fitted, hostile
 
 from shardfx import Finding, MeshSpec, PathRules, ShardPlan, html_report, plan, traffic
 from shardfx._ground.text import printable
@@ -154,6 +154,16 @@ def test_the_page_says_what_the_plan_says(page):
     assert [row.text.split()[1] for row in page.all("#mesh tbody th")] == ["data", "fsdp", "tensor"]
     assert "nothing" in page.all("#mesh tbody tr")[0].text
     assert "160.0 MiB enter each of 8 devices" in page.text("#traffic")
+
+
+def test_the_memory_of_a_step(browser, tmp_path):
+    found = fitted(2**20)
+    page = Page(browser, html_report(model(), fit=found), tmp_path / "page.html")
+    assert not found.fits and "more than there is" in page.text("#memory .verdict.bad")
+    assert [cell.text for cell in page.all("#memory .parts th")] == [row.group for row in found.rows if row.bytes]
+    assert "Estimated" in page.text("#memory .note")
+    assert len(page.all("#memory .changes tr")) == min(len(found.changes), 8) > 0
+    assert page.complaints() == []
 
 
 def test_search_and_filter(page):

@@ -16,10 +16,12 @@ from shardfx import (
     AxisRules,
     ChipError,
     Finding,
+    Fit,
     MeshSpec,
     PathRules,
     ShardPlan,
     Traffic,
+    fit,
     fsdp,
     html_report,
     plan,
@@ -142,6 +144,26 @@ def test_a_chip_by_its_name():
     assert report_data(made)["chip"] is None
     with pytest.raises(ChipError, match="v5"):
         html_report(made, chip="v5x")
+
+
+def fitted(batch: int) -> Fit:
+    """What a step on one matrix needs of a v5e, its gradient included."""
+    rules = PathRules.parse("params->replicate, batch->data")
+    tree = {"params": struct(4096, 4096), "batch": struct(batch, 4096)}
+    made = plan(tree, MESH, paths=rules)
+    return fit(made, step=lambda params, batch: jax.grad(lambda w: jnp.sum((batch @ w) ** 2))(params), chip="v5e")
+
+
+def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
+    found = fitted(1024)
+    made = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P())]))
+    data = json.loads(json.dumps(report_data(made, fit=found)))
+    assert sum(part["bytes_per_device"] for part in data["memory"]) == found.peak_bytes == data["fit"]["peak_bytes"]
+    assert data["memory"][0]["group"] in {row.group for row in found.rows}
+    assert (data["chip"]["name"], data["fit"]["how"], data["fit"]["fits"]) == ("v5e", "estimated", True)
+    assert len(data["fit"]["changes"]) == len(found.changes)
+    assert report_data(made, fit=found, chip="v5p")["chip"]["name"] == "v5p"
+    assert report_data(made)["fit"] is None
 
 
 def test_names_stay_text_whatever_they_hold():

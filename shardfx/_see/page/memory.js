@@ -4,7 +4,25 @@ function drawMemory(host) {
   const here = DATA.memory.filter((part) => !isOfHost(part)), away = DATA.memory.filter(isOfHost);
   const used = sum(here, (part) => part.bytes_per_device), chip = DATA.chip;
   const limit = chip && chip.usable_hbm_bytes_per_device;
-  host.replaceChildren(verdict(used, chip, limit), bar(here, used, limit), partTable(here, away, limit || used));
+  const parts = [verdict(used, chip, limit), bar(here, used, limit), partTable(here, away, limit || used)];
+  host.replaceChildren(...parts, ...(DATA.fit ? stepParts(DATA.fit) : []));
+}
+
+const HOWS = new Map([
+  ['compiled', 'As the compiler says.'], ['estimated', 'Estimated from the traced step; its arguments are exact.'],
+  ['arguments', 'Of the arguments alone.'],
+]);
+
+/** How the numbers were found, and what else would fit: single changes, with their code. */
+function stepParts(fit) {
+  const batch = fit.batch && fit.largest_batch !== null
+    ? ` A batch of ${numberText(fit.largest_batch)} would fit; it has ${numberText(fit.batch)}.` : '';
+  const lines = fit.changes.slice(0, 8).map((change) => el('tr', {},
+    el('td', { class: 'number' }, `-${bytesText(change.saves_bytes)}`), el('td', {}, change.fits ? '\u2713 fits' : '\u2717'),
+    el('td', {}, change.what, change.how ? el('div', { class: 'mono' }, el('bdi', {}, change.how)) : null)));
+  const table = el('table', { class: 'changes' }, el('caption', {}, 'Single changes that save memory'), el('tbody', {}, lines));
+  const notes = fit.notes.map((note) => el('p', { class: 'note' }, note));
+  return [el('p', { class: 'note' }, `${HOWS.get(fit.how) || ''}${batch}`), ...(lines.length ? [table] : []), ...notes];
 }
 
 function isOfHost(part) {
