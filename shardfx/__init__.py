@@ -91,7 +91,16 @@ if _typing.TYPE_CHECKING:
         plan_reshard as plan_reshard,
     )
     from ._reshard.reshard import reshard as reshard
-    from ._search import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes
+    from ._search import (
+        Candidate as Candidate,
+        CostModel as CostModel,
+        Limits as Limits,
+        NamedAxes as NamedAxes,
+        NamedAxis as NamedAxis,
+        SentRow as SentRow,
+        name_axes as name_axes,
+        search as search,
+    )
     from ._see import (
         Attempt as Attempt,
         AxisMove as AxisMove,
@@ -119,11 +128,11 @@ _LATE = {
         "": "checkpoint chips interop presets",
         "_convert": "From TreeMap",
         "_cost": """
-            Change Comparison CompiledFor Fit FitRow Frame MemoryAnalysis Offender Seconds SecondsRow Surplus
-            Traffic TrafficDifference TrafficRow compare compile_for estimate fit seconds traffic
+            Change Comparison CompiledFor Fit FitRow Frame MemoryAnalysis Offender Seconds SecondsRow
+            Surplus Traffic TrafficDifference TrafficRow compare compile_for estimate fit seconds traffic
         """,
         "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
-        "_search": "NamedAxes NamedAxis name_axes",
+        "_search": "Candidate CostModel Limits NamedAxes NamedAxis SentRow name_axes search",
         "_see": """
             Attempt AxisMove Diff DimExplanation Explanation Finding Findings LeafDiff assert_same_plan_text
             diff explain html_report lint plan_text report_data
@@ -132,16 +141,16 @@ _LATE = {
     for name in names.split()
 }
 __all__ = """
-    Attempt AxisMove AxisRules Change CheckpointError ChipError Code Comparison CompiledFor Decision Diff
-    DimExplanation Explanation Finding Findings Fit FitRow Frame From Layout LeafDiff LeafMove LeafPlan
-    LeafTypeError MapError MemoryAnalysis MeshError MeshSpec MoveError NamedAxes NamedAxis Offender
-    PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow ReshardPlan RuleError
-    Seconds SecondsRow ShardPlan SpecError Step Surplus Traffic TrafficDifference TrafficRow TreeMap
-    UnknownPathError UnmatchedError assert_same_plan_text atomic axis_names_of canonical checkpoint chips
-    clear_caches compare compile_for constrain correct diff differences estimate explain field filter_jit
-    fit follow fsdp gather hosts html_report interop lint match name_axes optional plan plan_reshard
-    plan_text presets renamed replan replicate report report_data report_rows reshard resolve seconds shard
-    shardings_of specs_of topology traffic
+    Attempt AxisMove AxisRules Candidate Change CheckpointError ChipError Code Comparison CompiledFor
+    CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Layout LeafDiff
+    LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError MeshSpec MoveError NamedAxes
+    NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow
+    ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus Traffic
+    TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError assert_same_plan_text atomic
+    axis_names_of canonical checkpoint chips clear_caches compare compile_for constrain correct diff
+    differences estimate explain field filter_jit fit follow fsdp gather hosts html_report interop lint match
+    name_axes optional plan plan_reshard plan_text presets renamed replan replicate report report_data
+    report_rows reshard resolve search seconds shard shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

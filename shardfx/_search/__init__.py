@@ -3,4 +3,8 @@
 It may import what plans, what prices and what is below them. It never touches arrays, and never imports a command.
 """
 
+from .core import CostModel as CostModel
+from .limits import Limits as Limits
 from .name_axes import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes
+from .priced import SentRow as SentRow
+from .search import Candidate as Candidate, search as search

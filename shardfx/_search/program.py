@@ -183,7 +183,7 @@ class _Walk:
         parts = tuple(map(self.parts.new, (given.shape[dim] for dim in order)))
         self.values.append(Value(tuple(given.shape[dim] for dim in order), given.dtype, parts))
         out = len(self.values) - 1
-        labels = Relation((tuple(range(len(order))),), (tuple(order),), linear=True)
+        labels = Relation((tuple(range(len(order))),), (tuple(map(int, order)),), linear=True)
         self.add("einsum", "transpose", [value], [out], labels, times, source)
         return out
 

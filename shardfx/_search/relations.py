@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
+Labels = tuple[int | None, ...]
+
+
 class Relation(NamedTuple):
     """The labels of operands and results."""
 
-    ins: tuple[tuple[int | None, ...], ...]
-    outs: tuple[tuple[int | None, ...], ...]
+    ins: tuple[Labels, ...]
+    outs: tuple[Labels, ...]
     # Floating-point operations in products, and whether the operation reads and writes memory on its own: what is
     # only elementwise is fused with what makes or uses it.
     flops: float = 0.0
@@ -56,7 +59,16 @@ def relation(name: str, params: dict[str, Any], ins: Sequence[Shape], outs: Sequ
     if name in _WHOLE_DIMENSION:
         return _along(params, ins, outs)
     rule = _RULES.get(name)
-    return None if rule is None else rule(params, ins, outs)
+    return None if rule is None else _plain(rule(params, ins, outs))
+
+
+def _plain(found: Relation) -> Relation:
+    """With Python's integers: parameters of primitives may hold NumPy's."""
+
+    def side(labels: Any) -> tuple[Labels, ...]:
+        return tuple(tuple(None if label is None else int(label) for label in dims) for dims in labels)
+
+    return found._replace(ins=side(found.ins), outs=side(found.outs))
 
 
 def unknown(ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:

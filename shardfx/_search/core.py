@@ -1,0 +1,295 @@
+"""The cost and memory of many candidates at once, as one compiled function of arrays.
+
+A candidate is a set of at most `AXES` roles with a number of devices for each. What its rows come to depends on
+which of its roles divide them alone: 2**AXES sums for each set of roles, and for each way to share out the devices a
+vector of powers. So a block of sets times all shares is one product of matrices.
+"""
+
+import dataclasses
+import functools as ft
+import itertools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..chips import Chip
+from .terms import Terms, padded
+
+
+AXES = 4
+# How many candidates at once: their arrays should stay in the cache.
+_BLOCK, _SETS = 2**16, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """What the estimate assumes beside a chip's data sheet.
+
+    - `compute`: the part of the peak that products reach.
+    - `memory`: the part of the memory's bandwidth that is reached.
+    - `network`: the part of the links' bandwidth that collectives reach.
+    - `overlap`: the part of the computation behind which collectives of parameters and gradients can be hidden.
+    - `call_seconds`: what a collective takes beside its bytes.
+    """
+
+    compute: float = 0.55
+    memory: float = 0.8
+    network: float = 0.8
+    overlap: float = 0.5
+    call_seconds: float = 2e-6
+
+
+def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
+    """All ways to write a number as a product of exactly `axes` factors above 1, in order."""
+    if axes == 0:
+        return np.ones((int(devices == 1), 0), np.int32)
+    if axes == 1:
+        return np.array([[devices]] if devices > 1 else np.zeros((0, 1)), np.int32).reshape(-1, 1)
+    found = [
+        (first, *rest)
+        for first in range(2, devices // 2 + 1)
+        if devices % first == 0
+        for rest in shares(devices // first, axes - 1).tolist()
+    ]
+    return np.array(found or np.zeros((0, axes)), np.int32).reshape(-1, axes)
+
+
+def links_of(chip: Chip, devices: int) -> tuple[float, float, float]:
+    """Of a network: bytes per second of one direction of one dimension, its dimensions, and devices per island."""
+    bandwidth = float(chip.link_bytes_per_second)
+    if not chip.torus_dims:
+        return bandwidth, 0.0, float(chip.island_chips * chip.devices_per_chip)
+    # Rings close in whole cubes of 4, and on chips with two dimensions in rows of 16.
+    rings = devices >= (64 if chip.torus_dims == 3 else 256)
+    return bandwidth * (2 if rings else 1), float(chip.torus_dims), math.inf
+
+
+@ft.partial(jax.jit, static_argnames=("keep", "islands"))
+def best_of_block(
+    arrays: dict[str, Array],
+    machine: dict[str, Array],
+    sets: Int[Array, "block axes"],
+    sizes: Int[Array, "shares axes"],
+    slices: Int[Array, "shares axes"],
+    real: Int[Array, ""],
+    *,
+    keep: int,
+    islands: bool,
+) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 6"]]:
+    """Of the first `real` sets with their best shares: which set, which share, and the parts of the cost, in order."""
+    parts = costs(arrays, machine, sets, sizes, slices, islands=islands)
+    share = jnp.argmin(parts[0], axis=1)
+    best = jnp.stack([jnp.take_along_axis(part, share[:, None], axis=1)[:, 0] for part in parts], -1)
+    score = jnp.where(jnp.arange(len(sets)) < real, best[:, 0], jnp.inf)
+    _, at = jax.lax.top_k(-score, min(keep, len(sets)))
+    return at, share[at], best[at]
+
+
+@ft.partial(jax.jit, static_argnames=("islands",))
+def costs(
+    arrays: dict[str, Array],
+    machine: dict[str, Array],
+    sets: Int[Array, "block axes"],
+    sizes: Int[Array, "shares axes"],
+    slices: Int[Array, "shares axes"],
+    *,
+    islands: bool,
+) -> tuple[Float[Array, "block shares"], ...]:
+    """For each pair: score, seconds, seconds of computation, of exposed and of hidden sending, bytes of memory."""
+    axes = sets.shape[-1]
+    # A row is of one of 2**axes kinds: by which roles of the set divide it. Sums of each kind, for each set.
+    rows = _kinds(jnp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
+    shared = jnp.einsum("brk,rq->bkq", rows, arrays["shared"])
+    # The rows of one role, by what all roles of the set do to them.
+    bits = jnp.take_along_axis(arrays["divides_sent"][sets], sets[:, None, None, :], axis=3)
+    sent = jnp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
+    has = _members(axes)
+    power = jnp.exp2(-(jnp.log2(sizes.astype(jnp.float32)) @ has.T.astype(jnp.float32)))
+    totals = jnp.einsum("sk,bkq->qbs", power, shared)
+    bytes_sent = jnp.einsum("sk,bkjt->tjbs", power, sent)
+    compute = jnp.maximum(totals[0] / machine["flops"], totals[1] / machine["hbm"])
+    memory = totals[2] + jnp.max(totals[3:], axis=0)
+    per_byte = _seconds_per_byte(machine, bytes_sent.sum(0) if islands else None, sizes, slices)
+    calls = (arrays["calls"][sets] * machine["call_seconds"]) @ jnp.asarray(sizes > 1).T.astype(jnp.float32)
+    exposed = (bytes_sent[0] * per_byte).sum(0) + calls
+    hidden = (bytes_sent[1] * per_byte).sum(0)
+    total = compute + exposed + jnp.maximum(0.0, hidden - machine["overlap"] * compute)
+    fits = (memory <= machine["limit"]) & _is_allowed(arrays, sets, sizes)
+    return jnp.where(fits, total, jnp.inf), total, compute, exposed, hidden, memory
+
+
+def _members(axes: int) -> Bool[Array, "kinds axes"]:
+    """Which roles of a set each kind has."""
+    return (jnp.arange(2**axes)[:, None] // 2 ** jnp.arange(axes)) % 2 == 1
+
+
+def _kinds(divides: Bool[Array, "*any axes"], axes: int) -> Float[Array, "*any kinds"]:
+    """One-hot: which of the kinds each row is of."""
+    codes = jnp.where(divides, 2 ** jnp.arange(axes), 0).sum(-1)
+    return (codes[..., None] == jnp.arange(2**axes)).astype(jnp.float32)
+
+
+def _seconds_per_byte(
+    machine: dict[str, Array],
+    sent: Float[Array, "axes block shares"] | None,
+    sizes: Int[Array, "shares axes"],
+    slices: Int[Array, "shares axes"],
+) -> Float[Array, "_ _ _"]:
+    """How long one byte takes on each axis, the part of it that the ring leaves out taken off.
+
+    In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands (`sent` is
+    given), the axes that send most are put inside them. What goes between slices takes the hosts' network.
+    """
+    inner = (sizes // slices).astype(jnp.float32).T[:, None, :]
+    whole = sizes.astype(jnp.float32).T[:, None, :]
+    total = jnp.prod(inner, axis=0)
+    share = machine["dims"] * jnp.log2(inner) / jnp.maximum(jnp.log2(total), 1.0)
+    bandwidth = jnp.where(machine["dims"] > 0, machine["link"] * jnp.maximum(share, 0.5), machine["link"])
+    near = inner
+    if sent is not None:
+        # Of two axes the one that sends more stands further inside; of equal ones the later.
+        order = jnp.arange(len(sent))
+        later = (order[None, :] > order[:, None])[:, :, None, None]
+        more = (sent[None] > sent[:, None]) | ((sent[None] == sent[:, None]) & later)
+        within = jnp.prod(jnp.where(more, inner[None], 1.0), axis=1)
+        near = jnp.clip(machine["island"] / within, 1.0, inner)
+    return (1 - 1 / near) / bandwidth + (1 - near / whole) / near / machine["dcn"]
+
+
+def _is_allowed(
+    arrays: dict[str, Array], sets: Int[Array, "block axes"], sizes: Int[Array, "shares axes"]
+) -> Bool[Array, "block shares"]:
+    """Whether all dimensions divide, and the parts before a cut one are cut wholly."""
+    axes = sets.shape[-1]
+    cuts = jnp.prod(jnp.where(_members(axes), sizes[:, None, :], 1), axis=-1)
+    sides = arrays["sizes"][:, None, None]
+    broken = (sides % cuts != 0) | (cuts < arrays["least"][:, None, None])
+    kinds = _kinds(jnp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
+    needed = jnp.any(arrays["after"][sets], axis=1)[..., None]
+    wrong = jnp.einsum("bck,csk->bs", kinds, broken.astype(jnp.float32))
+    unfinished = jnp.einsum("bck,csk->bs", jnp.where(needed, kinds, 0.0), (cuts < sides).astype(jnp.float32))
+    return wrong + unfinished == 0
+
+
+def machine_of(chip: Chip, devices: int, model: CostModel, dtype: str, limit_bytes: float) -> dict[str, Array]:
+    """A chip and the assumptions as numbers that the core takes."""
+    link, dims, island = links_of(chip, devices)
+    numbers = {
+        "flops": float(chip.flops(dtype)) / chip.devices_per_chip * model.compute,
+        "hbm": float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory,
+        "link": link * model.network,
+        "dims": dims,
+        "island": island,
+        "dcn": max(float(chip.dcn_bytes_per_second), 1.0) / chip.devices_per_chip * model.network,
+        "overlap": model.overlap,
+        "call_seconds": model.call_seconds,
+        "limit": limit_bytes,
+    }
+    return {name: jnp.float32(number) for name, number in numbers.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One candidate: the roles by number, how many devices each has, and how many of them are slices."""
+
+    roles: tuple[int, ...]
+    sizes: tuple[int, ...]
+    slices: tuple[int, ...]
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+    memory_bytes: float
+
+
+def find(
+    terms: Terms,
+    machine: dict[str, Array],
+    devices: int,
+    slices: int = 1,
+    *,
+    axes: int = AXES,
+    keep: int = 256,
+    only: tuple[int, ...] | None = None,
+) -> tuple[list[Found], int]:
+    """The best share of each of the best sets of roles, in order, and how many candidates there were."""
+    arrays = padded(terms)
+    roles = tuple(range(terms.divides.shape[1])) if only is None else only
+    # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
+    nothing = terms.divides.shape[1]
+    by_count = [_with_slices(shares(devices, number), slices) for number in range(axes + 1)]
+    most = max(8, max(len(sizes) for sizes, _ in by_count))
+    most += -most % 8
+    block = min(_SETS, max(1, _BLOCK // most))
+    islands = bool(np.isfinite(machine["island"]))
+    found: list[Found] = []
+    count = 0
+    for number, (sizes, between) in enumerate(by_count):
+        if not len(sizes):
+            continue
+        filled, spans = _filled(sizes, axes, most), _filled(between, axes, most)
+        for sets, real in _blocks(roles, number, axes, block, nothing):
+            at, share, parts = best_of_block(
+                arrays, machine, sets, filled, spans, np.int32(real), keep=keep, islands=islands
+            )
+            found += _read(np.asarray(at), np.asarray(share), np.asarray(parts), sets[:real], filled, spans, number)
+            count += real * len(sizes)
+        found = sorted(found, key=lambda made: made.seconds)[:keep]
+    return found, count
+
+
+def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.ndarray, "most axes"]:
+    """With further axes of size 1, and the first row again until there are as many as ever."""
+    wide = np.pad(sizes, ((0, 0), (0, axes - sizes.shape[1])), constant_values=1)
+    return np.concatenate([wide, np.repeat(wide[:1], most - len(wide), axis=0)])
+
+
+def _with_slices(sizes: Int[np.ndarray, "shares axes"], slices: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each share as often as it has axes that can span all slices."""
+    if slices == 1:
+        return sizes, np.ones_like(sizes)
+    pairs = [
+        (row, np.where(np.arange(len(row)) == axis, slices, 1))
+        for row in sizes
+        for axis in range(len(row))
+        if row[axis] % slices == 0
+    ]
+    width = sizes.shape[1]
+    rows, spans = [row for row, _ in pairs], [between for _, between in pairs]
+    return np.array(rows, np.int32).reshape(len(rows), width), np.array(spans, np.int32).reshape(len(rows), width)
+
+
+def _blocks(
+    roles: tuple[int, ...], number: int, axes: int, block: int, nothing: int
+) -> Iterator[tuple[Int[np.ndarray, "block axes"], int]]:
+    """All sets of so many roles, in blocks of one shape, and how many of a block are real."""
+    sets = itertools.combinations(roles, number)
+    while rows := list(itertools.islice(sets, block)):
+        made = np.full((block, axes), nothing, np.int32)
+        made[: len(rows), :number] = np.array(rows, np.int32).reshape(len(rows), number)
+        yield made, len(rows)
+
+
+def _read(
+    at: np.ndarray,
+    share: np.ndarray,
+    parts: np.ndarray,
+    sets: np.ndarray,
+    sizes: np.ndarray,
+    between: np.ndarray,
+    number: int,
+) -> list[Found]:
+    return [
+        Found(
+            tuple(map(int, sets[row][:number])),
+            tuple(map(int, sizes[place][:number])),
+            tuple(map(int, between[place][:number])),
+            *(float(value) for value in part[1:]),
+        )
+        for row, place, part in zip(at, share, parts, strict=True)
+        if row < len(sets) and np.isfinite(part[0])
+    ]

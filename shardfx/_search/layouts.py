@@ -1,0 +1,275 @@
+"""What one mesh axis does to a step, given in which order it prefers dimensions: a role.
+
+The axis cuts each array along the first class of its role that the array has. An operation is shared out along the
+first class of the role among its labels; operands that lie otherwise are moved, and sums over a cut dimension stay
+partial until someone needs the whole. The result says what is sent, and how each array lies.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from .classes import Classes
+from .program import Operation
+
+
+WHOLE, PARTIAL = -1, -2
+_GATHER, _SCATTER, _REDUCE, _EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+# Operations after which a partial sum is still one, if the other operand is a scalar.
+_SCALED = frozenset("mul div".split())
+_FIRST = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """In which order a mesh axis prefers classes of dimensions, by their numbers.
+
+    With `behind`, it may cut a part that stands behind others in a fused dimension: other axes must cut those wholly.
+    """
+
+    order: tuple[int, ...]
+    behind: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One collective: its kind, the value it moves, how often, and where it stands."""
+
+    kind: str
+    value: int
+    times: float
+    operation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """What a role does: the events, where each value is cut, and which operations are shared out."""
+
+    role: Role
+    events: tuple[Event, ...]
+    # For each value the position of the cut among its parts, `WHOLE` or `PARTIAL`.
+    cuts: tuple[int, ...]
+    shared: tuple[bool, ...]
+    used: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Labelled:
+    """An operation with a label for each part of each value."""
+
+    ins: tuple[tuple[int, ...], ...]
+    outs: tuple[tuple[int, ...], ...]
+    # Which class each label is of, by the number of the label; -1 for a class that no axis can cut.
+    classes: tuple[int, ...]
+    # Labels that stand behind another part of some dimension.
+    behind: frozenset[int]
+
+
+class Layouts:
+    """The program in terms of parts, ready to be laid out under any role."""
+
+    def __init__(self, classes: Classes, devices: int):
+        self.program = classes.program
+        self.classes = classes
+        self.devices = devices
+        self.numbers = _numbers(classes, devices)
+        parts = self.program.parts
+        self.parts = [[parts.leaves(part) for part in value.parts] for value in self.program.values]
+        self.flat = [
+            [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
+        ]
+        self.labelled = [self._labelled(made) for made in self.program.operations]
+
+    def _labelled(self, made: Operation) -> _Labelled:
+        numbers: dict[object, int] = {}
+        classes: list[int] = []
+        behind: set[int] = set()
+
+        def label(key: object, leaf: int, at: int) -> int:
+            if key not in numbers:
+                numbers[key] = len(classes)
+                classes.append(self.numbers.get(leaf, -1))
+            if at:
+                behind.add(numbers[key])
+            return numbers[key]
+
+        if made.kind == "reshape":
+            (a,), (b,) = made.ins, made.outs
+            left = [(leaf, at) for dim in self.parts[a] for at, leaf in enumerate(dim)]
+            right = [(leaf, at) for dim in self.parts[b] for at, leaf in enumerate(dim)]
+            same = 0
+            while same < min(len(left), len(right)) and left[same][0] == right[same][0]:
+                same += 1
+            sides = []
+            for flat in (left, right):
+                keys = [label(i, leaf, at) if i < same else -1 for i, (leaf, at) in enumerate(flat)]
+                sides.append((tuple(keys),))
+            return _Labelled(sides[0], sides[1], tuple(classes), frozenset(behind))
+        reference: dict[int, list[int]] = {}
+
+        def side(values: Sequence[int], labels: Sequence[tuple[int | None, ...]]) -> tuple[tuple[int, ...], ...]:
+            found = []
+            for value, dims in zip(values, labels, strict=True):
+                keys: list[int] = []
+                for leaves, dim in zip(self.parts[value], dims, strict=True):
+                    known = None if dim is None else reference.setdefault(dim, leaves)
+                    fits = dim is not None and known == leaves
+                    keys += [label((dim, at), leaf, at) if fits else -1 for at, leaf in enumerate(leaves)]
+                found.append(tuple(keys))
+            return tuple(found)
+
+        if made.kind == "use":
+            return _Labelled((), (), (), frozenset())
+        ins = side(made.ins, made.labels.ins)
+        return _Labelled(ins, side(made.outs, made.labels.outs), tuple(classes), frozenset(behind))
+
+    def under(self, role: Role) -> Layout:
+        """The step under this role."""
+        return _Run(self, role).layout()
+
+    def preferred(self, value: int, role: Role) -> int:
+        """Where the role would cut a value: the position of a part, or `WHOLE`."""
+        for wanted in role.order:
+            for position, (number, at) in enumerate(self.flat[value]):
+                if number == wanted and (at == 0 or role.behind):
+                    return position
+        return WHOLE
+
+
+def _numbers(classes: Classes, devices: int) -> dict[int, int]:
+    """The number of the group of each part that a mesh axis may cut."""
+    scanned = classes.marked["scanned"]
+    return {
+        root: number
+        for number, group in enumerate(classes.groups)
+        for root in group.roots
+        if root not in scanned and _shares_a_factor(classes.program.parts.sizes[root], devices)
+    }
+
+
+def _shares_a_factor(size: int, devices: int) -> bool:
+    while devices:
+        size, devices = devices, size % devices
+    return size > 1
+
+
+class _Run:
+    def __init__(self, layouts: Layouts, role: Role):
+        self.layouts, self.role = layouts, role
+        self.rank = {number: place for place, number in enumerate(role.order)}
+        count = len(layouts.program.values)
+        self.state = [WHOLE] * count
+        self.cuts: list[int] = [WHOLE] * count
+        self.copies: dict[tuple[int, int], None] = {}
+        self.events: list[Event] = []
+        self.shared: list[bool] = []
+        self.used: set[int] = set()
+
+    def layout(self) -> Layout:
+        program = self.layouts.program
+        for value in program.arguments:
+            self.set(value, self.layouts.preferred(value, self.role))
+        for number, made in enumerate(program.operations):
+            if made.kind == "use":
+                self.shared.append(False)
+            elif made.kind in ("carry", "return"):
+                self.hand_on(number, made)
+            else:
+                self.operate(number, made)
+        # Results stay as their arguments came: an updated weight lies as the weight did.
+        for value in program.results:
+            if self.state[value] == PARTIAL:
+                self.move(value, self.layouts.preferred(value, self.role), 1.0, len(program.operations) - 1)
+        return Layout(self.role, tuple(self.events), tuple(self.cuts), tuple(self.shared), frozenset(self.used))
+
+    def set(self, value: int, state: int) -> None:
+        self.state[value] = state
+        # What is partial will be cut as the role prefers, once it is whole.
+        cut = self.layouts.preferred(value, self.role) if state == PARTIAL else state
+        self.cuts[value] = cut
+        if cut >= 0:
+            self.used.add(self.layouts.flat[value][cut][0])
+
+    def hand_on(self, number: int, made: Operation) -> None:
+        """A loop's state lies as the role prefers, the first time and every time."""
+        wanted = self.layouts.preferred(made.outs[0], self.role)
+        # Reshaped dimensions may have more parts inside than outside: what cannot be followed is whole.
+        if wanted >= len(self.layouts.flat[made.ins[0]]):
+            wanted = WHOLE
+        if made.kind == "return":
+            wanted = self.state[made.ins[1]]
+        self.move(made.ins[0], wanted, made.times, number)
+        self.set(made.outs[0], wanted)
+        self.shared.append(False)
+
+    def operate(self, number: int, made: Operation) -> None:
+        labelled = self.layouts.labelled[number]
+        states = [self.state[value] for value in made.ins]
+        if PARTIAL in states and self.stays_partial(made, states):
+            for out in made.outs:
+                self.set(out, PARTIAL)
+            self.shared.append(False)
+            return
+        label = self.label(made, labelled)
+        for value, labels in zip(made.ins, labelled.ins, strict=True):
+            self.move(value, _position(labels, label), made.times, number)
+        summed = label is not None and any(label in labels for labels in labelled.ins)
+        for value, labels in zip(made.outs, labelled.outs, strict=True):
+            at = _position(labels, label)
+            self.set(value, PARTIAL if at == WHOLE and summed and label is not None else at)
+        self.shared.append(label is not None)
+
+    def stays_partial(self, made: Operation, states: list[int]) -> bool:
+        shapes = [self.layouts.program.values[value].shape for value in made.ins]
+        if made.labels.linear:
+            return all(state == PARTIAL for state in states)
+        scalars = [state for state, shape in zip(states, shapes, strict=True) if not shape]
+        return made.primitive in _SCALED and states[0] == PARTIAL and len(scalars) == 1 and scalars[0] == WHOLE
+
+    def label(self, made: Operation, labelled: _Labelled) -> int | None:
+        """Along which label the operation is shared out: the one that moves least among those of the first class."""
+        found: list[int] = []
+        best = len(self.rank)
+        for label, number in enumerate(labelled.classes):
+            place = self.rank.get(number, best)
+            if place > best or number not in self.rank or (label in labelled.behind and not self.role.behind):
+                continue
+            if not self.is_worth_it(made, labelled, label):
+                continue
+            if place < best:
+                best, found = place, []
+            found.append(label)
+        return min(found, key=lambda label: self.moved(made, labelled, label), default=None)
+
+    def is_worth_it(self, made: Operation, labelled: _Labelled, label: int) -> bool:
+        """A sum of what every device has whole is not cut; a product is, because each then does its share."""
+        if any(label in labels for labels in labelled.outs) or made.primitive in _FIRST:
+            return True
+        return any(
+            label in labels and self.state[value] != WHOLE for value, labels in zip(made.ins, labelled.ins, strict=True)
+        )
+
+    def moved(self, made: Operation, labelled: _Labelled, label: int) -> float:
+        program = self.layouts.program
+        moved = [
+            program.values[value].bytes
+            for value, labels in zip(made.ins, labelled.ins, strict=True)
+            if self.state[value] not in (WHOLE, _position(labels, label))
+        ]
+        return math.fsum(moved)
+
+    def move(self, value: int, wanted: int, times: float, operation: int) -> None:
+        state = self.state[value]
+        if state in (wanted, WHOLE):
+            return
+        if state == PARTIAL:
+            self.events.append(Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation))
+            self.set(value, wanted)
+            return
+        if (value, wanted) not in self.copies:
+            self.copies[value, wanted] = None
+            self.events.append(Event(_GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation))
+
+
+def _position(labels: tuple[int, ...], label: int | None) -> int:
+    return labels.index(label) if label in labels else WHOLE

@@ -1,0 +1,420 @@
+"""The mesh and rules that a step is fastest under, chosen among all that fit."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .. import chips
+from .._ground.errors import MeshError, SpecError
+from .._ground.spec import entry_axes
+from .._ground.text import bytes_text, table
+from .._plan import ShardPlan, plan
+from .._rules.axis_rules import AxisRules
+from ..topology._mesh import MeshSpec
+from .classes import Classes
+from .core import AXES, CostModel, Found, costs, find, machine_of
+from .layouts import Layouts, Role
+from .limits import Limits, numbers_of
+from .name_axes import names_trees
+from .priced import SentRow, sent_rows
+from .roles import layouts_of
+from .terms import Terms, has_data, padded, terms_of
+from .trace import trace
+from .written import code_of, mesh_and_rules
+
+
+_NO_LIMITS, _USUAL = Limits(), CostModel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A mesh and rules for a step, with what they are estimated to cost.
+
+    `roles` are pairs of a mesh axis and the names that it cuts, the one it prefers first. `plans` holds one plan for
+    each argument of the step. `seconds` is the estimate of one step: `compute_seconds`, then
+    what is sent while computation waits, then what of the rest computation does not hide. `axis_seconds` are pairs of
+    a mesh axis and the seconds that it sends. `memory_bytes` is per device, of `limit_bytes`. `traffic` says what is
+    sent, per device and step. `reasons` say what the next candidates, and near ones, cost instead.
+    """
+
+    mesh: MeshSpec
+    rules: AxisRules
+    roles: tuple[tuple[str, tuple[str, ...]], ...]
+    plans: tuple[ShardPlan, ...]
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+    axis_seconds: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    limit_bytes: int
+    traffic: tuple[SentRow, ...]
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether its memory is within the limit."""
+        return self.memory_bytes <= self.limit_bytes
+
+    @property
+    def title(self) -> str:
+        """The mesh, with what each axis cuts: `data=4 (batch), tensor=2 (heads, mlp)`."""
+        roles = dict(self.roles)
+        return ", ".join(f"{axis}={size} ({', '.join(roles[axis])})" for axis, size in self.mesh.shape.items())
+
+    def code(self) -> str:
+        """A Python file that makes the mesh and the rules, for a person to read and commit."""
+        head = (
+            f"Chosen by shardfx.search: {self.seconds * 1e3:.3g} ms a step by its estimate, "
+            f"{bytes_text(self.memory_bytes)} a device.",
+        )
+        return code_of(self.mesh, self.rules, head)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.title}: {_ms(self.seconds)} a step (computation {_ms(self.compute_seconds)}, sending "
+            f"{_ms(self.exposed_seconds)} and {_ms(self.hidden_seconds)} beside computation), "
+            f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}"
+        ]
+        rows = [("axis", "collective", "array", "MB", "calls", "at")]
+        rows += [
+            (row.axis, row.kind, row.array, f"{row.wire_bytes / 1e6:.4g}", f"{row.calls:g}", row.source)
+            for row in self.traffic[:6]
+        ]
+        return "\n".join([*parts, *table(rows, right={"MB", "calls"}), *self.reasons])
+
+
+def search(
+    step: Any,
+    *args: Any,
+    devices: int | str,
+    chip: str | chips.Chip | None = None,
+    slices: int = 1,
+    keep: int = 5,
+    limits: Limits = _NO_LIMITS,
+    model: CostModel = _USUAL,
+) -> tuple[Candidate, ...]:
+    """Chooses mesh and rules for a step: the fastest by estimate that fit in memory, and the next ones.
+
+    The step's dimensions are named as [`shardfx.name_axes`][] does. Each mesh axis has a role: in which order it
+    prefers dimensions. The step is laid out under every role, which gives what it divides and what it sends; then the
+    times of all meshes of up to four roles are estimated at once, in a compiled function of arrays.
+
+    **Arguments:**
+
+    - `step`: the function that is jitted, without constraints of its own.
+    - `args`: its arguments: arrays or structs, in any trees.
+    - `devices`: how many, or a slice as "tpu:v5p:4x4x4", which names the chip too.
+    - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
+    - `slices`: how many slices (or nodes of TPUs) the devices are in, joined by the hosts' network.
+    - `keep`: how many candidates to return, at most.
+    - `limits`: see [`shardfx.Limits`][].
+    - `model`: what is assumed beside the chip's data sheet; see [`shardfx.CostModel`][].
+
+    **Returns:**
+
+    Candidates, the fastest first; of those alike only the first. Where nothing fits in memory, the one that takes
+    least is returned alone, with a reason that says so.
+
+    **Raises:**
+
+    `MeshError` for devices that cannot be read or slices that do not divide them; `RuleError` for limits with names
+    that the step lacks; `SpecError` if no mesh of these devices divides the step's dimensions.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx
+
+        def loss(params, x):
+            hidden = jax.nn.relu(x @ params["up"])
+            return jnp.mean((x + hidden @ params["down"]) ** 2)
+
+        def step(params, x):
+            grads = jax.grad(loss)(params, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+        struct = jax.ShapeDtypeStruct
+        params = {"up": struct((1024, 8192), "float32"), "down": struct((8192, 1024), "float32")}
+        best, *others = shardfx.search(step, params, struct((65536, 1024), "float32"), devices="tpu:v5e:2x4")
+        print(best)
+        print(best.code())
+        assert best.mesh.size == 8 and best.fits and best.seconds <= others[0].seconds
+        ```
+    """
+    count, kind = _devices(devices, chip)
+    if slices < 1 or count % slices:
+        raise MeshError(f"`slices={slices}` does not divide {count} devices; each slice has equally many.")
+    made = Searched(step, args, count, limits)
+    return made.candidates(kind, slices, keep, limits, model)
+
+
+class Searched:
+    """A step that has been laid out under all roles worth a look, ready to be priced for any machine."""
+
+    def __init__(self, step: Any, args: Sequence[Any], devices: int, limits: Limits):
+        self.devices = devices
+        self.args = args
+        self.classes = Classes(trace(step, *args))
+        self.layouts = Layouts(self.classes, devices)
+        if limits.rules is None:
+            never = frozenset(numbers_of(limits.never, self.classes).values())
+            self.made = layouts_of(self.layouts, never=never)
+        else:
+            self.made = [self.layouts.under(role) for role in _roles_of(limits.rules, self.classes)]
+        if devices == 1:
+            raise MeshError("one device needs no plan: `search` chooses how several share the work.")
+        if not self.made:
+            raise SpecError(
+                f"no dimension of the step's arguments has a factor in common with {devices} devices; "
+                "pad one, or use another number of devices."
+            )
+        self.terms = self.limited(limits)
+        self.names = names_trees(self.classes)
+        self.data = has_data(self.layouts)
+
+    def limited(self, limits: Limits) -> Terms:
+        terms = terms_of(self.layouts, self.made)
+        wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
+        numbers = numbers_of(tuple(wanted), self.classes)
+        least = np.ones_like(terms.sizes)
+        for name, number in numbers.items():
+            if number not in terms.classes:
+                raise SpecError(
+                    f"`limits` wants {name!r} cut, but its size {self.classes.groups[number].size} has no factor in "
+                    f"common with {self.devices} devices; pad it, or take it out of the limits."
+                )
+            least[terms.classes.index(number)] = wanted[name]
+        return dataclasses.replace(terms, least=least)
+
+    def candidates(
+        self, chip: chips.Chip, slices: int, keep: int, limits: Limits, model: CostModel
+    ) -> tuple[Candidate, ...]:
+        limit = chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
+        machine = machine_of(chip, self.devices, model, self.dtype(), float(limit))
+        axes = min(limits.most_axes, AXES)
+        found, _ = find(self.terms, machine, self.devices, slices, axes=axes)
+        if not found:
+            # Nothing fits: what takes least memory is the most useful answer.
+            anything = {**machine, "limit": jnp.float32(np.inf)}
+            found, _ = find(self.terms, anything, self.devices, slices, axes=axes)
+            found = sorted(found, key=lambda one: one.memory_bytes)[:8]
+            keep = 1
+        pairs = list(self.diverse(found, keep))
+        if not pairs:
+            raise SpecError(
+                f"no mesh of {self.devices} devices divides the step's dimensions within the limits "
+                f"({', '.join(f'{g.name}={g.size}' for g in self.classes.live())}); pad one, or loosen the limits."
+            )
+        made = [self.candidate(one, built, machine, limit) for one, built in pairs]
+        ones = [one for one, _ in pairs]
+        return tuple(
+            dataclasses.replace(one, reasons=self.reasons(at, made, ones, machine)) for at, one in enumerate(made)
+        )
+
+    def dtype(self) -> str:
+        """The dtype that most bytes of products are in."""
+        found: dict[str, float] = {}
+        for made in self.layouts.program.operations:
+            if made.labels.flops:
+                value = self.layouts.program.values[made.ins[0]]
+                found[str(value.dtype)] = found.get(str(value.dtype), 0.0) + made.labels.flops * made.times
+        name = max(found, key=lambda key: found[key], default="bfloat16")
+        # TPUs multiply float32 in passes of bfloat16; data sheets of others have it.
+        return name if name in ("float16", "int8", "float8_e4m3fn") else "bfloat16"
+
+    def diverse(self, found: Iterable[Found], keep: int) -> Iterable[tuple[Found, tuple]]:
+        """The best of those that say something different: in what the arguments' axes cut, not in their spelling."""
+        seen: dict[object, None] = {}
+        for one in found:
+            if len(seen) >= keep:
+                return
+            built = mesh_and_rules(self.made, one, self.classes)
+            if built is None or not self.agrees(one, *built):
+                continue
+            key = self.character(one)
+            if key not in seen:
+                seen[key] = None
+                yield one, built
+
+    def character(self, one: Found) -> object:
+        """Into how many pieces each class is cut."""
+        cuts: dict[int, int] = {}
+        for role, size in zip(one.roles, one.sizes, strict=True):
+            for number in self.made[role].used:
+                cuts[number] = cuts.get(number, 1) * size
+        return tuple(sorted(cuts.items()))
+
+    def agrees(self, one: Found, mesh: MeshSpec, rules: AxisRules, axes: tuple[str, ...]) -> bool:
+        """Whether the rules cut the arguments as the roles do."""
+        plans = self.plans(mesh, rules)
+        program = self.layouts.program
+        for argument, (which, leaf) in enumerate(self.classes.traced.places):
+            path = self.classes.traced.flats[which].paths[leaf]
+            spec = plans[which][path].spec
+            value = program.arguments[argument]
+            dims = [dim for dim, leaves in enumerate(self.layouts.parts[value]) for _ in leaves]
+            wanted: dict[int, set[str]] = {}
+            for role, axis in zip(one.roles, axes, strict=True):
+                position = self.made[role].cuts[value]
+                if position >= 0:
+                    wanted.setdefault(dims[position], set()).add(axis)
+            given = {dim: set(entry_axes(entry)) for dim, entry in enumerate(spec) if entry is not None}
+            if wanted != given:
+                return False
+        return True
+
+    def plans(self, mesh: MeshSpec, rules: AxisRules) -> tuple[ShardPlan, ...]:
+        return tuple(plan(arg, mesh, names=names, axes=rules) for arg, names in zip(self.args, self.names, strict=True))
+
+    def candidate(self, one: Found, built: tuple, machine: dict[str, Any], limit: int) -> Candidate:
+        mesh, rules, axes = built
+        rows = sent_rows(self.layouts, self.made, one, axes, self.data)
+        return Candidate(
+            mesh=mesh,
+            rules=rules,
+            roles=tuple(
+                (axis, tuple(self.classes.groups[n].name for n in layout.role.order if n in layout.used))
+                for axis, layout in zip(axes, [self.made[role] for role in one.roles], strict=True)
+            ),
+            plans=self.plans(mesh, rules),
+            seconds=one.seconds,
+            compute_seconds=one.compute_seconds,
+            exposed_seconds=one.exposed_seconds,
+            hidden_seconds=one.hidden_seconds,
+            axis_seconds=self.axis_seconds(one, axes, machine),
+            memory_bytes=math.ceil(one.memory_bytes),
+            limit_bytes=limit,
+            traffic=rows,
+        )
+
+    def axis_seconds(self, one: Found, axes: tuple[str, ...], machine: dict[str, Any]) -> tuple[tuple[str, float], ...]:
+        """What each axis sends, in seconds: what the step takes less if its network were free of charge."""
+        with_all = self.priced(one.roles, one.sizes, one.slices, machine)
+        found = []
+        for at, axis in enumerate(axes):
+            sends = np.ones(len(self.made), np.float32)
+            sends[one.roles[at]] = 0
+            without = self.priced(one.roles, one.sizes, one.slices, machine, sends)
+            found.append((axis, float(with_all[3] + with_all[4] - without[3] - without[4])))
+        return tuple(found)
+
+    def priced(
+        self,
+        roles: Sequence[int],
+        sizes: Sequence[int],
+        slices: Sequence[int],
+        machine: dict[str, Any],
+        sends: np.ndarray | None = None,
+    ) -> list[float]:
+        """Score, seconds, computation, exposed, hidden, memory of one candidate."""
+        terms = self.terms
+        if sends is not None:
+            terms = dataclasses.replace(terms, sent=terms.sent * sends[:, None, None], calls=terms.calls * sends)
+        arrays = padded(terms)
+        rest = AXES - len(roles)
+        sets = np.array([[*roles, *[len(self.made)] * rest]], np.int32)
+        shares = np.array([[*sizes, *[1] * rest]], np.int32)
+        spans = np.array([[*slices, *[1] * rest]], np.int32)
+        islands = bool(np.isfinite(machine["island"]))
+        return [float(part[0, 0]) for part in costs(arrays, machine, sets, shares, spans, islands=islands)]
+
+    def reasons(self, at: int, made: list[Candidate], ones: list[Found], machine: dict[str, Any]) -> tuple[str, ...]:
+        """Why this one stands before the next, and what moving a factor of two between its axes would cost."""
+        mine = made[at]
+        found = []
+        if not mine.fits:
+            found.append(
+                f"nothing fits: this takes least, {bytes_text(mine.memory_bytes)} of {bytes_text(mine.limit_bytes)}; "
+                "use more devices, a smaller batch or remat"
+            )
+        for other in made[at + 1 : at + 3]:
+            found.append(f"{other.title} instead: {_more(other.seconds - mine.seconds)}: {_difference(mine, other)}")
+        return (*found, *self.near(ones[at], mine, machine))
+
+    def near(self, one: Found, mine: Candidate, machine: dict[str, Any]) -> Iterable[str]:
+        """What it would cost to move a factor of two from one axis to another."""
+        named = mesh_and_rules(self.made, one, self.classes)
+        axes = named[2] if named else ()
+        for source in range(len(axes)):
+            for target in range(len(axes)):
+                if source == target or one.sizes[source] % 2 or one.slices[source] > 1:
+                    continue
+                sizes = list(one.sizes)
+                sizes[source] //= 2
+                sizes[target] *= 2
+                text = f"{axes[target]}={sizes[target]} and {axes[source]}={sizes[source]} instead"
+                blocked = self.blocked(one.roles, sizes)
+                if blocked:
+                    yield f"{text}: {blocked}"
+                    continue
+                parts = self.priced(one.roles, sizes, one.slices, machine)
+                if parts[5] > mine.limit_bytes:
+                    yield f"{text}: {bytes_text(round(parts[5]))} do not fit in {bytes_text(mine.limit_bytes)}"
+                else:
+                    yield f"{text}: {_more(parts[1] - mine.seconds)}: {_parts(parts, mine)}"
+
+    def blocked(self, roles: Sequence[int], sizes: Sequence[int]) -> str:
+        """Which names do not divide, in words."""
+        found = []
+        for row, number in enumerate(self.terms.classes):
+            cut = math.prod(size for role, size in zip(roles, sizes, strict=True) if self.terms.limits[row, role])
+            if self.terms.sizes[row] % cut:
+                found.append(f"{self.classes.groups[number].name} ({self.terms.sizes[row]}) does not divide by {cut}")
+        return "; ".join(found)
+
+
+def _devices(devices: int | str, chip: str | chips.Chip | None) -> tuple[int, chips.Chip]:
+    """How many devices, and of which kind."""
+    if isinstance(devices, str):
+        found = re.fullmatch(r"(\w+:\w+):([1-9]\d*(?:x[1-9]\d*)*)", devices)
+        if found is None:
+            raise MeshError(
+                f"`devices={devices!r}` is no slice; write it as `tpu:v5p:4x4x4`, or give a number and `chip=`."
+            )
+        kind = chips.find(found[1] if chip is None else chip)
+        return math.prod(map(int, found[2].split("x"))) * kind.devices_per_chip, kind
+    if chip is None:
+        raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
+    return devices, chips.find(chip)
+
+
+def _roles_of(rules: AxisRules, classes: Classes) -> list[Role]:
+    """The roles that the mesh axes of given rules have."""
+    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
+    orders: dict[str, dict[int, None]] = {}
+    for name, target in rules.rules:
+        for axis in entry_axes(target):
+            if name in known:
+                orders.setdefault(axis, {})[known[name]] = None
+    return [Role(tuple(order)) for order in orders.values()]
+
+
+def _difference(mine: Candidate, other: Candidate) -> str:
+    parts = [0.0, other.seconds, other.compute_seconds, other.exposed_seconds, other.hidden_seconds, 0.0]
+    return _parts(parts, mine)
+
+
+def _parts(parts: Sequence[float], mine: Candidate) -> str:
+    named = (
+        ("computation", parts[2] - mine.compute_seconds),
+        ("sending that computation waits for", parts[3] - mine.exposed_seconds),
+        ("sending beside computation", parts[4] - mine.hidden_seconds),
+    )
+    told = [f"{_more(change)} of {what}" for what, change in named if abs(change) > 1e-3 * mine.seconds]
+    return ", ".join(told) or "all alike"
+
+
+def _more(seconds: float) -> str:
+    return f"{_ms(abs(seconds))} {'more' if seconds >= 0 else 'less'}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

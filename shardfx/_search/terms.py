@@ -1,0 +1,222 @@
+"""The cost of a step as arrays: which roles divide which bytes and operations, and what each role sends.
+
+A row stands for all quantities that the same roles divide. A candidate gives each role a number of devices; a row is
+divided by the product of the numbers of its roles.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from .layouts import Layout, Layouts
+from .program import Operation, Program
+
+
+# How many moments of the step are looked at for the memory that is in use.
+_MOMENTS = 8
+# From this many operations on, a value that lives so long was put aside.
+_LONG = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Coefficients of rows, for R roles. All are global: of the whole step on one device.
+
+    `divides` says which roles divide a row, `divides_sent` which divide a row of what one role sends. `flops` and `hbm`
+    are operations and bytes moved to and from memory; `arguments` are bytes that the arguments take; `moments` bytes of
+    temporaries at several moments. `sent` has for each role bytes that a device receives, those that computation waits
+    for and those that it can hide, before they are multiplied by (1 - 1 / size). `calls` counts collectives. `limits`
+    holds, for each class of dimensions, which roles cut it, and `sizes` its size. `after` has for each role the classes
+    that must be cut wholly.
+    """
+
+    divides: Bool[np.ndarray, "rows roles"]
+    flops: Float[np.ndarray, " rows"]
+    hbm: Float[np.ndarray, " rows"]
+    arguments: Float[np.ndarray, " rows"]
+    moments: Float[np.ndarray, "rows moments"]
+    divides_sent: Bool[np.ndarray, "roles few roles"]
+    sent: Float[np.ndarray, "roles few two"]
+    calls: Float[np.ndarray, " roles"]
+    limits: Bool[np.ndarray, "classes roles"]
+    sizes: Int[np.ndarray, " classes"]
+    after: Bool[np.ndarray, "roles classes"]
+    # The numbers of the classes, and into how many pieces each must be cut at least.
+    classes: tuple[int, ...]
+    least: Int[np.ndarray, " classes"]
+
+
+class _Rows:
+    """Quantities by the roles that divide them."""
+
+    def __init__(self, roles: int, columns: int):
+        self.roles, self.columns = roles, columns
+        self.found: dict[bytes, np.ndarray] = {}
+
+    def add(self, mask: np.ndarray, column: int, amount: float) -> None:
+        key = mask.tobytes()
+        if key not in self.found:
+            self.found[key] = np.zeros(self.columns)
+        self.found[key][column] += amount
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        masks = np.array([np.frombuffer(key, dtype=bool) for key in self.found] or np.zeros((0, self.roles), bool))
+        return masks.reshape(-1, self.roles), np.array(list(self.found.values())).reshape(-1, self.columns)
+
+
+def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
+    """The terms of a step under these roles."""
+    program, count = layouts.program, len(made)
+    cut = np.array([[position >= 0 for position in layout.cuts] for layout in made]).T
+    shared = np.array([layout.shared for layout in made]).T
+    moments = _moments(program, cut)
+    # The columns: flops, memory traffic, arguments, the moments.
+    rows = _Rows(count, 3 + len(moments))
+    sent = [_Rows(count, 2) for _ in made]
+    for number, operation in enumerate(program.operations):
+        if operation.labels.flops:
+            rows.add(shared[number], 0, operation.labels.flops * operation.times)
+        if operation.labels.heavy:
+            for value in (*operation.ins, *operation.outs):
+                rows.add(cut[value], 1, _moved(program, operation, value))
+    for value in program.arguments:
+        rows.add(cut[value], 2, program.values[value].bytes)
+        rows.add(cut[value], 1, program.values[value].bytes)
+    for value in program.results:
+        rows.add(cut[value], 1, program.values[value].bytes)
+    for number, live in enumerate(moments):
+        for value in live:
+            rows.add(cut[value], 3 + number, program.values[value].bytes)
+    calls = np.zeros(count)
+    data = has_data(layouts)
+    for number, layout in enumerate(made):
+        for event in layout.events:
+            mask = cut[event.value].copy()
+            # An exchange moves one shard, the others the whole of what the other roles leave.
+            mask[number] = event.kind == "all-to-all"
+            hidden = not data[event.value]
+            amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
+            sent[number].add(mask, int(hidden), amount)
+            calls[number] += event.times
+    masks, columns = rows.arrays()
+    used = sorted({number for layout in made for number in layout.used})
+    sizes = [layouts.classes.groups[number].size for number in used]
+    limits = np.array([[number in layout.used for layout in made] for number in used]).reshape(len(used), count)
+    return Terms(
+        divides=masks,
+        flops=columns[:, 0],
+        hbm=columns[:, 1],
+        arguments=columns[:, 2],
+        moments=columns[:, 3:],
+        divides_sent=_stacked([rows.arrays()[0] for rows in sent]),
+        sent=_stacked([rows.arrays()[1] for rows in sent]),
+        calls=calls,
+        limits=limits,
+        sizes=np.array(sizes, dtype=np.int32),
+        after=_after(layouts, made, used),
+        classes=tuple(used),
+        least=np.ones(len(used), np.int32),
+    )
+
+
+def _moved(program: Program, operation: Operation, value: int) -> float:
+    """How many bytes of a value an operation moves: a lookup reads what it takes, and no more."""
+    made = program.values[value].bytes
+    if operation.primitive in ("gather", "slice"):
+        made = min(made, program.values[operation.outs[0]].bytes)
+    if operation.primitive == "scan":
+        sides = (*operation.ins, *operation.outs)
+        made = min(program.values[side].bytes for side in sides)
+    return made * operation.times
+
+
+def has_data(layouts: Layouts) -> list[bool]:
+    """Which values have a dimension that no parameter has: the compiler waits for what becomes of them."""
+    model = {
+        root
+        for group in layouts.classes.groups
+        for root in group.roots
+        if any(place.argument in layouts.classes.model for place in group.places)
+    }
+    return [any(leaf not in model for dim in dims for leaf in dim) for dims in layouts.parts]
+
+
+def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
+    """Sets of temporaries that live at one time: where they are largest, whole and under each role."""
+    born, dies = _lives(program)
+    count = len(program.operations)
+    arguments = set(program.arguments)
+    kept = [value for value in range(len(program.values)) if value in born and value not in arguments]
+    kept = [value for value in kept if not _is_fused(program, value, born, dies)]
+    totals = np.zeros((cut.shape[1] + 1, count + 2))
+    for value in kept:
+        sizes = program.values[value].bytes * np.where(np.append(cut[value], False), 1 / 16, 1.0)
+        totals[:, born[value]] += sizes
+        totals[:, dies[value] + 1] -= sizes
+    tops = np.argmax(np.cumsum(totals, axis=1), axis=1)
+    chosen = list(dict.fromkeys(int(top) for top in tops[::-1]))[:_MOMENTS]
+    return [[value for value in kept if born[value] <= at <= dies[value]] for at in chosen]
+
+
+def _lives(program: Program) -> tuple[dict[int, int], dict[int, int]]:
+    """When each value is made and last used."""
+    born: dict[int, int] = dict.fromkeys(program.arguments, 0)
+    dies: dict[int, int] = {}
+    for number, operation in enumerate(program.operations):
+        for value in operation.outs:
+            born.setdefault(value, number)
+            dies.setdefault(value, number)
+        for value in operation.ins:
+            born.setdefault(value, number)
+            dies[value] = number
+    for value in program.results:
+        born.setdefault(value, 0)
+        dies[value] = len(program.operations)
+    return born, dies
+
+
+def _is_fused(program: Program, value: int, born: dict[int, int], dies: dict[int, int]) -> bool:
+    """Whether a value likely never reaches memory: made and used by elementwise operations close by."""
+    maker = program.operations[born[value]] if born[value] < len(program.operations) else None
+    cheap = maker is not None and value in maker.outs and not maker.labels.heavy and maker.kind == "einsum"
+    return cheap and dies[value] - born[value] < _LONG
+
+
+def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
+    """Arrays of different lengths as one, with zeros at their ends."""
+    most = max(len(array) for array in arrays)
+    return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
+
+
+def _after(layouts: Layouts, made: list[Layout], used: list[int]) -> np.ndarray:
+    """For each role the classes that stand before one that it cuts, in one dimension: they must be cut wholly."""
+    found = np.zeros((len(made), len(used)), bool)
+    for number, layout in enumerate(made):
+        for parts, position in zip(layouts.flat, layout.cuts, strict=True):
+            at = parts[position][1] if position >= 0 else 0
+            for before, _ in parts[position - at : position] if at else ():
+                found[number, used.index(before)] = True
+    return found
+
+
+def padded(terms: Terms) -> dict[str, np.ndarray]:
+    """The arrays that the core takes, filled up with roles, rows and classes that do nothing.
+
+    So most searches of a process share one compiled program. Counts become float32: their leading digits decide.
+    """
+    shared = np.concatenate([np.stack([terms.flops, terms.hbm, terms.arguments], 1), terms.moments], 1)
+    rows, moments, few = -len(shared) % 32, 3 + _MOMENTS - shared.shape[1], -terms.sent.shape[1] % 16
+    # At least one role more: sets that have fewer roles than there can be name it.
+    roles, classes = 1 + (-1 - terms.divides.shape[1]) % 80, -len(terms.sizes) % 16
+    return {
+        "divides": np.pad(terms.divides, ((0, rows), (0, roles))),
+        "shared": np.pad(shared, ((0, rows), (0, moments))).astype(np.float32),
+        "divides_sent": np.pad(terms.divides_sent, ((0, roles), (0, few), (0, roles))),
+        "sent": np.pad(terms.sent, ((0, roles), (0, few), (0, 0))).astype(np.float32),
+        "calls": np.pad(terms.calls, (0, roles)).astype(np.float32),
+        "limits": np.pad(terms.limits, ((0, classes), (0, roles))),
+        "sizes": np.pad(terms.sizes, (0, classes), constant_values=1).astype(np.int32),
+        "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
+        "after": np.pad(terms.after, ((0, roles), (0, classes))),
+    }

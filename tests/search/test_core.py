@@ -1,0 +1,129 @@
+"""The compiled core against the same costs in plain Python."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from shardfx import CostModel, chips
+from shardfx._search.core import find, machine_of, shares
+from shardfx._search.terms import Terms
+
+
+def random_terms(seed, roles=5, rows=12, few=3, classes=4):
+    rng = np.random.default_rng(seed)
+    return Terms(
+        divides=rng.random((rows, roles)) < 0.5,
+        flops=rng.integers(0, 10**15, rows).astype(float),
+        hbm=rng.integers(0, 10**12, rows).astype(float),
+        arguments=rng.integers(0, 10**10, rows).astype(float),
+        moments=rng.integers(0, 10**10, (rows, 3)).astype(float),
+        divides_sent=rng.random((roles, few, roles)) < 0.5,
+        sent=rng.integers(0, 10**10, (roles, few, 2)).astype(float),
+        calls=rng.integers(0, 100, roles).astype(float),
+        limits=rng.random((classes, roles)) < 0.4,
+        sizes=np.array([64, 48, 96, 30][:classes], np.int32),
+        after=np.zeros((roles, classes), bool),
+        classes=tuple(range(classes)),
+        least=np.ones(classes, np.int32),
+    )
+
+
+def by_hand(terms, chip, model, roles, sizes, total):
+    """Seconds and bytes of one candidate on a torus."""
+
+    def divided(mask):
+        return math.prod(size for role, size in zip(roles, sizes, strict=True) if mask[role])
+
+    local = [1 / divided(mask) for mask in terms.divides]
+    compute = max(
+        float(terms.flops @ local) / (chip.flops("bfloat16") * model.compute),
+        float(terms.hbm @ local) / (chip.hbm_bytes_per_second * model.memory),
+    )
+    memory = float(terms.arguments @ local) + max(float(moment @ local) for moment in terms.moments.T)
+    exposed = hidden = 0.0
+    rings = 2 if total >= (64 if chip.torus_dims == 3 else 256) else 1
+    for role, size in zip(roles, sizes, strict=True):
+        links = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total)) * rings
+        per_byte = (1 - 1 / size) / (chip.link_bytes_per_second * model.network * links)
+        for mask, (full, beside) in zip(terms.divides_sent[role], terms.sent[role], strict=True):
+            exposed += full / divided(mask) * per_byte
+            hidden += beside / divided(mask) * per_byte
+        exposed += terms.calls[role] * model.call_seconds
+    return compute + exposed + max(0.0, hidden - model.overlap * compute), memory
+
+
+def allowed(terms, roles, sizes):
+    for row, size in enumerate(terms.sizes):
+        cut = math.prod(s for role, s in zip(roles, sizes, strict=True) if terms.limits[row, role])
+        if size % cut or cut < terms.least[row]:
+            return False
+    return True
+
+
+def all_by_hand(terms, chip, model, devices, limit):
+    found = {}
+    for count in range(1, 5):
+        for roles in itertools.combinations(range(terms.divides.shape[1]), count):
+            for sizes in shares(devices, count).tolist():
+                seconds, memory = by_hand(terms, chip, model, roles, sizes, devices)
+                if allowed(terms, roles, sizes) and memory <= limit:
+                    found[roles, tuple(sizes)] = seconds
+    return found
+
+
+@pytest.mark.parametrize("devices", [2, 6, 16, 64, 96])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["v5e", "v5p"])
+def test_the_best_is_the_best_of_all(devices, seed, name):
+    chip, model, terms = chips.find(name), CostModel(), random_terms(seed)
+    expected = all_by_hand(terms, chip, model, devices, 1e10)
+    found, _ = find(terms, machine_of(chip, devices, model, "bfloat16", 1e10), devices)
+    assert bool(found) == bool(expected)
+    for one in found:
+        assert one.seconds == pytest.approx(expected[one.roles, one.sizes], rel=1e-4)
+    if found:
+        assert found[0].seconds == pytest.approx(min(expected.values()), rel=1e-4)
+
+
+def test_least_pieces_and_what_must_be_cut_before():
+    chip, model = chips.find("v5e"), CostModel()
+    terms = dataclasses.replace(random_terms(0), least=np.array([4, 1, 1, 1], np.int32))
+    found, _ = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
+    assert found
+    for one in found:
+        assert allowed(terms, one.roles, one.sizes)
+    after = np.zeros((5, 4), bool)
+    after[:, 3] = True  # 30 elements are never cut wholly by 16 devices
+    none, _ = find(dataclasses.replace(terms, after=after), machine_of(chip, 16, model, "bfloat16", 1e12), 16)
+    assert not none
+
+
+def test_shares_are_all_ordered_factorizations():
+    assert shares(8, 1).tolist() == [[8]] and shares(8, 2).tolist() == [[2, 4], [4, 2]]
+    assert shares(7, 2).tolist() == [] and shares(12, 3).tolist() == [[2, 2, 3], [2, 3, 2], [3, 2, 2]]
+    for devices, axes in itertools.product((6, 30, 64), (2, 3, 4)):
+        every = itertools.product(range(2, devices), repeat=axes)
+        assert shares(devices, axes).tolist() == [list(s) for s in every if math.prod(s) == devices][: 10**6]
+
+
+def test_axes_that_send_most_stand_inside_the_islands():
+    """64 H100 in islands of 8: what fits into an island takes the switch, what does not the network cards."""
+    chip, model, terms = chips.find("h100"), CostModel(), random_terms(1)
+    found, _ = find(terms, machine_of(chip, 64, model, "bfloat16", 1e12), 64)
+    apart = dataclasses.replace(chip, island_chips=1)
+    slower, _ = find(terms, machine_of(apart, 64, model, "bfloat16", 1e12), 64)
+    joined = dataclasses.replace(chip, island_chips=64)
+    faster, _ = find(terms, machine_of(joined, 64, model, "bfloat16", 1e12), 64)
+    assert faster[0].seconds <= found[0].seconds <= slower[0].seconds
+    assert faster[0].seconds < slower[0].seconds
+
+
+def test_slices_cost_what_the_network_between_them_does():
+    chip, model, terms = chips.find("v5p"), CostModel(), random_terms(2)
+    machine = machine_of(chip, 64, model, "bfloat16", 1e12)
+    one, _ = find(terms, machine, 64)
+    two, _ = find(terms, machine, 64, slices=2)
+    assert two[0].seconds >= one[0].seconds and all(math.prod(made.slices) == 2 for made in two)
