@@ -80,7 +80,7 @@ def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothin
     try:
         pattern = re.compile(where)
     except re.error as error:
-        raise RuleError(f"{where!r} is no path of the plan, and no regex that compiles: {error}") from error
+        raise RuleError(f"{where!r} is the path of no array, and no regex that compiles: {error}") from error
     found = [at for at in arrays if pattern.search(paths[at])]
     if not found:
         known = [paths[at] for at in arrays]

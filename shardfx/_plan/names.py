@@ -22,9 +22,13 @@ else:
     from .declared import field as field
 
 
+# What the names of most arrays are made of: they are told from containers without a look at each entry.
+_PLAIN = frozenset([str, type(None)])
+
+
 def _is_names(node: Any) -> bool:
     """Whether a node of a names tree is the names of an array, and no container."""
-    if node is None:
+    if node is None or (type(node) is tuple and _PLAIN.issuperset(map(type, node))):
         return True
     if isinstance(node, PartitionSpec):
         return True
@@ -138,6 +142,8 @@ def _length(names: Any) -> int:
 
 
 def _hashable(node: Any) -> Any:
+    if type(node) is tuple and _PLAIN.issuperset(map(type, node)):
+        return node
     if isinstance(node, PartitionSpec):
         # As JAX has it, a spec says nothing about the dimensions beyond its end.
         return (*entries_of(node), ...)

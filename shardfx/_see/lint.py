@@ -99,7 +99,7 @@ def lint(
             found.append(_unknown_mode(mode, axes, draft))
         mode = None
         draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
-    index = [max(number, -1) for number in draft.numbers]
+    index = [max(number, -1) for number in draft.numbers] if draft.errors else draft.numbers
     content = Content(draft.mesh, None, axes, mode, draft.rows, index, flat.paths, flat.treedef)
     subject = Subject(content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
     rules: Severity = "error" if unmatched == "raise" else "warning"

@@ -22,6 +22,8 @@ from .subject import Subject
 def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """The leaves that cannot be planned, those of repeated layers together."""
     assert subject.flat is not None
+    if not draft.errors:
+        return
     flat, groups = subject.flat, {}
     for at, number in enumerate(draft.numbers):
         if number <= -2:

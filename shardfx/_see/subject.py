@@ -23,6 +23,11 @@ from ..topology._mesh import MeshSpec
 from .code import code_of, regex_of
 
 
+_ZEROS = str.maketrans("123456789", "000000000")
+# A digit that is part of a name, as in `fc1`, tells paths apart.
+_IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
+
+
 class Group(NamedTuple):
     """Leaves that are planned alike, and whose paths differ in numbers only."""
 
@@ -73,9 +78,15 @@ class Subject:
     def groups(self) -> tuple[Group, ...]:
         """The arrays, those of repeated layers together."""
         found: dict[Any, list[str]] = {}
+        # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
+        between: dict[str, Any] = {}
         for path, number in zip(self.content.paths, self.content.index, strict=True):
             if number >= 0:
-                found.setdefault((between_numbers(path), number), []).append(path)
+                template = path.translate(_ZEROS)
+                parts = between.get(template)
+                if parts is None:
+                    parts = between[template] = () if _IN_A_NAME.search(template) else between_numbers(template)
+                found.setdefault((parts or between_numbers(path), number), []).append(path)
         return tuple(Group(tuple(paths), number, self.rows[number]) for (_, number), paths in found.items())
 
     @ft.cached_property

@@ -29,17 +29,23 @@ from shardfx import (
     RuleError,
     ShardPlan,
     SpecError,
+    UnknownPathError,
     UnmatchedError,
     atomic,
     constrain,
     correct,
+    diff,
     differences,
+    explain,
     filter_jit,
     follow,
     fsdp,
     gather,
+    lint,
     match,
     plan,
+    plan_text,
+    renamed,
     report,
     report_rows,
     resolve,
@@ -291,10 +297,54 @@ def test_what_is_no_plan(as_users_run_it):
         (lambda: report_rows(tree), "plan", "dict"),
         (lambda: differences(tree, made), "a", "dict"),
         (lambda: differences(made, tree), "b", "dict"),
+        (lambda: diff(tree, made), "a", "dict"),
+        (lambda: diff(made, tree), "b", "dict"),
+        (lambda: explain(tree, "w"), "plan", "dict"),
+        (lambda: plan_text(tree), "plan", "dict"),
         (lambda: ShardPlan.join(params=made, opt=tree), "opt", "dict"),
         (lambda: follow(lambda given: given, tree), "plan", "dict"),
     ):
         assert message(LeafTypeError, function) == wanted(what, kind)
+
+
+def test_rules_that_are_not_there():
+    paths, axes = PathRules([("w", P())]), AxisRules([("mlp", "tensor")], modes={"serve": []})
+    for function, what, number, count in (
+        (lambda: paths.drop(1), "drop", 1, 1),
+        (lambda: paths.replace(-1, P()), "replace", -1, 1),
+        (lambda: axes.replace(0, "fsdp", mode="serve"), "replace", 0, 0),
+    ):
+        told = f"`{what}({number})`: rules are numbered from 0, and these {count} have no rule {number}."
+        assert message(RuleError, function) == told
+    assert message(RuleError, lambda: axes.drop(0, mode="serv")) == (
+        "`drop(mode='serv')`: these rules have the modes ('serve',) (did you mean 'serve'?)."
+    )
+
+
+def test_names_of_arrays_that_are_not_there(as_users_run_it):
+    names = {"decoder": None, "embed": ("vocab", None), "step": None}
+    assert message(UnknownPathError, lambda: renamed(TREE, {"embd": ()}, names=names)) == (
+        "`renamed('embd': ...)`: no array of the tree has this path, or one that the regex matches; did you mean "
+        "`embed`?"
+    )
+    assert message(RuleError, lambda: renamed(TREE, {"(": ()}, names=names)) == (
+        "'(' is the path of no array, and no regex that compiles: missing ), unterminated subpattern at position 0"
+    )
+    assert message(RuleError, lambda: renamed(TREE, {"embed": "vocab"}, names=names)) == (
+        "`renamed`: 'embed' gets 'vocab'; use a tuple with one name per dimension, or `None`."
+    )
+
+
+def test_what_cannot_be_checked(as_users_run_it):
+    assert message(MeshError, lambda: lint(TREE)) == (
+        "`lint` needs the mesh: `lint(tree, MeshSpec({...}), ...)`; a plan alone has its own."
+    )
+    found = lint(TREE, MESH, paths=EVERYTHING)
+    assert message(ValueError, lambda: found.without("replicate")).startswith(
+        "`without('replicate')`: the codes of findings are unplannable, invalid, "
+    )
+    bare: Any = [("w", P())]
+    assert message(RuleError, lambda: lint(TREE, MESH, paths=bare)).startswith("`paths` must be of type PathRules")
 
 
 def test_devices_in_the_place_of_a_mesh(as_users_run_it):

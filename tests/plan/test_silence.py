@@ -343,7 +343,7 @@ def test_replace_says_what_is_wrong():
     made = plan({"w": jnp.ones((8, 16))}, MESH, names={"w": ("mlp", None)}, axes=AXES, strict=True)
     with pytest.raises(sfx.UnknownPathError, match=r"`replace\('v', ...\)`: no array of the plan has this path"):
         made.replace("v", P())
-    with pytest.raises(RuleError, match="no path of the plan, and no regex that compiles"):
+    with pytest.raises(RuleError, match="the path of no array, and no regex that compiles"):
         made.replace("(", P())
     with pytest.raises(SpecError, match=r"leaf `w`: the plan's mesh .* has no axis 'dta' \(did you mean 'data'\?\)"):
         made.replace("w", P("dta"))

@@ -1,5 +1,6 @@
 """The shipped rules have no findings with the trees that they are for."""
 
+import operator
 from typing import Any
 
 import catalogue
@@ -66,11 +67,10 @@ LLAMA = {
 
 def halves(pairs: Any) -> tuple[Any, Any]:
     """A tree of pairs as two trees."""
-
-    def is_pair(node: Any) -> bool:
-        return isinstance(node, tuple)
-
-    return tuple(jax.tree.map(lambda pair: pair[at], pairs, is_leaf=is_pair) for at in (0, 1))  # pyright: ignore[reportReturnType]
+    first, second = (
+        jax.tree.map(operator.itemgetter(at), pairs, is_leaf=lambda node: isinstance(node, tuple)) for at in (0, 1)
+    )
+    return first, second
 
 
 @pytest.mark.parametrize("activation_dims", [1, 2])

@@ -1,0 +1,235 @@
+"""Two plans compared: leaves, axes, bytes and steps; and their texts."""
+
+import difflib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+from shardfx import AxisRules, MeshSpec, PathRules, assert_same_plan_text, diff, differences, plan_reshard, plan_text
+from shardfx._ground.text import joined_exactly
+
+
+MESH = MeshSpec({"fsdp": 4, "tensor": 2})
+
+
+def leaf(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+TREE = {"embed": leaf(64, 32), "layers": [{"w": leaf(32, 32), "b": leaf(32)}] * 12}
+
+
+def planned(text, tree=TREE, mesh=MESH, **others):
+    return sfx.plan(tree, mesh, paths=PathRules.parse(text), **others)
+
+
+BEFORE = planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp")
+AFTER = planned("embed->tensor.fsdp, w->tensor.fsdp, b->None")
+
+
+def test_axes_that_moved_are_grouped_over_layers():
+    weights, biases = sorted(diff(BEFORE, AFTER).leaves, key=lambda row: row.path, reverse=True)
+    assert (weights.path, weights.count) == ("layers/{0..11}/w", 12)
+    assert [str(move) for move in weights.axes] == ["fsdp dim 0 -> 1", "tensor dim 1 -> 0"]
+    assert [str(move) for move in biases.axes] == ["fsdp no longer cuts dim 0"]
+    assert biases.steps == ("all_gather",)
+
+
+def test_bytes_and_steps_are_those_of_the_move():
+    found, moving = diff(BEFORE, AFTER), plan_reshard(BEFORE, AFTER)
+    assert found.wire_bytes == moving.wire_bytes > 0
+    by_path = {leaf.path: leaf for leaf in moving.leaves}
+    for row in found.leaves:
+        assert row.wire_bytes == sum(by_path[path].wire_bytes for path in row.paths)
+        assert row.steps == tuple(step.kind for step in by_path[row.paths[0]].steps)
+    assert found.bytes_per_device == (BEFORE.bytes_per_device, AFTER.bytes_per_device)
+
+
+def test_equal_plans_have_no_difference():
+    found = diff(BEFORE, sfx.ShardPlan.from_json(BEFORE.to_json()))
+    assert not found and found.leaves == () and str(found).startswith("the plans are equal")
+
+
+def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
+    smaller = planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp", mesh=MeshSpec({"fsdp": 2, "tensor": 2}))
+    found = diff(BEFORE, smaller)
+    assert found.plans == ("the mesh is fsdp=4,tensor=2 in one plan, fsdp=2,tensor=2 in the other",)
+    assert sum(row.count for row in found.leaves) == len(BEFORE)
+    assert found.wire_bytes == plan_reshard(BEFORE, smaller).wire_bytes
+    assert {row.steps for row in found.leaves} == {("tiles",)}
+
+
+def test_plans_of_other_trees():
+    tree = {"embed": leaf(64, 32, dtype=jnp.float32), "layers": TREE["layers"][:10], "extra": leaf(8)}
+    found = diff(BEFORE, planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp, extra->fsdp", tree))
+    told = {row.path: (row.before is None, row.after is None, row.fields) for row in found.leaves}
+    assert told["layers/{10..11}/w"] == (False, True, ()) and told["extra"] == (True, False, ())
+    assert told["embed"][2] == ("dtype", "bytes", "bytes_per_device")
+    assert [row.move for row in found.leaves] == [None] * len(found.leaves) and found.wire_bytes == 0
+    for text in ("only in the first", "only in the second", "bf16[64,32] -> f32[64,32]"):
+        assert text in str(found)
+
+
+def test_what_decides_may_differ_where_nothing_moves():
+    same = sfx.plan(
+        TREE, MESH, paths=PathRules([("embed", P("tensor", "fsdp")), ("w$", P("fsdp", "tensor")), ("b", P("fsdp"))])
+    )
+    found = diff(BEFORE, same)
+    assert {row.fields for row in found.leaves} == {("rule",)} and found.wire_bytes == 0
+    assert "rule: paths[1] w -> paths[1] w$" in str(found)
+
+
+def test_containers_and_strictness_and_rules_differ():
+    listed = diff(planned(".*->fsdp", [leaf(8)]), planned(".*->fsdp", (leaf(8),)))
+    assert listed.plans == ("the trees are built of other containers, or their leaves are in another order",)
+    strict = diff(planned(".*->fsdp", [leaf(8)]), planned(".*->fsdp", [leaf(8)], strict=True))
+    assert strict.plans == ("strict is False in one plan, True in the other",)
+    rules = [sfx.plan([leaf(8)], MESH, names=[("a",)], axes=AxisRules([("a", axis)])) for axis in ("fsdp", "tensor")]
+    assert "axes is" in diff(*rules).plans[0]
+
+
+def test_leaves_that_cannot_be_moved_are_compared_all_the_same():
+    one = planned("w->fsdp, b->fsdp", {"w": leaf(8, dtype=jnp.int2), "b": leaf(8)})
+    two = planned("w->tensor, b->tensor", {"w": leaf(8, dtype=jnp.int2), "b": leaf(8)})
+    moves = {row.path: row.move for row in diff(one, two).leaves}
+    assert moves["w"] is None and moves["b"] is not None
+
+
+def test_memory_kinds_and_devices(getkey):
+    tree = {"w": leaf(8, 8)}
+    offloaded = planned("w->fsdp", tree, memory_kinds=[("w", "pinned_host")])
+    found = diff(planned("w->fsdp", tree), offloaded)
+    assert found.leaves[0].fields == ("memory_kind",) and found.leaves[0].steps == ("memory kind",)
+    devices = MeshSpec({"fsdp": 4, "tensor": 2}).build(jax.devices())
+    assert not diff(planned("w->fsdp", tree).on(devices), planned("w->fsdp", tree))
+    assert diff(planned("w->fsdp", tree).on(devices), planned("w->tensor", tree)).wire_bytes > 0
+
+
+specs = st.sampled_from(["fsdp", "tensor", "None", "fsdp.tensor", "tensor.fsdp", "None.fsdp"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.tuples(specs, specs), st.booleans())
+def test_a_diff_is_false_exactly_where_differences_are_none(pair, other_mesh):
+    tree = {"w": leaf(8, 8), "v": leaf(8, 8)}
+    meshes = (MESH, MeshSpec({"fsdp": 2, "tensor": 4}) if other_mesh else MESH)
+    a, b = (planned(f"w->{text}, v->fsdp", tree, mesh) for text, mesh in zip(pair, meshes, strict=True))
+    found = diff(a, b)
+    assert bool(found) == bool(differences(a, b)) == (a.digest != b.digest)
+    for row in found.leaves:
+        assert all((move.src is None) != (move.dst is None) or move.src != move.dst for move in row.axes)
+    assert found.wire_bytes == plan_reshard(a, b).wire_bytes
+
+
+GOLDEN = """\
+# shardfx plan text 1
+mesh fsdp=4,tensor=2
+25 arrays, 29,440 bytes, 3,776 per device
+
+embed: bf16[64,32] tensor,fsdp
+layers/{0..11}/b: 12 x bf16[32] fsdp
+layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor
+"""
+
+
+def test_the_text_of_a_plan():
+    assert plan_text(BEFORE) == GOLDEN
+    assert_same_plan_text(BEFORE, GOLDEN)
+
+
+def test_rules_can_be_rewritten_under_a_golden_text():
+    rules = PathRules([("^embed$", P("tensor", "fsdp")), ("/w$", P("fsdp", "tensor")), (".*", P("fsdp"))])
+    assert_same_plan_text(sfx.plan(TREE, MESH, paths=rules), GOLDEN)
+
+
+def test_a_failure_is_a_diff_and_says_how_to_accept():
+    with pytest.raises(AssertionError) as caught:
+        assert_same_plan_text(AFTER, GOLDEN)
+    lines = str(caught.value).splitlines()
+    assert (
+        lines[0]
+        == "the plan is not that of the expected text. To accept the new one, replace the text with `plan_text(plan)`."
+    )
+    assert "-layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor" in lines
+    assert "+layers/{0..11}/w: 12 x bf16[32,32] tensor,fsdp" in lines
+    assert "-25 arrays, 29,440 bytes, 3,776 per device" in lines
+
+
+def test_golden_files(tmp_path):
+    path = tmp_path / "plan.txt"
+    with pytest.raises(AssertionError, match=re.escape(f"there is no file {path} with the text of a plan yet")):
+        assert_same_plan_text(BEFORE, path)
+    assert_same_plan_text(BEFORE, str(path), update=True)
+    assert path.read_text() == GOLDEN
+    assert_same_plan_text(BEFORE, path)
+    with pytest.raises(AssertionError, match=r"run `assert_same_plan_text\(plan, '.*plan.txt', update=True\)`"):
+        assert_same_plan_text(AFTER, path)
+    with pytest.raises(ValueError, match="`update=True` writes a file"):
+        assert_same_plan_text(BEFORE, GOLDEN, update=True)
+
+
+def test_a_change_of_one_leaf_is_a_change_of_one_line_and_the_totals():
+    other = sfx.plan(TREE, MESH, paths=PathRules.parse("embed->None.fsdp, w->fsdp.tensor, b->fsdp"))
+    lines = difflib.ndiff(plan_text(BEFORE).splitlines(), plan_text(other).splitlines())
+    changed = [line for line in lines if line[0] in "+-"]
+    assert [line[2:9] for line in changed] == ["25 arra", "25 arra", "embed: ", "embed: "]
+
+
+def test_a_text_says_what_was_not_given_and_where_it_is_kept():
+    tree = {"w": leaf(7, 8), "a\nb": leaf(8)}
+    made = planned("w->fsdp.tensor, a->fsdp", tree, memory_kinds=[("a", "pinned_host")])
+    assert plan_text(made).splitlines()[4:] == [
+        "a\\nb: bf16[8] fsdp in pinned_host",
+        "w: bf16[7,8] -,tensor (dim 0 indivisible: fsdp)",
+    ]
+    mesh = MeshSpec({"pod": 2, "fsdp": 4}, dcn={"pod": 2}, axis_types=jax.sharding.AxisType.Explicit)
+    axes = AxisRules([("a", "fsdp")], modes={"serve": []})
+    text = plan_text(sfx.plan([leaf(8)], mesh, names=[("a",)], axes=axes, mode="serve"))
+    assert text.splitlines()[1:3] == ["mesh pod=2,fsdp=4 slices pod=2 pod=Explicit fsdp=Explicit", "mode serve"]
+
+
+numbers = st.integers(0, 3).map(str) | st.sampled_from(["00", "01", "10", "11"])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=12))
+def test_exact_ranges_can_be_read_back(pairs):
+    paths = [f"layers/{a}/fc1/{b}/w" for a, b in pairs]
+    found = joined_exactly(paths)
+    assert sorted(path for text, _ in found for path in expanded(text)) == sorted(paths)
+    assert sum(count for _, count in found) == len(paths)
+    assert all(len(expanded(text)) == count for text, count in found)
+
+
+def expanded(text):
+    found = re.search(r"\{([^}]*)\}", text)
+    if not found:
+        return [text]
+    numbers = []
+    for part in found[1].split(","):
+        first, _, last = part.partition("..")
+        numbers += range(int(first), int(last or first) + 1)
+    rests = [text[: found.start()] + str(number) + text[found.end() :] for number in numbers]
+    return [path for rest in rests for path in expanded(rest)]
+
+
+@pytest.mark.parametrize("kind", ["explanation", "diff", "findings"])
+def test_hostile_names_stay_text(kind):
+    name = "<script>alert(1)</script>\x1b[31m\u202e" + '"' * 3
+    a, b = (sfx.plan({name: leaf(7, 8)}, MESH, paths=PathRules.parse(f".*->{spec}")) for spec in ("fsdp", "None.fsdp"))
+    shown = {"explanation": sfx.explain(a, name), "diff": diff(a, b), "findings": sfx.lint(a)}[kind]
+    page, text = shown._repr_html_(), str(shown)
+    assert "<script>" not in page and "&lt;script&gt;" in page
+    assert all(char.isprintable() or char == "\n" for char in page + text)
+
+
+def test_what_a_notebook_shows_has_the_rows_of_the_text():
+    for shown in (diff(BEFORE, AFTER), sfx.explain(BEFORE, "embed"), sfx.lint(planned(".*->fsdp", {"w": leaf(7, 8)}))):
+        page = re.sub(r"<[^>]*>", " ", shown._repr_html_())
+        words = set(re.findall(r"[\w/.]+", page))
+        assert words and {word for word in re.findall(r"[\w/.]{4,}", str(shown)) if word not in words} <= {"device"}

@@ -1,0 +1,145 @@
+"""What an explanation says is what the plan did, dimension by dimension; its numbers are computed."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+from shardfx import AxisRules, MeshSpec, PathRules, atomic, explain, fsdp
+from shardfx._ground.spec import entries_of, entry_axes
+
+
+MESH = MeshSpec({"fsdp": 4, "tensor": 8})
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def planned(shape, target, **others):
+    return sfx.plan({"w": leaf(*shape)}, MESH, paths=PathRules([("w", target)]), **others)
+
+
+def test_names_say_what_each_rule_came_to():
+    axes = AxisRules([("vocab", "tensor"), ("embed", "tensor"), ("embed", "fsdp"), ("embed", None)])
+    made = sfx.plan({"head": leaf(768, 50257)}, MESH, names={"head": ("embed", "vocab")}, axes=axes)
+    embed, vocab = explain(made, "head").dims
+    assert [(one.number, one.outcome) for one in embed.tried] == [(1, "blocked"), (2, "applied"), (3, "settled")]
+    assert embed.tried[0].taken == (("tensor", "vocab", 1),)
+    assert (embed.wanted, embed.kept, embed.dropped) == (("fsdp",), ("fsdp",), ())
+    assert (vocab.wanted, vocab.kept, vocab.dropped, vocab.sizes) == (("tensor",), (), ("tensor",), (50256, 50264))
+    assert embed.free == ("tensor",)
+
+
+def test_a_blocked_name_says_which_rule_took_its_axis():
+    axes = AxisRules([("mlp", "tensor"), ("embed", "tensor")])
+    made = sfx.plan({"w": leaf(64, 64)}, MESH, names={"w": ("embed", "mlp")}, axes=axes)
+    embed, _ = explain(made, "w").dims
+    assert (embed.wanted, embed.dropped, embed.free) == (("tensor",), ("tensor",), ("fsdp",))
+    assert embed.changes == (
+        "`tensor` went to dim 1 (`mlp`) by axes.rules[0]; the rule that stands first wins",
+        "free mesh axes that cut it evenly: `fsdp` (4)",
+    )
+
+
+def test_rules_of_a_mode_are_named_with_it():
+    axes = AxisRules([("embed", "fsdp")], modes={"serve": [("embed", "tensor")]})
+    made = sfx.plan({"w": leaf(64)}, MESH, names={"w": ("embed",)}, axes=axes, mode="serve")
+    (dim,) = explain(made, "w").dims
+    assert [(one.mode, one.number, one.outcome) for one in dim.tried] == [
+        ("serve", 0, "applied"),
+        (None, 0, "settled"),
+    ]
+    assert "axes.modes['serve'][0]: embed -> tensor: applies" in str(explain(made, "w"))
+
+
+def test_heads_that_are_not_cut():
+    (dim, _) = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w").dims
+    assert (dim.unit, dim.dropped, dim.sizes) == (128, ("tensor",), (1024,))
+    assert dim.changes[1] == "`tensor` of size 4 would cut it (`refine=True` splits the axis)"
+    # And so it does.
+    again = planned((512, 64), atomic(P("tensor"), (128, 1)), refine=True)
+    assert again["w"].bytes_per_device == again["w"].bytes // 4
+
+
+def test_a_strategy_adds_axes():
+    found = explain(planned((8, 64), P("tensor") | fsdp("fsdp")), "w")
+    assert [(dim.kept, dim.added) for dim in found.dims] == [(("tensor",), ()), ((), ("fsdp",))]
+    assert "then fsdp(fsdp)" in str(found)
+
+
+@pytest.mark.parametrize(
+    "made, told",
+    [
+        (lambda: planned((8, 8), P("tensor", "tensor")), "change: `tensor` cuts dim 0"),
+        (lambda: planned((8, 8), fsdp("fsdp", min_bytes=10**6)), "fewer than the 1000000"),
+        (lambda: planned((8, 8), P("tensro"), unmatched="replicate"), "no `tensro`"),
+        (
+            lambda: sfx.plan(
+                {"w": leaf(8)},
+                MESH,
+                names={"w": ("emebd",)},
+                axes=AxisRules([("embed", "fsdp")]),
+                unmatched="replicate",
+            ),
+            "did you mean 'embed'?",
+        ),
+        (lambda: planned((8, 8), P("tensor")).replace("w", P("fsdp")), "by replaced by hand"),
+        (lambda: sfx.plan({"w": leaf()}, MESH), "rank 0"),
+        (lambda: sfx.plan({"w": leaf(0, 8)}, MESH, paths=PathRules.parse("w->tensor")), "bf16[0,8], 0 B"),
+        (lambda: sfx.plan({"w": jax.random.key(0)}, MESH), "key"),
+        (
+            lambda: sfx.plan({"w": leaf(8)}, MESH, paths=PathRules([("a", sfx.optional(P())), ("w", P())])),
+            "(the first that matches: rule 0 does not)",
+        ),
+        (
+            lambda: sfx.plan({"w": leaf(64)}, MESH, names={"w": (jax.P.UNCONSTRAINED,)}, axes=AxisRules([])),
+            "gets: any",
+        ),
+    ],
+)
+def test_what_is_said(made, told):
+    assert told in str(explain(made(), "w"))
+
+
+def test_states_and_modules_are_explained():
+    class Model(eqx.Module):
+        w: jax.Array
+        call: object = jnp.tanh
+
+    params = sfx.plan(Model(jnp.ones((64, 64))), MESH, paths=PathRules.parse("w->fsdp.tensor"))
+    states = sfx.follow(optax.adafactor(1e-3, min_dim_size_to_factor=8).init, params)
+    assert all(str(explain(states, path)) for path in states)
+
+
+def test_an_unknown_path_names_the_nearest():
+    with pytest.raises(sfx.UnknownPathError, match="did you mean `w`"):
+        explain(planned((8, 8), P()), "ww")
+
+
+sizes = st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 32, 96])
+entries = st.sampled_from([None, "fsdp", "tensor", ("fsdp", "tensor"), ("tensor", "fsdp")])
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.tuples(sizes, entries), min_size=1, max_size=3), st.booleans())
+def test_the_numbers_are_those_of_the_plan(dims, spreads):
+    target = P(*[entry for _, entry in dims])
+    made = planned(tuple(size for size, _ in dims), target | fsdp("fsdp") if spreads else target)
+    spec = [*entries_of(made["w"].spec), *[None] * len(dims)]
+    for dim, asked in zip(explain(made, "w").dims, dims, strict=True):
+        assert set(dim.kept) | set(dim.added) == set(entry_axes(spec[dim.dim]))
+        assert dim.wanted == entry_axes(asked[1]) and set(dim.wanted) == set(dim.kept) | set(dim.dropped)
+        assert bool(dim.dropped) == bool(dim.reasons)
+        product = math.prod(MESH.shape[axis] for axis in dim.wanted)
+        for near in dim.sizes:
+            assert near % product == 0 and 0 < abs(near - dim.size) < product
+        for axis in dim.free:
+            cut = math.prod(MESH.shape[one] for one in entry_axes(spec[dim.dim])) * MESH.shape[axis]
+            assert axis not in [one for entry in spec for one in entry_axes(entry)] and dim.size % cut == 0
