@@ -366,9 +366,7 @@ def check_places(count: int, numbers: tuple[int, ...], what: str) -> None:
     """Raises unless each of `numbers` is the place of one of `count` rules."""
     for number in numbers:
         if not 0 <= number < count:
-            raise RuleError(
-                f"`{what}({number})`: rules are numbered from 0, and there is no rule {number} in this set of {count}."
-            )
+            raise RuleError(f"`{what}({number})`: rules are numbered from 0, and these {count} have no rule {number}.")
 
 
 def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:

@@ -41,7 +41,7 @@ def lint(
     unused: Literal["raise", "allow"] = "raise",
     strict: bool = False,
     refine: bool = False,
-    replicated_bytes: int = 2**24,
+    replicated_bytes: int = 2**26,
     head_dim: int | None = None,
 ) -> Findings:
     """Everything that is wrong with a tree's rules, or looks so: all of it at once, as data.
@@ -53,7 +53,8 @@ def lint(
 
     - `tree`, `mesh`, `paths`, `names`, `axes`, `mode`, `min_bytes`, `memory_kinds`, `unmatched`, `unused`, `strict`,
         `refine`: as in [`shardfx.plan`][]; or a [`shardfx.ShardPlan`][] alone, `lint(plan)`.
-    - `replicated_bytes`: leaves of so many bytes are reported if every device holds them whole.
+    - `replicated_bytes`: leaves of so many bytes are reported if every device holds them whole; and so is what sharding
+        optimizer states further would save.
     - `head_dim`: how many elements an attention head has, where the tree does not tell.
 
     **Returns:**

@@ -7,7 +7,7 @@ from .._ground.text import entry_text
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import PathRules
 from .._rules.strategies import axes_of_target
-from .finding import Finding
+from .finding import Finding, Severity
 from .subject import Subject
 
 
@@ -42,6 +42,8 @@ def unused_axes(subject: Subject) -> Iterator[Finding]:
     if subject.axes is None and subject.paths is None:
         return
     used = _axes_used(subject)
+    # Axis rules are for activations too; path rules alone do not say what cuts the batch.
+    severity: Severity = "info" if subject.axes is None else "warning"
     share = subject.content.total_bytes[1]
     for axis, size in subject.mesh.shape.items():
         if size > 1 and axis not in used:
@@ -51,7 +53,7 @@ def unused_axes(subject: Subject) -> Iterator[Finding]:
                 f"no rule uses the mesh axis {axis!r} of size {size}: devices along it hold the same. If it is for the "
                 f"batch alone, declare it: `{fix}`"
             )
-            yield Finding("unused-axis", "warning", f"mesh axis {axis!r}", share - share // size, message, fix)
+            yield Finding("unused-axis", severity, f"mesh axis {axis!r}", share - share // size, message, fix)
 
 
 def _axes_used(subject: Subject) -> set[str]:

@@ -1,7 +1,8 @@
 """States of an optimizer that are sharded less than their parameters, or than each other."""
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -47,41 +48,44 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
 
 
 def _states(subject: Subject) -> list[_State]:
-    """The states, by the one of the tree's branches that holds the parameters of most others."""
+    """The states, by the branch of the tree that holds the parameters of most of them."""
     branches: dict[str, list[Group]] = {}
     for group in subject.groups:
         branches.setdefault(group.paths[0].partition("/")[0], []).append(group)
-    if len(branches) < 2:
+    if len(branches) < 2 or not any(map(_is_of_an_optimizer, branches.values())):
         return []
     best: list[_State] = []
     for root, params in branches.items():
         known = {path.removeprefix(f"{root}/"): group.row for group in params for path in group.paths}
         found = [state for other, groups in branches.items() if other != root for state in _of(other, groups, known)]
-        # What looks like a state has a namesake; only of an optimizer do most parameters have states.
-        covered = {state.param for state in found}
-        if 2 * len(covered) >= len({group.row for group in params}) and len(found) > len(best):
-            best = found
+        best = max(best, found, key=len)
     return best
 
 
-def _of(branch: str, groups: list[Group], known: dict[str, Row]) -> list[_State]:
-    """The states in a branch. Of an optimizer most arrays are; an embedding of the output's shape is none."""
-    found = [_State(branch, group, param) for group in groups if (param := _param(group, branch, known)) is not None]
-    return found if 2 * len(found) >= sum(bool(group.row.shape) for group in groups) else []
+def _is_of_an_optimizer(groups: list[Group]) -> bool:
+    return any(_names_a_state(group.paths[0].split("/")) for group in groups)
 
 
-# Of copies that have no names of their own between the branch and the parameter's path.
-_COPIES = ("opt", "ema", "momentum", "velocity", "mu", "nu", "m", "v")
+# What libraries call the states of an optimizer, and copies of parameters.
+_CALLED = re.compile(r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|param_states$|mu$|nu$|m$|v$)")
 
 
-def _param(group: Group, root: str, known: dict[str, Row]) -> Row | None:
-    """The row of the parameter whose path is the end of these leaves' path."""
-    parts = group.paths[0].split("/")[1:]
-    for at in range(0 if root.startswith(_COPIES) else 1, len(parts)):
-        row = known.get("/".join(parts[at:]))
-        if row is not None and row.shape == group.row.shape and row.shape:
-            return row
-    return None
+def _names_a_state(parts: Sequence[str]) -> bool:
+    return any(map(_CALLED.match, parts))
+
+
+def _of(root: str, groups: list[Group], known: dict[str, Row]) -> list[_State]:
+    """The states in one branch: of a moment, or a copy, that holds at least half of the parameters."""
+    by_owner: dict[tuple[str, ...], list[_State]] = {}
+    for group in groups:
+        parts = group.paths[0].split("/")
+        for at in range(1, len(parts)):
+            param = known.get("/".join(parts[at:]))
+            if param is not None and param.shape == group.row.shape and param.shape and _names_a_state(parts[:at]):
+                by_owner.setdefault(tuple(parts[:at]), []).append(_State(root, group, param))
+                break
+    rows = len(set(known.values()))
+    return [state for states in by_owner.values() if 2 * len({one.param for one in states}) >= rows for state in states]
 
 
 def _axes(row: Row) -> tuple[str, ...]:
