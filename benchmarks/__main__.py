@@ -20,6 +20,7 @@ FILES = {
     "reshard-trees": "reshard_trees",
     "load": "load",
     "train": "train",
+    "cost": "cost",
 }
 SUITES = {name: file for name, file in FILES.items() if importlib.util.find_spec(f"benchmarks.{file}")}
 RESULTS = Path(__file__).parent / "results"

@@ -1,0 +1,226 @@
+"""What a step sends: estimated from its jaxpr, against what compilers for CPUs and TPUs make of it."""
+
+import argparse
+import dataclasses
+import functools as ft
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardfx import MeshSpec, Traffic, compare, estimate, plan, traffic
+from shardfx._cli.demo import model as demo
+
+from ._case import Apart, Entry, Finding, Limit, Value
+from ._machine import fresh_process
+from ._runner import Options
+from ._step_plans import LAYOUTS, Layout, Planned, planned, random_layout
+from ._steps import STUDY, STUDY_EXPERTS, Sizes, Way
+
+
+SUMMARY = "bytes that enter a device in a step: estimated without compiling, against the compiled program's"
+# Large enough that a weight is told from an activation, and small enough to compile in seconds.
+MIDDLE = Sizes(4, 256, 1024, 16, 16, 16, 2048, 16, 256)
+MIDDLE_EXPERTS = dataclasses.replace(MIDDLE, hidden=256, experts=16)
+WAYS = {
+    "scan": Way(),
+    "scan, remat": Way(remat=True),
+    "unrolled": Way(scan=False),
+    "unrolled, remat": Way(scan=False, remat=True),
+}
+QUICK = ("fsdp", "tp + sp")
+# An error beyond this many percent wants an explanation.
+WITHIN = 10
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--aot", metavar="tpu:TOPOLOGY", help="by the TPU compiler, as in tpu:v5e:4x4; minutes a plan")
+    parser.add_argument("--plans", default=",".join(LAYOUTS), help="with --aot: which plans, by commas")
+    parser.add_argument(
+        "--programs", metavar="DIR", help="with --aot: keep compiled programs there, and compile no more"
+    )
+
+
+def cases(options: Options) -> list[Entry]:
+    flags = options.flags
+    if flags.aot:
+        given = {"aot": flags.aot, "names": flags.plans.split(","), "programs": flags.programs}
+        return [
+            Finding(
+                f"estimate against the {flags.aot.removeprefix('tpu:')} compiler, 2 scanned layers, bf16",
+                lambda: fresh_process("benchmarks.cost:on_tpu", given, timeout_seconds=14400),
+                (Limit("worst dense plan, % off", at_most=10),),
+            )
+        ]
+    return [Apart("estimate against compiled, 16 devices", "benchmarks.cost:on_sixteen", 16), _speed()]
+
+
+def on_sixteen(options: Options) -> list[Entry]:
+    """The cases that compile for 16 emulated devices."""
+    ways = {"scan, remat": WAYS["scan, remat"]} if options.quick else WAYS
+    names = QUICK if options.quick else tuple(LAYOUTS)
+    found: list[Entry] = [
+        Finding(
+            f"{len(names)} plans, {name}",
+            ft.partial(_plans, way, names, options.devices),
+            (Limit("worst dense plan, % off", at_most=5),),
+        )
+        for name, way in ways.items()
+    ]
+    count = 2 if options.quick else 20
+    return [
+        *found,
+        Finding("the demo's transformer", ft.partial(_demo, options.devices), (Limit("% off", at_most=5),)),
+        Finding(
+            f"{count} random assignments",
+            ft.partial(_random, count, options.devices),
+            (Limit("median, % off", at_most=10), Limit("without an explanation", at_most=0)),
+        ),
+    ]
+
+
+def _plans(way: Way, names: Sequence[str], devices: list[Any]) -> dict[str, Value]:
+    values, worst = {}, 0.0
+    for name in names:
+        layout = LAYOUTS[name]
+        made = planned(MIDDLE_EXPERTS if layout.experts else MIDDLE, way, layout, devices)
+        ours, theirs = _both(made)
+        values |= _described(name, ours, theirs, theirs.wire_bytes)
+        worst = worst if layout.experts else max(worst, abs(_off(ours, theirs.wire_bytes)))
+    return values | {"worst dense plan, % off": worst}
+
+
+def _both(made: Planned) -> tuple[Traffic, Traffic]:
+    return estimate(made.step, *made.args, plans=made.plans, compiler="cpu"), traffic(made.lowered().compile())
+
+
+def _off(ours: Traffic, compiled_bytes: float) -> float:
+    return 100 * (ours.wire_bytes / compiled_bytes - 1) if compiled_bytes else 0.0
+
+
+def _described(name: str, ours: Traffic, theirs: Traffic, compiled_bytes: float) -> dict[str, Value]:
+    off = _off(ours, compiled_bytes)
+    values: dict[str, Value] = {f"{name}, compiled MB": compiled_bytes / 1e6, f"{name}, % off": off}
+    if abs(off) > 1:
+        values[f"{name}, why"] = _explained(ours, theirs)
+    return values
+
+
+def _explained(ours: Traffic, theirs: Traffic) -> str:
+    """The line with the largest difference, and what it is like."""
+    rows = compare(ours, theirs).rows
+    if not rows:
+        return ""
+    row = rows[0]
+    line = "" if row.source is None else f" at {row.source.function}"
+    return f"{row.why}{line}: +{row.extra_bytes / 1e6:.1f} MB"
+
+
+def _demo(devices: list[Any]) -> dict[str, Value]:
+    """One step of plain gradient descent on the demo's model, by its own rules."""
+    import equinox as eqx
+
+    mesh = MeshSpec({"data": 2, "fsdp": 4, "tensor": 2}).build(devices)
+    model = eqx.filter_eval_shape(demo.Transformer, key=jax.random.key(0))
+    ours = plan(model, mesh, axes=demo.AXIS_RULES)
+    text = plan(
+        jax.ShapeDtypeStruct((32, 65), jnp.int32), mesh, names=("batch", None), axes=demo.AXIS_RULES, unused="allow"
+    )
+
+    def step(model: Any, text: Any) -> Any:
+        gradients = jax.grad(demo.loss)(model, text, ours)
+        return jax.tree.map(lambda a, b: a - 1e-3 * b, model, gradients)
+
+    made = estimate(step, ours.structs, text.structs, plans=(ours, text), compiler="cpu")
+    jitted = jax.jit(step, in_shardings=(ours.shardings, text.shardings), out_shardings=ours.shardings)
+    theirs = traffic(jitted.lower(ours.structs, text.structs).compile())
+    off = _off(made, theirs.wire_bytes)
+    return {
+        "compiled MB": theirs.wire_bytes / 1e6,
+        "estimated MB": made.wire_bytes / 1e6,
+        "% off": abs(off),
+        "why": _explained(made, theirs),
+    }
+
+
+def _random(count: int, devices: list[Any]) -> dict[str, Value]:
+    """Three axes of 2, 2 and 4 devices cut what is drawn. Most of it makes no sense, which compilers take worst."""
+    errors, silent, signed = [], 0, []
+    for seed in range(count):
+        made = planned(dataclasses.replace(MIDDLE, layers=2), Way(), random_layout(seed), devices)
+        ours, theirs = _both(made)
+        off = _off(ours, theirs.wire_bytes)
+        errors.append(abs(off))
+        signed.append(f"{off:+.1f}")
+        silent += abs(off) > WITHIN and not _explained(ours, theirs)
+    return {
+        "median, % off": statistics.median(errors),
+        "worst, % off": max(errors),
+        f"more than {WITHIN} % off": sum(error > WITHIN for error in errors),
+        "without an explanation": silent,
+        "each, %": ", ".join(signed),
+    }
+
+
+def _speed() -> Finding:
+    def measure() -> dict[str, Value]:
+        sizes = Sizes(126, 16384, 53248, 128, 8, 128, 128256, 256, 8192, dtype=jnp.bfloat16)
+        made = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
+        times, rows = [], ()
+        for _ in range(3):
+            jax.clear_caches()
+            begin = time.process_time()
+            rows = estimate(made.step, *made.args, plans=made.plans).rows
+            times.append(time.process_time() - begin)
+        return {"seconds of processor time": statistics.median(times), "rows": len(rows)}
+
+    limits = (Limit("seconds of processor time", at_most=1.0),)
+    return Finding("estimating 126 scanned layers, traced anew", measure, limits)
+
+
+def on_tpu(aot: str, names: Iterable[str], programs: str | None) -> dict[str, Value]:
+    """In a process of its own: plans by the compiler of a TPU that is not there."""
+    # Else libtpu looks for a metadata server for minutes, and refuses a second process beside the first.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    jax.config.update("jax_platforms", "cpu")
+    values, worst = {}, 0.0
+    for name in names:
+        layout = LAYOUTS[name]
+        sizes = dataclasses.replace(STUDY_EXPERTS if layout.experts else STUDY, layers=2)
+        made = planned(sizes, Way(), layout)
+        ours = estimate(made.step, *made.args, plans=made.plans)
+        theirs = traffic(
+            _program(aot, sizes, layout, None if programs is None else Path(programs, f"{name}.txt")), layout.mesh
+        )
+        as_gathers = sum(_without_window(row, layout) for row in theirs.rows)
+        values |= _described(name, ours, theirs, as_gathers)
+        values[f"{name}, compiled MB, windows as they are"] = theirs.wire_bytes / 1e6
+        worst = worst if layout.experts else max(worst, abs(_off(ours, as_gathers)))
+    return values | {"worst dense plan, % off": worst}
+
+
+def _program(aot: str, sizes: Sizes, layout: Layout, kept: Path | None) -> str:
+    if kept is not None and kept.exists():
+        return kept.read_text()
+    from jax.experimental import topologies
+
+    platform, _, topology = aot.partition(":")
+    devices = topologies.get_topology_desc(platform=platform, topology_name=topology).devices
+    text = planned(sizes, Way(), layout, devices).lowered().compile().as_text()
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(text)
+    return text
+
+
+def _without_window(row: Any, layout: Layout) -> float:
+    """A ring of permutes that adds up sends n + 1 pieces where a reduction that scatters sends n - 1."""
+    count = math.prod(layout.axes[axis] for axis in row.axes)
+    is_ring = row.windowed and row.kind == "reduce-scatter"
+    return row.wire_bytes * (count - 1) / (count + 1) if is_ring else row.wire_bytes
