@@ -1,7 +1,7 @@
 """Values as the Python that makes them: what the fixes of findings are written in."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -42,13 +42,22 @@ def _value(value: Any) -> str:
     return repr(value)
 
 
-def regex_of(paths: Sequence[str], others: Iterable[str]) -> str:
-    r"""A regex that finds these paths, and none of the `others`: with `\d+` for numbers where that tells them apart."""
-    parts = dict.fromkeys(map(between_numbers, paths))
-    found = [r"\d+".join(map(re.escape, part)) for part in parts]
-    loose = f"^{found[0]}$" if len(found) == 1 else f"^(?:{'|'.join(found)})$"
-    pattern, given = re.compile(loose), set(paths)
-    if not any(pattern.search(path) for path in others if path not in given):
-        return loose
-    exact = [re.escape(path) for path in dict.fromkeys(paths)]
-    return f"^{exact[0]}$" if len(exact) == 1 else f"^(?:{'|'.join(exact)})$"
+def regex_of(paths: Sequence[str], alike: Mapping[tuple[str, ...], int]) -> str:
+    r"""A regex that finds these paths, and no others: with `\d+` for their numbers if it has all paths that are alike.
+
+    `alike` says how many paths there are with the same text between their numbers.
+    """
+    found = []
+    for parts, own in _by_parts(paths).items():
+        if alike[parts] == len(own):
+            found.append(r"\d+".join(map(re.escape, parts)))
+        else:
+            found += map(re.escape, dict.fromkeys(own))
+    return f"^{found[0]}$" if len(found) == 1 else f"^(?:{'|'.join(found)})$"
+
+
+def _by_parts(paths: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+    found: dict[tuple[str, ...], list[str]] = {}
+    for path in paths:
+        found.setdefault(between_numbers(path), []).append(path)
+    return found

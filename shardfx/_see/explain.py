@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -75,7 +76,7 @@ class Explanation:
         lines = [*_head(self), *([""] if self.dims else [])]
         lines += table([_HEADER, *map(_cells, self.dims)], right=_NUMBERS) if self.dims else []
         for title, notes in _notes(self):
-            lines += ["", printable(title), *[f"  {printable(note)}" for note in notes]]
+            lines += ["", printable(title), *[line for note in notes for line in _wrapped(printable(note))]]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -214,6 +215,7 @@ def _sized(axes: Iterable[str], mesh: MeshSpec) -> str:
 
 _HEADER = ("dim", "size", "name", "wanted", "kept", "dropped", "added", "free")
 _NUMBERS = {"dim"}
+_WIDTH = 100
 _PATH_RULE = re.compile(r"paths\[(\d+)\]")
 
 
@@ -246,6 +248,11 @@ def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
     parts = [(f"dim {dim.dim}", _dim_notes(dim)) for dim in found.dims]
     whole = [f"why: {why.message}" for why in found.reasons] + [f"change: {text}" for text in found.changes]
     return [(title, notes) for title, notes in [*parts, ("the array", whole)] if notes]
+
+
+def _wrapped(note: str) -> list[str]:
+    indents = {"initial_indent": "  ", "subsequent_indent": "      "}
+    return textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False, **indents)
 
 
 def _dim_notes(dim: DimExplanation) -> list[str]:

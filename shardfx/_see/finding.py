@@ -98,19 +98,21 @@ class Findings(tuple[Finding, ...]):
 
     def __str__(self) -> str:
         lines = [_summary(self)]
-        for found in self:
+        for found in self[:_SHOWN]:
             lines += ["", *_paragraph(found)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(["", _more(self)] if _more(self) else [])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [_HEADER, *[(*_cells(found), found.message, found.fix) for found in self]]
-        return html_table(rows, right=_NUMBERS, below=[_summary(self)])
+        rows = [_HEADER, *[(*_cells(found), found.message, found.fix) for found in self[:_SHOWN]]]
+        below = [text for text in (_more(self), _summary(self)) if text]
+        return html_table(rows if self else (), right=_NUMBERS, below=below)
 
 
 _HEADER = ("severity", "code", "bytes/device", "where", "what", "fix")
 _NUMBERS = {"bytes/device"}
+_WIDTH, _SHOWN = 96, 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:
@@ -125,9 +127,13 @@ def _cells(found: Finding) -> tuple[str, ...]:
 def _paragraph(found: Finding) -> list[str]:
     severity, code, size, where = map(printable, _cells(found))
     head = f"{severity} {code}: {where}" + (f" ({size} per device)" if found.bytes else "")
-    message = textwrap.wrap(printable(found.message), 116, break_on_hyphens=False, break_long_words=False)
+    message = textwrap.wrap(printable(found.message), _WIDTH, break_on_hyphens=False, break_long_words=False)
     fix = [printable(line) for line in found.fix.split("\n")]
     return [head, *[f"    {line}" for line in message], *[f"    fix: {line}" for line in fix if line]]
+
+
+def _more(found: Findings) -> str:
+    return f"and {len(found) - _SHOWN} more; `for finding in findings` has them all" if len(found) > _SHOWN else ""
 
 
 def _summary(found: Findings) -> str:

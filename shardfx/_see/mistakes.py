@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
-from .._ground.spec import entries_of, entry_axes, trimmed
+from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, joined
 from .._plan.complaints import Unused, absent_axes, uncovered, unknown_of_rows, unknown_units, unused_rules, unused_text
 from .._plan.planner import NAMES, Draft
@@ -17,6 +17,10 @@ from .._rules.strategies import Atomic, Fsdp, Optional, Pipeline, bare, fsdp, re
 from .code import code_of
 from .finding import Finding, Severity
 from .subject import Subject
+
+
+# How many leaves without a rule are told the nearest one, the largest first: looking for it takes longer than planning.
+_HINTED = 40
 
 
 def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
@@ -104,9 +108,9 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
     for leaf in uncovered(subject.flat, draft.numbers, draft.rows):
         groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
-    for leaves in groups.values():
+    for number, leaves in enumerate(groups.values()):
         paths, row = [leaf.path for leaf in leaves], leaves[0].row
-        like = near(paths[0], patterns)
+        like = near(paths[0], patterns) if number < _HINTED else ""
         message = f"no rule covers {_arrays(len(paths))} of shape {row.shape}{like}, so every device holds all of it"
         size = subject.lost(row.shape, row.dtype, len(paths))
         target = next(
@@ -176,7 +180,7 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
             for number, (_, target) in enumerate(rules):
                 if axis in entry_axes(target):
                     other = tuple(dict.fromkeys(meant if one == axis else one for one in entry_axes(target)))
-                    yield f"axes = axes.replace({number}, {code_of(other)}{of_mode})"
+                    yield f"axes = axes.replace({number}, {code_of(canonical_entry(other))}{of_mode})"
     for number, (_, target) in enumerate(() if subject.paths is None else subject.paths.rules):
         other = _target_with(target, axis, meant)
         if other != target:

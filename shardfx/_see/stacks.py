@@ -38,8 +38,8 @@ def _finding(subject: Subject, group: Group, most: list[Group]) -> Finding:
     like = most[0]
     more = max(0, _share(subject, group) - _share(subject, like)) * len(group.paths)
     message = (
-        f"sharded as {spec_text(entries_of(group.row.spec))} by {group.row.rule}, while {_count(most)} of the same "
-        f"stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {like.row.rule}"
+        f"sharded as {spec_text(entries_of(group.row.spec))} by {group.asked_by}, while {_count(most)} of the same "
+        f"stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {like.asked_by}"
     )
     if subject.flat is not None and subject.is_named(group.paths[0]):
         fix = subject.renamed(group.paths, like.row.names)

@@ -19,6 +19,7 @@ from .._plan.replan import refined
 from .._plan.shard_plan import ShardPlan
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import PathRules, compiled, first_match
+from .._rules.strategies import Optional, optional
 from ..topology._mesh import MeshSpec
 from .code import code_of, regex_of
 
@@ -38,6 +39,10 @@ class Group(NamedTuple):
     @property
     def where(self) -> str:
         return joined(self.paths)
+
+    @property
+    def asked_by(self) -> str:
+        return "its names" if self.row.rule == "names" else str(self.row.rule)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,8 +102,14 @@ class Subject:
 
     def groups_of(self, numbers: Sequence[int]) -> Iterator[Group]:
         """The groups whose row has one of these numbers."""
-        if numbers:
-            yield from (group for group in self.groups if group.number in numbers)
+        yield from (group for number in numbers for group in self._by_number[number])
+
+    @ft.cached_property
+    def _by_number(self) -> dict[int, list[Group]]:
+        found: dict[int, list[Group]] = {}
+        for group in self.groups:
+            found.setdefault(group.number, []).append(group)
+        return found
 
     def excess(self, group: Group) -> int:
         """How many bytes each device holds of these leaves beyond an even share of them."""
@@ -110,15 +121,20 @@ class Subject:
         whole = array_bytes(shape, dtype)
         return (whole - -(-whole // self.mesh.size)) * count
 
+    @ft.cached_property
+    def _alike(self) -> collections.Counter[tuple[str, ...]]:
+        """How many paths there are that differ in numbers only."""
+        return collections.Counter(map(between_numbers, self.content.paths))
+
     def regex(self, paths: Sequence[str]) -> str:
-        return regex_of(paths, self.content.paths)
+        return regex_of(paths, self._alike)
 
     def row_with(
         self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: Any = None
     ) -> Row | None:
         """The row that the leaf at `path` would have under other rules or names; `None` if it could not be planned."""
         assert self.flat is not None and self.given is not None
-        at = self.flat.paths.index(path)
+        at = self._places[path]
         leaf = self.flat.leaves[at]
         flat = Flat([leaf], jax.tree.structure(0), (path,), (self.flat.templates[at],), (None,), [True])
         given = [self.given[at] if names is None else names]
@@ -139,16 +155,50 @@ class Subject:
         """Whether the leaf at `path` has names of its own, which win over path rules."""
         if self.given is None or self.flat is None:
             return False
-        return self.given[self.flat.paths.index(path)] is not None
+        return self.given[self._places[path]] is not None
 
     def ruled(self, paths: Sequence[str], target: Any, *, last: bool = False) -> str:
-        """Code that gives leaves without names of their own this target, before all rules or after them."""
+        """Code that gives leaves without names of their own this target, before all rules or after them.
+
+        A rule that is for these leaves alone gets the target itself: it would have nothing left to do.
+        """
         rule = f"({self.regex(paths)!r}, {code_of(target)})"
+        alone = self._rule_for(paths)
+        if alone is not None and self.paths is not None:
+            was = self.paths.rules[alone][1]
+            return (
+                f"paths = paths.replace({alone}, {code_of(optional(target) if isinstance(was, Optional) else target)})"
+            )
         if self.flat is None:
             return f"tree = tree.replace({self.regex(paths)!r}, {code_of(target)})"
         if self.paths is None:
             return f"paths = PathRules([{rule}])"
         return f"paths = paths.{'extend' if last else 'prepend'}([{rule}])"
+
+    def _rule_for(self, paths: Sequence[str]) -> int | None:
+        """The number of the rule that decides about these leaves and no others."""
+        if self.flat is None or self.given is None:
+            return None
+        numbers = {self._deciding.get(path) for path in paths}
+        if len(numbers) > 1 or None in numbers:
+            return None
+        (number,) = numbers
+        return number if self._decided[number] == len(set(paths)) else None
+
+    @ft.cached_property
+    def _deciding(self) -> dict[str, int | None]:
+        """By the path of each leaf without names of its own, the number of the rule that decides about it."""
+        assert self.flat is not None and self.given is not None
+        columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
+        return {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
+
+    @ft.cached_property
+    def _decided(self) -> collections.Counter[int | None]:
+        return collections.Counter(self._deciding.values())
+
+    @ft.cached_property
+    def _places(self) -> dict[str, int]:
+        return {} if self.flat is None else {path: at for at, path in enumerate(self.flat.paths)}
 
     def renamed(self, paths: Sequence[str], names: Any) -> str:
         """Code that gives leaves other names."""

@@ -1,13 +1,21 @@
 """`lint` finds what is planted, and nothing else; and each fix takes its finding away."""
 
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import shardfx as sfx
-from tests.see.planted import CLEAN, PLANTED
+from shardfx._see.finding import CODES
+from tests.see.planted import AXES, CLEAN, MESH, PLANTED
 
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -41,8 +49,10 @@ def test_a_planted_mistake_is_found_and_nothing_else(name):
 @pytest.mark.parametrize("name", PLANTED)
 def test_each_fix_takes_its_finding_away(name):
     arguments = PLANTED[name].make()
-    for one in lint(arguments):
+    found = lint(arguments)
+    for one in found:
         after = lint(applied(one.fix, arguments))
+        assert {other.code for other in after.worst("error")} <= {other.code for other in found.worst("error")}, one.fix
         left = [other for other in after if (other.code, other.where) == (one.code, one.where)]
         assert not left, f"{one.fix}\n{after}"
 
@@ -70,3 +80,106 @@ def test_an_error_is_found_exactly_where_plan_raises(name):
             sfx.plan(tree, mesh, **given)
     else:
         sfx.plan(tree, mesh, **given)
+
+
+def test_the_page_lists_every_kind_of_finding():
+    page = (Path(__file__).parents[2] / "docs" / "lint.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.M)
+    assert dict(rows) == dict(CODES)
+
+
+def moments(**arguments: Any) -> sfx.ShardPlan:
+    """A joined plan of parameters and Adam's moments."""
+    params = {"w": jax.ShapeDtypeStruct((8192, 4096), jnp.float32), "b": jax.ShapeDtypeStruct((4096,), jnp.float32)}
+    mesh = sfx.MeshSpec({"data": 4, "fsdp": 2})
+    plan = sfx.plan(params, mesh, paths=sfx.PathRules.parse("w->fsdp, b->fsdp"))
+    return sfx.ShardPlan.join(params=plan, opt=sfx.follow(optax.adam(1e-3).init, plan, **arguments))
+
+
+def test_zero_that_does_nothing_is_told():
+    (found,) = sfx.lint(moments())
+    assert (found.code, found.severity, found.where) == ("optimizer-state", "info", "opt")
+    # Two moments, each 128 MiB in two pieces that could be eight.
+    assert found.bytes == 2 * (8192 + 1) * 4096 * 4 // 2 * 3 // 4
+    assert sfx.lint(applied(found.fix, {"tree": moments()})["tree"]) == ()
+    assert sfx.lint(moments(over="data")) == ()
+
+
+def test_one_state_that_zero_left_out_is_told():
+    plan = moments(over="data").replace("opt/0/nu/w", jax.P("fsdp"))
+    (found,) = sfx.lint(plan)
+    assert (found.code, found.severity, found.bytes) == ("optimizer-state", "warning", 8192 * 4096 * 4 // 2 * 3 // 4)
+    assert sfx.lint(applied(found.fix, {"tree": plan})["tree"]) == ()
+
+
+def test_branches_that_are_alike_are_no_states():
+    tower = {"layers": [{"weight": jax.ShapeDtypeStruct((4096, 8192), jnp.float32)}] * 2}
+    tree = {"encoder": tower, "decoder": {"body": tower}, "head": {"weight": tower["layers"][0]["weight"]}}
+    rules = sfx.PathRules([("encoder", jax.P("fsdp", "tensor")), (".*", jax.P("fsdp"))])
+    assert sfx.lint(tree, MESH, paths=rules) == ()
+
+
+def test_a_module_with_functions_and_names_of_its_own():
+    class Dense(eqx.Module):
+        weight: jax.ShapeDtypeStruct = sfx.field(names=("mlp", "embd"))
+        call: Callable[..., Any] = jnp.tanh
+
+    arguments = {"tree": [Dense(jax.ShapeDtypeStruct((8, 16), jnp.float32))] * 2, "mesh": MESH, "axes": AXES}
+    (found,) = lint(arguments)
+    assert (found.code, found.where) == ("unknown-name", "name 'embd'")
+    assert lint(applied(found.fix, arguments)) == ()
+    # Its names, from outside.
+    names = sfx.renamed(arguments["tree"], {".*": ("mlp", "embed")})
+    assert lint({**arguments, "names": names}) == ()
+
+
+def test_severities_follow_the_arguments():
+    tree, mesh = {"w": jax.ShapeDtypeStruct((7, 8), jnp.float32)}, MESH
+    rules = sfx.PathRules([("w", jax.P("fsdp", "tensor")), ("nothing", jax.P())])
+    loose = sfx.lint(tree, mesh, paths=rules, unused="allow")
+    assert [(one.code, one.severity) for one in loose] == [("corrected", "warning"), ("unused-rule", "warning")]
+    strict = sfx.lint(tree, mesh, paths=rules, strict=True)
+    assert [(one.code, one.severity) for one in strict] == [("corrected", "error"), ("unused-rule", "error")]
+    assert [one.code for one in strict.without("corrected").worst("error")] == ["unused-rule"]
+    assert repr(strict) == str(strict) and str(sfx.lint(tree, mesh, paths=rules.drop(1))).startswith("1 finding: 1 w")
+
+
+def test_a_refined_mesh_takes_what_it_can():
+    key = {"k": jax.ShapeDtypeStruct((256, 64), jnp.float32)}
+    mesh, rules = sfx.MeshSpec({"tensor": 4}), sfx.PathRules([("k", sfx.atomic(jax.P("tensor"), (128, 1)))])
+    (found,) = sfx.lint(key, mesh, paths=rules)
+    assert (found.code, found.severity, found.fix) == ("corrected", "info", "refine = True")
+    assert sfx.lint(key, mesh, paths=rules, refine=True) == ()
+    odd = {"k": jax.ShapeDtypeStruct((7, 64), jnp.float32)}
+    (found,) = sfx.lint(odd, mesh, paths=sfx.PathRules.parse("k->tensor"), refine=True)
+    arguments = {"tree": odd, "mesh": mesh, "paths": sfx.PathRules.parse("k->tensor"), "refine": True}
+    assert lint(applied(found.fix, arguments)) == ()
+
+
+@pytest.mark.parametrize(
+    "tree", [{}, {"f": jnp.tanh}, jax.ShapeDtypeStruct((), jnp.float32), jax.random.key(0)], ids=str
+)
+def test_trees_with_nothing_to_shard(tree):
+    assert sfx.lint(tree, sfx.MeshSpec({})) == ()
+
+
+def test_strange_dtypes_and_sizes():
+    def leaf(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    tree = {"key": jax.random.key(0), "numpy": np.ones((4, 4)), "int4": leaf((8, 8), jnp.int4)}
+    tree |= {"none": leaf((0, 3), bool), "fp8": leaf((3, 5), jnp.float8_e4m3fn)}
+    found = sfx.lint(tree, MESH, paths=sfx.PathRules.parse("key->replicate, .*->fsdp.tensor"))
+    assert {(one.code, one.where) for one in found} == {("corrected", "fp8"), ("corrected", "none")}
+
+
+def test_thousands_of_findings_are_made_fast_and_shown_in_part():
+    names = ["".join(letters) for letters in itertools.product("abcdefghij", repeat=3)]
+    tree = {name: jax.ShapeDtypeStruct((7, 8), jnp.float32) for name in names}
+    found = sfx.lint(tree, MESH, paths=sfx.PathRules.parse(".*->fsdp.tensor"))
+    assert len(found) == 1000 and {one.code for one in found} == {"corrected"}
+    text = str(found)
+    assert text.count("fix:") == 100 and text.endswith("and 900 more; `for finding in findings` has them all")
+    assert found._repr_html_().count("<tr>") == 101
+    again = sfx.lint(tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))]))
+    assert sum(one.code == "unmatched" for one in again) == 1000
