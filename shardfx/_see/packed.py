@@ -99,6 +99,8 @@ def _common(first: str, second: str) -> int:
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The groups with the most bytes, and the rest as one."""
+    if len(groups) <= _MOST_GROUPS + 1:
+        return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])
     others = {"group": f"{len(groups) - _MOST_GROUPS} others", "memory_kind": None, "bytes_per_device": rest}
-    return [*groups[:_MOST_GROUPS], *([others] if rest else [])]
+    return [*groups[:_MOST_GROUPS], others]

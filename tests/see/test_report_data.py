@@ -228,6 +228,15 @@ def test_fifty_thousand_leaves_are_a_page_below_2_mb(name, left_out, tmp_path):
         assert max(left.values()) <= min(share[row[3]] for row in data["rows"])
 
 
+@pytest.mark.parametrize("count, shown", [(13, 13), (14, 13)])
+def test_many_parts_of_a_tree_are_the_largest_and_the_rest(count, shown):
+    tree = {f"part{chr(97 + at)}": struct(8, 8 * (at + 1)) for at in range(count)}
+    made = plan(tree, MESH, paths=PathRules([(".*", P("data"))]))
+    memory = embedded(html_report(made))["memory"]
+    assert len(memory) == shown and sum(part["bytes_per_device"] for part in memory) == made.bytes_per_device
+    assert (memory[-1]["group"] == "2 others") == (shown < count)
+
+
 def test_many_findings_and_much_traffic_are_cut_and_counted():
     made = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P())]))
     found = Finding("replicated", "warning", "w", 9, "m" * 100, "f")

@@ -9,7 +9,7 @@ function detailsOf(row) {
     ['in all', row.arrays === 1 ? null : `${bytesText(row.bytes)}, ${bytesText(row.bytes_per_device)} on each device`],
   ];
   return [
-    el('h3', { class: 'path' }, el('bdi', {}, row.path)),
+    el('h3', { class: 'path' }, el('bdi', {}, pathText(row.path))),
     el('p', { class: 'mono' }, count),
     el('div', { class: 'cut' }, cutPicture(row), row.shape.length ? dimensionTable(row) : null),
     el('dl', {}, facts.filter(([, value]) => value).map(([name, value]) => [el('dt', {}, name), el('dd', {}, value)])),

@@ -40,6 +40,11 @@ function sum(items, value) {
   return items.reduce((total, item) => total + value(item), 0);
 }
 
+/** A path as it is shown; a key may be empty, and a tree may be one array. */
+function pathText(path) {
+  return path || '(no name)';
+}
+
 function bytesText(count) {
   if (count < 1024) return `${count} B`;
   const power = Math.min(Math.floor(Math.log2(count) / 10), 6);
@@ -107,7 +112,7 @@ function treeOf(rows) {
       if (!node.children.has(key)) node.children.set(key, { name: part, children: new Map(), row: null });
       node = node.children.get(key);
     });
-    if (!parts.length) root.children.set(`\0${row.index}`, (node = { name: '', children: new Map() }));
+    if (!parts.length) root.children.set(`\0${row.index}`, (node = { name: pathText(''), children: new Map() }));
     node.row = row;
   }
   const made = settled(root, null);

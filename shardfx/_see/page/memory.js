@@ -59,7 +59,7 @@ function partTable(here, away, whole) {
   const line = (part, at) => el('tr', {},
     el('th', { scope: 'row' }, svg('svg', { class: 'swatch', width: 12, height: 12, 'aria-hidden': 'true' },
       svg('rect', { width: 12, height: 12, rx: 3, class: at === null ? 'room' : `part part-${at % 6}` })),
-    ' ', el('bdi', {}, shortened(part.group, 80)), part.memory_kind ? el('span', { class: 'tag' }, part.memory_kind) : null),
+    ' ', el('bdi', {}, shortened(pathText(part.group), 80)), part.memory_kind ? el('span', { class: 'tag' }, part.memory_kind) : null),
     el('td', { class: 'number' }, bytesText(part.bytes_per_device)),
     el('td', { class: 'number' }, at === null ? '' : shareText(part.bytes_per_device, whole)));
   return el('table', { class: 'parts' }, el('tbody', {}, here.map(line), away.map((part) => line(part, null))));

@@ -60,6 +60,7 @@ function inspect(row) {
 }
 
 function start() {
+  addEventListener('scroll', () => (byId('tip').hidden = true), { passive: true });
   document.body.append(svg('svg', { width: 0, height: 0, class: 'hidden', 'aria-hidden': 'true' }, fillDefinitions()));
   drawTiles(byId('tiles'));
   drawLegend(byId('legend'));

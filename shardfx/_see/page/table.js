@@ -57,14 +57,15 @@ class Table {
   }
 
   linesOf(row) {
-    const open = this.open.has(row.index), name = el('bdi', {}, shortened(row.path, 300));
+    const open = this.open.has(row.index), name = el('bdi', {}, shortened(pathText(row.path), 300));
     const button = el('button', { type: 'button', class: 'row', 'aria-expanded': `${open}`,
       onclick: () => this.toggle(row) }, name);
     const cells = [
       el('td', { class: 'mono', 'data-name': 'path' }, button),
       el('td', { class: 'number', 'data-name': 'arrays' }, numberText(row.arrays)),
       el('td', { class: 'mono', 'data-name': 'array' }, row.array),
-      el('td', { 'data-name': 'spec' }, swatch(cutsOf(row)), ' ', el('bdi', { class: 'mono' }, specText(row.spec))),
+      el('td', { 'data-name': 'spec' }, el('span', { class: 'spec' }, swatch(cutsOf(row)),
+        el('bdi', { class: 'mono' }, specText(row.spec)))),
       el('td', { class: 'number', 'data-name': 'bytes/device' }, meter(row.bytes_per_device), bytesText(row.bytes_per_device)),
       el('td', { class: 'why', 'data-name': 'why' }, whyOf(row)),
     ];

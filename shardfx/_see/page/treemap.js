@@ -153,7 +153,7 @@ class Treemap {
     const share = shareText(node.bytes, DATA.totals.bytes_per_device);
     const size = `${bytesText(node.bytes)} on each device, ${share} of all`;
     if (!node.row) return [el('b', {}, el('bdi', {}, shortened(node.name, 200))), el('div', {}, size), ...mixture(node)];
-    const row = node.row, name = shortened(row.path, 200);
+    const row = node.row, name = shortened(pathText(row.path), 200);
     const reasons = row.reasons.map((reason) => el('div', { class: 'why' }, shortened(reason.message, 240)));
     return [
       el('b', {}, el('bdi', {}, name)),
