@@ -1,11 +1,13 @@
 """What a report says as data, and as the text of a page; what a browser makes of it is in test_report_browser.py."""
 
+import importlib.resources
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import draw_report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,6 +179,24 @@ def test_names_stay_text_whatever_they_hold():
     assert len(shown) == len(HOSTILE) and all(path.isprintable() for path in shown)
     assert "\\u202egnp.tsohg\\u202c \\u2066\\u2029\\x1b[31m\\x00" in shown
     assert HOSTILE[0] in shown and "\u6743\u91cd/\u0648\u0632\u0646" in shown and "x" * 10_000 in shown
+
+
+def test_every_file_of_the_page_is_in_it():
+    folder = importlib.resources.files("shardfx._see").joinpath("page")
+    page = html_report(hostile())
+    for file in folder.iterdir():
+        text = file.read_text(encoding="utf-8")
+        assert text.isascii() and (text in page) != (file.name == "report.html"), file.name
+    assert "{{" not in page.partition("<script")[0]
+
+
+def test_the_picture_in_the_readme_shows_what_is_said_of_it():
+    made = draw_report.planned()
+    rows = {row.path.rpartition("layers/")[2]: row for row in report_rows(made)}
+    key, query, out = (rows[f"{{0..47}}/self_attn/{name}_proj/weight"] for name in ("k", "q", "o"))
+    assert key.leaf.spec == P(None, "fsdp") and key.leaf.reasons[0].code.name == "unit"
+    assert key.bytes_per_device > query.bytes_per_device + out.bytes_per_device
+    assert draw_report.PICTURE.read_bytes().startswith(b"\x89PNG") and draw_report.PICTURE.stat().st_size < 200_000
 
 
 def test_the_same_plan_gives_the_same_page():
