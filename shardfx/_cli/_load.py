@@ -100,16 +100,21 @@ def _checkpoint(path: str) -> Any:
     try:
         return calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path)))
     except UsageError as error:
-        near = difflib.get_close_matches(path.lower(), presets.models.names(), n=3, cutoff=0.75)
+        near = _near_models(path)
         if near and not os.path.exists(path):
-            names = " or ".join(map(repr, near))
-            raise UsageError(f"there is no file and no published model {path!r}; did you mean {names}?") from error
+            raise UsageError(f"there is no file and no published model {path!r}; did you mean {near}?") from error
         module = path.removesuffix(".py").rstrip("/").replace("/", ".")
         data = os.path.isfile(path) and not path.endswith(".py")
         if data or path.endswith(".safetensors") or not all(part.isidentifier() for part in module.split(".")):
             raise
         told = str(error).rstrip(".")
         raise UsageError(f"{told}. A model is named as MODULE:CALLABLE, as in `{module}:make`") from error
+
+
+def _near_models(name: str) -> str:
+    """Published models with names like this one, which may be as Hugging Face has it: `meta-llama/Llama-3.1-8B`."""
+    short = name.rstrip("/").rpartition("/")[2].lower()
+    return " or ".join(map(repr, difflib.get_close_matches(short, presets.models.names(), n=3, cutoff=0.75)))
 
 
 def load_rules(name: str, model: str) -> Rules:
@@ -192,6 +197,9 @@ def _is_rule_set(value: Any) -> bool:
 
 def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
     if model not in presets.models.names():
+        near = _near_models(model)
+        if near and ":" not in model and not os.path.exists(model):
+            raise UsageError(f"there is no published model {model!r}; did you mean {near}?")
         raise UsageError(
             f"--rules {text} is for a published model, as llama3-8b (`shardfx models` lists them), not for {model!r}; "
             "name rules as MODULE:NAME or as a text, or a ready set, as in --rules llama"

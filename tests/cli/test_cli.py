@@ -430,7 +430,11 @@ BAD = {
     "neither name nor text": (("{}:make", "fsdp=4", "fsdb"), "neither MODULE:NAME nor a text"),
     "a near name of rules": (("{}:make", "fsdp=4", "fsdb"), "did you mean 'fsdp'"),
     "a strategy": (("{}:make", "fsdp=4", "fsdp_tp"), "is for a published model, as llama3-8b"),
-    "a published model": (("llama3-405", "fsdp=4", "fsdp"), "is for a published model"),
+    "a published model": (
+        ("llama3-405", "fsdp=4", "fsdp"),
+        "no published model 'llama3-405'; did you mean 'llama3-405b'",
+    ),
+    "Hugging Face's name": (("meta-llama/Llama-3.1-8B", "fsdp=4", "fsdp"), "did you mean 'llama3.1-8b'"),
     "a published model's name": (("llama3-405", "fsdp=4", "w->fsdp"), "did you mean 'llama3-405b'"),
     "experts": (("llama3-8b", "fsdp=4", "ep"), "`llama3-8b` has no rules 'ep'; there are dp, fsdp, tp, fsdp_tp"),
     "bad regex": (("{}:make", "fsdp=4", "a(->fsdp"), "has no `->`"),
