@@ -31,7 +31,7 @@ def data_of(value: Any) -> Any:
     if isinstance(value, PartitionSpec):
         return [data_of(entry) for entry in entries_of(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: data_of(vars(value)[field.name]) for field in dataclasses.fields(value)}
+        return {field.name: data_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): data_of(held) for key, held in value.items()}
     if isinstance(value, tuple) and "_fields" in dir(value):

@@ -25,9 +25,14 @@ class Step(NamedTuple):
     plans: tuple[ShardPlan | None, ...]
     mesh: MeshSpec
 
+    @property
+    def laid_out(self) -> tuple[Any, ...]:
+        """For each argument its plan, or the structs that say how it lies."""
+        return tuple(plan or arg for plan, arg in zip(self.plans, self.args, strict=True))
+
 
 def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) -> Step:
-    """The step that a function of the user's returns.
+    """The step that a function of the user's returns, and how its arguments lie.
 
     **Arguments:**
 
@@ -40,6 +45,29 @@ def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None
 
     `UsageError` if there is no such function, it fails, or it returns something else.
     """
+    function, args = _made(name, kwargs, mesh)
+    plans = tuple(arg if isinstance(arg, ShardPlan) else None for arg in args)
+    structs = tuple(arg.structs if isinstance(arg, ShardPlan) else arg for arg in args)
+    return Step(function, structs, plans, _mesh_of(name, structs))
+
+
+def load_bare_step(name: str, kwargs: Mapping[str, Any] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step that a function of the user's returns, and its arguments without any sharding.
+
+    **Arguments:**
+
+    - `name`, `kwargs`: as in `load_step`; the function takes no mesh.
+
+    **Raises:**
+
+    As `load_step`.
+    """
+    function, args = _made(name, kwargs, None)
+    return function, jax.tree.map(_bare, tuple(arg.structs if isinstance(arg, ShardPlan) else arg for arg in args))
+
+
+def _made(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
+    """What the function returns, checked."""
     found = attribute(name)
     if not callable(found):
         raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
@@ -56,10 +84,11 @@ def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
         form = "a step and a tuple of its arguments, as in `return train_step, (params_plan, batch_plan)`"
         raise UsageError(f"`{name}` must return {form}, not {made!r:.60}")
-    function, args = made
-    plans = tuple(arg if isinstance(arg, ShardPlan) else None for arg in args)
-    structs = tuple(arg.structs if isinstance(arg, ShardPlan) else arg for arg in args)
-    return Step(function, structs, plans, _mesh_of(name, structs))
+    return made
+
+
+def _bare(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 def estimated(step: Step, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:

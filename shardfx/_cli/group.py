@@ -18,6 +18,7 @@ from .verbs.lint import lint
 from .verbs.models import models
 from .verbs.plan import plan
 from .verbs.report import report
+from .verbs.search import search
 from .verbs.traffic import traffic
 
 
@@ -38,7 +39,7 @@ def shardfx_() -> None:
     """Sharding plans as plain data, for JAX."""
 
 
-for _verb in (plan, explain, lint, diff, fit, report, traffic, convert, models, chips, demo):
+for _verb in (plan, explain, lint, diff, fit, report, traffic, search, convert, models, chips, demo):
     shardfx_.add_command(_verb)
 
 

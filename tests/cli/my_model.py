@@ -33,8 +33,15 @@ def train_step(mesh, width=256):
     params = plan(jax.eval_shape(lambda: make(jax.random.key(0), width)), mesh, paths=RULES, axes=AXES)
     batch = plan(jax.ShapeDtypeStruct((1024, width), jnp.float32), mesh, names=("batch", None), axes=AXES)
 
-    def step(params, x):
-        value, gradients = jax.value_and_grad(loss)(params, x)
-        return jax.tree.map(lambda weight, gradient: weight - 1e-3 * gradient, params, gradients), value
-
     return step, (params, batch)
+
+
+def plain_step(width=2048, rows=65536):
+    """The step for a search: its arguments are not sharded yet."""
+    params = jax.eval_shape(lambda: make(jax.random.key(0), width))
+    return step, (params, jax.ShapeDtypeStruct((rows, width), jnp.float32))
+
+
+def step(params, x):
+    value, gradients = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda weight, gradient: weight - 1e-3 * gradient, params, gradients), value

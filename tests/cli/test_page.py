@@ -42,7 +42,7 @@ def test_a_command_of_the_page_prints_what_it_shows(command, shown, here, monkey
     message = f"{command}wanted\n{shown}\nbut it printed\n{out}"
     assert not shown or doctest.OutputChecker().check_output(shown, out, FLAGS), message
     for word in words:
-        if word.endswith((".json", ".html")) and words[words.index(word) - 1] in ("--json", "--html"):
+        if words[words.index(word) - 1] in ("--json", "--html", "--write"):
             assert Path(word).stat().st_size > 0
 
 

@@ -333,6 +333,21 @@ def test_fit_of_a_step_counts_activations(here, capsys):
     assert "there is no chip 'v9'" in failure(capsys, *step, "--chip", "v9")
 
 
+def test_search_chooses_mesh_and_rules_that_run(here, capsys):
+    words = ("search", "my_model:plain_step", "--devices", "tpu:v5e:2x4", "--keep", "2")
+    assert run(*words, "--write", "chosen.py", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 2 and found[0]["fits"] and found[0]["seconds"] <= found[1]["seconds"]
+    space = {}
+    exec(Path("chosen.py").read_text(), space)
+    assert str(space["MESH"]) == found[0]["mesh"]
+    assert run(*words[:2], "--devices", "2", "--chip", "v5e", "--kwargs", "width=65536") == 1
+    capsys.readouterr()
+    assert "add one, as --chip h100" in failure(capsys, *words[:2], "--devices", "16")
+    assert "is no slice; write it as `tpu:v5p:4x4x4`" in failure(capsys, *words[:2], "--devices", "v5e")
+    assert "takes a `mesh`" in failure(capsys, "search", "my_model:train_step", "--devices", "tpu:v5e:2x4")
+
+
 def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
     flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH", "--chip", "v5p", "--step", "my_model:train_step")
     assert run("report", "my_model:make", *flags, "--html", "out.html", "--json", "out.json") == 0

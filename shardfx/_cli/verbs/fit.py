@@ -61,11 +61,12 @@ def _of_step(asked: Asked, name: str, chip: chips.Chip, donate: str) -> Fit:
     mesh = asked.mesh
     spec = None if mesh is None else calling("reading --mesh", lambda: MeshSpec.parse(mesh))
     loaded = load_step(name, None if asked.kwargs is None else literals(asked.kwargs, "kwargs"), spec)
-    plans = tuple(plan or arg for plan, arg in zip(loaded.plans, loaded.args, strict=True))
     given = _donated(donate)
     with working(f"tracing {name}"):
         what = "counting the step's memory"
-        return calling(what, lambda: fit_of(plans, step=loaded.function, args=loaded.args, donate=given, chip=chip))
+        return calling(
+            what, lambda: fit_of(loaded.laid_out, step=loaded.function, args=loaded.args, donate=given, chip=chip)
+        )
 
 
 def _donated(text: str) -> Any:
