@@ -19,6 +19,7 @@ FILES = {
     "reshard": "reshard",
     "reshard-trees": "reshard_trees",
     "load": "load",
+    "convert": "convert",
     "train": "train",
     "cost": "cost",
 }

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from .._ground.boxes import Box, volume
+from .._ground.copying import copy
 from .pieces import NOWHERE, Piece, Scale, hull, rows, swapped
 from .views import as_bits, source_view, target_view
 
@@ -32,13 +33,13 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
 def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
     """Writes values, cast as the piece says."""
     if there.dtype == values.dtype and not any(to != there.dtype for to in piece.value.casts):
-        np.copyto(as_bits(there), as_bits(values))
+        copy(as_bits(there), as_bits(values))
         return
     # As in JAX, what is too large for a smaller floating-point dtype becomes infinite without a word.
     with np.errstate(over="ignore", invalid="ignore"):
         for to in piece.value.casts[:-1]:
             values = values.astype(to)
-        there[...] = values
+        copy(there, values)
 
 
 def constant(piece: Piece) -> Any:

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from .._ground.errors import LeafTypeError, MoveError
 from .._ground.tree import flatten
 from .._plan.target import Target, target_of
 from .destinations import is_array
-from .mapped.carry import carried
+from .mapped.carry import Joined, carried
 from .mapped.work import Leaf, Work, Works, works_of
 
 
@@ -76,7 +78,9 @@ def through_map(
     works = journey.works.works
     left = collections.Counter(journey.works.readers)
     given_up = _Donation(journey, left) if donate else None
-    path = ""
+    joined_up: Joined = {}
+    under_way: collections.deque[jax.Array] = collections.deque()
+    path, pool = "", ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move")
     try:
         plain = [work for work in works if work.way == "plain"]
         path = plain[0].leaf.path if plain else ""
@@ -84,15 +88,28 @@ def through_map(
         for work in works:
             path = work.leaf.path
             if work.way != "plain":
-                made[path] = carried(work, journey.arrays, _by(reshard, limit_bytes), limit_bytes)
+                made[path] = carried(work, journey.arrays, _by(reshard, limit_bytes), limit_bytes, pool, joined_up)
+                under_way.append(made[path])
+                if given_up is not None or len(under_way) > _most_under_way(work):
+                    # The oldest first; whoever gives up what it reads waits for all.
+                    jax.block_until_ready(under_way if given_up is not None else under_way.popleft())
                 if given_up is not None:
-                    jax.block_until_ready(made[path])
-                    given_up.read(work)
+                    under_way.clear()
+                    for name in given_up.read(work):
+                        for key in [key for key in joined_up if key[0] == name]:
+                            del joined_up[key]
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise _stopped(path, made, len(works), error, donate) from error
+    finally:
+        pool.shutdown()
     if given_up is not None:
         given_up.finish()
     return journey.target.filled([made[path] for path, _ in journey.target.arrays], {})
+
+
+def _most_under_way(work: Work) -> int:
+    # Each program that is under way holds a thread per device of the CPU's runtime, which gives up when too many wait.
+    return 2 if any(device.platform == "cpu" for device in work.devices) else 32
 
 
 def _by(reshard: Reshard, limit_bytes: int | None) -> Callable[[jax.Array, Any], jax.Array]:
@@ -111,11 +128,15 @@ class _Donation:
         """Whether one more reading of an array is the last, and nothing else in the tree is the same array."""
         return self.left[path] == 1 and self.places[id(self.arrays[path])] == 1
 
-    def read(self, work: Work) -> None:
+    def read(self, work: Work) -> list[str]:
+        """One more array is made; what nothing is made of any more, and has been given up."""
+        done = []
         for path in work.sources:
             self.left[path] -= 1
             if not self.left[path]:
                 self._give_up(path)
+                done.append(path)
+        return done
 
     def keep(self, array: Any) -> None:
         """An array whose buffers a result shares."""

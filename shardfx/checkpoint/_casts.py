@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 
@@ -35,4 +36,4 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
             )
     # As in JAX, what is too large for a smaller floating-point dtype becomes infinite without a word.
     with np.errstate(over="ignore", invalid="ignore"):
-        view[...] = values
+        copy(view, values)

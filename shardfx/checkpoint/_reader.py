@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._ground.boxes import Box
+from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._casts import fill
@@ -160,7 +161,7 @@ def copied_out(views: Sequence[np.ndarray], span: Span, dtype: Any, path: str) -
     for view, part in zip(views, span.parts, strict=True):
         extent = tuple(stop - start for start, stop in part.where)
         if view.dtype == dtype:
-            np.ndarray(extent, kind, memory.data, part.offset, span.strides)[...] = view.view(kind)
+            copy(np.ndarray(extent, kind, memory.data, part.offset, span.strides), view.view(kind))
         else:
             fill(np.ndarray(extent, dtype, memory.data, part.offset, span.strides), view, path)
     return memory

@@ -2,6 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -9,18 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._convert.pieces import Scale, within
+from ..._convert.pieces import Piece, Scale, within
 from ..._convert.values import fill
 from ..._ground.boxes import Box, as_box
 from .copies import assembled
-from .exchange import Exchange, blocks, joined, program, sharding_of
+from .exchange import Block, Exchange, blocks, joined, program, sharding_of
 from .work import Scaled, Work
 
 
 Move = Callable[[jax.Array, Any], jax.Array]
+Joined = dict[tuple[str, tuple[Any, ...]], jax.Array]
 
 
-def carried(work: Work, arrays: Mapping[str, Any], move: Move, limit_bytes: int | None) -> jax.Array:
+def carried(
+    work: Work,
+    arrays: Mapping[str, Any],
+    move: Move,
+    limit_bytes: int | None,
+    pool: ThreadPoolExecutor,
+    joined_up: dict,
+) -> jax.Array:
     """Makes one array.
 
     **Arguments:**
@@ -29,14 +38,16 @@ def carried(work: Work, arrays: Mapping[str, Any], move: Move, limit_bytes: int 
     - `arrays`: the source's arrays by path.
     - `move`: moves an array to a sharding, for scales.
     - `limit_bytes`: how much may be used beside source and target.
+    - `pool`: threads to copy with.
+    - `joined_up`: what programs take of the source's arrays, by path and devices; filled on the way.
     """
     data = {name: _data(arrays[name]) for name in work.sources}
     if 0 in work.shape:
         made = _by_host(work, data)
     elif work.way == "programs":
-        made = _by_programs(work, data, move, limit_bytes)
+        made = _by_programs(work, data, move, limit_bytes, joined_up)
     elif work.way == "copies":
-        made = _by_copies(work, data)
+        made = _by_copies(work, data, pool)
     else:
         made = _by_host(work, data)
     if made.dtype == work.leaf.dtype:
@@ -84,10 +95,10 @@ def _within(part: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
     return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(part, box, strict=True))
 
 
-def _by_copies(work: Work, data: Mapping[str, Any]) -> jax.Array:
+def _by_copies(work: Work, data: Mapping[str, Any], pool: ThreadPoolExecutor) -> jax.Array:
     assert work.leaf.sharding is not None
     cuts = [one.made for one in work.cuts]
-    return assembled(work.shape, work.dtype, work.leaf.sharding, work.targets, cuts, _shards(data), _reader(data))
+    return assembled(work.shape, work.dtype, work.leaf.sharding, work.targets, cuts, _shards(data), _reader(data), pool)
 
 
 def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:
@@ -108,7 +119,9 @@ def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:
     return jax.make_array_from_callback(work.shape, sharding, shard, dtype=work.dtype)
 
 
-def _by_programs(work: Work, data: Mapping[str, Any], move: Move, limit_bytes: int | None) -> jax.Array:
+def _by_programs(
+    work: Work, data: Mapping[str, Any], move: Move, limit_bytes: int | None, joined_up: Joined
+) -> jax.Array:
     sharding, devices = work.leaf.sharding, work.devices
     assert sharding is not None
     every = dict(data)
@@ -116,20 +129,34 @@ def _by_programs(work: Work, data: Mapping[str, Any], move: Move, limit_bytes: i
         every[one.name] = _scaled(one, data[one.path], data[one.scale.path], move)
     target = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])
     with jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh):
-        out = _begun(work, target)
+        out = _constants(work, target)
         for step, places in _steps(work, limit_bytes):
-            leaf = every[step.path]
-            shards = {shard.device: shard.data for shard in leaf.addressable_shards}
-            source = work.source_shapes[step.path]
-            run = program(devices, step.rounds, source, (target, work.dtype))
-            out = run(out, blocks(devices, source[0], source[1], shards), places)
+            sources = tuple(work.source_shapes[path] for path in step.paths)
+            run = program(devices, step.rounds, sources, (target, work.dtype), out is None)
+            given = [
+                _block(devices, path, source, every, joined_up)
+                for path, source in zip(step.paths, sources, strict=True)
+            ]
+            out = run(places, *given, *(() if out is None else (out,)))
             if limit_bytes is not None or _crosses(devices):
                 # Programs that talk to other processes block threads of the CPU's runtime; several at once can block
                 # them all.
                 jax.block_until_ready(out)
+    assert out is not None
     parts = {shard.device: shard.data for shard in out.addressable_shards}
-    mine = [parts[device].reshape(target) for device in sharding.addressable_devices_indices_map(work.leaf.shape)]
+    mine = [parts[device] for device in sharding.addressable_devices_indices_map(work.leaf.shape)]
+    mine = [part if part.shape == target else part.reshape(target) for part in mine]
     return jax.make_array_from_single_device_arrays(work.shape, sharding, mine, dtype=work.dtype)
+
+
+def _block(
+    devices: tuple[Any, ...], path: str, source: Block, every: Mapping[str, Any], joined_up: Joined
+) -> jax.Array:
+    """The shards of an array as a program takes them; a stack that many leaves are made of is joined once."""
+    if (path, devices) not in joined_up:
+        shards = {shard.device: shard.data for shard in every[path].addressable_shards}
+        joined_up[path, devices] = blocks(devices, *source, shards)
+    return joined_up[path, devices]
 
 
 def _crosses(devices: Sequence[Any]) -> bool:
@@ -148,26 +175,24 @@ def _steps(work: Work, limit_bytes: int | None) -> tuple[tuple[Exchange, jax.Arr
     return tuple(found)
 
 
-def _begun(work: Work, target: tuple[int, ...]) -> jax.Array:
-    """The shards before anything is written: zeros, and constants where there are some."""
-    devices, where = work.devices, sharding_of(work.devices)
-    whole = (len(devices) * joined(target)[0], *joined(target)[1:])
-    constants: dict[int, list[Any]] = {}
+def _constants(work: Work, target: tuple[int, ...]) -> jax.Array | None:
+    """The shards with the numbers that no array gives; `None` where there are none."""
+    constants: dict[int, list[Piece]] = {}
     for cut in work.cuts[0].made:
         if cut.piece.value.path is None:
             constants.setdefault(cut.receiver, []).append(cut.piece)
     if not constants:
-        return jnp.zeros(whole, work.dtype, device=where)
-    first = joined(target)[0]
+        return None
+    first, box = joined(target)[0], tuple((0, size) for size in target)
 
     def shard(index: Any) -> np.ndarray:
-        number = (index[0].start or 0) // first
         out = np.zeros(target, work.dtype)
-        for piece in constants.get(number, ()):
-            fill(out, tuple((0, size) for size in target), piece, _nothing)
+        for piece in constants.get((index[0].start or 0) // first, ()):
+            fill(out, box, piece, _nothing)
         return out.reshape(joined(target))
 
-    return jax.make_array_from_callback(whole, where, shard, dtype=work.dtype)
+    whole = (len(work.devices) * first, *joined(target)[1:])
+    return jax.make_array_from_callback(whole, sharding_of(work.devices), shard, dtype=work.dtype)
 
 
 def _nothing(path: str, box: Box) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Cuts as NumPy copies in the memory that the devices of this process's CPU share."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,6 +28,7 @@ def assembled(
     cuts: Sequence[Sequence[Cut]],
     shards: Shards,
     read: Read,
+    pool: ThreadPoolExecutor,
 ) -> jax.Array:
     """Makes an array on the CPU from the shards of others.
 
@@ -39,6 +39,7 @@ def assembled(
     - `cuts`: what each of them is made of.
     - `shards`: by path and device number.
     - `read`: a box of a whole array, for what takes two.
+    - `pool`: threads to copy with: NumPy lets others run meanwhile.
 
     **Returns:**
 
@@ -50,8 +51,7 @@ def assembled(
         for buffer, cut in tasks:
             _copy(buffer, cut, shards, read)
     else:
-        with ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda task: _copy(task[0], task[1], shards, read), tasks))
+        list(pool.map(lambda task: _copy(task[0], task[1], shards, read), tasks))
     by_box = dict(zip(targets, built, strict=True))
     if len(built) == 1:
         return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)

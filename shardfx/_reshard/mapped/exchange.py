@@ -15,12 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import Piece
 from ..._convert.pieces import NOWHERE, Factor, along, hull, swapped
-from ..small_floats import on_bits
+from ..small_floats import is_small_float
 from ..tiles.rounds import matchings
 from .cuts import Cut, first_casts
 
 
 _AXIS = "device"
+# A program has its arrays as arguments; a stack of thousands takes several calls of one.
+_MOST_SOURCES = 8
 # Per dimension the extent of a box, and the digits that count through it: how many, and how far apart.
 Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
@@ -46,27 +48,30 @@ class Round(NamedTuple):
 
     **Arguments:**
 
+    - `number`: of the array that is read, among those of the program.
     - `form`: of the pieces.
     - `pairs`: who sends to whom; nothing where each device takes its own.
     - `is_full`: whether every device receives.
     """
 
+    number: int
     form: Form
     pairs: tuple[tuple[int, int], ...]
     is_full: bool
 
 
 class Exchange(NamedTuple):
-    """One array's part of another: a program, and the places that its rounds begin at.
+    """Some arrays' parts of another: a program, and the places that its rounds begin at.
 
     **Arguments:**
 
-    - `path`: of the array that is read.
+    - `paths`: of the arrays that are read.
     - `rounds`: in order.
-    - `places`: per device and round, where the piece begins in source and target, and whether it is received.
+    - `places`: per device and round, where the piece begins in the source (first) and in the target (last), and whether
+        it is received.
     """
 
-    path: str
+    paths: tuple[str, ...]
     rounds: tuple[Round, ...]
     places: np.ndarray
 
@@ -100,70 +105,99 @@ def exchanges(cuts: Sequence[Cut], count: int, most_bytes: int | None = None) ->
     - `cuts`: of one target, without those of constants.
     - `most_bytes`: the most that the pieces of one program take together, as far as there is more than one round.
     """
-    by_source: dict[str, dict[tuple[Form, bool], list[Cut]]] = {}
+    classes: dict[str, dict[tuple[Form, bool], list[Cut]]] = {}
     for cut in cuts:
-        forms = by_source.setdefault(str(cut.piece.value.path), {})
+        forms = classes.setdefault(str(cut.piece.value.path), {})
         forms.setdefault((form_of(cut.piece), cut.sender == cut.receiver), []).append(cut)
-    found = []
-    for path, forms in by_source.items():
-        steps = []
-        for (form, local), own in forms.items():
-            for tiles in matchings(own):
-                pairs = () if local else tuple(sorted((cut.sender, cut.receiver) for cut in tiles))
-                steps.append((Round(form, pairs, len(tiles) == count), tiles))
-        for group in _groups(steps, most_bytes):
-            width = len(group[0][1][0].piece.source) + len(group[0][1][0].piece.target) + 1
-            places = np.zeros((count, len(group), width), np.int32)
-            for number, (_, tiles) in enumerate(group):
-                for cut in tiles:
-                    places[cut.sender, number, : len(cut.piece.source)] = cut.piece.source
-                    places[cut.receiver, number, len(cut.piece.source) :] = (*cut.piece.target, 1)
-            found.append(Exchange(path, tuple(one for one, _ in group), places))
-    return found
+    steps = [
+        (path, form, local, tiles)
+        for path, forms in classes.items()
+        for (form, local), own in forms.items()
+        for tiles in matchings(own)
+    ]
+    return [_exchange(group, count) for group in _groups(steps, most_bytes)]
 
 
-def _groups(steps: list[Any], most_bytes: int | None) -> list[list[Any]]:
-    groups: list[list[Any]] = [[]]
-    filled = 0
+Step = tuple[str, Form, bool, Sequence[Cut]]
+
+
+def _groups(steps: Sequence[Step], most_bytes: int | None) -> list[list[Step]]:
+    groups: list[list[Step]] = [[]] if steps else []
+    filled, paths = 0, set[str]()
     for step in steps:
-        size = max(cut.bytes for cut in step[1])
-        if groups[-1] and most_bytes is not None and filled + size > most_bytes:
+        size = max(cut.bytes for cut in step[3])
+        is_much = most_bytes is not None and filled + size > most_bytes
+        if groups[-1] and (is_much or len(paths | {step[0]}) > _MOST_SOURCES):
             groups.append([])
-            filled = 0
+            filled, paths = 0, set()
         groups[-1].append(step)
-        filled += size
+        filled, paths = filled + size, paths | {step[0]}
     return groups
+
+
+def _exchange(group: Sequence[Step], count: int) -> Exchange:
+    paths = tuple(dict.fromkeys(path for path, *_ in group))
+    rank = max(len(form.source) for _, form, *_ in group)
+    target_rank = len(group[0][1].target)
+    places = np.zeros((count, len(group), rank + target_rank + 1), np.int32)
+    rounds = []
+    for at, (path, form, local, tiles) in enumerate(group):
+        pairs = () if local else tuple(sorted((cut.sender, cut.receiver) for cut in tiles))
+        rounds.append(Round(paths.index(path), form, pairs, len(tiles) == count))
+        for cut in tiles:
+            places[cut.sender, at, : len(cut.piece.source)] = cut.piece.source
+            places[cut.receiver, at, rank:] = (*cut.piece.target, 1)
+    return Exchange(paths, tuple(rounds), places)
+
+
+Block = tuple[tuple[int, ...], Any]
 
 
 @ft.lru_cache(maxsize=256)
 def program(
-    devices: tuple[Any, ...],
-    rounds: tuple[Round, ...],
-    source: tuple[tuple[int, ...], Any],
-    target: tuple[tuple[int, ...], Any],
+    devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], target: Block, begins: bool
 ) -> Any:
-    """The jitted step that writes one array's part into another's shards.
+    """The jitted step that writes some arrays' parts into another's shards.
 
     **Arguments:**
 
     - `devices`: of both sides, in the order of their numbers.
     - `rounds`: what is sent.
-    - `source`, `target`: shape and dtype of one shard.
+    - `sources`, `target`: shape and dtype of one shard of each.
+    - `begins`: whether it makes the shards; else it takes them as its first argument and gives them back.
     """
-    mesh, spec = Mesh(np.asarray(devices), (_AXIS,)), PartitionSpec(_AXIS)
+    mesh, spec = sharding_of(devices).mesh, PartitionSpec(_AXIS)
+    is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)
 
-    def run(out: jax.Array, block: jax.Array, places: jax.Array) -> jax.Array:
-        out, block = out.reshape(target[0]), block.reshape(source[0])
-        for number, step in enumerate(rounds):
+    def dtype(given: Sequence[jax.Array]) -> Any:
+        return given[0].dtype if is_moved else target[1]
+
+    def run(places: jax.Array, *given: jax.Array) -> jax.Array:
+        blocks = [one.reshape(shape) for one, (shape, _) in zip(given, sources, strict=False)]
+        out = jnp.zeros(target[0], dtype(given)) if begins else given[-1].reshape(target[0])
+        for at, step in enumerate(rounds):
             # Without the barrier all pieces could be cut, and kept, before the first is sent.
-            block, out = jax.lax.optimization_barrier((block, out))
-            out = _round(step, out, block, places[0, number])
+            blocks, out = jax.lax.optimization_barrier((blocks, out))
+            out = _round(step, out, blocks[step.number], places[0, at])
         return out.reshape(joined(target[0]))
 
-    plain = not any(to != source[1] for step in rounds for to in step.form.casts)
-    body = on_bits(run) if devices[0].platform == "cpu" and plain else run
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
-    return jax.jit(mapped, donate_argnums=0)
+    count = len(sources) + 1 + (not begins)
+    body = _on_bits(run, target[1]) if is_moved and devices[0].platform == "cpu" else run
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
+    return jax.jit(mapped, donate_argnums=() if begins else count - 1)
+
+
+def _on_bits(run: Any, dtype: Any) -> Any:
+    """As `on_bits`, where what is made is of the arrays' dtype, too."""
+    if not is_small_float(dtype):
+        return run
+    integer = jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+
+    def as_bits(places: jax.Array, *given: jax.Array) -> jax.Array:
+        bits = [jax.lax.bitcast_convert_type(one, integer) for one in given]
+        return jax.lax.bitcast_convert_type(run(places, *bits), dtype)
+
+    return as_bits
 
 
 def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
@@ -178,7 +212,7 @@ def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> j
     for to in form.casts[cast_first:]:
         piece = piece.astype(to)
     piece = _ordered(piece, form)
-    starts, sizes = list(place[rank:-1]), [size for size, _ in form.target]
+    starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]
     if step.is_full and all(_is_dense(size, digits) for size, digits in form.target):
         return jax.lax.dynamic_update_slice(out, piece.reshape(sizes), starts)
     before = jax.lax.dynamic_slice(out, starts, sizes)
@@ -257,6 +291,7 @@ def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape or (1,)
 
 
+@ft.lru_cache(maxsize=64)
 def sharding_of(devices: tuple[Any, ...]) -> NamedSharding:
     """How the blocks of a program lie."""
     return NamedSharding(Mesh(np.asarray(devices), (_AXIS,)), PartitionSpec(_AXIS))
@@ -267,8 +302,12 @@ def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards:
     block = joined(shape)
     own = [device for device in devices if device.process_index == jax.process_index()]
     found = [
-        jnp.zeros(block, dtype, device=device) if device not in shards else shards[device].reshape(block)
+        jnp.zeros(block, dtype, device=device) if device not in shards else _as_block(shards[device], block)
         for device in own
     ]
     whole = (len(devices) * block[0], *block[1:])
     return jax.make_array_from_single_device_arrays(whole, sharding_of(devices), found, dtype=dtype)
+
+
+def _as_block(shard: jax.Array, block: tuple[int, ...]) -> jax.Array:
+    return shard if shard.shape == block else shard.reshape(block)
