@@ -93,11 +93,13 @@ if _typing.TYPE_CHECKING:
     from ._reshard.reshard import reshard as reshard
     from ._search import (
         Candidate as Candidate,
+        Check as Check,
         CostModel as CostModel,
         Limits as Limits,
         NamedAxes as NamedAxes,
         NamedAxis as NamedAxis,
         SentRow as SentRow,
+        fit_chip as fit_chip,
         name_axes as name_axes,
         search as search,
     )
@@ -132,7 +134,7 @@ _LATE = {
             Surplus Traffic TrafficDifference TrafficRow compare compile_for estimate fit seconds traffic
         """,
         "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
-        "_search": "Candidate CostModel Limits NamedAxes NamedAxis SentRow name_axes search",
+        "_search": "Candidate Check CostModel Limits NamedAxes NamedAxis SentRow fit_chip name_axes search",
         "_see": """
             Attempt AxisMove Diff DimExplanation Explanation Finding Findings LeafDiff assert_same_plan_text
             diff explain html_report lint plan_text report_data
@@ -141,16 +143,16 @@ _LATE = {
     for name in names.split()
 }
 __all__ = """
-    Attempt AxisMove AxisRules Candidate Change CheckpointError ChipError Code Comparison CompiledFor
+    Attempt AxisMove AxisRules Candidate Change Check CheckpointError ChipError Code Comparison CompiledFor
     CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Layout LeafDiff
     LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError MeshSpec MoveError NamedAxes
     NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow
     ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus Traffic
     TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError assert_same_plan_text atomic
     axis_names_of canonical checkpoint chips clear_caches compare compile_for constrain correct diff
-    differences estimate explain field filter_jit fit follow fsdp gather hosts html_report interop lint match
-    name_axes optional plan plan_reshard plan_text presets renamed replan replicate report report_data
-    report_rows reshard resolve search seconds shard shardings_of specs_of topology traffic
+    differences estimate explain field filter_jit fit fit_chip follow fsdp gather hosts html_report interop
+    lint match name_axes optional plan plan_reshard plan_text presets renamed replan replicate report
+    report_data report_rows reshard resolve search seconds shard shardings_of specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

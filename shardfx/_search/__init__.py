@@ -3,8 +3,10 @@
 It may import what plans, what prices and what is below them. It never touches arrays, and never imports a command.
 """
 
+from .candidate import Candidate as Candidate, Check as Check
+from .checked import fit_chip as fit_chip
 from .core import CostModel as CostModel
 from .limits import Limits as Limits
 from .name_axes import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes
 from .priced import SentRow as SentRow
-from .search import Candidate as Candidate, search as search
+from .search import search as search

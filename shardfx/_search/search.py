@@ -12,81 +12,27 @@ import numpy as np
 from .. import chips
 from .._ground.errors import MeshError, SpecError
 from .._ground.spec import entry_axes
-from .._ground.text import bytes_text, table
+from .._ground.text import bytes_text
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
+from .candidate import Candidate, Check, ms
+from .checked import compiled, devices_for, estimated
 from .classes import Classes
 from .core import AXES, CostModel, Found, costs, find, machine_of
 from .layouts import Layouts, Role
 from .limits import Limits, numbers_of
 from .name_axes import names_trees
-from .priced import SentRow, sent_rows
+from .priced import sent_rows
 from .roles import layouts_of
 from .terms import Terms, has_data, padded, terms_of
 from .trace import trace
-from .written import code_of, mesh_and_rules
+from .written import mesh_and_rules
 
 
+# How many candidates get a closer look.
+_LOOKED_AT = 12
 _NO_LIMITS, _USUAL = Limits(), CostModel()
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A mesh and rules for a step, with what they are estimated to cost.
-
-    `roles` are pairs of a mesh axis and the names that it cuts, the one it prefers first. `plans` holds one plan for
-    each argument of the step. `seconds` is the estimate of one step: `compute_seconds`, then
-    what is sent while computation waits, then what of the rest computation does not hide. `axis_seconds` are pairs of
-    a mesh axis and the seconds that it sends. `memory_bytes` is per device, of `limit_bytes`. `traffic` says what is
-    sent, per device and step. `reasons` say what the next candidates, and near ones, cost instead.
-    """
-
-    mesh: MeshSpec
-    rules: AxisRules
-    roles: tuple[tuple[str, tuple[str, ...]], ...]
-    plans: tuple[ShardPlan, ...]
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    hidden_seconds: float
-    axis_seconds: tuple[tuple[str, float], ...]
-    memory_bytes: int
-    limit_bytes: int
-    traffic: tuple[SentRow, ...]
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether its memory is within the limit."""
-        return self.memory_bytes <= self.limit_bytes
-
-    @property
-    def title(self) -> str:
-        """The mesh, with what each axis cuts: `data=4 (batch), tensor=2 (heads, mlp)`."""
-        roles = dict(self.roles)
-        return ", ".join(f"{axis}={size} ({', '.join(roles[axis])})" for axis, size in self.mesh.shape.items())
-
-    def code(self) -> str:
-        """A Python file that makes the mesh and the rules, for a person to read and commit."""
-        head = (
-            f"Chosen by shardfx.search: {self.seconds * 1e3:.3g} ms a step by its estimate, "
-            f"{bytes_text(self.memory_bytes)} a device.",
-        )
-        return code_of(self.mesh, self.rules, head)
-
-    def __str__(self) -> str:
-        parts = [
-            f"{self.title}: {_ms(self.seconds)} a step (computation {_ms(self.compute_seconds)}, sending "
-            f"{_ms(self.exposed_seconds)} and {_ms(self.hidden_seconds)} beside computation), "
-            f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}"
-        ]
-        rows = [("axis", "collective", "array", "MB", "calls", "at")]
-        rows += [
-            (row.axis, row.kind, row.array, f"{row.wire_bytes / 1e6:.4g}", f"{row.calls:g}", row.source)
-            for row in self.traffic[:6]
-        ]
-        return "\n".join([*parts, *table(rows, right={"MB", "calls"}), *self.reasons])
 
 
 def search(
@@ -96,6 +42,7 @@ def search(
     chip: str | chips.Chip | None = None,
     slices: int = 1,
     keep: int = 5,
+    verify: Any = None,
     limits: Limits = _NO_LIMITS,
     model: CostModel = _USUAL,
 ) -> tuple[Candidate, ...]:
@@ -113,6 +60,9 @@ def search(
     - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
     - `slices`: how many slices (or nodes of TPUs) the devices are in, joined by the hosts' network.
     - `keep`: how many candidates to return, at most.
+    - `verify`: "compile" compiles the candidates for as many of JAX's devices, reads what they send and hold off the
+        programs, orders them anew and drops what does not fit. Or the devices to compile for, such as those of
+        `interop.tpu.devices_of("tpu:v5e:4x4")`.
     - `limits`: see [`shardfx.Limits`][].
     - `model`: what is assumed beside the chip's data sheet; see [`shardfx.CostModel`][].
 
@@ -153,7 +103,22 @@ def search(
     if slices < 1 or count % slices:
         raise MeshError(f"`slices={slices}` does not divide {count} devices; each slice has equally many.")
     made = Searched(step, args, count, limits)
-    return made.candidates(kind, slices, keep, limits, model)
+    found = made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model)
+    found = _in_order([_with(one, estimated(step, args, one, model.overlap)) for one in found])[:keep]
+    if verify is None or not found[0].fits:
+        return found
+    targets = devices_for(verify, count)
+    found = _in_order([_with(one, compiled(step, args, one, targets, model.overlap)) for one in found])
+    fitting = tuple(one for one in found if (one.checks[-1].memory_bytes or 0) <= one.limit_bytes)
+    return fitting or found[:1]
+
+
+def _with(one: Candidate, check: Check) -> Candidate:
+    return dataclasses.replace(one, checks=(*one.checks, check))
+
+
+def _in_order(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(found, key=lambda one: one.checks[-1].seconds))
 
 
 class Searched:
@@ -413,8 +378,4 @@ def _parts(parts: Sequence[float], mine: Candidate) -> str:
 
 
 def _more(seconds: float) -> str:
-    return f"{_ms(abs(seconds))} {'more' if seconds >= 0 else 'less'}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{ms(abs(seconds))} {'more' if seconds >= 0 else 'less'}"
