@@ -22,6 +22,7 @@ FILES = {
     "convert": "convert",
     "train": "train",
     "cost": "cost",
+    "fit": "cost_memory",
 }
 SUITES = {name: file for name, file in FILES.items() if importlib.util.find_spec(f"benchmarks.{file}")}
 RESULTS = Path(__file__).parent / "results"

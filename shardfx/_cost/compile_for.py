@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib.version
 from jax.sharding import Mesh, NamedSharding
 
 from .. import chips
@@ -245,7 +245,9 @@ def _bound(form: Any, mesh: Mesh) -> Any:
 def _key(lowered: Any, mesh: Mesh, name: str) -> str:
     """The digest of all that decides what the compiler makes."""
     devices = [(device.id, _device_name(device)) for device in mesh.devices.flat]
-    told = json.dumps([_FORMAT, name, devices, [*mesh.shape.items()], jax.__version__, jaxlib.version.__version__])
+    told = json.dumps(
+        [_FORMAT, name, devices, [*mesh.shape.items()], jax.__version__, importlib.metadata.version("jaxlib")]
+    )
     text = _without_callers(lowered.as_text(debug_info=True))
     return hashlib.sha256(f"{told}\n{_compiler_version(mesh)}\n{text}".encode()).hexdigest()
 

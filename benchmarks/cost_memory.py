@@ -1,0 +1,69 @@
+"""What `fit` says of memory, against the TPU's compiler and against public numbers."""
+
+import argparse
+import dataclasses
+import functools as ft
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardfx import compile_for, fit
+
+from . import _cost_oracles
+from ._case import Entry, Finding, Limit, Value
+from ._runner import Options
+from ._step_plans import LAYOUTS, Layout, Planned, planned
+from ._steps import STUDY, STUDY_EXPERTS, Way
+
+
+SUMMARY = "memory of a step, estimated against the TPU compiler's own count on v5e:4x4; public numbers as oracles"
+DATA: dict[str, Any] = json.loads((Path(__file__).parent / "cost_memory.json").read_text())
+_QUICK = ("fsdp", "tp + sp")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compile", metavar="DIR", help="compile anew with libtpu (minutes each), and keep it here")
+
+
+def cases(options: Options) -> list[Entry]:
+    limits = (Limit("arguments_off_percent", at_most=0.01), Limit("off_percent", at_most=15))
+    rows = [row for row in DATA["rows"] if not options.quick or (row["plan"] in _QUICK and row["remat"])]
+    found: list[Entry] = [
+        Finding(f"{row['plan']}{'' if row['remat'] else ', no remat'}", ft.partial(_memory, row, options), limits)
+        for row in rows
+    ]
+    return [*found, *_cost_oracles.cases()]
+
+
+def _step(row: Mapping[str, Any]) -> tuple[Layout, Planned]:
+    layout = LAYOUTS[row["plan"]]
+    sizes = dataclasses.replace(STUDY_EXPERTS if layout.experts else STUDY, layers=row["layers"])
+    return layout, planned(sizes, Way(remat=row["remat"]), layout)
+
+
+def _memory(row: Mapping[str, Any], options: Options) -> Mapping[str, Value]:
+    _, made = _step(row)
+    plans = dict(zip(("params", "state", "batch"), made.plans, strict=True))
+    found = fit(plans, step=made.step, chip="v5e")
+    counted = _compiled(made, options.flags.compile) if options.flags.compile else row
+    peak = counted["argument"] + counted["output"] - counted["alias"] + counted["temp"]
+    ours = sum(one.bytes for one in found.rows if one.exact)
+    return {
+        "compiler_megabytes": round(peak / 1e6, 1),
+        "estimated_megabytes": round(found.peak_bytes / 1e6, 1),
+        "error_percent": round(100 * (found.peak_bytes / peak - 1), 1),
+        "off_percent": round(abs(100 * (found.peak_bytes / peak - 1)), 1),
+        "arguments_off_percent": round(abs(100 * (ours / counted["argument"] - 1)), 3),
+    }
+
+
+def _compiled(made: Planned, directory: str) -> dict[str, int]:
+    outs = (*made.plans[:2], None)
+    memory = compile_for(made.step, made.plans, "tpu:v5e:4x4", out_shardings=outs, cache=directory).memory
+    return {
+        "argument": memory.argument_size_in_bytes,
+        "output": memory.output_size_in_bytes,
+        "alias": memory.alias_size_in_bytes,
+        "temp": memory.temp_size_in_bytes,
+    }
