@@ -76,12 +76,15 @@ if _typing.TYPE_CHECKING:
         Traffic as Traffic,
         TrafficDifference as TrafficDifference,
         TrafficRow as TrafficRow,
+        ZeroRow as ZeroRow,
+        ZeroTable as ZeroTable,
         compare as compare,
         compile_for as compile_for,
         estimate as estimate,
         fit as fit,
         seconds as seconds,
         traffic as traffic,
+        zero_table as zero_table,
     )
     from ._reshard import (
         Layout as Layout,
@@ -130,8 +133,9 @@ _LATE = {
         "": "checkpoint chips interop presets",
         "_convert": "From TreeMap",
         "_cost": """
-            Change Comparison CompiledFor Fit FitRow Frame MemoryAnalysis Offender Seconds SecondsRow
-            Surplus Traffic TrafficDifference TrafficRow compare compile_for estimate fit seconds traffic
+            Change Comparison CompiledFor Fit FitRow Frame MemoryAnalysis Offender Seconds SecondsRow Surplus
+            Traffic TrafficDifference TrafficRow ZeroRow ZeroTable compare compile_for estimate fit seconds
+            traffic zero_table
         """,
         "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
         "_search": "Candidate Check CostModel Limits NamedAxes NamedAxis SentRow fit_chip name_axes search",
@@ -144,15 +148,16 @@ _LATE = {
 }
 __all__ = """
     Attempt AxisMove AxisRules Candidate Change Check CheckpointError ChipError Code Comparison CompiledFor
-    CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Layout LeafDiff
-    LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError MeshSpec MoveError NamedAxes
-    NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan ReportRow
-    ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus Traffic
-    TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError assert_same_plan_text atomic
-    axis_names_of canonical checkpoint chips clear_caches compare compile_for constrain correct diff
-    differences estimate explain field filter_jit fit fit_chip follow fsdp gather hosts html_report interop
-    lint match name_axes optional plan plan_reshard plan_text presets renamed replan replicate report
-    report_data report_rows reshard resolve search seconds shard shardings_of specs_of topology traffic
+    CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Layout
+    LeafDiff LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError MeshSpec MoveError
+    NamedAxes NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan
+    ReportRow ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus Traffic
+    TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
+    assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches compare compile_for
+    constrain correct diff differences estimate explain field filter_jit fit fit_chip follow fsdp gather
+    hosts html_report interop lint match name_axes optional plan plan_reshard plan_text presets renamed
+    replan replicate report report_data report_rows reshard resolve search seconds shard shardings_of
+    specs_of topology traffic zero_table
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

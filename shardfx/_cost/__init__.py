@@ -21,3 +21,4 @@ from .traffic import (
     TrafficRow as TrafficRow,
     traffic as traffic,
 )
+from .zero import ZeroRow as ZeroRow, ZeroTable as ZeroTable, zero_table as zero_table

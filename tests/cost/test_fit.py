@@ -19,6 +19,7 @@ from shardfx import (
     fit,
     follow,
     plan,
+    zero_table,
 )
 from shardfx._cost.memory.layouts import padded
 
@@ -349,3 +350,25 @@ def test_messages():
         fit(made, args=(structs(),))
     with pytest.raises(PlanMismatchError, match="an argument has 2 arrays, and the plan for it 1"):
         fit({"batch": made["batch"]}, args=(structs(),))
+
+
+def test_the_stages_of_zero_are_those_of_the_plans():
+    params = plans()["params"]
+    made = zero_table(params, adam, over="data", chip=SMALL)
+    one = params.bytes_per_device
+    states = {False: follow(adam, params).bytes_per_device, True: follow(adam, params, over="data").bytes_per_device}
+    found = [
+        (row.stage, row.offload, row.parameters, row.gradients, row.optimizer, row.host_bytes) for row in made.rows
+    ]
+    assert found == [
+        (0, False, one, one, states[False], 0),
+        (0, True, one, one, 0, states[False]),
+        (1, False, one, one, states[True], 0),
+        (1, True, one, one, 0, states[True]),
+        (2, False, one, one // 4, states[True], 0),
+        (2, True, one, one // 4, 0, states[True]),
+        (3, False, one // 4, one // 4, states[True], 0),
+        (3, True, one // 4, one // 4, 0, states[True]),
+    ]
+    assert [row.fits for row in made.rows] == [row.bytes <= 2_000_000 for row in made.rows]
+    assert "ZeRO-3, offload" in str(made) and "small has 1.9 MiB for a program" in str(made)

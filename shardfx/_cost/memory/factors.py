@@ -117,13 +117,13 @@ def _dot(op: Op, ins: Shapes, outs: Shapes) -> Factors:
 
 
 def _transpose(op: Op, ins: Shapes, outs: Shapes) -> Factors:
-    return [tuple(range(len(ins[0]))), tuple(op.params["permutation"])]
+    return [tuple(range(len(ins[0]))), tuple(map(int, op.params["permutation"]))]
 
 
 def _broadcast(op: Op, ins: Shapes, outs: Shapes) -> Factors:
     where = op.params["broadcast_dimensions"]
     out = tuple(range(len(outs[0])))
-    own = tuple(to if ins[0][dim] == outs[0][to] else -1 for dim, to in enumerate(where))
+    own = tuple(int(to) if ins[0][dim] == outs[0][to] else -1 for dim, to in enumerate(where))
     return [own, *[(-1,) * len(shape) for shape in ins[1:]], out]
 
 
