@@ -135,7 +135,8 @@ def fit(
 
     Nothing runs. From a compiled step the numbers are the compiler's. From a function they are estimated: it is traced,
     its values are laid out as the plans, constraints and operations say, and what is live at the worst moment is
-    counted, remat respected. Arguments are exact either way, with what the chip's tiles pad.
+    counted, remat respected. Arguments are exact either way, with what the chip's tiles pad. A result lies as the
+    argument of its shape and dtype, in their order, unless a jitted step says otherwise.
 
     **Arguments:**
 

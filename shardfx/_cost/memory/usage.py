@@ -75,6 +75,7 @@ def usage_of(
     ]:
         if isinstance(sharding, NamedSharding) and number is not None:
             known[number] = dims_of(sharding.spec, len(program.values[number].shape), sizes)
+    _returned_as_given(program, shardings, known, sizes)
     # An argument that nobody shards is whole.
     known = {**{number: ((),) * len(program.values[number].shape) for number in ins}, **known}
     layouts = Layouts(program, sizes, known, tile)
@@ -89,6 +90,28 @@ def usage_of(
     arguments = tuple(0 if host else layouts.bytes_of(number) for number, host in zip(ins, away, strict=True))
     outputs = sum(map(layouts.bytes_of, outs))
     return Usage(arguments, outputs, aliased, peak_of(program, layouts, changed), program, layouts)
+
+
+def _returned_as_given(
+    program: Program, shardings: Sequence[Any], known: dict[int, Dims], sizes: Mapping[str, int]
+) -> None:
+    """Lays a result out as the argument of its shape and dtype, in order, where nobody says how it lies.
+
+    A step returns its state as it came, or the next call would compile anew.
+    """
+    free = [
+        (program.values[number], sharding)
+        for number, sharding in zip(program.block.ins, shardings, strict=True)
+        if isinstance(sharding, NamedSharding)
+    ]
+    for number in program.block.outs:
+        if number is None or number in known:
+            continue
+        value = program.values[number]
+        same = next((one for one in free if (one[0].shape, one[0].dtype) == (value.shape, value.dtype)), None)
+        if same is not None:
+            free.remove(same)
+            known[number] = dims_of(same[1].spec, len(value.shape), sizes)
 
 
 def _kind(layouts: Layouts, number: int) -> tuple[Any, ...]:
