@@ -9,7 +9,7 @@ import jax
 from .._ground.errors import LeafTypeError, MeshError, SpecError
 from .._ground.html import html_table
 from .._ground.spec import entries_of, entry_axes
-from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, spec_text, table
+from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, spec_text
 from .._plan.differences import OTHER_TREES, fields_that_differ, plan_lines
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
@@ -100,9 +100,8 @@ class Diff:
         return bool(self.plans or self.leaves)
 
     def __str__(self) -> str:
-        lines = [*map(printable, self.plans), *([""] if self.plans and self.leaves else [])]
-        lines += table([_HEADER, *map(_cells, self.leaves)], right=_NUMBERS) if self.leaves else []
-        return "\n".join([*lines, *([""] if self.leaves else []), _totals(self)])
+        parts = ["\n".join(map(printable, self.plans)), *map(_paragraph, self.leaves), _totals(self)]
+        return "\n\n".join(part for part in parts if part)
 
     def _repr_html_(self) -> str:
         rows = [_HEADER, *map(_cells, self.leaves)]
@@ -254,6 +253,16 @@ def _cells(row: LeafDiff) -> tuple[str, ...]:
     )
 
 
+def _paragraph(row: LeafDiff) -> str:
+    path, count, shape, before, after, size, what, wire, how = map(printable, _cells(row))
+    told = [f"{path}: {f'{count} x ' if row.count > 1 else ''}{shape}"]
+    told.append(before if before == after else f"{before} -> {after}")
+    told[-1] += f": {what}" if what != "-" else ""
+    told.append(f"{size} per device")
+    told[-1] += f"; {wire} enter each device: {how}" if row.wire_bytes else f"; {how}" if row.move else ""
+    return "\n    ".join(told)
+
+
 # What the other columns show, or what follows from it.
 _SHOWN = {"path", "shape", "dtype", "spec", "bytes", "bytes_per_device", "requested", "reasons"}
 
@@ -280,7 +289,8 @@ def _totals(found: Diff) -> str:
     if not found:
         return f"the plans are equal: {before} per device"
     count = sum(leaf.count for leaf in found.leaves)
+    sizes = before if before == after else f"{before} -> {after}"
     return (
-        f"{count:,} array{'' if count == 1 else 's'} differ or move: {before} -> {after} per device; to get from one "
-        f"plan to the other {bytes_text(found.wire_bytes)} enter each device."
+        f"{count:,} array{'' if count == 1 else 's'} differ or move, {sizes} per device.\n"
+        f"To get from one plan to the other {bytes_text(found.wire_bytes)} enter each device."
     )

@@ -215,7 +215,7 @@ def _sized(axes: Iterable[str], mesh: MeshSpec) -> str:
 
 _HEADER = ("dim", "size", "name", "wanted", "kept", "dropped", "added", "free")
 _NUMBERS = {"dim"}
-_WIDTH = 100
+_WIDTH = 84
 _PATH_RULE = re.compile(r"paths\[(\d+)\]")
 
 
@@ -251,8 +251,8 @@ def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
 
 
 def _wrapped(note: str) -> list[str]:
-    indents = {"initial_indent": "  ", "subsequent_indent": "      "}
-    return textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False, **indents)
+    first, *rest = textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
+    return [f"  {first}", *[f"      {line}" for line in rest]]
 
 
 def _dim_notes(dim: DimExplanation) -> list[str]:

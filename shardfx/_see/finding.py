@@ -112,7 +112,7 @@ class Findings(tuple[Finding, ...]):
 
 _HEADER = ("severity", "code", "bytes/device", "where", "what", "fix")
 _NUMBERS = {"bytes/device"}
-_WIDTH, _SHOWN = 96, 100
+_WIDTH, _SHOWN = 80, 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:

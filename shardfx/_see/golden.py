@@ -122,7 +122,7 @@ def _failure(was: str, now: str, where: str, is_text: bool) -> str:
         if is_text
         else f"run `assert_same_plan_text(plan, {where!r}, update=True)`"
     )
-    return "\n".join([f"the plan is not that of {where}. To accept the new one, {accept}.", "", *lines])
+    return "\n".join([f"the plan is not that of {where}.", f"To accept the new one, {accept}.", "", *lines])
 
 
 def _mesh_text(content: Content) -> str:
