@@ -28,7 +28,7 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     for group in subject.groups_of(whole):
         size = subject.content.byte_counts[group.number][0]
         if not _is_cut_short(group.row):  # that is said by `corrected`, with the reason
-            message = f"every device holds all {bytes_text(size)} of it, as {group.asked_by} asked"
+            message = f"every device holds all {bytes_text(size)} of it, as {group.asks}"
             fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
             yield Finding("replicated", "warning", group.where, subject.excess(group), message, fix)
 
@@ -85,7 +85,7 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         foreseen = all(why.code is Code.unit for why in reasons)
         severity = "error" if subject.strict else "info" if foreseen else "warning"
         told = "; ".join(map(str, reasons))
-        message = f"cut less than {group.asked_by} asked for: {told}"
+        message = f"cut less than {group.asks} for: {told}"
         yield Finding("corrected", severity, group.where, cost, message, _as_it_is(subject, group))
 
 

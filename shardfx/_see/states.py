@@ -1,6 +1,5 @@
 """States of an optimizer that are sharded less than their parameters, or than each other."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,9 +44,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     for axis, size in sizes.items():
         if size > 1 and not any(axis in _axes(row) for state in states for row in (state.group.row, state.param)):
             message = f"every device along `{axis}` holds the same states: nothing is sharded over it, as ZeRO-1 would"
-            # It may be what is meant.
-            found = (dataclasses.replace(one, severity="info") for one in _over(subject, states, axis, message))
-            yield from (one for one in found if one.bytes >= limit)
+            yield from (one for one in _over(subject, states, axis, message) if one.bytes >= limit)
 
 
 def _states(subject: Subject) -> list[_State]:

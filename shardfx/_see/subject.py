@@ -44,6 +44,10 @@ class Group(NamedTuple):
     def asked_by(self) -> str:
         return "its names" if self.row.rule == "names" else str(self.row.rule)
 
+    @property
+    def asks(self) -> str:
+        return "its names ask" if self.row.rule == "names" else f"{self.row.rule} asks"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:

@@ -98,7 +98,7 @@ def moments(**arguments: Any) -> sfx.ShardPlan:
 
 def test_zero_that_does_nothing_is_told():
     (found,) = sfx.lint(moments())
-    assert (found.code, found.severity, found.where) == ("optimizer-state", "info", "opt")
+    assert (found.code, found.severity, found.where) == ("optimizer-state", "warning", "opt")
     # Two moments, each 128 MiB in two pieces that could be eight.
     assert found.bytes == 2 * (8192 + 1) * 4096 * 4 // 2 * 3 // 4
     assert sfx.lint(applied(found.fix, {"tree": moments()})["tree"]) == ()
