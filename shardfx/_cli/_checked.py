@@ -7,7 +7,7 @@ from ._screen import working
 
 
 def findings_of(
-    asked: Asked, given: Inputs | None, *, replicated_bytes: int = 2**24, head_dim: int | None = None
+    asked: Asked, given: Inputs | None, *, replicated_bytes: int = 2**26, head_dim: int | None = None
 ) -> Findings:
     """All that is wrong with what was asked for, or looks so.
 
@@ -40,9 +40,10 @@ def findings_of(
         )
         if asked.optimizer is None or found.worst("error"):
             return found
-        return Findings([*found, *_of_states(asked, given)])
+        return Findings([*found, *_of_states(asked, given, replicated_bytes)])
 
 
-def _of_states(asked: Asked, given: Inputs) -> list[Finding]:
+def _of_states(asked: Asked, given: Inputs, replicated_bytes: int) -> list[Finding]:
     """What is wrong with the optimizer's state alone: the model's own findings are there already."""
-    return [one for one in lint(plan_of(asked, given)) if one.code == "optimizer-state"]
+    found = lint(plan_of(asked, given), replicated_bytes=replicated_bytes)
+    return [one for one in found if one.code == "optimizer-state"]

@@ -27,7 +27,7 @@ SEVERITIES = click.Choice(["error", "warning", "info"])
 @click.option("--fail-on", type=SEVERITIES, default="error", show_default=True, help="Which findings make a CI fail.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings of this code; may be repeated.")
 @click.option(
-    "--replicated-bytes", type=Whole(), default=2**24, show_default=True, help="From which size on whole arrays count."
+    "--replicated-bytes", type=Whole(), default=2**26, show_default=True, help="From which size on whole arrays count."
 )
 @click.option("--head-dim", type=Whole(positive=True), help="Of attention heads, where the model does not tell.")
 @JSON
