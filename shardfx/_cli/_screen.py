@@ -79,6 +79,10 @@ class working:
             self.timer.start()
         return self
 
+    def tell(self, text: str) -> None:
+        """Says how far it is."""
+        self.status.update(Text(text))
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.timer.cancel()
         if self.timer.ident is not None:

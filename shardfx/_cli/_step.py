@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import equinox as eqx
 import jax
 
-from shardfx import MeshSpec, ShardPlan, Traffic, estimate, filter_jit
+from shardfx import MeshSpec, ShardPlan, Traffic, compile_for, estimate
 
 from ._load import attribute, check_arguments
 from ._usage import UsageError, calling
@@ -97,35 +97,58 @@ def estimated(step: Step, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Tra
     return calling(what, lambda: estimate(step.function, *step.args, plans=step.plans, compiler=compiler))
 
 
-def compiled_for_cpu(step: Step) -> Any:
-    """The step's program for as many emulated CPU devices as its mesh has.
+def compiled(
+    step: Step,
+    target: str | None = None,
+    cache: str | None = None,
+    tell: Callable[[str], None] | None = None,
+    donate: Any = "none",
+) -> Any:
+    """The step's program: for a TPU slice that is not here, or for as many emulated CPU devices as its mesh has.
+
+    **Arguments:**
+
+    - `step`: the step.
+    - `target`: such as "tpu:v5e:4x4"; `None` for CPU devices.
+    - `cache`: a directory that keeps programs.
+    - `tell`: is told how long it has been compiling.
+    - `donate`: as in `shardfx.compile_for`.
 
     **Raises:**
 
-    `UsageError` where JAX has started with fewer, or the step does not compile.
+    `UsageError` where JAX has started with fewer devices, the step does not compile, or nothing can compile for it.
     """
-    size = step.mesh.size
-    if size > MOST_DEVICES:
+    if target is None:
+        _emulate(step.mesh)
+    if "lower" in dir(step.function):
+        if target is not None:
+            raise UsageError("--target needs a step that is not jitted; return the function itself")
+        return calling("compiling the step", lambda: _lowered(step).compile())
+    out, where = _outputs(step), target or "cpu"
+    given = {"args": step.args, "out_shardings": out, "cache": cache, "progress": tell, "donate": donate}
+    return calling("compiling the step", lambda: compile_for(step.function, step.laid_out, where, **given))
+
+
+def _emulate(mesh: MeshSpec) -> None:
+    """Has JAX start with as many CPU devices as the mesh has."""
+    if mesh.size > MOST_DEVICES:
         hint = f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate` needs none"
-        raise UsageError(f"the mesh {step.mesh} has {size:,} devices; {hint}")
+        raise UsageError(f"the mesh {mesh} has {mesh.size:,} devices; {hint}")
     try:
         # Read when JAX starts a backend, which nothing may have done yet.
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", size)
+        jax.config.update("jax_num_cpu_devices", mesh.size)
     except RuntimeError:
         pass
-    if len(jax.devices()) < size:
-        raise UsageError(f"JAX has started with {len(jax.devices())} devices, and the mesh {step.mesh} has {size}")
-    mesh = step.mesh.build(jax.devices()[:size])
-    args = jax.tree.map(lambda leaf: _on(leaf, mesh), step.args)
-    program: Any = step.function
-    if not _lowers(program):
-        program = filter_jit(step.function, out_shardings=_outputs(step, mesh))
-    return calling("compiling the step", lambda: program.lower(*args).compile())
+    if len(jax.devices()) < mesh.size:
+        raise UsageError(f"JAX has started with {len(jax.devices())} devices, and the mesh {mesh} has {mesh.size}")
 
 
-def _lowers(function: Any) -> bool:
-    return "lower" in dir(function)
+def _lowered(step: Step) -> Any:
+    """A step that is jitted already, for this machine's devices."""
+    mesh = step.mesh.build(jax.devices()[: step.mesh.size])
+    function: Any = step.function
+    return function.lower(*jax.tree.map(lambda leaf: _on(leaf, mesh), step.args))
 
 
 def _mesh_of(name: str, structs: Any) -> MeshSpec:
@@ -147,18 +170,18 @@ def _on(leaf: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _outputs(step: Step, mesh: jax.sharding.Mesh) -> Any:
-    """For each result that looks like an argument, as updated parameters do, how that argument lies."""
+def _outputs(step: Step) -> Any:
+    """For each result that looks like an argument, as updated parameters do, the plan of that argument."""
     made = calling("tracing the step", lambda: eqx.filter_eval_shape(step.function, *step.args))
     results = made if isinstance(made, tuple) else (made,)
-    shardings = tuple(_like(result, step.args, mesh) for result in results)
-    return shardings if isinstance(made, tuple) else shardings[0]
+    plans = tuple(_like(result, step) for result in results)
+    return plans if isinstance(made, tuple) else plans[0]
 
 
-def _like(result: Any, args: tuple[Any, ...], mesh: jax.sharding.Mesh) -> Any:
-    for arg in args:
+def _like(result: Any, step: Step) -> ShardPlan | None:
+    for arg, plan in zip(step.args, step.plans, strict=True):
         if jax.tree.leaves(arg) and _shapes(arg) == _shapes(result):
-            return jax.tree.map(lambda leaf: getattr(_on(leaf, mesh), "sharding", None), arg)
+            return plan
     return None
 
 

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import re
 import shlex
@@ -374,6 +375,22 @@ def test_traffic_is_estimated_and_compared(here, capsys):
     assert found["extra_bytes"] == sum(row["wire_bytes"] for row in found["compiled"]["rows"]) - sum(
         row["wire_bytes"] for row in found["estimated"]["rows"]
     )
+
+
+def test_traffic_takes_time_over_the_links_of_a_chip(here, capsys):
+    words = ("traffic", "my_model:train_step", "--mesh", "fsdp=8", "--how", "estimate", "--chip", "v5p")
+    assert run(*words, "--json") == 0
+    assert "seconds" in json.loads(capsys.readouterr().out)
+    assert "--target is what is compiled for" in failure(capsys, *words, "--target", "tpu:v5e:2x4")
+    wrong = ("fit", "--step", "my_model:train_step", "--mesh", "fsdp=8", "--compile")
+    assert "--compile needs --step MODULE:STEP, and --target" in failure(capsys, *wrong)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the compiler for TPUs is there")
+def test_without_the_tpu_compiler_one_line_says_what_to_install(here, capsys):
+    for words in (("traffic", "my_model:train_step"), ("fit", "--compile", "--step", "my_model:train_step")):
+        line = failure(capsys, *words, "--mesh", "fsdp=8", "--target", "tpu:v5e:2x4")
+        assert "shardfx[aot]" in line
 
 
 def test_a_checkpoint_is_converted_by_a_map_and_back(here, capsys):

@@ -9,7 +9,7 @@ from shardfx import Fit, MeshSpec, ShardPlan, chips, fit as fit_of
 from .._asked import Asked, asks_for_a_plan, plan_of
 from .._data import as_json, data_of
 from .._screen import JSON, show, working, write
-from .._step import load_step
+from .._step import compiled, load_step
 from .._usage import UsageError, calling
 from .._values import literals, whole_number
 from .._verb import verb
@@ -23,13 +23,16 @@ from .._verb import verb
     exits="0; 1 if it does not fit",
 )
 @asks_for_a_plan(model_is_needed=False)
-@click.option("--chip", default="v5p", show_default=True, metavar="CHIP", help="As v5e or h100; see `shardfx chips`.")
+@click.option(
+    "--chip", metavar="CHIP", help="As v5e or h100, see `shardfx chips`; by default that of --target, else v5p."
+)
 @click.option("--step", metavar="MODULE:STEP", help="In the place of MODEL: a step; see `shardfx traffic`.")
 @click.option(
     "--donate", default="none", show_default=True, metavar="none|all|0,1", help="Arguments of the step to reuse."
 )
+@click.option("--compile", "compiles", is_flag=True, help="Compile the step for --target: the compiler's own numbers.")
 @JSON
-def fit(asked: Asked, chip: str, step: str | None, donate: str, json_file: str | None) -> int:
+def fit(asked: Asked, chip: str | None, step: str | None, donate: str, compiles: bool, json_file: str | None) -> int:
     """Say whether it fits a chip, and which changes would make it fit.
 
     Of a model, what its arrays take, those of --optimizer, and gradients; of a step, activations too: it is traced,
@@ -37,14 +40,16 @@ def fit(asked: Asked, chip: str, step: str | None, donate: str, json_file: str |
 
     {MODEL}
     """
-    hardware = calling("reading --chip", lambda: chips.find(chip))
+    hardware = calling("reading --chip", lambda: chips.find(chip or asked.target or "v5p"))
+    if compiles and (step is None or asked.target is None):
+        raise UsageError("--compile needs --step MODULE:STEP, and --target that says what to compile for")
     if (step is None) == (asked.model is None):
         raise UsageError("give a MODEL, as llama3-8b, or --step MODULE:STEP")
     if step is None:
         made = plan_of(asked)
         found = calling("counting", lambda: fit_of(_parts(made), chip=hardware))
     else:
-        found = _of_step(asked, step, hardware, donate)
+        found = _of_step(asked, step, hardware, _donated(donate), compiles)
     if json_file != "-":
         show(str(found))
     if json_file is not None:
@@ -57,16 +62,14 @@ def _parts(made: ShardPlan) -> ShardPlan:
     return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
 
 
-def _of_step(asked: Asked, name: str, chip: chips.Chip, donate: str) -> Fit:
+def _of_step(asked: Asked, name: str, chip: chips.Chip, donate: Any, compiles: bool) -> Fit:
     mesh = asked.mesh
     spec = None if mesh is None else calling("reading --mesh", lambda: MeshSpec.parse(mesh))
     loaded = load_step(name, None if asked.kwargs is None else literals(asked.kwargs, "kwargs"), spec)
-    given = _donated(donate)
-    with working(f"tracing {name}"):
-        what = "counting the step's memory"
-        return calling(
-            what, lambda: fit_of(loaded.laid_out, step=loaded.function, args=loaded.args, donate=given, chip=chip)
-        )
+    with working(f"tracing {name}") as work:
+        program = compiled(loaded, asked.target, tell=work.tell, donate=donate) if compiles else None
+        given = {"args": loaded.args, "donate": donate, "compiled": program, "chip": chip}
+        return calling("counting memory", lambda: fit_of(loaded.laid_out, step=loaded.function, **given))
 
 
 def _donated(text: str) -> Any:

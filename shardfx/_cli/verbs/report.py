@@ -8,7 +8,7 @@ from .._asked import Asked, asks_for_a_plan, inputs_of, plan_of
 from .._checked import findings_of
 from .._data import as_json
 from .._screen import JSON, working, write
-from .._step import MOST_DEVICES, compiled_for_cpu, estimated, load_step
+from .._step import MOST_DEVICES, compiled, estimated, load_step
 from .._usage import UsageError, calling
 from .._verb import verb
 
@@ -63,5 +63,6 @@ def _traffic(step: str, made: ShardPlan) -> Traffic:
     loaded = load_step(step, None, made.mesh)
     if loaded.mesh.size > MOST_DEVICES:
         return estimated(loaded)
-    with working(f"compiling {step}"):
-        return calling("reading the program", lambda: traffic_of(compiled_for_cpu(loaded), loaded.mesh))
+    with working(f"compiling {step}") as work:
+        program = compiled(loaded, tell=work.tell)
+        return calling("reading the program", lambda: traffic_of(program, loaded.mesh))

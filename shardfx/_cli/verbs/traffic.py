@@ -4,12 +4,12 @@ from typing import Any
 
 import click
 
-from shardfx import MeshSpec, compare, traffic as traffic_of
+from shardfx import MeshSpec, chips, compare, seconds, traffic as traffic_of
 
 from .._data import as_json, data_of
 from .._screen import JSON, show, working, write
-from .._step import Step, compiled_for_cpu, estimated, load_step
-from .._usage import calling
+from .._step import Step, compiled, estimated, load_step
+from .._usage import UsageError, calling
 from .._values import literals
 from .._verb import verb
 
@@ -38,39 +38,61 @@ STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its 
 @click.option(
     "--compiler",
     type=click.Choice(["tpu", "gpu", "cpu"]),
-    default="tpu",
-    show_default=True,
-    help="Whose habits the estimate has.",
+    help="Whose habits the estimate has; by default those of what is compiled for, else a TPU's.",
 )
+@click.option("--target", metavar="tpu:KIND:AxBxC", help="Compile for this TPU slice; needs the extra `aot`.")
+@click.option("--cache", metavar="DIR", help="Keep what was compiled for --target in this directory.")
+@click.option("--chip", metavar="CHIP", help="Say how long it takes over the links of this one; see `shardfx chips`.")
 @JSON
-def traffic(step: str, mesh: str | None, kwargs: str | None, how: str, compiler: str, json_file: str | None) -> None:
+def traffic(
+    step: str,
+    mesh: str | None,
+    kwargs: str | None,
+    how: str,
+    compiler: str | None,
+    target: str | None,
+    cache: str | None,
+    chip: str | None,
+    json_file: str | None,
+) -> None:
     """List what a step sends, and the line that causes it.
 
     {STEP} Nothing runs. A result that looks like an argument lies as that one does.
     """
+    if target is not None and how == "estimate":
+        raise UsageError("--target is what is compiled for; with --how estimate leave it out")
+    hardware = None if chip is None else calling("reading --chip", lambda: chips.find(chip))
     spec = None if mesh is None else calling("reading --mesh", lambda: MeshSpec.parse(mesh))
     loaded = load_step(step, None if kwargs is None else literals(kwargs, "kwargs"), spec)
-    with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
-        found = _found(loaded, how, compiler)
+    with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}") as work:
+        program = None if how == "estimate" else compiled(loaded, target, cache, work.tell)
+        found = _found(loaded, program, how, compiler or _habits(how, target))
+    sent = found.compiled if how == "compare" else found
+    timed = None if hardware is None else calling("timing", lambda: seconds(sent, hardware, loaded.mesh))
     if json_file != "-":
         show(str(found))
+        if timed is not None:
+            show(f"\n{timed}")
     if json_file is not None:
         sums = {"extra_bytes": found.extra_bytes} if how == "compare" else _sums(found)
-        write(as_json({**sums, **data_of(found)}), json_file)
+        timing = {} if timed is None else {"seconds": data_of(timed)}
+        write(as_json({**sums, **data_of(found), **timing}), json_file)
 
 
 traffic.help = (traffic.help or "").replace("{STEP}", STEP_HELP)
 
 
-def _found(step: Step, how: str, compiler: Any) -> Any:
+def _habits(how: str, target: str | None) -> str:
+    return "cpu" if how == "compare" and target is None else "tpu"
+
+
+def _found(step: Step, program: Any, how: str, compiler: Any) -> Any:
     if how == "estimate":
         return estimated(step, compiler)
-    compiled = compiled_for_cpu(step)
+    sent = calling("reading the program", lambda: traffic_of(program, step.mesh))
     if how == "compile":
-        return calling("reading the program", lambda: traffic_of(compiled, step.mesh))
-    # What was compiled is a CPU's.
-    expected = estimated(step, "cpu")
-    return calling("comparing", lambda: compare(expected, traffic_of(compiled, step.mesh)))
+        return sent
+    return calling("comparing", lambda: compare(estimated(step, compiler), sent))
 
 
 def _sums(found: Any) -> dict[str, int]:
