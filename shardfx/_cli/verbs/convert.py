@@ -14,7 +14,7 @@ from ..._convert import Struct, bound, tree_structs
 from ..._ground.text import array_text, bytes_text, table
 from .._data import as_json
 from .._load import attribute, load_model
-from .._screen import JSON, show, working, write
+from .._screen import JSON, show, write
 from .._usage import UsageError, calling
 from .._verb import verb
 
@@ -101,11 +101,10 @@ def _write(
     # Every leaf is whole: this process writes all of it.
     held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
     cast = None if dtype is None else jnp.dtype(dtype)
-    with working("reading"):
-        tree = calling("reading", lambda: checkpoint.load(index, held, dtype=cast, progress=False))
-    with working("writing"):
-        given = {"map": relation, "like": wanted, "overwrite": overwrite, "progress": False}
-        calling(f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given))
+    # Both show on a terminal how far they are.
+    tree = calling("reading", lambda: checkpoint.load(index, held, dtype=cast))
+    given = {"map": relation, "like": wanted, "overwrite": overwrite}
+    calling(f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given))
 
 
 def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
