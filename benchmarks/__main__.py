@@ -21,6 +21,7 @@ FILES = {
     "load": "load",
     "convert": "convert",
     "train": "train",
+    "search": "search",
     "cost": "cost",
     "fit": "cost_memory",
 }

@@ -1,0 +1,312 @@
+"""The choice of mesh and rules: how fast, how well it ranks, and whether it beats what people write by hand."""
+
+import argparse
+import functools as ft
+import math
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shardfx as sfx
+from shardfx import chips
+from shardfx._search.core import CostModel, find, machine_of
+from shardfx._search.limits import Limits
+from shardfx._search.search import Searched
+
+from ._case import Entry, Finding, Limit, Value
+from ._runner import Options
+
+
+SUMMARY = "search: candidates per second, seconds of a whole search, and its order against compiled and timed steps"
+# Emulated devices of one CPU: slow in all, and collectives are function calls that wait for each other.
+_CPU = chips.Chip(
+    name="emulated",
+    hbm_bytes=2**31,
+    usable_hbm_bytes=2**31,
+    hbm_bytes_per_second=2e9,
+    flops_per_second=(("bfloat16", 8e9), ("float32", 8e9)),
+    link_bytes_per_second=1e9,
+    torus_dims=0,
+    island_chips=2**20,
+    dcn_bytes_per_second=1e9,
+)
+_BY_HAND = {
+    "dp": [("batch", "a")],
+    "fsdp": [("batch", "a"), ("embed", "a")],
+    "tp": [("heads", "a"), ("mlp", "a"), ("vocab", "a")],
+    "dp x tp": [("batch", "a"), ("heads", "b"), ("mlp", "b"), ("vocab", "b")],
+    "fsdp x tp": [("batch", "a"), ("embed", "a"), ("heads", "b"), ("mlp", "b"), ("vocab", "b")],
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--candidates", type=int, default=40, help="candidates that are compiled for the order")
+
+
+def cases(options: Options) -> list[Entry]:
+    few = 6 if options.quick else options.flags.candidates
+    found: list[Entry] = [
+        Finding("speed of the core, 256 devices", _speed, (Limit("million candidates per second", at_least=1.0),)),
+        Finding(
+            "search, 126 layers, 256 devices",
+            ft.partial(_seconds, 256, 1),
+            (Limit("seconds", at_most=10.0),),
+        ),
+    ]
+    if not options.quick:
+        found.append(
+            Finding(
+                "search, 126 layers, 8,192 devices", ft.partial(_seconds, 8192, 1), (Limit("seconds", at_most=60.0),)
+            )
+        )
+    found.append(Finding("known answers", _known, (Limit("right", at_least=4.0),)))
+    if len(options.devices) >= 8 and not options.quick:
+        found += [
+            Finding(
+                f"order of {few} candidates against compiled programs",
+                ft.partial(_order, few, options.devices[:8]),
+                (Limit("spearman of bytes", at_least=0.9),),
+            ),
+            Finding(
+                "chosen plan against plans by hand, step times on 8 devices",
+                ft.partial(_against_hands, options),
+                (Limit("best by hand over chosen", at_least=0.98),),
+            ),
+        ]
+    return found
+
+
+def llama(
+    layers: int,
+    width: int,
+    hidden: int,
+    kv: int,
+    group: int,
+    head: int,
+    vocab: int,
+    batch: int,
+    length: int,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[Any, ...]:
+    """A training step of a Llama under scan and remat, with AdamW's moments; its arguments are structs."""
+    struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
+
+    def layer(x: Any, p: Any) -> tuple[Any, None]:
+        b, s, _ = x.shape
+        y = _normed(x)
+        query = (y @ p["q"]).reshape(b, s, kv, group, head)
+        key, value = ((y @ p[name]).reshape(b, s, kv, head) for name in "kv")
+        scores = jnp.einsum("bskgd,btkd->bkgst", query, key) / math.sqrt(head)
+        mixed = jnp.einsum("bkgst,btkd->bskgd", jax.nn.softmax(scores, axis=-1), value)
+        x = x + mixed.reshape(b, s, kv * group * head) @ p["o"]
+        y = _normed(x)
+        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
+
+    def loss(p: Any, tokens: Any) -> Any:
+        x, _ = jax.lax.scan(jax.checkpoint(layer), p["embedding"][tokens], p["layers"])
+        logits = (_normed(x) @ p["unembedding"]).astype(jnp.float32)
+        right = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+    def step(p: Any, mu: Any, nu: Any, tokens: Any) -> tuple[Any, Any, Any]:
+        grads = jax.grad(loss)(p, tokens)
+        mu = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, mu, grads)
+        nu = jax.tree.map(lambda n, g: n * 0.99 + g * g * 0.01, nu, grads)
+        return jax.tree.map(lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu), mu, nu
+
+    shapes = {
+        "q": (width, kv * group * head),
+        "k": (width, kv * head),
+        "v": (width, kv * head),
+        "o": (kv * group * head, width),
+        "gate": (width, hidden),
+        "up": (width, hidden),
+        "down": (hidden, width),
+    }
+    params = {
+        "embedding": struct((vocab, width)),
+        "layers": {name: struct((layers, *shape)) for name, shape in shapes.items()},
+        "unembedding": struct((width, vocab)),
+    }
+    return step, params, params, params, jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+
+def _normed(x: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _large() -> tuple[Any, ...]:
+    return llama(126, 16384, 53248, 8, 16, 128, 128256, 512, 4096)
+
+
+def _small() -> tuple[Any, ...]:
+    return llama(4, 128, 512, 8, 1, 16, 1024, 16, 64, jnp.float32)
+
+
+def _speed() -> dict[str, Value]:
+    """The compiled function on blocks as a search makes them, without compiling; by the wall clock, median of 5."""
+    step, *args = _large()
+    made = Searched(step, args, 256, Limits())
+    machine = machine_of(chips.find("v5p"), 256, CostModel(), "bfloat16", math.inf)
+    seconds = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        _, count = find(made.terms, machine, 256)
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "million candidates per second": count / statistics.median(seconds[1:]) / 1e6,
+        "candidates": count,
+        "roles": len(made.made),
+        "seconds": statistics.median(seconds[1:]),
+    }
+
+
+def _seconds(devices: int, slices: int) -> dict[str, Value]:
+    jax.clear_caches()
+    model = _large()
+    begin, used = time.perf_counter(), time.process_time()
+    found = sfx.search(*model, devices=devices, chip="v5p", slices=slices)
+    return {
+        "seconds": time.perf_counter() - begin,
+        "processor seconds": time.process_time() - used,
+        "chosen": found[0].title,
+        "ms a step": found[0].seconds * 1e3,
+        "GiB a device": found[0].memory_bytes / 2**30,
+    }
+
+
+def _known() -> dict[str, Value]:
+    """Answers that textbooks give: each is 1 where the search finds it."""
+    mlp = ft.partial(_mlp, 8192, 32768)
+    few = sfx.search(*mlp(64), devices="tpu:v5p:2x2x2")[0]
+    many = sfx.search(*mlp(2**20), devices="tpu:v5p:2x2x2")[0]
+    found = {
+        # Few rows against large matrices: what a device sends of activations is little, of weights much.
+        "few rows: tensor": int(all("mlp" in names for _, names in few.roles)),
+        "many rows: data": int(all(names[0] == "batch" for _, names in many.roles)),
+        "too large: cut": _large_is_cut(),
+        "crossover": _crossover(),
+    }
+    return {"right": float(sum(found.values())), **found, "few": few.title, "many": many.title}
+
+
+def _mlp(width: int, hidden: int, rows: int) -> tuple[Any, ...]:
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+
+    def step(p: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x))
+
+    struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    return step, {"up": struct((width, hidden)), "down": struct((hidden, width))}, struct((rows, width))
+
+
+def _large_is_cut() -> int:
+    """405 billion parameters with moments, 16-bit each: 2.4 TB on 64 chips of 95 GiB leave no way but to cut all."""
+    best = sfx.search(*_large()[:-1], jax.ShapeDtypeStruct((64, 4096), jnp.int32), devices="tpu:v5p:4x4x4")[0]
+    layer = best.plans[0]["layers/up"]
+    return int(layer.bytes_per_device * 64 == layer.bytes)
+
+
+def _crossover() -> int:
+    """The more rows, the less tensor parallelism: the cut of `mlp` never grows with the batch."""
+    cuts = []
+    for power in range(8, 21, 3):
+        best = sfx.search(*_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4")[0]
+        axes = [axis for axis, names in best.roles if names[0] == "mlp"]
+        cuts.append(math.prod(best.mesh.shape[axis] for axis in axes))
+    return int(cuts == sorted(cuts, reverse=True) and cuts[0] > cuts[-1])
+
+
+def _order(few: int, devices: Any) -> dict[str, Value]:
+    """Candidates drawn from all places of the order, by bytes that their compiled programs send."""
+    step, *args = _small()
+    made = Searched(step, args, 8, Limits())
+    machine = machine_of(_CPU, 8, CostModel(), "float32", math.inf)
+    found, _ = find(made.terms, machine, 8, keep=2000)
+    rng = np.random.default_rng(0)
+    drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 4 * few])]
+    candidates = [made.candidate(one, built, machine, 2**62) for one, built in made.diverse(drawn, few)]
+    sent, compiled, estimated = [], [], []
+    for one in candidates:
+        estimated.append(sfx.estimate(step, *args, plans=one.plans).wire_bytes)
+        mesh = one.mesh.build(devices)
+        plans = tuple(plan.on(mesh) for plan in one.plans)
+        program = sfx.filter_jit(step, in_shardings=plans, out_shardings=plans[:3]).lower(*args).compile()
+        compiled.append(sfx.traffic(program, mesh).wire_bytes)
+        sent.append(one.wire_bytes)
+    ratios = [a / b for a, b in zip(sent, compiled, strict=True)]
+    return {
+        "spearman of bytes": _spearman(sent, compiled),
+        "spearman of the estimate": _spearman(estimated, compiled),
+        "candidates": len(sent),
+        "median of bytes over compiled": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+    }
+
+
+def _spearman(a: list[float], b: list[float]) -> float:
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: list[float]) -> np.ndarray:
+    """Ranks, with the mean of those that are equal."""
+    array = np.array(values)
+    return np.array([(np.sum(array < v) + np.sum(array <= v) - 1) / 2 for v in array])
+
+
+def _against_hands(options: Options) -> dict[str, Value]:
+    """Step times on emulated devices, each way in turn; the machine's constants are fitted to the plans by hand."""
+    model = _small()
+    by_hand = {}
+    for name, rules in _BY_HAND.items():
+        limits = Limits(rules=sfx.AxisRules(rules))
+        by_hand[name] = sfx.search(*model, devices=8, chip=_CPU, limits=limits, keep=1)[0]
+    ways = {name: _runner(model, one, options.devices[:8]) for name, one in by_hand.items()}
+    times = _timed(ways, options.repeats)
+    fitted = sfx.fit_chip([(by_hand[name], seconds) for name, seconds in times.items()])
+    chosen = sfx.search(*model, devices=8, chip=_CPU, model=fitted, keep=3)
+    ways |= {f"choice {i + 1}": _runner(model, one, options.devices[:8]) for i, one in enumerate(chosen)}
+    times = _timed(ways, options.repeats)
+    best = min(times[name] for name in by_hand)
+    predicted = [one.seconds for one in by_hand.values()] + [one.seconds for one in chosen]
+    return {
+        "best by hand over chosen": best / times["choice 1"],
+        "spearman of times": _spearman(predicted[: len(by_hand)], [times[name] for name in by_hand]),
+        **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
+        "chosen": chosen[0].title,
+        "best by hand": min(by_hand, key=lambda name: times[name]),
+    }
+
+
+def _runner(model: tuple[Any, ...], one: sfx.Candidate, devices: Any) -> Any:
+    step, *args = model
+    mesh = one.mesh.build(devices)
+    plans = tuple(plan.on(mesh) for plan in one.plans)
+    values = [jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), arg) for arg in args[:3]]
+    values.append(jnp.asarray(np.random.default_rng(0).integers(0, 1000, args[3].shape), jnp.int32))
+    state = [sfx.shard(value, plan) for value, plan in zip(values, plans, strict=True)]
+    jitted = sfx.filter_jit(step, in_shardings=plans, out_shardings=plans[:3])
+
+    def run() -> None:
+        state[:3] = jitted(*state)
+        jax.block_until_ready(state)
+
+    run()
+    return run
+
+
+def _timed(ways: dict[str, Any], repeats: int) -> dict[str, float]:
+    """The least time of each way over rounds in which all take their turn: others use this machine too."""
+    least = dict.fromkeys(ways, math.inf)
+    for _ in range(3 * repeats):
+        for name, run in ways.items():
+            begin = time.perf_counter()
+            run()
+            least[name] = min(least[name], time.perf_counter() - begin)
+    return least
