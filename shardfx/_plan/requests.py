@@ -83,6 +83,6 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
             f"{rule} is a callable that failed for the path {path!r} and shape {tuple(leaf.shape)}, with {why}; the "
             "error above shows where."
         ) from error
-    if not isinstance(result, PartitionSpec):
+    if not isinstance(result.target if isinstance(result, Atomic) else result, PartitionSpec):
         raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")
     return result

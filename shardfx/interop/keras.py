@@ -1,0 +1,125 @@
+"""Keras's `LayoutMap` as PathRules, and back. Keras is not needed: a map is any mapping from regexes to axes."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._ground.errors import RuleError
+from .._ground.spec import entries_of
+from .._rules.path_rules import PathRules, check_path_rules
+from .._rules.strategies import Replicate, bare, optional, replicate
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The target of a rule: the axes that a LayoutMap gives to what its key matches, and to nothing else does.
+
+    **Arguments:**
+
+    - `key`: the regex in the map, which matches whole paths.
+    - `axes`: a mesh axis or `None` per dimension.
+    - `others`: the other keys, of which none may match too.
+    """
+
+    key: str
+    axes: tuple[Any, ...]
+    others: tuple[str, ...] = ()
+
+    def __call__(self, path: str, leaf: Any) -> PartitionSpec:
+        if path != self.key:
+            also = [other for other in self.others if re.fullmatch(other, path)]
+            if also:
+                raise RuleError(
+                    f"the path {path!r} matches {[self.key, *also]}, and in a LayoutMap it may match one key only; "
+                    "make them more specific."
+                )
+        return PartitionSpec(*self.axes)
+
+
+def rules_of(layout_map: Mapping[str, Any]) -> PathRules:
+    """PathRules that give each variable the layout that `LayoutMap[variable.path]` has.
+
+    A path that is a key takes its layout; else the one key that matches all of it (`re.fullmatch`). A path that two
+    keys match is an error, as in Keras, and what none matches is replicated.
+
+    **Arguments:**
+
+    - `layout_map`: a `keras.distribution.LayoutMap`, or a mapping from regexes to tuples of mesh axes and `None`.
+
+    **Returns:**
+
+    [`shardfx.PathRules`][]; every rule may go unused.
+
+    **Raises:**
+
+    `RuleError` for axes that are no tuple of names and `None`; when a plan is made, for a path that two keys match.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, plan
+        from shardfx.interop import keras
+
+        rules = keras.rules_of({".*dense.*kernel": (None, "model")})
+        tree = {"dense_1": {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)}}
+        made = plan(tree, MeshSpec({"model": 4}), paths=rules)
+        assert made["dense_1/kernel"].spec == P(None, "model")
+        assert made["dense_1/bias"].spec == P()
+        ```
+    """
+    axes = {key: _axes(key, layout) for key, layout in layout_map.items()}
+    exact = [(rf"\A{re.escape(key)}\Z", optional(Layout(key, value))) for key, value in axes.items()]
+    matched = [
+        (rf"\A(?:{key})\Z", optional(Layout(key, value, tuple(other for other in axes if other != key))))
+        for key, value in axes.items()
+    ]
+    return PathRules([*exact, *matched, (".*", replicate)])
+
+
+def layout_of(rules: PathRules) -> dict[str, tuple[Any, ...]]:
+    """The content of a LayoutMap: `layout_map[key] = axes` for each item.
+
+    **Arguments:**
+
+    - `rules`: rules that `rules_of` made, or with a PartitionSpec of at most one axis per dimension as target; then the
+        regex is taken as it is, with `.*` on both sides where it has no anchor.
+
+    **Returns:**
+
+    From regexes to axes.
+
+    **Raises:**
+
+    `RuleError` that names the rule that a LayoutMap cannot say. Whether two keys match one path shows with a tree.
+    """
+    check_path_rules("rules", rules)
+    found: dict[str, tuple[Any, ...]] = {}
+    for number, (regex, target) in enumerate(rules.rules):
+        inner = bare(target)
+        if isinstance(inner, Layout):
+            found[inner.key] = inner.axes
+        elif isinstance(inner, PartitionSpec) and all(not isinstance(entry, tuple) for entry in entries_of(inner)):
+            found[_whole(regex)] = _axes(regex, entries_of(inner))
+        elif not (number == len(rules.rules) - 1 and isinstance(inner, Replicate)):
+            raise RuleError(
+                f"rule {number} ({regex!r}) has the target {inner!r}, which a LayoutMap cannot say: it gives one mesh "
+                "axis or none to each dimension, and replicates the rest."
+            )
+    return found
+
+
+def _axes(key: str, layout: Any) -> tuple[Any, ...]:
+    axes = getattr(layout, "axes", layout)
+    if not isinstance(axes, tuple | list) or not all(axis is None or isinstance(axis, str) for axis in axes):
+        raise RuleError(f"the layout of {key!r} is {layout!r:.80}; it must be a tuple of mesh axes and `None`.")
+    return tuple(axes)
+
+
+def _whole(regex: str) -> str:
+    begin = "" if regex.startswith(("^", r"\A")) else ".*"
+    return f"{begin}{regex}" if regex.endswith(("$", r"\Z")) else f"{begin}{regex}.*"

@@ -1,0 +1,118 @@
+"""The axis mappings of haliax and Levanter as AxisRules, and back."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .._ground.errors import RuleError
+from .._ground.spec import UNCONSTRAINED, entry_axes
+from .._rules.axis_rules import AxisRules, check_axis_rules, repeated
+
+
+class Mappings(NamedTuple):
+    """The two mappings of a Levanter trainer.
+
+    **Arguments:**
+
+    - `parameter`: of parameters and optimizer states, between steps.
+    - `compute`: of parameters and activations, within a step.
+    """
+
+    parameter: AxisRules
+    compute: AxisRules
+
+
+def rules_of(mapping: Mapping[str, Any]) -> AxisRules:
+    """A haliax axis mapping as AxisRules: each name has one target, and axes that no rule is about are whole.
+
+    **Arguments:**
+
+    - `mapping`: from the names of axes to a mesh axis or several.
+
+    **Returns:**
+
+    [`shardfx.AxisRules`][]. haliax has no priorities: where two dimensions of an array want one mesh axis, it fails.
+    Here the first in the mapping gets it, with a reason for the other; under `strict=True` it is an error too.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import resolve
+        from shardfx.interop import levanter
+
+        rules = levanter.rules_of({"embed": "data", "mlp": "model"})
+        assert resolve(("embed", "mlp"), rules).spec == P("data", "model")
+        ```
+    """
+    targets = {name: tuple(target) if isinstance(target, list) else target for name, target in mapping.items()}
+    axes = dict.fromkeys(axis for target in targets.values() for axis in entry_axes(target))
+    return AxisRules(targets, axes=axes)
+
+
+def mappings_of(
+    trainer: Mapping[str, Any],
+    *,
+    data: str | tuple[str, ...] = "data",
+    batch: str | tuple[str, ...] = ("replica", "data"),
+    model: str = "model",
+) -> Mappings:
+    """The parameter and compute mappings of a Levanter trainer's configuration.
+
+    **Arguments:**
+
+    - `trainer`: the fields of `TrainerConfig` that are given, as in the `trainer:` part of a YAML file: `batch_axis`,
+        `fsdp_axis`, `tensor_parallel_axes`, `axis_resources`, `parameter_axis_resources`.
+    - `data`, `batch`, `model`: the mesh axes that Levanter uses for FSDP, batches and tensor parallelism.
+
+    **Returns:**
+
+    A `Mappings`: FSDP is that parameters are cut over `data` where the compute mapping does not cut them.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import resolve
+        from shardfx.interop import levanter
+
+        both = levanter.mappings_of({"tensor_parallel_axes": ["mlp", "heads"]})
+        assert resolve(("embed", "mlp"), both.parameter).spec == P("data", "model")
+        assert resolve(("embed", "mlp"), both.compute).spec == P(None, "model")
+        ```
+    """
+    compute: dict[str, Any] = dict(trainer.get("axis_resources") or {})
+    compute |= dict.fromkeys(trainer.get("tensor_parallel_axes") or (), model)
+    batch_axis = trainer.get("batch_axis", "batch")
+    if batch_axis is not None:
+        compute[batch_axis] = batch
+    parameter = compute | dict(trainer.get("parameter_axis_resources") or {})
+    fsdp = trainer.get("fsdp_axis", "embed")
+    parameter |= dict.fromkeys([fsdp] if isinstance(fsdp, str) else fsdp or (), data)
+    return Mappings(rules_of(parameter), rules_of(compute))
+
+
+def mapping_of(rules: AxisRules) -> dict[str, Any]:
+    """The haliax axis mapping of rules that have one target per name.
+
+    **Arguments:**
+
+    - `rules`: the rules.
+
+    **Returns:**
+
+    From the names of axes to a mesh axis, or a tuple of several.
+
+    **Raises:**
+
+    `RuleError` that names the rule, unit, alias or mode that a mapping cannot say.
+    """
+    check_axis_rules("rules", rules)
+    for what, given in (("modes", rules.modes), ("units", rules.units), ("aliases", rules.aliases)):
+        if given:
+            raise RuleError(f"the rules have `{what}` ({given[0][0]!r}), which an axis mapping cannot say.")
+    if twice := repeated([name for name, _ in rules.rules]):
+        raise RuleError(f"{twice[0]!r} has several rules, and an axis mapping has no fallbacks; keep one of them.")
+    for number, (name, target) in enumerate(rules.rules):
+        if target is UNCONSTRAINED:
+            raise RuleError(f"rule {number} ({name!r}) is UNCONSTRAINED, which an axis mapping cannot say.")
+    return {name: target for name, target in rules.rules if target is not None}

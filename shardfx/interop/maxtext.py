@@ -1,0 +1,104 @@
+"""MaxText's rule files: `mesh_axes` and `logical_axis_rules`, as AxisRules and back."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .._ground.errors import RuleError
+from .._ground.spec import UNCONSTRAINED, entry_axes
+from .._rules.axis_rules import AxisRules, check_axis_rules
+
+
+class MeshAndRules(NamedTuple):
+    """What a rule file says.
+
+    **Arguments:**
+
+    - `mesh_axes`: the names of the mesh axes, in order.
+    - `rules`: the rules. They declare all axes that they name, as MaxText passes over those that the mesh lacks.
+    """
+
+    mesh_axes: tuple[str, ...]
+    rules: AxisRules
+
+
+def rules_of(config: Mapping[str, Any], base: Iterable[Any] = ()) -> MeshAndRules:
+    """The mesh axes and the rules of a configuration, read as MaxText reads them.
+
+    MaxText resolves names as Flax does: in the rules' order, a rule whose mesh axes are taken is passed over, and an
+    empty list ends the search, as `None` does.
+
+    **Arguments:**
+
+    - `config`: the content of a rule file, as `yaml.safe_load` gives it.
+    - `base`: the `logical_axis_rules` of the base configuration. A name of which the file has rules loses those of the
+        base, whose other rules go first; a custom mesh and rule file has no base.
+
+    **Returns:**
+
+    A `MeshAndRules`.
+
+    **Raises:**
+
+    `RuleError` without `logical_axis_rules`, and for what is no rule.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import resolve
+        from shardfx.interop import maxtext
+
+        read = maxtext.rules_of(
+            {
+                "mesh_axes": ["fsdp", "tensor"],
+                "logical_axis_rules": [["embed", ["fsdp"]], ["mlp", ["tensor"]]],
+            }
+        )
+        assert read.mesh_axes == ("fsdp", "tensor")
+        assert resolve(("embed", "mlp"), read.rules).spec == P("fsdp", "tensor")
+        ```
+    """
+    given = config.get("logical_axis_rules")
+    if not isinstance(given, list | tuple):
+        raise RuleError(f"the configuration has no list of `logical_axis_rules`; it has {list(config)[:20]}.")
+    rules = [_rule(number, rule) for number, rule in enumerate(given)]
+    replaced = {name for name, _ in rules}
+    before = [_rule(number, rule) for number, rule in enumerate(base)]
+    merged = [*[rule for rule in before if rule[0] not in replaced], *rules]
+    axes = dict.fromkeys(axis for _, target in merged for axis in entry_axes(target))
+    mesh_axes = tuple(config.get("mesh_axes") or ())
+    return MeshAndRules(mesh_axes, AxisRules(merged, axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]]))
+
+
+def config_of(rules: AxisRules, mesh_axes: Iterable[str]) -> dict[str, Any]:
+    """The content of a rule file, for `yaml.safe_dump`.
+
+    **Arguments:**
+
+    - `rules`: the rules.
+    - `mesh_axes`: the names of the mesh axes.
+
+    **Returns:**
+
+    `mesh_axes` and `logical_axis_rules`, whose axes are lists.
+
+    **Raises:**
+
+    `RuleError` that names the rule, unit, alias or mode that a rule file cannot say.
+    """
+    check_axis_rules("rules", rules)
+    for what, given in (("modes", rules.modes), ("units", rules.units), ("aliases", rules.aliases)):
+        if given:
+            raise RuleError(f"the rules have `{what}` ({given[0][0]!r}), which a rule file of MaxText cannot say.")
+    for number, (name, target) in enumerate(rules.rules):
+        if target is UNCONSTRAINED:
+            raise RuleError(f"rule {number} ({name!r}) is UNCONSTRAINED, which a rule file of MaxText cannot say.")
+    listed = [[name, [*entry_axes(target)]] for name, target in rules.rules]
+    return {"mesh_axes": [*mesh_axes], "logical_axis_rules": listed}
+
+
+def _rule(number: int, rule: Any) -> tuple[str, Any]:
+    if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)):
+        raise RuleError(f"`logical_axis_rules[{number}]` is {rule!r:.80}; a rule is [name, mesh axes].")
+    name, target = rule
+    return name, tuple(target) if isinstance(target, list) else target

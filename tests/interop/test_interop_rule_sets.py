@@ -1,0 +1,345 @@
+"""Rule sets of Hugging Face, MaxText, Keras, T5X and Levanter as values, decided as the libraries decide, and back."""
+
+import ast
+import importlib.util
+import json
+import textwrap
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfx import AxisRules, Code, MeshSpec, PathRules, RuleError, canonical, plan, presets, replicate, resolve
+from shardfx.interop import huggingface, keras, levanter, maxtext, t5x
+
+
+DATA = json.loads(Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text())
+MESH = MeshSpec({"expert": 2, "tensor": 4})
+
+
+def folder_of(library):
+    """Where a library lies, which is read and not imported."""
+    found = importlib.util.find_spec(library)
+    if found is None or found.origin is None:
+        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
+    return Path(found.origin).parent
+
+
+@pytest.fixture(scope="module")
+def classes():
+    files = sorted(folder_of("transformers").glob("models/*/configuration_*.py"))
+    return {
+        (file.stem, name): plans for file in files for name, plans in huggingface.plans_in(file.read_text()).items()
+    }
+
+
+def struct(shape):
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+
+
+def specs_of(tree, rules, mesh=MESH):
+    return {leaf.path: leaf.spec for leaf in plan(tree, mesh, paths=rules).leaves}
+
+
+# Hugging Face
+
+
+def test_every_class_of_transformers_converts(classes):
+    assert len(classes) >= 145
+    styles = {style for plans in classes.values() for part in plans for style in part.values()}
+    assert len(styles) >= 15 and styles <= huggingface.STYLES.keys()
+    for plans in classes.values():
+        both = huggingface.rules_of(plans, expert="expert")
+        assert huggingface.plan_of(both) == {**plans.tensor, **plans.expert}
+        assert huggingface.plan_of(huggingface.rules_of(plans.tensor)) == plans.tensor
+        assert hash(both) == hash(huggingface.rules_of(plans, expert="expert"))
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_plans_of_real_architectures(classes, name):
+    (plans,) = [plans for (_, owner), plans in classes.items() if owner == name]
+    tree = {path: struct(shape) for path, (shape, _) in DATA[name].items()}
+    rules = huggingface.rules_of(plans, expert="expert")
+    assert specs_of(tree, rules) == {path: P(*spec) for path, (_, spec) in DATA[name].items()}
+
+
+PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+    "embed": "embedding_rowwise",
+    "ngram": "embedding_colwise",
+    "layers.*.mlp.w": "packed_rowwise",
+}
+
+
+@pytest.mark.parametrize(
+    "path, shape, spec",
+    [
+        ("model/layers/12/self_attn/q_proj/weight", (64, 32), P("tensor")),
+        ("layers.12.self_attn.q_proj.bias", (64,), P("tensor")),
+        ("model.layers.0.self_attn.o_proj.weight", (32, 64), P(None, "tensor")),
+        ("model.layers.0.self_attn.o_proj.bias", (32,), P()),
+        ("model.layers.0.mlp.experts.router", (32, 64), P()),
+        ("model.embed.weight", (256, 64), P("tensor")),
+        ("model.ngram.weight", (256, 64), P(None, "tensor")),
+        ("vision.layers.0.self_attn.q_proj.weight", (64, 32), P()),
+        ("model.layers.0.self_attn.q_proj.lora.weight", (64, 32), P()),
+    ],
+)
+def test_what_styles_do(path, shape, spec):
+    assert specs_of({path: struct(shape)}, huggingface.rules_of(PLAN))[path] == spec
+
+
+def test_parts_of_packed_weights_stay_apart():
+    tree = {"layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64)), "layers.0.mlp.w.weight": struct((64, 256))}
+    rules = huggingface.rules_of(PLAN)
+    two = plan(tree, MeshSpec({"tensor": 2}), paths=rules)
+    assert [leaf.spec for leaf in two.leaves] == [P(None, "tensor"), P(None, "tensor")]
+    four = plan(tree, MeshSpec({"tensor": 4}), paths=rules)
+    for leaf in four.leaves:
+        assert leaf.spec == P() and [why.code for why in leaf.reasons] == [Code.unit]
+    refined = plan(tree, MeshSpec({"tensor": 4}), paths=rules, refine=True)
+    assert refined.leaves[0].spec == P(None, "tensor_0")
+
+
+def test_heads_are_not_cut():
+    rules = huggingface.rules_of(PLAN, units={"q_proj": 32})
+    tree = {"layers.0.self_attn.q_proj.weight": struct((64, 32))}
+    (leaf,) = plan(tree, MESH, paths=rules).leaves
+    assert leaf.spec == P() and leaf.reasons[0].code is Code.unit
+    assert specs_of(tree, rules, MeshSpec({"tensor": 2})) == {leaf.path: P("tensor")}
+
+
+def test_sources_are_read_and_not_run():
+    source = textwrap.dedent("""
+        class A:
+            base_model_tp_plan: dict = {**{f"{s}.layers.*.q": "colwise" for s in ("L", "H")}, "o": "rowwise"}
+            base_model_ep_plan = None
+        class B(A):
+            pass
+        class C:
+            base_model_ep_plan = {"experts": "grouped_gemm"}
+    """)
+    tensor = {"L.layers.*.q": "colwise", "H.layers.*.q": "colwise", "o": "rowwise"}
+    expected = {"A": huggingface.Plans(tensor, {}), "C": huggingface.Plans({}, {"experts": "grouped_gemm"})}
+    assert huggingface.plans_in(source) == expected
+
+    class Config:
+        base_model_tp_plan = tensor
+
+    assert huggingface.plans_of(Config) == huggingface.plans_of(Config()) == huggingface.Plans(tensor, {})
+    with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
+        huggingface.plans_of(int)
+    with pytest.raises(RuleError, match=r"`A.base_model_tp_plan` holds `open\('x'\)`, which is no constant"):
+        huggingface.plans_in("class A:\n    base_model_tp_plan = {'a': open('x')}")
+    with pytest.raises(RuleError, match="and no plan; it must map names"):
+        huggingface.plans_in("class A:\n    base_model_tp_plan = 3")
+    with pytest.raises(RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"):
+        huggingface.rules_of({"a": "colwse"})
+    with pytest.raises(
+        RuleError, match=r"rule 0 \('w'\) has the target P\('data'\), which a plan of Hugging Face cannot"
+    ):
+        huggingface.plan_of(PathRules([("w", P("data"))]))
+
+
+# MaxText
+
+FILE = {
+    "mesh_axes": ["data", "fsdp", "fsdp_transpose", "expert"],
+    "data_sharding": [["data", "fsdp"]],
+    "logical_axis_rules": [
+        ["activation_batch", ["data", "fsdp", "fsdp_transpose", "expert"]],
+        ["activation_length_attn", ["context"]],
+        ["vocab", []],
+        ["exp", "expert"],
+        ["mlp", ["fsdp_transpose"]],
+        ["embed", ["fsdp", "fsdp_transpose"]],
+        ["embed", ["fsdp"]],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("embed", "mlp"), ("embed",), ("vocab", "embed"), ("exp", "embed", "mlp"), ("activation_batch", "embed"), ("x",)],
+)
+def test_maxtext_decides_as_flax_does(names):
+    mesh_axes, rules = maxtext.rules_of(FILE)
+    flax_rules = [(name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in FILE["logical_axis_rules"]]
+    theirs = nn.logical_to_mesh_axes(names, rules=flax_rules)
+    assert resolve(names, rules).spec == canonical(P(*[None if one == () else one for one in theirs or ()]))
+    assert mesh_axes == tuple(FILE["mesh_axes"])
+
+
+def test_maxtext_passes_over_axes_that_the_mesh_lacks():
+    _, rules = maxtext.rules_of(FILE)
+    tree = {"x": struct((8, 16))}
+    made = plan(tree, MeshSpec({"fsdp": 2}), names={"x": ("activation_length_attn", "embed")}, axes=rules)
+    assert made["x"].spec == P(None, "fsdp")
+
+
+def test_maxtext_files_replace_the_rules_of_a_name():
+    base = [["embed", ["tensor"]], ["norm", ["tensor"]], ["embed", ["data"]]]
+    rules = maxtext.rules_of(FILE, base).rules
+    assert rules.rules[0] == ("norm", "tensor") and ("embed", "tensor") not in rules.rules
+    written = maxtext.config_of(maxtext.rules_of(FILE).rules, FILE["mesh_axes"])
+    assert maxtext.rules_of(written) == maxtext.rules_of(FILE)
+    for wrong, message in (
+        (AxisRules([("a", "x")], units={"a": 2}), r"have `units` \('a'\)"),
+        (AxisRules([("a", P.UNCONSTRAINED)]), r"rule 0 \('a'\) is UNCONSTRAINED"),
+    ):
+        with pytest.raises(RuleError, match=message):
+            maxtext.config_of(wrong, ["x"])
+    with pytest.raises(RuleError, match="has no list of `logical_axis_rules`; it has .'mesh_axes'"):
+        maxtext.rules_of({"mesh_axes": []})
+    with pytest.raises(RuleError, match=r"`logical_axis_rules\[0\]` is 'embed'"):
+        maxtext.rules_of({"logical_axis_rules": ["embed"]})
+
+
+# Keras
+
+
+class TensorLayout:
+    """As Keras's, of which only the axes matter."""
+
+    def __init__(self, axes):
+        self.axes = axes
+
+
+LAYOUT = {".*dense.*kernel": (None, "model"), ".*dense.*bias": TensorLayout(("model",)), "out/dense/kernel": ("model",)}
+
+
+def test_a_layout_map_matches_whole_paths():
+    tree = {"m": {"dense_1": {"kernel": struct((8, 8)), "bias": struct((8,)), "kernel_scale": struct((8, 8))}}}
+    tree["out"] = {"dense": {"kernel": struct((8, 8))}}
+    made = specs_of(tree, keras.rules_of(LAYOUT), MeshSpec({"model": 4}))
+    assert made == {
+        "m/dense_1/kernel": P(None, "model"),
+        "m/dense_1/bias": P("model"),
+        "m/dense_1/kernel_scale": P(),
+        # A path that is a key takes its layout, whatever else matches it.
+        "out/dense/kernel": P("model"),
+    }
+
+
+def test_two_matches_of_a_layout_map_are_an_error():
+    twice = keras.rules_of({".*kernel": ("model",), "dense.*": (None, "model")})
+    with pytest.raises(
+        RuleError, match=r"the path 'dense/kernel' matches \['.\*kernel', 'dense.\*'\], and in a LayoutMap"
+    ):
+        plan({"dense": {"kernel": struct((8, 8))}}, MeshSpec({"model": 4}), paths=twice)
+
+
+def test_a_layout_map_is_written_back():
+    assert keras.layout_of(keras.rules_of(LAYOUT)) == {
+        key: getattr(layout, "axes", layout) for key, layout in LAYOUT.items()
+    }
+    plain = PathRules([("wi$", P(None, "model")), ("^emb", P("model")), (".*", replicate)])
+    assert keras.layout_of(plain) == {".*wi$": (None, "model"), "^emb.*": ("model",)}
+    with pytest.raises(
+        RuleError, match=r"rule 0 \('w'\) has the target P\(\('a', 'b'\),?\), which a LayoutMap cannot say"
+    ):
+        keras.layout_of(PathRules([("w", P(("a", "b")))]))
+    with pytest.raises(RuleError, match="the layout of 'w' is 3"):
+        keras.rules_of({"w": 3})
+
+
+def test_the_maps_of_keras_hub():
+    folder, found = folder_of("keras_hub"), {}
+    for file in sorted(folder.glob("src/models/*/*_backbone.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                into = node.targets[0]
+                if isinstance(into.value, ast.Name) and into.value.id == "layout_map":
+                    axes = [
+                        one.id.removesuffix("_dim") if isinstance(one, ast.Name) else None for one in node.value.elts
+                    ]  # pyright: ignore[reportAttributeAccessIssue]
+                    found.setdefault(file.stem, {})[ast.literal_eval(into.slice)] = tuple(axes)
+    assert len(found) == 5
+    for layout_map in found.values():
+        rules = keras.rules_of(layout_map)
+        tree = {"token_embedding": {"embeddings": struct((256, 64))}}
+        assert specs_of(tree, rules, MeshSpec({"data": 2, "model": 4})) == {
+            "token_embedding/embeddings": P("model", "data")
+        }
+        assert keras.layout_of(rules) == layout_map
+
+
+# Levanter
+
+
+def test_two_mappings_of_a_trainer():
+    trainer = {
+        "tensor_parallel_axes": ["mlp", "heads"],
+        "axis_resources": {"vocab": "model"},
+        "parameter_axis_resources": {"mlp": ["model", "data"]},
+    }
+    both = levanter.mappings_of(trainer)
+    assert dict(both.compute.rules) == {
+        "vocab": "model",
+        "mlp": "model",
+        "heads": "model",
+        "batch": ("replica", "data"),
+    }
+    assert dict(both.parameter.rules) == {**dict(both.compute.rules), "mlp": ("model", "data"), "embed": "data"}
+    assert levanter.mappings_of({"fsdp_axis": ["embed", "x"]}).parameter.names == ("batch", "embed", "x")
+    assert levanter.mappings_of({"fsdp_axis": None, "batch_axis": None}).parameter.rules == ()
+    assert levanter.mapping_of(both.parameter)["mlp"] == ("model", "data")
+    assert levanter.rules_of(levanter.mapping_of(both.compute)) == both.compute
+    for wrong, message in (
+        (AxisRules([("a", "x"), ("a", "y")]), "'a' has several rules, and an axis mapping has no fallbacks"),
+        (AxisRules([("a", "x")], modes={"decode": []}), r"have `modes` \('decode'\)"),
+        (AxisRules([("a", P.UNCONSTRAINED)]), r"rule 0 \('a'\) is UNCONSTRAINED"),
+    ):
+        with pytest.raises(RuleError, match=message):
+            levanter.mapping_of(wrong)
+
+
+# T5X
+
+GIN = """
+from t5x import partitioning
+include 't5x/configs/runs/pretrain.gin'
+utils.DatasetConfig:
+  batch_size = 32  # not = 64
+train_script.train:
+  partitioner = @partitioning.PjitPartitioner()
+partitioning.PjitPartitioner:
+  num_partitions = 1
+  model_parallel_submesh = (2, 2, 1, 1)
+  logical_axis_rules= @partitioning.standard_logical_axis_rules()
+
+partitioning.standard_logical_axis_rules:
+  activation_partitioning_dims = 2
+  parameter_partitioning_dims = 2
+  additional_rules = [
+      ('rows', 'data'),  # ours
+      ('cols', None)]
+"""
+
+
+def test_gin_files():
+    read = t5x.partitioning_of(GIN)
+    assert read == t5x.Partitioning(presets.t5x(2, 2, [("rows", "data"), ("cols", None)]), 1, (2, 2, 1, 1))
+    assert t5x.partitioning_of("") == t5x.Partitioning(presets.t5x(), None, None)
+    later = GIN + "\npartitioning.PjitPartitioner.num_partitions = 8\n"
+    assert t5x.partitioning_of(later).num_partitions == 8
+    by_hand = t5x.partitioning_of(
+        "partitioning.PjitPartitioner.logical_axis_rules = [\n    ('batch', 'data'),\n    ('vocab', None),\n]\n"
+    )
+    assert by_hand.rules.rules == (("batch", "data"), ("vocab", None))
+    again = t5x.partitioning_of(t5x.gin_of(read.rules, 4))
+    assert again.rules == read.rules and again.num_partitions == 4
+    with pytest.raises(RuleError, match="is bound to `%RULES`, which is no constant"):
+        t5x.partitioning_of("partitioning.PjitPartitioner.logical_axis_rules = %RULES\n")
+    for wrong, message in (
+        (AxisRules([("a", ("x", "y"))]), r"rule 0 \('a', \('x', 'y'\)\): T5X gives a name one mesh axis"),
+        (AxisRules([("a", "x")], units={"a": 2}), r"have `units` \('a'\)"),
+    ):
+        with pytest.raises(RuleError, match=message):
+            t5x.gin_of(wrong, 1)
