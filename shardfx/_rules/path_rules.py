@@ -46,7 +46,8 @@ class PathRules(eqx.Module):
 
         - `rules`: pairs of a regex and a target. A target is a PartitionSpec; a tuple of logical names; a
             strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of
-            them in [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`.
+            them in [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`,
+            which may return it in `atomic(...)`.
             A PartitionSpec shorter than the rank leaves the rest whole. A tuple has one name per dimension; `...` in
             it stands for those that are whole. `()` replicates, and so does `None`.
         - `axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].

@@ -141,9 +141,7 @@ def test_sources_are_read_and_not_run():
         huggingface.plans_in("class A:\n    base_model_tp_plan = 3")
     with pytest.raises(RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"):
         huggingface.rules_of({"a": "colwse"})
-    with pytest.raises(
-        RuleError, match=r"rule 0 \('w'\) has the target P\('data'\), which a plan of Hugging Face cannot"
-    ):
+    with pytest.raises(RuleError, match=r"rule 0 \('w'\) has the target P\('data',?\), which a plan of Hugging Face"):
         huggingface.plan_of(PathRules([("w", P("data"))]))
 
 
