@@ -6,10 +6,10 @@ import json
 import textwrap
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, RuleError, canonical, plan, presets, replicate, resolve
@@ -169,7 +169,7 @@ FILE = {
 def test_maxtext_decides_as_flax_does(names):
     mesh_axes, rules = maxtext.rules_of(FILE)
     flax_rules = [(name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in FILE["logical_axis_rules"]]
-    theirs = nn.logical_to_mesh_axes(names, rules=flax_rules)
+    theirs = spmd.logical_to_mesh_axes(names, rules=flax_rules)
     assert resolve(names, rules).spec == canonical(P(*[None if one == () else one for one in theirs or ()]))
     assert mesh_axes == tuple(FILE["mesh_axes"])
 
@@ -247,17 +247,20 @@ def test_a_layout_map_is_written_back():
         keras.rules_of({"w": 3})
 
 
+def assigned_layouts(source):
+    """What `layout_map[key] = (model_dim, data_dim)` assigns in a source, with the axes called as they are by default."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign([ast.Subscript(ast.Name("layout_map"), key)], ast.Tuple(parts)):
+                axes = [part.id.removesuffix("_dim") if isinstance(part, ast.Name) else None for part in parts]
+                found[ast.literal_eval(key)] = tuple(axes)
+    return found
+
+
 def test_the_maps_of_keras_hub():
-    folder, found = folder_of("keras_hub"), {}
-    for file in sorted(folder.glob("src/models/*/*_backbone.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                into = node.targets[0]
-                if isinstance(into.value, ast.Name) and into.value.id == "layout_map":
-                    axes = [
-                        one.id.removesuffix("_dim") if isinstance(one, ast.Name) else None for one in node.value.elts
-                    ]  # pyright: ignore[reportAttributeAccessIssue]
-                    found.setdefault(file.stem, {})[ast.literal_eval(into.slice)] = tuple(axes)
+    files = sorted(folder_of("keras_hub").glob("src/models/*/*_backbone.py"))
+    found = {file.stem: layouts for file in files if (layouts := assigned_layouts(file.read_text()))}
     assert len(found) == 5
     for layout_map in found.values():
         rules = keras.rules_of(layout_map)
