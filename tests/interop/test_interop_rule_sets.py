@@ -248,7 +248,7 @@ def test_a_layout_map_is_written_back():
 
 
 def assigned_layouts(source):
-    """What `layout_map[key] = (model_dim, data_dim)` assigns in a source, with the axes called as they are by default."""
+    """What `layout_map[key] = (model_dim, data_dim)` assigns in a source, the axes called as they are by default."""
     found = {}
     for node in ast.walk(ast.parse(source)):
         match node:
