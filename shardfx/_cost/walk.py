@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .factors import Dims
 from .graph import Op, Traced
 from .layout import Layout, MeshParts, Parts
 from .price import Move, Prices, total
@@ -180,24 +181,30 @@ class _Walk:
                 yield self.way(op, dict(zip(choices, chosen, strict=True)))
 
     def follow_result(self, op: Op, choices: dict[int, list[Parts]]) -> None:
-        """Sums that both sides of a product agree on stay; else it is cut as its result is to lie."""
-        sums = {
-            part
-            for factor, found in choices.items()
-            if op.rule.kinds[factor] == "sum" and len(found) == 1
-            for part in found[0]
-        }
-        wanted: dict[int, Parts] = {}
-        for dim, parts in zip(op.rule.results[0], self.layouts[op.results[0]], strict=True):
-            wanted.update(self.axes.split(parts, dim, op.rule.sizes) if parts else ())
+        """What both sides of a product agree on stays; else it is cut as its result is to lie."""
+        left, right = (
+            self.by_factor(op, self.states[value].layout, dims)
+            for value, dims in zip(op.operands[:2], op.rule.operands[:2], strict=True)
+        )
+        agreed = {factor: parts for factor, parts in left.items() if right.get(factor) == parts}
+        kept = {part for parts in agreed.values() for part in parts}
+        wanted = self.by_factor(op, self.layouts[op.results[0]], op.rule.results[0])
         for factor in choices:
-            if op.rule.kinds[factor] != "sum":
+            if factor in agreed:
+                choices[factor] = [agreed[factor]]
+            elif op.rule.kinds[factor] != "sum":
                 parts = wanted.get(factor, ())
-                choices[factor] = [parts if sums.isdisjoint(parts) else ()]
+                choices[factor] = [parts if kept.isdisjoint(parts) else ()]
         taken = {part for factor, found in choices.items() if op.rule.kinds[factor] != "sum" for part in found[0]}
         for factor, found in choices.items():
-            if len(found) > 1:
-                choices[factor] = [parts for parts in found if taken.isdisjoint(parts)]
+            if op.rule.kinds[factor] == "sum" and factor not in agreed:
+                choices[factor] = [*dict.fromkeys((*(parts for parts in found if taken.isdisjoint(parts)), ()))]
+
+    def by_factor(self, op: Op, layout: Layout, dims: Dims) -> dict[int, Parts]:
+        found: dict[int, Parts] = {}
+        for dim, parts in zip(dims, layout, strict=True):
+            found.update(self.axes.split(parts, dim, op.rule.sizes) if parts else ())
+        return found
 
     def with_none(self, choices: dict[int, list[Parts]], partial: Parts) -> None:
         """Where two factors want one part, or one along which sums are yet to be made, any may be left whole."""
@@ -268,13 +275,12 @@ class _Walk:
         """How a sum is to lie: finer than it was asked for, where all who use it take the same parts."""
         own, found = self.layouts[value], set()
         for op in takers if len(takers) == self.uses[value] else ():
-            by_factor: dict[int, Parts] = {}
+            cut: dict[int, Parts] = {}
             for result, dims in zip(op.results, op.rule.results, strict=True):
-                for dim, parts in zip(dims, self.layouts[result], strict=True):
-                    by_factor.update(self.axes.split(parts, dim, op.rule.sizes) if parts else ())
+                cut.update(self.by_factor(op, self.layouts[result], dims))
             for operand, dims in zip(op.operands, op.rule.operands, strict=True):
                 if operand == value:
-                    found.add(self.axes.layout(by_factor, dims, op.rule))
+                    found.add(self.axes.layout(cut, dims, op.rule))
         if len(found) != 1:
             return own
         (layout,) = found
