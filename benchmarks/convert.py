@@ -460,7 +460,7 @@ def _again(options: Options) -> Mapping[str, Value]:
         shardfx.clear_caches()
         jax.clear_caches()
         taken = []
-        for _ in range(4):
+        for _ in range(3):
             begin = time.perf_counter()
             jax.block_until_ready(reshard(tree, target, map=SMALL))
             taken.append(time.perf_counter() - begin)
