@@ -15,7 +15,8 @@ from .._ground.errors import LeafTypeError, MoveError
 from .._ground.tree import flatten
 from .._plan.target import Target, target_of
 from .destinations import is_array
-from .mapped.carry import Joined, carried
+from .mapped.carry import Means, carried
+from .mapped.copies import Shards
 from .mapped.work import Leaf, Work, Works, works_of
 
 
@@ -78,9 +79,9 @@ def through_map(
     works = journey.works.works
     left = collections.Counter(journey.works.readers)
     given_up = _Donation(journey, left) if donate else None
-    joined_up: Joined = {}
     under_way: collections.deque[jax.Array] = collections.deque()
     path, pool = "", ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move")
+    means = Means(journey.arrays, _by(reshard, limit_bytes), limit_bytes, pool, Shards(journey.arrays))
     try:
         plain = [work for work in works if work.way == "plain"]
         path = plain[0].leaf.path if plain else ""
@@ -88,7 +89,7 @@ def through_map(
         for work in works:
             path = work.leaf.path
             if work.way != "plain":
-                made[path] = carried(work, journey.arrays, _by(reshard, limit_bytes), limit_bytes, pool, joined_up)
+                made[path] = carried(work, means)
                 under_way.append(made[path])
                 if given_up is not None or len(under_way) > _most_under_way(work):
                     # The oldest first; whoever gives up what it reads waits for all.
@@ -96,8 +97,7 @@ def through_map(
                 if given_up is not None:
                     under_way.clear()
                     for name in given_up.read(work):
-                        for key in [key for key in joined_up if key[0] == name]:
-                            del joined_up[key]
+                        means.forget(name)
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise _stopped(path, made, len(works), error, donate) from error
     finally:

@@ -313,10 +313,10 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
     tree, plan = trained(where, arrays), engine(where, arrays)
     carried, count = through_map.carried, iter(range(100))
 
-    def fails(*args):
+    def fails(work, means):
         if next(count) == 3:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return carried(*args)
+        return carried(work, means)
 
     monkeypatch.setattr(through_map, "carried", fails)
     with pytest.raises(MoveError, match="stopped at leaf `model.layers.1.gate_up`.*after 4 of 10 leaves") as caught:

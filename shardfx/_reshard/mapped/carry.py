@@ -1,5 +1,6 @@
 """Making what is planned: one array of the target after the other, from live arrays."""
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._convert.pieces import Piece, Scale, within
 from ..._convert.values import fill
 from ..._ground.boxes import Box, as_box
-from .copies import assembled
+from .copies import Shards, assembled, data_of_keys
 from .exchange import Block, Exchange, blocks, joined, program, sharding_of
 from .work import Scaled, Work
 
@@ -22,53 +23,55 @@ Move = Callable[[jax.Array, Any], jax.Array]
 Joined = dict[tuple[str, tuple[Any, ...]], jax.Array]
 
 
-def carried(
-    work: Work,
-    arrays: Mapping[str, Any],
-    move: Move,
-    limit_bytes: int | None,
-    pool: ThreadPoolExecutor,
-    joined_up: dict,
-) -> jax.Array:
+@dataclasses.dataclass
+class Means:
+    """What the arrays of one tree are made with.
+
+    **Arguments:**
+
+    - `arrays`: the source's arrays by path.
+    - `move`: moves an array to a sharding, for scales.
+    - `limit_bytes`: how much may be used beside source and target.
+    - `pool`: threads to copy with.
+    - `shards`: the arrays' shards of this process.
+    - `joined_up`: what programs take of the arrays, by path and devices; filled on the way.
+    """
+
+    arrays: Mapping[str, Any]
+    move: Move
+    limit_bytes: int | None
+    pool: ThreadPoolExecutor
+    shards: Shards
+    joined_up: Joined = dataclasses.field(default_factory=dict)
+
+    def forget(self, path: str) -> None:
+        """Lets go of an array of which nothing more is made."""
+        self.shards.forget(path)
+        for key in [key for key in self.joined_up if key[0] == path]:
+            del self.joined_up[key]
+
+
+def carried(work: Work, means: Means) -> jax.Array:
     """Makes one array.
 
     **Arguments:**
 
     - `work`: how; not "plain".
-    - `arrays`: the source's arrays by path.
-    - `move`: moves an array to a sharding, for scales.
-    - `limit_bytes`: how much may be used beside source and target.
-    - `pool`: threads to copy with.
-    - `joined_up`: what programs take of the source's arrays, by path and devices; filled on the way.
+    - `means`: with what.
     """
-    data = {name: _data(arrays[name]) for name in work.sources}
+    arrays = means.arrays
+    data = {name: data_of_keys(arrays[name]) for name in work.sources}
     if 0 in work.shape:
         made = _by_host(work, data)
     elif work.way == "programs":
-        made = _by_programs(work, data, move, limit_bytes, joined_up)
+        made = _by_programs(work, data, means)
     elif work.way == "copies":
-        made = _by_copies(work, data, pool)
+        made = _by_copies(work, data, means)
     else:
         made = _by_host(work, data)
     if made.dtype == work.leaf.dtype:
         return made
     return jax.random.wrap_key_data(made, impl=jax.random.key_impl(arrays[work.sources[0]]))
-
-
-def _data(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
-def _shards(data: Mapping[str, Any]) -> dict[tuple[str, int], np.ndarray]:
-    """The shards of this process by path and number; NumPy arrays are one shard, of number -1."""
-    found = {}
-    for name, leaf in data.items():
-        if not isinstance(leaf, jax.Array):
-            found[name, -1] = np.asarray(leaf)
-            continue
-        for number in range(len(leaf.sharding.addressable_devices_indices_map(leaf.shape))):
-            found[name, number] = np.asarray(leaf.addressable_data(number))
-    return found
 
 
 def _reader(data: Mapping[str, Any]) -> Callable[[str, Box], np.ndarray]:
@@ -95,10 +98,10 @@ def _within(part: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
     return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(part, box, strict=True))
 
 
-def _by_copies(work: Work, data: Mapping[str, Any], pool: ThreadPoolExecutor) -> jax.Array:
+def _by_copies(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array:
     assert work.leaf.sharding is not None
-    cuts = [one.made for one in work.cuts]
-    return assembled(work.shape, work.dtype, work.leaf.sharding, work.targets, cuts, _shards(data), _reader(data), pool)
+    where = (work.leaf.sharding, work.targets, work.fillings, work.sources)
+    return assembled(work.shape, work.dtype, *where, means.shards, _reader(data), means.pool)
 
 
 def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:
@@ -119,26 +122,24 @@ def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:
     return jax.make_array_from_callback(work.shape, sharding, shard, dtype=work.dtype)
 
 
-def _by_programs(
-    work: Work, data: Mapping[str, Any], move: Move, limit_bytes: int | None, joined_up: Joined
-) -> jax.Array:
+def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array:
     sharding, devices = work.leaf.sharding, work.devices
     assert sharding is not None
     every = dict(data)
     for one in work.scaled:
-        every[one.name] = _scaled(one, data[one.path], data[one.scale.path], move)
+        every[one.name] = _scaled(one, data[one.path], data[one.scale.path], means.move)
     target = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])
     with jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh):
         out = _constants(work, target)
-        for step, places in _steps(work, limit_bytes):
+        for step, places in _steps(work, means.limit_bytes):
             sources = tuple(work.source_shapes[path] for path in step.paths)
             run = program(devices, step.rounds, sources, (target, work.dtype), out is None)
             given = [
-                _block(devices, path, source, every, joined_up)
+                _block(devices, path, source, every, means.joined_up)
                 for path, source in zip(step.paths, sources, strict=True)
             ]
             out = run(places, *given, *(() if out is None else (out,)))
-            if limit_bytes is not None or _crosses(devices):
+            if means.limit_bytes is not None or _crosses(devices):
                 # Programs that talk to other processes block threads of the CPU's runtime; several at once can block
                 # them all.
                 jax.block_until_ready(out)
@@ -178,7 +179,7 @@ def _steps(work: Work, limit_bytes: int | None) -> tuple[tuple[Exchange, jax.Arr
 def _constants(work: Work, target: tuple[int, ...]) -> jax.Array | None:
     """The shards with the numbers that no array gives; `None` where there are none."""
     constants: dict[int, list[Piece]] = {}
-    for cut in work.cuts[0].made:
+    for cut in work.cuts.made:
         if cut.piece.value.path is None:
             constants.setdefault(cut.receiver, []).append(cut.piece)
     if not constants:

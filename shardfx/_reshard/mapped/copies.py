@@ -1,23 +1,142 @@
 """Cuts as NumPy copies in the memory that the devices of this process's CPU share."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ..._convert import Piece
+from ..._convert.pieces import NOWHERE
 from ..._convert.values import chunks, constant, fill, write
-from ..._convert.views import source_view, target_view
+from ..._convert.views import as_bits, source_view, strides_of, target_view
 from ..._ground.boxes import Box, as_box
+from ..._ground.copying import copy
 from ..tiles.host_copies import aligned
 from .cuts import Cut
 
 
 _PARALLEL_BYTES = 8 << 20
 _CHUNK_ELEMENTS = 1 << 20
-Shards = Mapping[tuple[str, int], np.ndarray]
 Read = Callable[[str, Box], np.ndarray]
+
+
+class Copy(NamedTuple):
+    """Elements of one shard that are elements of another as they are, as NumPy's views of their memory.
+
+    **Arguments:**
+
+    - `number`, `sender`: which array they are of, and which shard of it.
+    - `shape`: one dimension per digit.
+    - `here`, `here_strides`: in bytes, where they begin in the sender's shard, and the steps of each digit there.
+    - `there`, `there_strides`: the same in the new shard.
+    """
+
+    number: int
+    sender: int
+    shape: tuple[int, ...]
+    here: int
+    here_strides: tuple[int, ...]
+    there: int
+    there_strides: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Filling:
+    """What one new shard is made of.
+
+    **Arguments:**
+
+    - `copies`: what is there as it shall be.
+    - `others`: what is cast, scaled or constant.
+    """
+
+    copies: tuple[Copy, ...]
+    others: tuple[Cut, ...]
+
+
+def filling(
+    cuts: Sequence[Cut], dtype: Any, box: Box, names: Mapping[str, int], shapes: Sequence[tuple[tuple[int, ...], Any]]
+) -> Filling:
+    """The copies of a new shard.
+
+    **Arguments:**
+
+    - `cuts`: what it is made of.
+    - `dtype`, `box`: its dtype, and what it holds.
+    - `names`: the number of each array that is read.
+    - `shapes`: of a shard of each of them, and its dtype.
+    """
+    copies, others = [], []
+    sizes = tuple(stop - start for start, stop in box)
+    for cut in cuts:
+        value = cut.piece.value
+        number = names.get(value.path, -1) if value.path is not None else -1
+        if number < 0 or value.scale is not None or value.casts or shapes[number][1] != dtype:
+            others.append(cut)
+            continue
+        here = _places(cut.piece.source, shapes[number][0], dtype)
+        there = _places(cut.piece.target, sizes, dtype)
+        copies.append(_copy_of(number, cut.sender, cut.piece, here, there))
+    return Filling(tuple(copies), tuple(others))
+
+
+def _places(first: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> tuple[int, tuple[int, ...]]:
+    """Where an element is in the memory of an array, and the steps of its dimensions, in bytes."""
+    steps = tuple(step * np.dtype(dtype).itemsize for step in strides_of(shape))
+    return sum(at * step for at, step in zip(first, steps, strict=True)), steps
+
+
+def _copy_of(
+    number: int, sender: int, piece: Piece, here: tuple[int, tuple[int, ...]], there: tuple[int, tuple[int, ...]]
+) -> Copy:
+    return Copy(
+        number,
+        sender,
+        tuple(f.size for f in piece.factors),
+        here[0],
+        tuple(0 if f.source_dim == NOWHERE else here[1][f.source_dim] * f.source_step for f in piece.factors),
+        there[0],
+        tuple(there[1][f.target_dim] * f.target_step for f in piece.factors),
+    )
+
+
+class Shards:
+    """The shards of this process, looked at once each, by path and number; a NumPy array is one shard, of number -1."""
+
+    def __init__(self, arrays: Mapping[str, Any]):
+        self._arrays = arrays
+        self._known: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def typed(self, path: str, number: int) -> np.ndarray:
+        """A shard."""
+        return self._both(path, number)[0]
+
+    def raw(self, path: str, number: int) -> np.ndarray:
+        """Its bytes, one after the other."""
+        return self._both(path, number)[1]
+
+    def forget(self, path: str) -> None:
+        """Lets go of an array."""
+        for key in [key for key in self._known if key[0] == path]:
+            del self._known[key]
+
+    def _both(self, path: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+        found = self._known.get((path, number))
+        if found is None:
+            leaf = data_of_keys(self._arrays[path])
+            given = leaf if number < 0 else leaf.addressable_data(number)
+            shard = np.ascontiguousarray(given).reshape(given.shape)
+            found = self._known[path, number] = (shard, shard.reshape(-1).view(np.uint8))
+        return found
+
+
+def data_of_keys(leaf: Any) -> Any:
+    """The bits of PRNG keys; any other array as it is."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def assembled(
@@ -25,7 +144,8 @@ def assembled(
     dtype: Any,
     sharding: jax.sharding.Sharding,
     targets: Sequence[Box],
-    cuts: Sequence[Sequence[Cut]],
+    fillings: Sequence[Filling],
+    names: Sequence[str],
     shards: Shards,
     read: Read,
     pool: ThreadPoolExecutor,
@@ -36,8 +156,9 @@ def assembled(
 
     - `shape`, `dtype`, `sharding`: of the array.
     - `targets`: its different boxes; replicas share one buffer.
-    - `cuts`: what each of them is made of.
-    - `shards`: by path and device number.
+    - `fillings`: what each of them is made of.
+    - `names`: the arrays that are read, by number.
+    - `shards`: of the arrays.
     - `read`: a box of a whole array, for what takes two.
     - `pool`: threads to copy with: NumPy lets others run meanwhile.
 
@@ -46,19 +167,33 @@ def assembled(
     The array, whose shards are buffers that were filled once.
     """
     built = [aligned(tuple(stop - start for start, stop in box), np.dtype(dtype)) for box in targets]
-    tasks = [(buffer, cut) for buffer, own in zip(built, cuts, strict=True) for cut in own]
-    if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES or len(tasks) == 1:
-        for buffer, cut in tasks:
-            _copy(buffer, cut, shards, read)
+    pairs = list(zip(built, fillings, strict=True))
+    if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES:
+        for buffer, one in pairs:
+            _fill(buffer, one.copies, names, shards)
     else:
-        list(pool.map(lambda task: _copy(task[0], task[1], shards, read), tasks))
+        tasks = [(buffer, (part,)) for buffer, one in pairs for part in one.copies]
+        list(pool.map(lambda task: _fill(task[0], task[1], names, shards), tasks))
+    for buffer, one in pairs:
+        for cut in one.others:
+            _fill_other(buffer, cut, shards, read)
     by_box = dict(zip(targets, built, strict=True))
     if len(built) == 1:
         return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)
     return jax.make_array_from_callback(shape, sharding, lambda index: by_box[as_box(index or (), shape)], dtype=dtype)
 
 
-def _copy(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> None:
+def _fill(buffer: np.ndarray, copies: Sequence[Copy], names: Sequence[str], shards: Shards) -> None:
+    # One that is made of a dtype that NumPy does not know itself it would copy element by element.
+    there = as_bits(buffer.reshape(-1))
+    kind, target = there.dtype, there.view(np.uint8) if there.size else there
+    for one in copies:
+        source = shards.raw(names[one.number], one.sender)
+        new = np.ndarray(one.shape, kind, target, one.there, one.there_strides)
+        copy(new, np.ndarray(one.shape, kind, source, one.here, one.here_strides))
+
+
+def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> None:
     piece = cut.piece
     if piece.value.path is None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -69,4 +204,4 @@ def _copy(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> None:
         for part in chunks(piece, _CHUNK_ELEMENTS):
             fill(buffer, whole, part, read)
         return
-    write(target_view(buffer, piece), source_view(shards[piece.value.path, cut.sender], piece), piece)
+    write(target_view(buffer, piece), source_view(shards.typed(piece.value.path, cut.sender), piece), piece)

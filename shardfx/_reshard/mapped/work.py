@@ -17,6 +17,7 @@ from ..._ground.errors import LeafTypeError, MeshError, SpecError
 from ..._ground.spec import array_bytes
 from ..move import data_of, has_devices, require_movable, require_reduced
 from ..tiles.transfer import sharers
+from .copies import Filling, filling
 from .cuts import Cuts, cuts_of, smaller
 from .exchange import Exchange, exchanges
 
@@ -57,7 +58,8 @@ class Work:
     - `sources`: the arrays that are read, in order.
     - `scaled`: what is made of them before.
     - `targets`: its different boxes, those of this process.
-    - `cuts`: for "copies", per box what it is made of; else all cuts.
+    - `fillings`: what each of them is made of.
+    - `cuts`: for "programs", who takes what from whom.
     - `devices`: for "programs", those of both sides.
     """
 
@@ -69,18 +71,19 @@ class Work:
     sources: tuple[str, ...]
     scaled: tuple[Scaled, ...] = ()
     targets: tuple[Box, ...] = ()
-    cuts: tuple[Cuts, ...] = ()
+    fillings: tuple[Filling, ...] = ()
+    cuts: Cuts = Cuts(())
     devices: tuple[Any, ...] = ()
     source_shapes: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that enter all devices of the target together."""
-        return sum(cuts.wire_bytes for cuts in self.cuts)
+        return self.cuts.wire_bytes
 
     def exchanges(self, limit_bytes: int | None) -> list[Exchange]:
         """The programs, in order, with pieces that leave room for themselves within a limit."""
-        pieces = [cut for cut in self.cuts[0].made if cut.piece.value.path is not None]
+        pieces = [cut for cut in self.cuts.made if cut.piece.value.path is not None]
         if limit_bytes is None:
             return exchanges(pieces, len(self.devices))
         room = max(1, (limit_bytes - self.fixed_bytes) // (3 * sharers(self.devices)))
@@ -104,7 +107,7 @@ class Work:
         if self.way != "programs":
             return 0
         return self.fixed_bytes + 3 * sharers(self.devices) * max(
-            [1, *[cut.bytes for one in self.cuts[0].made for cut in smaller(one, 1)]]
+            [1, *[cut.bytes for one in self.cuts.made for cut in smaller(one, 1)]]
         )
 
 
@@ -219,9 +222,22 @@ def _by_copies(
             one = sources[name]
             order = {} if one.sharding is None else _numbers(one)
             held[name] = (data_of(one.shape, one.dtype)[1], _holders(one, order))
-        known[key] = (names, tuple(cuts_of(made, [(-2, box)], held, {}) for box in targets))
-    cuts = tuple(_renamed(one, *_names(known[key][0], names)) for one in known[key][1])
-    return Work(leaf, way, made.shape, made.dtype, made, names, targets=targets, cuts=cuts)
+        shapes = [_shard_of(sources[name]) for name in names]
+        numbers = {name: number for number, name in enumerate(names)}
+        cuts = [cuts_of(made, [(-2, box)], held, {}).made for box in targets]
+        pairs = zip(cuts, targets, strict=True)
+        known[key] = (names, [filling(own, made.dtype, box, numbers, shapes) for own, box in pairs])
+    first, fillings = known[key]
+    if first != names:
+        fillings = [Filling(one.copies, _renamed(Cuts(one.others), first, names).made) for one in fillings]
+    return Work(leaf, way, made.shape, made.dtype, made, names, targets=targets, fillings=tuple(fillings))
+
+
+def _shard_of(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype of a shard, of PRNG keys that of their bits."""
+    shape, dtype = data_of(leaf.shape, leaf.dtype)
+    own = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return (*own, *shape[len(leaf.shape) :]), dtype
 
 
 def _numbers(leaf: Leaf) -> dict[Any, int]:
@@ -243,14 +259,11 @@ def _numbered(piece: Piece, numbers: Mapping[str, int]) -> Any:
     return path, value.number, scale, value.casts, piece.source, piece.target, piece.factors
 
 
-def _names(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[dict[str, str], bool]:
-    return dict(zip(known, names, strict=True)), known == names
-
-
-def _renamed(cuts: Cuts, names: Mapping[str, str], same: bool) -> Cuts:
+def _renamed(cuts: Cuts, first: tuple[str, ...], own: tuple[str, ...]) -> Cuts:
     """Cuts of another array of the same kind."""
-    if same:
+    if first == own:
         return cuts
+    names = dict(zip(first, own, strict=True))
     made = []
     for cut in cuts.made:
         value = cut.piece.value
@@ -279,14 +292,10 @@ def _by_programs(
         held = {name: (data_of((), every[name].dtype)[1], _holders(every[name], place)) for name in read}
         process_of = {place[device]: device.process_index for device in devices}
         known[key] = (read, cuts_of(made, targets, held, process_of))
-    cuts = _renamed(known[key][1], *_names(known[key][0], read))
-    shapes = {}
-    for name in read:
-        one, shape = every[name], data_of(every[name].shape, every[name].dtype)
-        assert one.sharding is not None
-        shapes[name] = ((*one.sharding.shard_shape(one.shape), *shape[0][len(one.shape) :]), shape[1])
+    cuts = _renamed(known[key][1], known[key][0], read)
+    shapes = {name: _shard_of(every[name]) for name in read}
     return Work(
-        leaf, "programs", made.shape, made.dtype, made, names, scaled, (), (cuts,), devices, source_shapes=shapes
+        leaf, "programs", made.shape, made.dtype, made, names, scaled, cuts=cuts, devices=devices, source_shapes=shapes
     )
 
 
