@@ -185,7 +185,8 @@ def _sent(made: Traffic, lines: Mapping[str, Frame | None]) -> Iterator[tuple[Fr
     for row in made.rows:
         for leaf, count in row.shares or ((row.leaf, row.wire_bytes),):
             joined = leaf is not None and row.kind in _SUMS and leaf in lines
-            yield (lines[leaf] if joined and leaf is not None else row.source), row, count
+            own = dataclasses.replace(row, leaf=leaf, wire_bytes=count)
+            yield (lines[leaf] if joined and leaf is not None else row.source), own, count
 
 
 def _paired(
@@ -217,7 +218,7 @@ def _surplus(place: _Place) -> Surplus:
     expected, found = place.kinds(0), place.kinds(1)
     why = _why(expected, found)
     message, fix = _SAYS[why]
-    leaves = [leaf for row, _ in place.rows[1] for leaf, count in row.shares if leaf and count]
+    leaves = [row.leaf for row, count in place.rows[1] if row.leaf and count]
     return Surplus(
         why,
         place.extra,

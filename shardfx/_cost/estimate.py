@@ -70,7 +70,8 @@ def estimate(
         x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
         plans = tuple(plan(a, mesh, paths=PathRules.parse(".*->fsdp")) for a in (w, x))
         (row,) = estimate(lambda w, x: x @ w, w, x, plans=plans).rows
-        assert (row.kind, row.axes, row.wire_bytes) == ("all-gather", ("fsdp",), 64 * 256 * 4 * 7 // 8)
+        assert (row.kind, row.axes) == ("all-gather", ("fsdp",))
+        assert row.wire_bytes == 64 * 256 * 4 * 7 // 8
         ```
     """
     given = _Given(step, args, plans)
