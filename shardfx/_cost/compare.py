@@ -171,8 +171,12 @@ class _Place:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def axes(self) -> tuple[str, ...]:
-        own = self.rows[1] or self.rows[0]
-        return max(own, key=lambda pair: pair[1])[0].axes if own else ()
+        """The mesh axes along which the two sides differ most."""
+        sums: dict[tuple[str, ...], int] = {}
+        for sign, rows in zip((-1, 1), self.rows, strict=True):
+            for row, count in rows:
+                sums[row.axes] = sums.get(row.axes, 0) + sign * count
+        return max(sums, key=lambda axes: abs(sums[axes]), default=())
 
 
 def _sums_by_leaf(estimated: Traffic) -> dict[str, Frame | None]:
