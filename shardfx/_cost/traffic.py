@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .. import topology
 from .._ground.errors import LeafTypeError, MeshError, ProgramError
 from .._ground.html import html_table
 from .._ground.text import bytes_text, printable, table
@@ -19,6 +17,7 @@ from .collective import Collective, channel_of, collective_of
 from .hlo_text import Frame, HloModule, Instruction, parse_hlo
 from .origin import Origins, path_of
 from .runs import Runs, runs_of
+from .where import Where
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
@@ -255,7 +254,7 @@ def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -
     mesh = program.mesh if mesh is None else mesh
     spec = None if mesh is None else MeshSpec.of(mesh)
     devices = _devices(program.text, spec)
-    found = _Reader(parse_hlo(program.text), _Where(spec, mesh, devices), program.paths).rows()
+    found = _Reader(parse_hlo(program.text), Where(spec, mesh, devices), program.paths).rows()
     return Traffic(tuple(sorted((one.row for one in found), key=lambda row: -row.wire_bytes)), devices)
 
 
@@ -305,18 +304,6 @@ def _devices(text: str, spec: MeshSpec | None) -> int:
     return max(count, 1 if spec is None else spec.size)
 
 
-def _slice_numbers(spec: MeshSpec | None, mesh: Any, devices: int) -> np.ndarray:
-    if isinstance(mesh, Mesh):
-        found = topology.slices(mesh.devices.ravel().tolist())
-        number = {id_: at for at, ids in enumerate(found) for id_ in ids}
-        return np.array([number[device] for device in range(devices)])
-    if spec is None or max(spec.dcn_sizes, default=1) == 1:
-        return np.zeros(devices, dtype=int)
-    parts = [size // slices for size, slices in zip(spec.axis_sizes, spec.dcn_sizes, strict=True)]
-    where = np.stack(np.unravel_index(np.arange(devices), spec.axis_sizes))
-    return np.asarray(np.ravel_multi_index(tuple(where // np.array(parts)[:, None]), spec.dcn_sizes))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Found:
     """A row, and how often the computation runs that it is in."""
@@ -328,7 +315,7 @@ class _Found:
 class _Reader:
     """One module, read into rows: what it is about, where its devices are, and how often its computations run."""
 
-    def __init__(self, module: HloModule, where: "_Where", paths: Mapping[str, str]):
+    def __init__(self, module: HloModule, where: Where, paths: Mapping[str, str]):
         self.module, self.where, self.paths = module, where, paths
         self.runs, self.origins = runs_of(module), Origins(module)
         instructions = [i for computation in module.computations.values() for i in computation.values()]
@@ -435,22 +422,6 @@ class _Reader:
     def path(self, argument: str | None) -> str | None:
         """The path of an argument, from its name in the program."""
         return None if argument is None else self.paths.get(argument) or path_of(argument)
-
-
-class _Where:
-    """Where the devices of a program are: along the axes of its mesh, and in slices."""
-
-    def __init__(self, spec: MeshSpec | None, mesh: Any, devices: int):
-        self.devices, self.names = devices, () if spec is None else spec.axis_names
-        sizes = () if spec is None else spec.axis_sizes
-        self.coordinates = np.stack(np.unravel_index(np.arange(devices), sizes)) if sizes else np.zeros((0, devices))
-        self.apart, self.slices = np.arange(devices), _slice_numbers(spec, mesh, devices)
-
-    def axes(self, collective: Collective) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a group differ."""
-        where = self.coordinates[:, collective.groups]
-        differs = (where != where[:, :, :1]).any(axis=(1, 2))
-        return tuple(name for name, own in zip(self.names, differs.tolist(), strict=True) if own)
 
 
 def _of_costly_branches(found: list[_Found]) -> list[_Found]:
