@@ -441,7 +441,7 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
     most = 0
     for work in works.works:
-        if work.way != "programs":
+        if work.way != "programs" or work.leaf.sharding is None:
             continue
         shape = work.leaf.sharding.shard_shape(work.shape)
         for step in work.exchanges(None):

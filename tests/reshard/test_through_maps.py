@@ -1,6 +1,7 @@
 """`reshard` with a map: bitwise what NumPy makes of whole arrays, over one device set, others, and in programs."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def trainer(layers=LAYERS, dtype=np.float32):
     return {path: numbers.normal(size=shape).astype(dtype) for path, shape in shapes.items()}
 
 
-def trained(where, arrays):
+def trained(where, arrays) -> Any:
     rules = PathRules([("embed", P("a")), ("norm", P()), ("layers", P(None, "a", "b"))])
     return shardfx.shard(arrays, shardfx.plan(arrays, where, paths=rules))
 
