@@ -16,6 +16,7 @@ from .memory.layouts import dims_of, padded
 from .memory.liveness import Changed
 from .memory.program import Block, Op, Program
 from .memory.usage import Usage, traced, usage_of
+from .scans import scan_parts
 
 
 # How often a batch that the line says is tried.
@@ -232,19 +233,19 @@ def _recomputed(program: Program, usage: Usage) -> Changed | None:
     for op in program.block.ops:
         if op.name != "scan" or not op.params["reverse"]:
             continue
-        start = op.params["num_consts"] + op.params["num_carry"]
+        start = sum(scan_parts(op.params))
         layers: dict[int, Op] = {}
         carried: list[int] = []
         for number in op.ins[start:]:
             source, at = made.get(number, (None, 0)) if number is not None else (None, 0)
-            if source is None or number is None or source.name != "scan" or at < source.params["num_carry"]:
+            if source is None or number is None or source.name != "scan" or at < scan_parts(source.params)[1]:
                 continue
             if not all(user is op for user in users[number]):
                 continue
             stacks.add(number)
             if id(source) not in layers:
                 layers[id(source)] = source
-                carried += source.outs[: source.params["num_carry"]]
+                carried += source.outs[: scan_parts(source.params)[1]]
             # What is carried is kept for each layer, and nothing of it is computed again.
             same = next((one for one in carried if program.values[one].shape == program.values[number].shape[1:]), None)
             if same is not None:

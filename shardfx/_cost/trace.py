@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .factors import Kind, Rule, Shape, elementwise, rule_of
 from .graph import Op, Pin, Scope, Traced, Value
+from .scans import scan_parts
 
 
 # Primitives that are calls of one jaxpr, and the parameter that holds it.
@@ -178,7 +179,8 @@ class _Reader:
 
     def scan(self, equation: Any, operands: Numbers, place: _Place) -> Numbers:
         params = equation.params
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, carries = scan_parts(params)
+        last = first + carries
         inside = self.scope(place, params["length"])
         carried = tuple(self.carried(value, place) for value in operands[first:last])
         layers = tuple(self.layer(value, inside) for value in operands[last:])

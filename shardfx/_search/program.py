@@ -11,6 +11,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
+from .._cost.scans import scan_parts
 from .parts import Parts
 from .relations import Relation, relation, unknown
 
@@ -192,7 +193,7 @@ class _Walk:
 
     def scan(self, equation: Any, ins: list[int], times: float) -> list[int]:
         params, source = equation.params, equation.source_info
-        consts, carries, length = params["num_consts"], params["num_carry"], params["length"]
+        (consts, carries), length = scan_parts(params), params["length"]
         given, carried, stacked = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
         results = [self.value(var.aval) for var in equation.outvars]
         inner = params["jaxpr"].jaxpr.invars

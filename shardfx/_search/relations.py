@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .._cost.by_element import BY_ELEMENT
+
 
 Labels = tuple[int | None, ...]
 
@@ -33,16 +35,7 @@ class Relation(NamedTuple):
 Shape = tuple[int, ...]
 Rule = Callable[[dict[str, Any], Sequence[Shape], Sequence[Shape]], Relation]
 
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
-    polygamma population_count pow random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint reshard sign sin sinh sqrt square
-    stop_gradient sub tan tanh threefry2x32 xor zeta device_put name pvary mesh_cast layout_constraint pbroadcast
-    """.split()
-)
+ELEMENTWISE = BY_ELEMENT | {"device_put", "sharding_constraint", "threefry2x32"}
 LINEAR = frozenset("add add_any sub neg convert_element_type copy copy_p reduce_precision sharding_constraint".split())
 _WHOLE_DIMENSION = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort top_k approx_top_k argsort".split())
 _REDUCTIONS = frozenset(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..by_element import BY_ELEMENT
 from .by_word import collective, psum
 from .indexed import gather, scatter
 from .products import conv, dot_general, ragged_dot
@@ -23,16 +24,15 @@ from .shapes import (
 )
 
 
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
-    "igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg "
-    "nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
-    "tanh threefry2x32 xor zeta name random_wrap random_unwrap random_fold_in random_gamma random_clone pvary "
-    "pbroadcast pcast device_put reshard mesh_cast layout_constraint optimization_barrier reduced_vary_cast "
-    "vary_unreduced_cast add_jaxvals".split()
-)
+ELEMENTWISE = BY_ELEMENT | {
+    "device_put",
+    "random_clone",
+    "random_fold_in",
+    "random_gamma",
+    "random_unwrap",
+    "random_wrap",
+    "threefry2x32",
+}
 # Sums of partial sums are partial sums, and so is a partial sum in another shape; in another dtype it is rounded anew.
 _LINEAR = frozenset("add add_any add_jaxvals neg copy sub".split())
 # What passes its operand on, as it is or in another form: a weight is still that weight afterwards.
@@ -74,7 +74,7 @@ def rule_of(name: str, params: Mapping[str, Any], given: Sequence[Shape], made: 
     if name in _SILENT:
         return opaque(given, made, "")
     if name in _REDUCES:
-        return reduced(_REDUCES[name], params["axes"], given, made)
+        return reduced(_REDUCES[name], tuple(map(int, params["axes"])), given, made)
     if name in _CUMULATIVE:
         return along([params["axis"]], given, made)
     if name in _MATRICES:

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..by_element import BY_ELEMENT
+from ..scans import scan_parts
 from .program import Op, Value
 
 
@@ -33,16 +35,7 @@ class Links(NamedTuple):
 
 
 # These read each element once and write each once, so a fusion swallows them.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp clz conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
-    ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter
-    not optimization_barrier or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint reshard sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor zeta pvary pcast mesh_cast random_bits_elementwise
-    """.split()
-)
+ELEMENTWISE = BY_ELEMENT | {"bitcast_convert_type", "random_bits_elementwise", "sharding_constraint"}
 # These only say the same elements in another order or more often.
 VIEWS = frozenset(["reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev"])
 # Pieces of an array: what a fusion reads in place.
@@ -243,7 +236,7 @@ def loop_links(op: Op, values: Sequence[Value]) -> list[Links]:
     body = op.blocks[0]
     pairs: list[tuple[int | None, int | None, int]] = []
     if op.name == "scan":
-        consts, carried = op.params["num_consts"], op.params["num_carry"]
+        consts, carried = scan_parts(op.params)
         pairs += [(a, b, 0) for a, b in zip(op.ins[: consts + carried], body.ins, strict=False)]
         pairs += [(a, b, 1) for a, b in zip(op.ins[consts + carried :], body.ins[consts + carried :], strict=True)]
         pairs += [(a, b, 0) for a, b in zip(body.outs[:carried], body.ins[consts : consts + carried], strict=True)]

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from ..scans import scan_parts
+
 
 class Value(NamedTuple):
     """What one value of a program is.
@@ -157,7 +159,7 @@ def _needed(block: Block, wanted: set[int | None]) -> Block:
 def _wanted_inside(op: Op, at: int, inner: Block, wanted: set[int | None]) -> set[int | None]:
     if op.name == "scan":
         # What is carried may be needed by the next trip; what is stacked only by those who use the stack.
-        carried = op.params["num_carry"]
+        _, carried = scan_parts(op.params)
         return {out for n, out in enumerate(inner.outs) if n < carried or op.outs[n] in wanted}
     if op.name == "cond":
         return {out for n, out in enumerate(inner.outs) if op.outs[n] in wanted}
