@@ -1,6 +1,5 @@
 """What of a tree `save` writes: each array under its path, keys as their bits, and Python's numbers."""
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,8 +43,7 @@ def leaves_to_save(tree: Any, plan: ShardPlan) -> Leaves:
     kept = {path: leaf for path, leaf in zip(flat.paths, flat.leaves, strict=True) if numbers.is_number(leaf)}
     for path, leaf, row in found:
         _check_leaf(path, leaf, row.dtype)
-    twice = [path for path, count in collections.Counter(path for path, *_ in found).items() if count > 1]
-    twice += [path for path, *_ in found if path in kept]
+    twice = [path for path, *_ in found if path in kept]
     if twice:
         raise CheckpointError(
             f"two leaves have the path `{printable(twice[0])}`; a checkpoint needs one name for each array."

@@ -169,7 +169,7 @@ def test_trees_that_cannot_be_saved(tmp_path):
         checkpoint.save(tmp_path / "x", {"w": jnp.ones(4)}, made)
     with pytest.raises(LeafTypeError, match="leaf `w` is a ShapeDtypeStruct, which holds no values"):
         checkpoint.save(tmp_path / "x", {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, made)
-    twice = {"a": {"b/c": jnp.ones(1)}, "a/b": {"c": jnp.ones(1)}}
+    twice = {"a": {"b/c": jnp.ones(1)}, "a/b": {"c": 5}}  # two arrays are refused by `plan`
     with pytest.raises(CheckpointError, match="two leaves have the path `a/b/c`"):
         checkpoint.save(tmp_path / "x", twice, shardfx.plan(twice, mesh, paths=rules))
     assert os.listdir(tmp_path) == []
