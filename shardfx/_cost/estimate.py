@@ -74,53 +74,61 @@ def estimate(
         assert row.wire_bytes == 64 * 256 * 4 * 7 // 8
         ```
     """
-    given = _Given(step, args, plans)
-    graph, pins = given.traced(out)
-    axes = MeshParts(given.mesh)
-    layouts = propagated(graph, axes, pins)
-    found = sent(graph, axes, layouts, HABITS[compiler])
-    return Traffic(rows_of(graph, axes, found), given.mesh.size)
+    return Prepared(step, args).under(plans, out, compiler)
+
+
+class Prepared:
+    """A step that is traced once, to be estimated under many plans."""
+
+    def __init__(self, step: Callable[..., Any], args: Sequence[Any]):
+        self.step, self.args = step, tuple(args)
+        self.leaves, self.treedef = jax.tree.flatten(self.args)
+        self.paths = [path for arg in self.args for path in flatten(arg).paths]
+        self.arrays = [at for at, leaf in enumerate(self.leaves) if is_traced(type(leaf))]
+        self.result: Any = None
+        closed = jax.make_jaxpr(self._run)([self.leaves[at] for at in self.arrays])
+        self.graph = traced(closed, [self.paths[at] for at in self.arrays])
+
+    def _run(self, arrays: list[Any]) -> list[Any]:
+        leaves = list(self.leaves)
+        for at, array in zip(self.arrays, arrays, strict=True):
+            leaves[at] = array
+        result = self.step(*jax.tree.unflatten(self.treedef, leaves))
+        self.result = result
+        return [leaf for leaf in jax.tree.leaves(result) if is_traced(type(leaf))]
+
+    def under(self, plans: Any, out: Any = "as arguments", compiler: Compiler = "tpu") -> Traffic:
+        """What [`shardfx.estimate`][] returns for these plans."""
+        given = _Given(self, plans)
+        graph, pins = given.laid_out(out)
+        axes = MeshParts(given.mesh)
+        layouts = propagated(graph, axes, pins)
+        found = sent(graph, axes, layouts, HABITS[compiler])
+        return Traffic(rows_of(graph, axes, found), given.mesh.size)
 
 
 class _Given:
-    """The arguments of a step: which of their leaves are arrays, how those lie, and on which mesh."""
+    """How the arguments of a step lie, and on which mesh."""
 
-    def __init__(self, step: Callable[..., Any], args: Sequence[Any], plans: Any):
-        self.step, self.args = step, tuple(args)
-        entries = by_parameter(plans, _signature(step, len(args))).of(self.args, {})
+    def __init__(self, prepared: Prepared, plans: Any):
+        self.prepared, self.args = prepared, prepared.args
         self.mesh = _mesh_of(plans, self.args)
-        self.leaves, self.treedef = jax.tree.flatten(self.args)
         self.shardings: list[Any] = []
-        self.paths: list[str] = []
-        for which, arg, entry in entries:
-            flat = flatten(arg)
-            self.paths += flat.paths
+        for which, arg, entry in by_parameter(plans, _signature(prepared.step, len(self.args))).of(self.args, {}):
             places = spread(entry, arg, f"argument {which} of the step")
-            self.shardings += [_own(leaf) if s is None else s for leaf, s in zip(flat.leaves, places, strict=True)]
-        self.arrays = [at for at, leaf in enumerate(self.leaves) if is_traced(type(leaf))]
+            leaves = flatten(arg).leaves
+            self.shardings += [_own(leaf) if s is None else s for leaf, s in zip(leaves, places, strict=True)]
 
-    def traced(self, out: Any) -> tuple[Traced, dict[int, Pin]]:
+    def laid_out(self, out: Any) -> tuple[Traced, dict[int, Pin]]:
         """The step as operations that end in the layouts of its results, and the layouts of its arguments."""
-        results: list[Any] = []
-
-        def run(arrays: list[Any]) -> list[Any]:
-            leaves = list(self.leaves)
-            for at, array in zip(self.arrays, arrays, strict=True):
-                leaves[at] = array
-            results.append(self.step(*jax.tree.unflatten(self.treedef, leaves)))
-            return [leaf for leaf in jax.tree.leaves(results[-1]) if is_traced(type(leaf))]
-
-        closed = jax.make_jaxpr(run)([self.leaves[at] for at in self.arrays])
-        graph = traced(closed, [self.paths[at] for at in self.arrays])
+        graph, result = self.prepared.graph, self.prepared.result
         pins = {
             value: _pin(self.shardings[at], len(graph.values[value].shape))
-            for value, at in zip(graph.arguments, self.arrays, strict=True)
+            for value, at in zip(graph.arguments, self.prepared.arrays, strict=True)
             if self.shardings[at] is not None
         }
-        leaves = jax.tree.leaves(results[-1])
-        places = [
-            place for leaf, place in zip(leaves, self.out(out, results[-1]), strict=True) if is_traced(type(leaf))
-        ]
+        leaves = jax.tree.leaves(result)
+        places = [place for leaf, place in zip(leaves, self.out(out, result), strict=True) if is_traced(type(leaf))]
         wanted = [
             None if place is None else _pin(place, len(graph.values[value].shape))
             for value, place in zip(graph.results, places, strict=True)

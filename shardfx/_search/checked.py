@@ -7,16 +7,17 @@ import equinox as eqx
 import jax
 
 from .._arrays import filter_jit
-from .._cost import Traffic, estimate, traffic
+from .._cost import Traffic, traffic
+from .._cost.estimate import Prepared
 from .._ground.errors import MeshError
 from .._plan import ShardPlan
 from .candidate import Candidate, Check
 from .core import CostModel
 
 
-def estimated(step: Any, args: Sequence[Any], made: Candidate, overlap: float) -> Check:
+def estimated(step: Prepared, made: Candidate, overlap: float) -> Check:
     """The candidate by the estimate of every operation; see [`shardfx.estimate`][]."""
-    return _check("estimate", estimate(step, *args, plans=made.plans), None, made, overlap)
+    return _check("estimate", step.under(made.plans), None, made, overlap)
 
 
 def compiled(step: Any, args: Sequence[Any], made: Candidate, devices: Sequence[Any], overlap: float) -> Check:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import chips
+from .._cost.estimate import Prepared
 from .._ground.errors import MeshError, SpecError
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
@@ -104,7 +105,8 @@ def search(
         raise MeshError(f"`slices={slices}` does not divide {count} devices; each slice has equally many.")
     made = Searched(step, args, count, limits)
     found = made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model)
-    found = _in_order([_with(one, estimated(step, args, one, model.overlap)) for one in found])[:keep]
+    prepared = Prepared(step, args)
+    found = _in_order([_with(one, estimated(prepared, one, model.overlap)) for one in found])[:keep]
     if verify is None or not found[0].fits:
         return found
     targets = devices_for(verify, count)
