@@ -1,5 +1,6 @@
 """What the names of an array, or the target of a rule, ask for it, before the mesh and the shape have their say."""
 
+import traceback
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -79,9 +80,10 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
         raise
     except Exception as error:  # whatever a user's function raises, it is about this rule and this leaf
         why = f"{type(error).__name__}: {error}"[:300].removesuffix(".")
+        inside = traceback.extract_tb(error.__traceback__)[1:2]
+        where = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in inside)
         raise RuleError(
-            f"{rule} is a callable that failed for the path {path!r} and shape {tuple(leaf.shape)}, with {why}; the "
-            "error above shows where."
+            f"{rule} is a callable that failed for the path {path!r} and shape {tuple(leaf.shape)}{where}: {why}."
         ) from error
     if not isinstance(result.target if isinstance(result, Atomic) else result, PartitionSpec):
         raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")

@@ -93,8 +93,10 @@ def search(
             return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
         struct = jax.ShapeDtypeStruct
-        params = {"up": struct((1024, 8192), "float32"), "down": struct((8192, 1024), "float32")}
-        best, *others = shardfx.search(step, params, struct((65536, 1024), "float32"), devices="tpu:v5e:2x4")
+        up, down = struct((1024, 8192), "float32"), struct((8192, 1024), "float32")
+        params = {"up": up, "down": down}
+        x = struct((65536, 1024), "float32")
+        best, *others = shardfx.search(step, params, x, devices="tpu:v5e:2x4")
         print(best)
         print(best.code())
         assert best.mesh.size == 8 and best.fits and best.seconds <= others[0].seconds
