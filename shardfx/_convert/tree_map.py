@@ -90,6 +90,8 @@ class TreeMap:
     def apply(self, tree: Any, like: Any = None) -> Any:
         """The target of whole arrays, in NumPy; of JAX arrays, traced ones included, in JAX.
 
+        An inverse works on arrays that have values, not on traced ones.
+
         This is what all other ways agree with, bit by bit; for large sharded trees use [`shardfx.reshard`][].
 
         **Arguments:**
