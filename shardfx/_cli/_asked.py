@@ -119,6 +119,20 @@ def inputs_of(asked: Asked) -> Inputs:
     return Inputs(model, mesh, paths, axes, target)
 
 
+def rules_of(asked: Asked, given: Inputs) -> dict[str, Any]:
+    """The rules, and how strictly they are read: what `shardfx.plan` and `shardfx.lint` take by keyword."""
+    return {
+        "paths": given.paths,
+        "axes": given.axes,
+        "mode": asked.mode,
+        "min_bytes": asked.min_bytes,
+        "unmatched": asked.unmatched,
+        "unused": asked.unused,
+        "strict": asked.strict,
+        "refine": asked.refine,
+    }
+
+
 def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
     """The plan that was asked for; one that was written as JSON is read, unless there are rules for a new one.
 
@@ -136,14 +150,7 @@ def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
         lambda: plan(
             given.model.tree,
             given.mesh,
-            paths=given.paths,
-            axes=given.axes,
-            mode=asked.mode,
-            min_bytes=asked.min_bytes,
-            unmatched=asked.unmatched,  # pyright: ignore[reportArgumentType]
-            unused=asked.unused,  # pyright: ignore[reportArgumentType]
-            strict=asked.strict,
-            refine=asked.refine,
+            **rules_of(asked, given),
         ),
     )
     if asked.optimizer is None:

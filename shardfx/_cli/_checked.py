@@ -2,7 +2,7 @@
 
 from shardfx import Finding, Findings, lint
 
-from ._asked import Asked, Inputs, plan_of
+from ._asked import Asked, Inputs, plan_of, rules_of
 from ._screen import working
 
 
@@ -27,14 +27,7 @@ def findings_of(
         found = lint(
             given.model.tree,
             given.mesh,
-            paths=given.paths,
-            axes=given.axes,
-            mode=asked.mode,
-            min_bytes=asked.min_bytes,
-            unmatched=asked.unmatched,  # pyright: ignore[reportArgumentType]
-            unused=asked.unused,  # pyright: ignore[reportArgumentType]
-            strict=asked.strict,
-            refine=asked.refine,
+            **rules_of(asked, given),
             replicated_bytes=replicated_bytes,
             head_dim=head_dim,
         )

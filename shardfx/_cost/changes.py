@@ -16,7 +16,7 @@ from .memory.layouts import dims_of, padded
 from .memory.liveness import Changed
 from .memory.program import Block, Op, Program
 from .memory.usage import Usage, traced, usage_of
-from .scans import scan_parts
+from .nested import scan_parts
 
 
 # How often a batch that the line says is tried.

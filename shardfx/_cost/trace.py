@@ -12,23 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .factors import Kind, Rule, Shape, elementwise, rule_of
 from .graph import Op, Pin, Scope, Traced, Value
-from .scans import scan_parts
+from .nested import CALLS, scan_parts
 
 
-# Primitives that are calls of one jaxpr, and the parameter that holds it.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "bwd_jaxpr",
-}
 _CONSTRAINTS = ("sharding_constraint", "reshard")
 Numbers = tuple[int, ...]
 
@@ -142,7 +128,7 @@ class _Reader:
 
     def equation(self, equation: Any, operands: Numbers, place: _Place) -> Numbers:
         name, params = equation.primitive.name, equation.params
-        if name in _CALLS and _CALLS[name] in params:
+        if name in CALLS and CALLS[name] in params:
             return self.call(name, params, operands, place)
         if name in self.families:
             return self.families[name](equation, operands, place)
@@ -162,7 +148,7 @@ class _Reader:
         if params.get("prevent_cse") and params.get("differentiated"):
             # What is computed again does not share what was sent for the first time.
             operands = tuple(self.same("again", value, place) for value in operands)
-        results = self.read(params[_CALLS[name]], operands, place)
+        results = self.read(params[CALLS[name]], operands, place)
         return self.pinned(results, params["out_shardings"], place) if "out_shardings" in params else results
 
     def pinned(self, values: Numbers, shardings: Sequence[Any], place: _Place) -> Numbers:

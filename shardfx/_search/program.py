@@ -11,24 +11,9 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from .._cost.scans import scan_parts
+from .._cost.nested import CALLS, scan_parts
 from .parts import Parts
 from .relations import Relation, relation, unknown
-
-
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "jaxpr",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,8 +102,8 @@ class _Walk:
 
     def step(self, equation: Any, ins: list[int], times: float) -> list[int]:
         name = equation.primitive.name
-        if name in _CALLS and _CALLS[name] in equation.params:
-            inner = equation.params[_CALLS[name]]
+        if name in CALLS and CALLS[name] in equation.params:
+            inner = equation.params[CALLS[name]]
             jaxpr = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
             if len(jaxpr.invars) == len(ins):
                 return self.enter(inner, ins, times)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..by_element import BY_ELEMENT
-from ..scans import scan_parts
+from ..nested import scan_parts
 from .program import Op, Value
 
 

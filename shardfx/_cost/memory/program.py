@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from ..scans import scan_parts
+from ..nested import scan_parts
 
 
 class Value(NamedTuple):

@@ -1,7 +1,22 @@
-"""Which operands of a scan are constants, and which are carried."""
+"""Equations that hold programs of their own: calls, and what a scan gives to its body."""
 
 from collections.abc import Mapping
 from typing import Any
+
+
+# Primitives that are calls of one jaxpr, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
 
 
 def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
