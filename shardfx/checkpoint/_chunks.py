@@ -1,14 +1,17 @@
 """The files of a zarr array's chunks: what they are called, and whether reading one takes more memory than it may.
 
 tensorstore unpacks gzip, zlib, bz2 and zstd only as far as a chunk is long. But it takes a file as a whole, and unpacks
-blosc to the length that the file claims; both are looked at here before it does.
+blosc to the length that the file claims, in the chunks of a shard too; all are looked at here before it does.
 """
 
 import dataclasses
 import itertools as it
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
@@ -20,7 +23,30 @@ _MORE_BYTES = 2**20
 # A shard is a file of many chunks with a table of them, which may be larger than they are.
 _SHARD_BYTES = 2**30
 # blosc begins with 4 bytes of versions and flags, then the size of what it unpacks to.
-BEGIN_BYTES = 8
+_CLAIM = slice(4, 8)
+# The table of a shard: where each chunk begins and how long it is, or twice this number for one that is not stored.
+_NOT_STORED = 2**64 - 1
+
+# The bytes of a chunk's file in a range, and its size.
+Reader = Callable[[int, int], bytes]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InnerChunks:
+    """The chunks in a shard that are packed by blosc, and the table that tells where they lie.
+
+    **Arguments:**
+
+    - `shape`: of such a chunk.
+    - `is_last`: whether the table ends the file; else it begins it.
+    - `dtype`: of the table's numbers, with their byte order; `None` for a table that cannot be read here.
+    - `check_bytes`: of the table's checksum, which follows the numbers.
+    """
+
+    shape: tuple[int, ...]
+    is_last: bool
+    dtype: str | None
+    check_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,12 +58,14 @@ class ChunkFiles:
     - `prefix`, `separator`: the chunk (1, 2) is called `c/1/2` for "c" and "/", and `1.2` for "" and ".".
     - `is_blosc`: whether they are packed by blosc.
     - `is_sharded`: whether each is a file of several.
+    - `inner`: those several, where they are packed by blosc.
     """
 
     prefix: str = ""
     separator: str = "."
     is_blosc: bool = False
     is_sharded: bool = False
+    inner: InnerChunks | None = None
 
     def name(self, chunk: tuple[int, ...]) -> str:
         return self.separator.join([*([self.prefix] if self.prefix else []), *map(str, chunk)]) or "0"
@@ -50,40 +78,94 @@ def chunk_files(content: dict[str, Any], driver: str) -> ChunkFiles:
         separator = content.get("dimension_separator")
         is_blosc = isinstance(packed, dict) and packed.get("id") == "blosc"
         return ChunkFiles("", separator if separator in (".", "/") else ".", is_blosc)
-    names = [codec.get("name") for codec in content.get("codecs") or () if isinstance(codec, dict)]
+    codecs = _codecs(content.get("codecs"))
     encoding = content.get("chunk_key_encoding")
     encoding = encoding if isinstance(encoding, dict) else {}
     is_old, more = encoding.get("name") == "v2", encoding.get("configuration")
     separator = more.get("separator") if isinstance(more, dict) else None
     if separator not in (".", "/"):
         separator = "." if is_old else "/"
-    return ChunkFiles("" if is_old else "c", separator, "blosc" in names, "sharding_indexed" in names)
+    is_sharded = "sharding_indexed" in codecs
+    inner = _inner(codecs["sharding_indexed"]) if is_sharded else None
+    return ChunkFiles("" if is_old else "c", separator, "blosc" in codecs, is_sharded, inner)
+
+
+def _codecs(listed: Any) -> dict[Any, dict[str, Any]]:
+    """The codecs of zarr3's metadata by name, with their configurations; tensorstore judges what is none."""
+    named = [codec for codec in listed if isinstance(codec, dict)] if isinstance(listed, list) else []
+    found = {str(codec.get("name")): codec.get("configuration") for codec in named}
+    return {name: more if isinstance(more, dict) else {} for name, more in found.items()}
+
+
+def _inner(shards: dict[str, Any]) -> InnerChunks | None:
+    packed, shape = _codecs(shards.get("codecs")), shards.get("chunk_shape")
+    if "sharding_indexed" in packed:
+        deeper = _inner(packed["sharding_indexed"])
+        return None if deeper is None else dataclasses.replace(deeper, dtype=None)
+    if "blosc" not in packed or not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
+        return None
+    table = _codecs(shards.get("index_codecs", [{"name": "bytes"}, {"name": "crc32c"}]))
+    endian = table.get("bytes", {}).get("endian", "little")
+    is_readable = set(table) <= {"bytes", "crc32c"} and endian in ("little", "big")
+    dtype = (">u8" if endian == "big" else "<u8") if is_readable else None
+    return InnerChunks(tuple(shape), shards.get("index_location", "end") == "end", dtype, 4 * ("crc32c" in table))
 
 
 def require_bounded(
-    what: str, look: Callable[[str], tuple[int, bytes]], files: ChunkFiles, own_bytes: int, touched: Iterable[Any]
+    what: str,
+    look: Callable[[str], tuple[int, Reader]],
+    files: ChunkFiles,
+    chunk: Sequence[int],
+    itemsize: int,
+    touched: Iterable[tuple[int, ...]],
 ) -> None:
     """Raises if a chunk would take more memory than its own size explains.
 
     **Arguments:**
 
     - `what`: the array's name, for messages.
-    - `look`: gives the size of the chunk of a name, and how it begins; an `OSError` or a `KeyError` if it is missing.
-    - `own_bytes`: of a chunk, unpacked.
+    - `look`: gives the size of the file of a name, and what reads it; an `OSError` or a `KeyError` if it is missing.
+    - `chunk`, `itemsize`: the shape of a chunk, and the bytes of a value.
     - `touched`: the numbers of the chunks that are to be read.
     """
+    own_bytes = math.prod(chunk) * itemsize
     limit_bytes = max(2 * own_bytes, _SHARD_BYTES) if files.is_sharded else 2 * own_bytes + _MORE_BYTES
-    for chunk in dict.fromkeys(touched):
-        name = files.name(chunk)
+    for numbers in dict.fromkeys(touched):
+        name = files.name(numbers)
         try:
-            size, begin = look(name)
+            size, read = look(name)
         except (OSError, KeyError):
             continue  # a missing chunk is for the reader to say
         if size > limit_bytes:
             raise _unbounded(what, name, f"has {size} bytes", own_bytes)
-        claimed = int.from_bytes(begin[4:BEGIN_BYTES], "little") if files.is_blosc else 0
-        if claimed > own_bytes:
-            raise _unbounded(what, name, f"claims to unpack to {claimed} bytes", own_bytes)
+        if files.is_blosc:
+            _require_true(what, name, read(0, _CLAIM.stop), own_bytes)
+        if files.inner is not None:
+            inner_bytes = math.prod(files.inner.shape) * itemsize
+            for begin in _begins(what, name, size, read, files.inner, chunk):
+                _require_true(what, name, read(begin, begin + _CLAIM.stop), inner_bytes)
+
+
+def _require_true(what: str, name: str, begin: bytes, own_bytes: int) -> None:
+    claimed = int.from_bytes(begin[_CLAIM], "little")
+    if claimed > own_bytes:
+        raise _unbounded(what, name, f"claims to unpack to {claimed} bytes", own_bytes)
+
+
+def _begins(what: str, name: str, size: int, read: Reader, inner: InnerChunks, chunk: Sequence[int]) -> Iterator[int]:
+    """Where the chunks of a shard begin in its file."""
+    if inner.dtype is None:
+        raise CheckpointError(
+            f"array {quoted(what)}: the shard {quoted(name)} holds chunks packed by blosc behind a table that is "
+            "packed or nested itself, so that their sizes cannot be checked before they are unpacked. Write the array "
+            'with `index_codecs` of "bytes" and "crc32c", or with another compressor.'
+        )
+    count = math.prod(-(-whole // max(part, 1)) for whole, part in zip(chunk, inner.shape, strict=True))
+    start = size - 16 * count - inner.check_bytes if inner.is_last else 0
+    if start < 0:
+        return  # a file too short for its table is for the reader to say
+    table = np.frombuffer(read(start, start + 16 * count), inner.dtype)
+    yield from (int(begin) for begin in table[0::2] if int(begin) < min(size, _NOT_STORED))
 
 
 def touched_by(chunks: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[int, ...]]:
@@ -93,10 +175,15 @@ def touched_by(chunks: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[in
         yield from it.product(*[range(start // size, -(-stop // size)) for (start, stop), size in pairs])
 
 
-def look_in(directory: str, name: str) -> tuple[int, bytes]:
-    """The size of a chunk's file, and how it begins."""
-    with open(os.path.join(directory, name), "rb") as file:
-        return os.fstat(file.fileno()).st_size, file.read(BEGIN_BYTES)
+def look_in(directory: str, name: str) -> tuple[int, Reader]:
+    """The size of a chunk's file, and what reads it."""
+    path = os.path.join(directory, name)
+
+    def read(start: int, stop: int) -> bytes:
+        with open(path, "rb") as file:
+            return os.pread(file.fileno(), stop - start, start)
+
+    return os.stat(path).st_size, read
 
 
 def _unbounded(what: str, name: str, claim: str, own_bytes: int) -> CheckpointError:

@@ -12,7 +12,7 @@ import numpy as np
 from .._ground.errors import CheckpointError
 from .._ground.text import printable, quoted
 from ._casts import fill, may_overflow
-from ._chunks import BEGIN_BYTES, chunk_files, look_in, require_bounded, touched_by
+from ._chunks import Reader, chunk_files, look_in, require_bounded, touched_by
 from ._entry import StoreArray, itemsize
 from ._files import Place, inside, opened, parsed_json, read_json, require_plain_tree
 from ._spans import Box
@@ -176,18 +176,18 @@ def read_into(
 def _require_bounded(ts: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
     if entry.key is None:
         look = ft.partial(look_in, entry.file)
-    elif entry.files.is_blosc:
+    elif entry.files.is_blosc or entry.files.inner is not None:
         store = ts.KvStore.open(ocdbt(entry.file, entry.key)).result()
         look = ft.partial(_look_in_store, store)
     else:
         return  # a database reads parts of its own files
-    own_bytes = math.prod(entry.chunks) * itemsize(entry.dtype)
-    require_bounded(entry.path, look, entry.files, own_bytes, touched_by(entry.chunks, boxes))
+    touched = touched_by(entry.chunks, boxes)
+    require_bounded(entry.path, look, entry.files, entry.chunks, itemsize(entry.dtype), touched)
 
 
-def _look_in_store(store: Any, name: str) -> tuple[int, bytes]:
+def _look_in_store(store: Any, name: str) -> tuple[int, Reader]:
     value = store.read(name).result().value
-    return len(value), value[:BEGIN_BYTES]
+    return len(value), lambda start, stop: value[start:stop]
 
 
 def _spec_of(entry: StoreArray) -> dict[str, Any]:

@@ -197,6 +197,51 @@ def test_chunks_packed_by_blosc_load(tmp_path, mesh, driver, separator):
         checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
 
 
+@pytest.mark.parametrize("location", ["start", "end"])
+@pytest.mark.parametrize("index_codecs", [["bytes", "crc32c"], ["bytes"], ["big"]])
+@pytest.mark.parametrize("is_database", [False, True])
+def test_shards_of_chunks_packed_by_blosc_load_if_their_claims_are_true(
+    tmp_path, mesh, location, index_codecs, is_database
+):
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    table = [
+        {"name": "crc32c"} if name == "crc32c" else bytes_codec("big" if name == "big" else "little")
+        for name in index_codecs
+    ]
+    shards = {"chunk_shape": [2, 8], "codecs": [bytes_codec("little"), {"name": "blosc"}], "index_codecs": table}
+    codecs = [{"name": "sharding_indexed", "configuration": shards | {"index_location": location}}]
+    grid = {"name": "regular", "configuration": {"chunk_shape": [4, 8]}}
+    base = {"driver": "file", "path": f"{tmp_path}/"}
+    store = {"driver": "ocdbt", "base": base, "path": "w/"} if is_database else base | {"path": f"{tmp_path}/w/"}
+    spec = {"driver": "zarr3", "kvstore": store, "metadata": {"chunk_grid": grid, "codecs": codecs}}
+    ts.open(spec, create=True, dtype=ts.float32, shape=[8, 8]).result().write(array).result()
+    assert np.array_equal(checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})["w"], array)
+    # The second of the two chunks in a shard claims too much; its bytes begin with blosc's version.
+    files = ts.KvStore.open(store).result()
+    held = files.read("c/1/0").result().value
+    first = (32 + 4 * ("crc32c" in index_codecs)) * (location == "start")
+    second = held.rindex(held[first : first + 4])
+    files.write("c/1/0", held[: second + 4] + b"\xff\xff\xff\x7f" + held[second + 8 :]).result()
+    with pytest.raises(CheckpointError, match="claims to unpack to 2147483647 bytes, and a chunk of it has 64"):
+        checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
+
+
+def bytes_codec(endian):
+    return {"name": "bytes", "configuration": {"endian": endian}}
+
+
+def test_a_shard_whose_table_cannot_be_read_is_not_unpacked(tmp_path, mesh):
+    inner = {"chunk_shape": [2, 8], "codecs": [bytes_codec("little"), {"name": "blosc"}]}
+    nested = {"chunk_shape": [4, 8], "codecs": [{"name": "sharding_indexed", "configuration": inner}]}
+    codecs = [{"name": "sharding_indexed", "configuration": nested}]
+    grid = {"name": "regular", "configuration": {"chunk_shape": [8, 8]}}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/w/"}}
+    spec["metadata"] = {"chunk_grid": grid, "codecs": codecs}
+    ts.open(spec, create=True, dtype=ts.float32, shape=[8, 8]).result().write(np.ones((8, 8), np.float32)).result()
+    with pytest.raises(CheckpointError, match="behind a table that is packed or nested itself"):
+        checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
+
+
 def test_a_chunk_may_be_larger_than_a_small_array(tmp_path, mesh):
     zarr(tmp_path / "w", np.arange(8, dtype=np.float32), chunks=[2**20])
     assert np.array_equal(checkpoint.load(tmp_path, {"w": wanted(mesh)})["w"], np.arange(8))
@@ -342,11 +387,11 @@ def header_of(entries):
 def test_a_name_that_occurs_twice_is_found_in_linear_time():
     empty = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     text = "{" + ",".join(f'"t{i}":{empty}' for i in [*range(100_000), 99_999]) + "}"
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(CheckpointError, match="the name 't99999' occurs twice"):
         _safetensors.parse_header(text.encode(), 0, "x")
     # Counting each name among all others took 0.6 ms per name: a minute.
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 30
 
 
 def test_the_error_for_many_missing_names_takes_no_longer_than_that_for_one(tmp_path, mesh):
@@ -357,11 +402,11 @@ def test_the_error_for_many_missing_names_takes_no_longer_than_that_for_one(tmp_
     (tmp_path / "x.safetensors").write_bytes(header_of(entries))
     index = checkpoint.read_index(tmp_path)
     structs = {f"model.layer.{i}.mlp.up_proj.weights": wanted(mesh) for i in range(5_000)}
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(CheckpointError, match="5000 of 5000 leaves .*") as caught:
         checkpoint.load(index, structs)
     # Comparing each of them with each name takes 200 us a pair.
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
     assert "and 4980 more" in str(caught.value)
     with pytest.raises(UnknownPathError, match="did you mean 'model.layers.7.mlp.up_proj.weight'"):
         index["model.layer.7.mlp.up_proj.weight"]
@@ -371,11 +416,11 @@ def test_a_path_of_thousands_of_parts_is_no_tree(tmp_path, mesh):
     deep = "/".join(["a"] * 50_000)
     save_file({deep: np.ones(8, np.float32)}, tmp_path / "x.safetensors")
     index = checkpoint.read_index(tmp_path)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for call in (lambda: checkpoint.structs(index), lambda: checkpoint.shardings(index, mesh)):
         with pytest.raises(CheckpointError, match="has more than 100 parts between slashes; no tree is that deep"):
             call()
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     loaded = checkpoint.load(index, {"w": wanted(mesh)}, rename={"w": deep})
     assert np.array_equal(loaded["w"], np.ones(8))
     save_file({"/".join(["a"] * 100): np.ones(8, np.float32)}, tmp_path / "x.safetensors")
