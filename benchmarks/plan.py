@@ -3,6 +3,8 @@
 import argparse
 import functools as ft
 import gc
+import itertools as it
+import operator
 import re
 import statistics
 import time
@@ -298,9 +300,9 @@ def _argument(number: int) -> dict[str, Value]:
     times = _alternating(calls, number)
     assert len(traces) == 1, f"{len(traces)} traces: the plan read from JSON compiled again"
     return {
-        "us per call without": 1e6 * times["none"],
-        "added us per call": 1e6 * (times["same"] - times["none"]),
-        "added us per call, read from JSON": 1e6 * (times["read"] - times["none"]),
+        "us per call without": statistics.median(times["none"]),
+        "added us per call": _added(times["same"], times["none"]),
+        "added us per call, read from JSON": _added(times["read"], times["none"]),
         "compilations": len(traces),
     }
 
@@ -311,7 +313,7 @@ class _Layer(eqx.Module):
 
 
 def _calls(devices: list[Any], number: int) -> dict[str, Value]:
-    """A call that computes next to nothing: the way in and out, by the wall clock, with sharded arrays.
+    """A call that computes next to nothing: the way in, by the wall clock, with sharded arrays.
 
     `jax.jit` gets the arrays as a flat list, so that it takes no tree apart; a module is taken apart in Python, which
     takes a multiple of all else, so that its flattening stands beside the calls.
@@ -339,31 +341,45 @@ def _calls(devices: list[Any], number: int) -> dict[str, Value]:
         "equinox model": lambda: equinox(model),
         "flatten": lambda: jax.tree.flatten(model),
     }
-    times = {name: 1e6 * taken for name, taken in _alternating(calls, number, time.perf_counter).items()}
+    times = _alternating(calls, number)
+    processor = _alternating({name: calls[name] for name in ("plain", "flat")}, number, time.thread_time)
+    added = {name: _added(taken, times["plain"]) for name, taken in times.items()}
     return {
         "arrays": len(flat),
-        "us per call of jax.jit": times["plain"],
-        "added us per call": times["flat"] - times["plain"],
-        "added us per call, a planned dict": times["named"] - times["plain"],
-        "added us per call, modules": times["model"] - times["plain"],
-        "us to flatten the modules": times["flatten"],
-        "added us per call, equinox.filter_jit": times["equinox"] - times["plain"],
-        "added us per call, equinox.filter_jit, modules": times["equinox model"] - times["plain"],
-        "over equinox.filter_jit, modules": times["model"] / times["equinox model"],
+        "us per call of jax.jit": statistics.median(times["plain"]),
+        "added us per call": added["flat"],
+        "added us per call, processor time": _added(processor["flat"], processor["plain"]),
+        "added us per call, a planned dict": added["named"],
+        "added us per call, modules": added["model"],
+        "us to flatten the modules": statistics.median(times["flatten"]),
+        "added us per call, equinox.filter_jit": added["equinox"],
+        "added us per call, equinox.filter_jit, modules": added["equinox model"],
+        "over equinox.filter_jit, modules": statistics.median(times["model"])
+        / statistics.median(times["equinox model"]),
     }
 
 
 def _alternating(
-    calls: dict[str, Callable[[], Any]], number: int, clock: Callable[[], float] = time.thread_time
-) -> dict[str, float]:
-    """Median over nine rounds of the mean over `number` calls, all in turn."""
+    calls: dict[str, Callable[[], Any]], number: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Microseconds of `number` calls of each, one of each in turn, so that all see the same load.
+
+    Only the call is timed: what it returns is waited for and freed outside. Calls in a row would fill the queues of
+    the devices, and each would then wait for all before it: on emulated devices that takes longer than all else.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    for _ in range(9):
-        for name, call in calls.items():
+    for turn in range(-3, number):
+        for name in it.islice(it.cycle(calls), turn % len(calls), turn % len(calls) + len(calls)):
             begin = clock()
-            results = [call() for _ in range(number)]
-            jax.block_until_ready(results[-1])
-            times[name].append((clock() - begin) / number)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+            result = calls[name]()
+            taken = clock() - begin
+            jax.block_until_ready(result)
+            del result
+            if turn >= 0:
+                times[name].append(1e6 * taken)
+    return times
+
+
+def _added(times: list[float], less: list[float]) -> float:
+    """What a call takes more than another that was made in the same turn: the median over all turns."""
+    return statistics.median(map(operator.sub, times, less))
