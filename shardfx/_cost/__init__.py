@@ -15,10 +15,10 @@ from .estimate import estimate as estimate
 from .fit import Fit as Fit, FitRow as FitRow, Offender as Offender, fit as fit
 from .hlo_text import Frame as Frame
 from .seconds import Seconds as Seconds, SecondsRow as SecondsRow, seconds as seconds
-from .traffic import (
+from .traffic import traffic as traffic
+from .traffic_rows import (
     Traffic as Traffic,
     TrafficDifference as TrafficDifference,
     TrafficRow as TrafficRow,
-    traffic as traffic,
 )
 from .zero import ZeroRow as ZeroRow, ZeroTable as ZeroTable, zero_table as zero_table

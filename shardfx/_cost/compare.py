@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from .._ground.text import bytes_text, table
 from .hlo_text import Frame
-from .traffic import Traffic, TrafficRow, place_text, traffic
+from .traffic import traffic
+from .traffic_rows import Traffic, TrafficRow, place_text
 
 
 Why = Literal[

@@ -20,7 +20,7 @@ from .layout import MeshParts
 from .propagate import propagated
 from .rows import rows_of
 from .trace import constrained_results, traced
-from .traffic import Traffic
+from .traffic_rows import Traffic
 from .walk import Habits, sent
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from .graph import Op, Traced
 from .hlo_text import Frame
 from .layout import MeshParts
-from .traffic import TrafficRow, is_library
+from .traffic import is_library
+from .traffic_rows import TrafficRow
 from .walk import Sent
 
 

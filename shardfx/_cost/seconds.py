@@ -11,7 +11,7 @@ from .. import chips, topology
 from .._ground.errors import MeshError
 from .._ground.text import bytes_text, table
 from ..topology._mesh import MeshSpec
-from .traffic import Traffic, TrafficRow
+from .traffic_rows import Traffic, TrafficRow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,24 +3,21 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, MeshError, ProgramError
-from .._ground.html import html_table
-from .._ground.text import bytes_text, printable, table
 from ..topology._mesh import MeshSpec
 from .between_hosts import is_transfer, slice_count, transfer_bytes
 from .collective import Collective, channel_of, collective_of
 from .hlo_text import Frame, HloModule, Instruction, parse_hlo
 from .origin import Origins, path_of
 from .runs import Runs, runs_of
+from .traffic_rows import Traffic, TrafficRow
 from .where import Where
 
-
-Key = Literal["axes", "kind", "source", "leaf", "dtype"]
 
 # Frames of these are not the user's own program; the demo is a user's program like any other.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)")
@@ -30,6 +27,8 @@ _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 # The computation in which a TPU adds up and keeps a part.
 _SCATTERS = "all-reduce-scatter"
+# The fusion in which a TPU's collective begins, beside others that name it again.
+_BEGINS = "async-collective-start"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
 
@@ -54,162 +53,6 @@ class _Named(Protocol):
     """A program that knows the paths of its arguments, as `filter_jit` makes it."""
 
     argument_paths: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class TrafficRow:
-    """One collective of a compiled step.
-
-    **Arguments:**
-
-    - `kind`: as XLA names it, such as "all-gather". A loop of permutes that feeds a product has the kind of what it
-        replaces, and `windowed` is true.
-    - `wire_bytes`: that enter a device in one step, the mean over devices; `calls` times those of one call. In a loop
-        whose trips are not known they are those of one trip.
-    - `dcn_bytes`: those of them that come from another slice.
-    - `calls`: how often it runs in one step; `None` in a loop whose trips are not known. 0 in a branch of a conditional
-        of which another branch sends more.
-    - `dtype`: of what it sends, as HLO writes it.
-    - `group_size`: how many devices exchange with each other.
-    - `axes`: the mesh axes along which they differ; empty where no mesh is known.
-    - `source`: the innermost line of your own program that it came from; `None` where the program does not say.
-    - `stack`: all lines, innermost first.
-    - `leaf`: the path of the parameter that it gathers, or whose gradient it adds up; several are joined by ", ".
-    - `shares`: the bytes of each leaf, `None` for those of none.
-    - `windowed`: whether it is a loop of permutes in the place of a gather or a reduction.
-    - `note`: what else to know, or "".
-    """
-
-    kind: str
-    wire_bytes: int
-    dcn_bytes: int
-    calls: int | None
-    dtype: str
-    group_size: int
-    axes: tuple[str, ...]
-    source: Frame | None
-    stack: tuple[Frame, ...]
-    leaf: str | None
-    shares: tuple[tuple[str | None, int], ...] = ()
-    windowed: bool = False
-    note: str = ""
-
-    @property
-    def crosses_dcn(self) -> bool:
-        """Whether any of it comes from another slice."""
-        return self.dcn_bytes > 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What a step sends, a row for each collective, largest first; made by [`shardfx.traffic`][].
-
-    `str(...)` is a table. `a - b` is a [`shardfx.TrafficDifference`][].
-
-    **Arguments:**
-
-    - `rows`: the collectives.
-    - `devices`: how many devices run the step.
-    """
-
-    rows: tuple[TrafficRow, ...]
-    devices: int
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that enter a device in one step."""
-        return sum(row.wire_bytes for row in self.rows)
-
-    @property
-    def dcn_bytes(self) -> int:
-        """Those of them that come from another slice."""
-        return sum(row.dcn_bytes for row in self.rows)
-
-    def by(self, key: Key) -> dict[Any, int]:
-        """The bytes of one step, summed.
-
-        **Arguments:**
-
-        - `key`: "axes", "kind", "source", "leaf" or "dtype": a field of the rows.
-
-        **Returns:**
-
-        Bytes per value, largest first.
-        """
-        sums: dict[Any, int] = {}
-        for row in self.rows:
-            for value, count in row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),):
-                sums[value] = sums.get(value, 0) + count
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-    def __sub__(self, other: "Traffic") -> "TrafficDifference":
-        ours, theirs = _keyed(self), _keyed(other)
-        pairs = [(key, ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}]
-        return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
-
-    def __str__(self) -> str:
-        lines = table(self._table(), right=_NUMBERS) if self.rows else []
-        return "\n".join([*lines, *self._below()])
-
-    def _repr_html_(self) -> str:
-        # What a notebook shows where the traffic is the last line of a cell.
-        return html_table(self._table() if self.rows else (), right=_NUMBERS, below=self._below())
-
-    def _table(self) -> list[tuple[str, ...]]:
-        return [_HEADER, *map(_cells, self.rows)]
-
-    def _below(self) -> list[str]:
-        """The total, and each note once."""
-        if not self.rows:
-            return [f"no traffic: a step on {self.devices} devices sends nothing."]
-        dcn = f", {bytes_text(self.dcn_bytes)} of them between slices" if self.dcn_bytes else ""
-        total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
-        return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
-
-
-@dataclasses.dataclass(frozen=True)
-class TrafficDifference:
-    """How the traffic of two steps differs; made by subtracting one [`shardfx.Traffic`][] from another.
-
-    **Arguments:**
-
-    - `rows`: (kind, axes, source, leaf), bytes of the first, bytes of the second; the largest difference first.
-    """
-
-    rows: tuple[tuple[tuple[str, tuple[str, ...], Frame | None, str | None], int, int], ...]
-
-    @property
-    def wire_bytes(self) -> int:
-        """How many more bytes the first sends in a step; negative if it sends fewer."""
-        return sum(ours - theirs for _, ours, theirs in self.rows)
-
-    def __str__(self) -> str:
-        rows = self._table()
-        return "\n".join([*(table(rows, right=_COMPARED) if rows else ()), self._below(rows)])
-
-    def _repr_html_(self) -> str:
-        rows = self._table()
-        return html_table(rows, right=_COMPARED, below=[self._below(rows)])
-
-    def _below(self, rows: Sequence[Any]) -> str:
-        return f"{_signed(self.wire_bytes)} in all." if rows else "the same traffic"
-
-    def _table(self) -> list[tuple[str, ...]]:
-        """A header and a row for what changed; nothing where nothing did."""
-        cells = [
-            (
-                _signed(ours - theirs),
-                bytes_text(ours),
-                bytes_text(theirs),
-                kind,
-                " x ".join(axes) or "-",
-                leaf or "-",
-                place_text(source),
-            )
-            for (kind, axes, source, leaf), ours, theirs in self.rows
-            if ours != theirs
-        ]
-        return [(*_COMPARED, "kind", "axes", "leaf", "source"), *cells] if cells else []
 
 
 def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
@@ -324,19 +167,31 @@ class _Reader:
 
     def rows(self) -> list[_Found]:
         """A row for each collective."""
-        channels: dict[tuple[str, int], _Found] = {}
+        fusions = {
+            target: instruction.name
+            for name in self.runs
+            for instruction in self.module.computations[name].values()
+            if instruction.opcode == "fusion"
+            for _, target in instruction.called
+        }
+        groups: dict[Any, list[_Found]] = {}
+        begun: set[Any] = set()
         for name, runs in self.runs.items():
             for instruction in self.module.computations[name].values():
                 row = self.row(name, instruction, runs)
                 if row is None:
                     continue
-                channel = channel_of(instruction)
-                key = (row.kind, id(instruction) if channel is None else channel)
-                # A TPU's program names a collective again in each fusion that runs beside it: it counts once, and
-                # as often as the outermost.
-                if key not in channels or runs.count < channels[key].runs.count:
-                    channels[key] = _Found(row, runs)
-        found = list(channels.values())
+                fusion, channel = fusions.get(name), channel_of(instruction)
+                # A TPU's program names a collective again in each fusion that runs beside it. Elsewhere each name is
+                # one collective, whatever its channel: all those of a `shard_map` can have one.
+                key = id(instruction) if fusion is None or channel is None else (row.kind, channel)
+                is_first = fusion is not None and fusion.startswith(_BEGINS)
+                if is_first and key not in begun:
+                    groups[key] = []
+                begun |= {key} if is_first else set()
+                if is_first or key not in begun:
+                    groups.setdefault(key, []).append(_Found(row, runs))
+        found = [one for key, group in groups.items() for one in (group if key in begun else _outermost(group))]
         return found if self.slices > 1 else _of_costly_branches(found)
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
@@ -400,8 +255,9 @@ class _Reader:
         The TPU's compiler turns a gather before a product into permutes of one factor, and a reduction after it into
         permutes of the sum so far.
         """
-        if collective.kind != "collective-permute" or not _PRODUCT.search(instruction.op_name):
-            return collective.kind
+        is_ring = collective.kind == "collective-permute" and len(collective.groups) == self.where.devices
+        if not is_ring or not _PRODUCT.search(instruction.op_name):
+            return collective.kind  # a permute that leaves a device out only changes the order of devices
         return "reduce-scatter" if self.origins.is_sum_of_products(name, instruction) else "all-gather"
 
     def shares(
@@ -422,6 +278,11 @@ class _Reader:
     def path(self, argument: str | None) -> str | None:
         """The path of an argument, from its name in the program."""
         return None if argument is None else self.paths.get(argument) or path_of(argument)
+
+
+def _outermost(group: list[_Found]) -> list[_Found]:
+    """Of the fusions that name one collective the one that runs least often: others are in loops beside it."""
+    return [min(group, key=lambda one: one.runs.count)]
 
 
 def _of_costly_branches(found: list[_Found]) -> list[_Found]:
@@ -448,40 +309,3 @@ def _depth(found: list[_Found], label: str) -> int:
 def _idle(row: TrafficRow) -> TrafficRow:
     shares = tuple((leaf, 0) for leaf, _ in row.shares)
     return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, shares=shares, note=IDLE)
-
-
-_NUMBERS = {"bytes/step", "calls", "group"}
-_COMPARED = ("difference", "first", "second")
-_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "dtype", "leaf", "source")
-
-
-def _cells(row: TrafficRow) -> tuple[str, ...]:
-    return (
-        bytes_text(row.wire_bytes),
-        f"{row.kind}{' (windowed)' if row.windowed else ''}",
-        " x ".join(row.axes) or "-",
-        str(row.group_size),
-        "?" if row.calls is None else str(row.calls),
-        row.dtype or "-",
-        printable(row.leaf or "-"),
-        place_text(row.source),
-    )
-
-
-def place_text(source: Frame | None) -> str:
-    if source is None:
-        return "-"
-    function = f" {source.function}" if source.function else ""
-    return printable(f"{source.file.replace(chr(92), '/').rpartition('/')[2]}:{source.line}{function}")
-
-
-def _signed(count: int) -> str:
-    return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"
-
-
-def _keyed(made: Traffic) -> dict[tuple[str, tuple[str, ...], Frame | None, str | None], int]:
-    sums: dict[tuple[str, tuple[str, ...], Frame | None, str | None], int] = {}
-    for row in made.rows:
-        key = (row.kind, row.axes, row.source, row.leaf)
-        sums[key] = sums.get(key, 0) + row.wire_bytes
-    return sums

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._cost.fit import Fit
-from .._cost.traffic import Traffic
+from .._cost.traffic_rows import Traffic
 from .._ground.text import bytes_text, printable
 from .._plan.shard_plan import ShardPlan
 from ..chips import Chip

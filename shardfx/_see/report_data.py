@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._cost.fit import Fit
-from .._cost.traffic import Traffic, TrafficRow
+from .._cost.traffic_rows import Traffic, TrafficRow
 from .._ground.reason import Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
 from .._ground.text import array_text, entry_text
