@@ -58,9 +58,16 @@ class Changed:
     inside: dict[int, int]
 
 
-def peak_of(program: Program, layouts: Layouts, changed: Changed | None = None) -> Peak:
-    """The worst moment of a step, its arguments and results aside."""
-    return _Timeline(program.block, layouts, changed, outermost=True).peak()
+def peak_of(
+    program: Program, layouts: Layouts, changed: Changed | None = None, aliased: frozenset[int] = frozenset()
+) -> Peak:
+    """The worst moment of a step, its arguments and results aside.
+
+    **Arguments:**
+
+    - `aliased`: results that take over the memory of arguments. Nothing else can lie there before them.
+    """
+    return _Timeline(program.block, layouts, changed, aliased=aliased, outermost=True).peak()
 
 
 # A value, or a copy of it in another layout.
@@ -70,8 +77,17 @@ _Key = tuple[int, Dims | None]
 class _Timeline:
     """The arrays of one block, and from when to when each is in memory."""
 
-    def __init__(self, block: Block, layouts: Layouts, changed: Changed | None = None, *, outermost: bool = False):
+    def __init__(
+        self,
+        block: Block,
+        layouts: Layouts,
+        changed: Changed | None = None,
+        *,
+        aliased: frozenset[int] = frozenset(),
+        outermost: bool = False,
+    ):
         self.block, self.layouts, self.changed, self.outermost = block, layouts, changed, outermost
+        self.aliased = aliased
         self.made = {out: op for op in block.ops for out in op.outs}
         self.uses: dict[int, list[Op]] = {}
         for op in block.ops:
@@ -188,7 +204,8 @@ class _Timeline:
             number: int | None = result
             while number is not None and number not in found and number in self.made:
                 found.add(number)
-                number = self.predecessor(number, begins, ends, found)
+                # An argument that a result takes over is read until then: a gradient waits elsewhere.
+                number = None if number in self.aliased else self.predecessor(number, begins, ends, found)
         return found
 
     def predecessor(self, number: int, begins: dict[_Key, int], ends: dict[_Key, int], taken: set[int]) -> int | None:

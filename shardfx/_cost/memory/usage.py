@@ -81,15 +81,16 @@ def usage_of(
     layouts = Layouts(program, sizes, known, tile)
     outs = [number for number in program.block.outs if number is not None]
     spare = [_kind(layouts, number) for number, yes in zip(ins, donated, strict=True) if yes]
-    aliased = 0
+    aliased: list[int] = []
     for number in outs:
         if (kind := _kind(layouts, number)) in spare:
             spare.remove(kind)
-            aliased += layouts.bytes_of(number)
+            aliased.append(number)
     away = on_host or (False,) * len(ins)
     arguments = tuple(0 if host else layouts.bytes_of(number) for number, host in zip(ins, away, strict=True))
     outputs = sum(map(layouts.bytes_of, outs))
-    return Usage(arguments, outputs, aliased, peak_of(program, layouts, changed), program, layouts)
+    peak = peak_of(program, layouts, changed, frozenset(aliased))
+    return Usage(arguments, outputs, sum(map(layouts.bytes_of, aliased)), peak, program, layouts)
 
 
 def _returned_as_given(

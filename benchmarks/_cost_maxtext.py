@@ -1,0 +1,173 @@
+"""The step that MaxText compiles for one configuration, as a plain function: what the fit boundary is told of.
+
+Its facts are those of `configs/tpu/v4/52b.sh` and of the defaults of `configs/base.yml` in June 2026: parameters and
+moments in float32 and activations in bfloat16, a Llama layer with three matrices in its feed-forward block, layers
+stacked on the second dimension of each parameter and scanned, each computed again in the backward pass, flash
+attention, logits in float32 with a loss whose residuals are kept, gradients clipped by their norm.
+"""
+
+import functools as ft
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from shardfx import MeshSpec, PathRules, ShardPlan, constrain, follow, plan
+
+
+# The layers lie on the second dimension of each parameter, as `param_scan_axis=1` says.
+_RULES = PathRules(
+    [
+        ("layers/(query|key|value|gate|up)", P("fsdp")),
+        ("layers/out", P(None, None, None, "fsdp")),
+        ("layers/down", P(None, None, "fsdp")),
+        ("^embedding", P(None, "fsdp")),
+        ("norm", P()),
+        ("unembedding", P("fsdp")),
+    ]
+)
+
+
+def planned(told: Mapping[str, Any], *, tiled: bool) -> tuple[dict[str, ShardPlan], Callable[..., Any]]:
+    """The plans and the step.
+
+    **Arguments:**
+
+    - `told`: the sizes, by name.
+    - `tiled`: whether the logits are computed in tiles, as `num_vocab_tiling=8` asks for.
+    """
+    mesh = MeshSpec({"data": told["slices"], "fsdp": told["fsdp"]}, dcn={"data": told["slices"]})
+    ours = plan(_structs(told), mesh, paths=_RULES)
+    count = told["sequences"] * told["fsdp"] * told["slices"]
+    tokens = jax.ShapeDtypeStruct((count, told["length"]), jnp.int32)
+    names = ("inputs", "positions", "segments", "targets", "targets_segments")
+    batch = plan(dict.fromkeys(names, tokens), mesh, paths=PathRules([(".*", P(("data", "fsdp")))]))
+    return {"params": ours, "state": follow(_moments, ours), "batch": batch}, _step(told, ours, tiled=tiled)
+
+
+def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
+    layers, width, hidden = told["layers"], told["width"], told["hidden"]
+    heads = (width, layers, told["heads"], told["head_dim"])
+    shapes = {
+        "embedding": (told["vocab"], width),
+        "layers": {
+            "attention_norm": (width, layers),
+            **dict.fromkeys(("query", "key", "value"), heads),
+            "out": (told["heads"], layers, told["head_dim"], width),
+            "mlp_norm": (width, layers),
+            "gate": (width, layers, hidden),
+            "up": (width, layers, hidden),
+            "down": (hidden, layers, width),
+        },
+        "norm": (width,),
+        "unembedding": (width, told["vocab"]),
+    }
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def _moments(params: Any) -> dict[str, Any]:
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+    return {"mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
+
+
+def _step(told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool) -> Callable[..., Any]:
+    laid = ft.partial(constrain, names_or_spec=P(("data", "fsdp")), plan=plan)
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
+        normed = laid(_normed(x, w["attention_norm"]))
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", normed, w[name]) for name in ("query", "key", "value"))
+        mixed = _flash(_rotated(q) / math.sqrt(told["head_dim"]), _rotated(k), v, told["blocks"])
+        x = x + laid(jnp.einsum("bshk,hkd->bsd", mixed, w["out"]))
+        normed = laid(_normed(x, w["mlp_norm"]))
+        return laid(x + laid((jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"])), None
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = laid(params["embedding"].astype(jnp.bfloat16)[batch["inputs"]])
+        stacked = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), params["layers"])
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, stacked)
+        x = laid(_normed(x, params["norm"].astype(x.dtype)))
+        head = params["unembedding"].astype(x.dtype)
+        mask = (batch["targets_segments"] != 0).astype(jnp.float32)
+        if not tiled:
+            return _cross_entropy(x, head, batch["targets"], mask)
+        rows = math.prod(batch["targets"].shape) // told["vocab_tiles"]
+        tiles = ft.partial(constrain, names_or_spec=P(None, ("data", "fsdp")), plan=plan)
+        parts = lambda one: tiles(one.reshape(told["vocab_tiles"], rows, *one.shape[2:]))
+        tile = jax.checkpoint(ft.partial(_cross_entropy, head=head))
+        total, _ = jax.lax.scan(
+            lambda total, one: (total + tile(one[0], targets=one[1], mask=one[2]), None),
+            jnp.float32(0),
+            (parts(x), parts(batch["targets"]), parts(mask)),
+        )
+        return total
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: jnp.where(norm < 1, g, g / norm), grads)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
+        square = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads)
+        count = state["count"] + 1
+        first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.95))
+        moved = lambda p, m, v: p - 1e-8 * (m / first / (jnp.sqrt(v / second) + 1e-8) + 0.1 * p)
+        new = jax.tree.map(moved, params, mean, square)
+        return new, {"mean": mean, "square": square, "count": count}, value
+
+    return step
+
+
+def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] / 10_000 ** (jnp.arange(half) / half)
+    sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _flash(q: jax.Array, k: jax.Array, v: jax.Array, blocks: int) -> jax.Array:
+    """Attention as a flash kernel does it: never more than one block of queries against the keys."""
+
+    def block(q: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bqhd,bthd->bhqt", q, k).astype(jnp.float32)
+        return jnp.einsum("bhqt,bthd->bqhd", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
+
+    parts = q.reshape(q.shape[0], blocks, -1, *q.shape[2:]).swapaxes(0, 1)
+    _, mixed = jax.lax.scan(lambda carry, one: (carry, jax.checkpoint(block)(one)), None, parts)
+    return mixed.swapaxes(0, 1).reshape(q.shape)
+
+
+def _cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+    logits = (x @ head).astype(jnp.float32)
+    wanted = jax.nn.one_hot(targets, logits.shape[-1])
+    return jnp.sum(_stable(logits, wanted) * mask)
+
+
+@jax.custom_vjp
+def _stable(logits: jax.Array, wanted: jax.Array) -> jax.Array:
+    return -jnp.sum(wanted * jax.nn.log_softmax(logits), axis=-1)
+
+
+def _stable_forward(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    powers = jnp.exp(shifted)
+    total = jnp.sum(powers, axis=-1, keepdims=True)
+    return -jnp.sum(wanted * (shifted - jnp.log(total)), axis=-1), (wanted, powers, total)
+
+
+def _stable_backward(kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
+    wanted, powers, total = kept
+    return grad[..., None] * (powers / total - wanted), None
+
+
+_stable.defvjp(_stable_forward, _stable_backward)
