@@ -2,15 +2,23 @@
 
 import collections
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .._ground.spec import entry_axes
+from .._ground.text import between_numbers
+from .._rules.axis_rules import AxisRules, alias_chain
 from .finding import Finding
 from .subject import Group, Subject
 
 
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
-    """Names that stand on sizes that cannot be one axis: neither divides the other."""
+    """Names that stand on sizes that cannot be one axis: neither divides the other.
+
+    A name may stand for axes that are alike, as the inner widths of dense layers and of experts are. So it is none of
+    these: a size on which leaves of one module agree, and a name that no mesh axis cuts.
+    """
     counts: dict[str, collections.Counter[int]] = {}
     for number, row in enumerate(subject.rows):
         if row.names is not None:
@@ -21,8 +29,10 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     odd = {
         name: [size for size in sizes if not _one_axis(size, usual[name])]
         for name, sizes in counts.items()
-        if len(sizes) > 1
+        if len(sizes) > 1 and _is_cut(name, subject.axes)
     }
+    agreed = _agreed(subject, odd)
+    odd = {name: [size for size in sizes if (name, size) not in agreed] for name, sizes in odd.items()}
     for number, row in enumerate(subject.rows):
         swapped = _swapped(row.names or (), row.shape, usual)
         if swapped is not None:
@@ -44,6 +54,32 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
 
 def _one_axis(one: int, other: int) -> bool:
     return one % other == 0 or other % one == 0
+
+
+def _is_cut(name: str, axes: AxisRules | None) -> bool:
+    """Whether a rule of any mode maps the name to a mesh axis."""
+    if axes is None:
+        return False
+    of = alias_chain(name, axes)[-1]
+    return any(entry_axes(target) for _, rules in ((None, axes.rules), *axes.modes) for to, target in rules if to == of)
+
+
+# What ends the path of a projection: the leaf of a module that is one matrix.
+_LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
+
+
+def _agreed(subject: Subject, odd: Mapping[str, list[int]]) -> set[tuple[str, int]]:
+    """The names and sizes on which several projections of one module agree."""
+    found: dict[tuple[str, str, int], tuple[str, ...]] = {}
+    agreed: set[tuple[str, int]] = set()
+    for number, row in enumerate(subject.rows):
+        for name, size in _contradictions(row.names, row.shape, odd):
+            for group in subject.groups_of([number]):
+                module, _, projection = _LAST.sub("", group.paths[0]).rpartition("/")
+                parts = between_numbers(projection)
+                if module and found.setdefault((module, name, size), parts) != parts:
+                    agreed.add((name, size))
+    return agreed
 
 
 def _contradictions(

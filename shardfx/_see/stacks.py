@@ -13,7 +13,9 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
     """Leaves whose paths differ in numbers only, with one shape and dtype, of which a few are sharded differently."""
     stacks: dict[Any, list[Group]] = {}
     for group in subject.groups:
-        key = (between_numbers(group.paths[0]), group.row.shape, group.row.dtype)
+        # A number at the end of a path is no layer's: rows and columns of a square matrix are `w/0` and `w/1`.
+        last = group.paths[0].rpartition("/")[2]
+        key = (between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype)
         stacks.setdefault(key, []).append(group)
     for groups in stacks.values():
         by_spec: dict[Any, list[Group]] = {}

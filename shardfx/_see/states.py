@@ -1,5 +1,6 @@
 """States of an optimizer that are sharded less than their parameters, or than each other."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._ground.reason import Code
-from .._ground.spec import entries_of, entry_axes
+from .._ground.spec import entries_of, entry_axes, trimmed
 from .._ground.text import bytes_text
 from .._plan.decide import Request
 from .._plan.further import further
@@ -19,35 +20,45 @@ from .subject import Group, Subject
 
 
 class _State(NamedTuple):
-    """Leaves that have the shape and the name of a parameter elsewhere in the tree, and that parameter's row."""
+    """Leaves that are made of a parameter elsewhere in the tree, that parameter's row, and the spec that follows it.
+
+    `is_whole` says that they have all its dimensions, and so could be sharded further as moments are.
+    """
 
     root: str
     group: Group
     param: Row
+    follows: PartitionSpec
+    is_whole: bool
 
 
 def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     """States that are less sharded than their parameters, or than other states, or as if there were no ZeRO."""
-    states = _states(subject)
+    sizes = subject.content.mesh.shape
+    states = _states(subject, sizes)
     if not states:
         return
-    sizes = subject.content.mesh.shape
-    beside = {axis: None for state in states for axis in _axes(state.group.row) if axis not in _axes(state.param)}
     for state in states:
-        row, param = state.group.row, state.param
-        if _pieces(row, sizes) < _pieces(param, sizes):
-            message = f"it is sharded over {_told(row)}, its parameter over {_told(param)}"
-            yield _finding(subject, [state], message, {state.group.number: param.spec})
+        row = state.group.row
+        if _pieces(row.spec, sizes) < _pieces(state.follows, sizes):
+            message = f"it is sharded over {_told(row.spec)}, its parameter over {_told(state.follows)}"
+            message += "" if state.is_whole else " in the dimensions that it has of it"
+            yield _finding(subject, [state], message, {state.group.number: state.follows})
+    # Statistics of rows and columns are small: they follow their parameter, and that is all.
+    states = [state for state in states if state.is_whole]
+    beside = {
+        axis: None for state in states for axis in _axes(state.group.row.spec) if axis not in _axes(state.param.spec)
+    }
     for axis in beside:
-        left = [state for state in states if axis not in _axes(state.group.row) and not state.group.row.reasons]
+        left = [state for state in states if axis not in _axes(state.group.row.spec) and not state.group.row.reasons]
         yield from _over(subject, left, axis, f"other states are sharded over `{axis}`, these are not")
     for axis, size in sizes.items():
-        if size > 1 and not any(axis in _axes(row) for state in states for row in (state.group.row, state.param)):
+        if size > 1 and not any(axis in _axes(row.spec) for state in states for row in (state.group.row, state.param)):
             message = f"every device along `{axis}` holds the same states: nothing is sharded over it, as ZeRO-1 would"
             yield from (one for one in _over(subject, states, axis, message) if one.bytes >= limit)
 
 
-def _states(subject: Subject) -> list[_State]:
+def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
     """The states, by the branch of the tree that holds the parameters of most of them."""
     branches: dict[str, list[Group]] = {}
     for group in subject.groups:
@@ -57,7 +68,9 @@ def _states(subject: Subject) -> list[_State]:
     best: list[_State] = []
     for root, params in branches.items():
         known = {path.removeprefix(f"{root}/"): group.row for group in params for path in group.paths}
-        found = [state for other, groups in branches.items() if other != root for state in _of(other, groups, known)]
+        found = [
+            state for other, groups in branches.items() if other != root for state in _of(other, groups, known, sizes)
+        ]
         best = max(best, found, key=len)
     return best
 
@@ -74,30 +87,63 @@ def _names_a_state(parts: Sequence[str]) -> bool:
     return any(map(_CALLED.match, parts))
 
 
-def _of(root: str, groups: list[Group], known: dict[str, Row]) -> list[_State]:
-    """The states in one branch: of a moment, or a copy, that holds at least half of the parameters."""
+def _of(root: str, groups: list[Group], known: dict[str, Row], sizes: Mapping[str, int]) -> list[_State]:
+    """The states in one branch: of an optimizer, or a copy, that has something of at least half of the parameters."""
     by_owner: dict[tuple[str, ...], list[_State]] = {}
     for group in groups:
         parts = group.paths[0].split("/")
         for at in range(1, len(parts)):
-            param = known.get("/".join(parts[at:]))
-            if param is not None and param.shape == group.row.shape and param.shape and _names_a_state(parts[:at]):
-                by_owner.setdefault(tuple(parts[:at]), []).append(_State(root, group, param))
+            state = _state(root, group, parts[at:], known, sizes) if _names_a_state(parts[:at]) else None
+            if state is not None:
+                # A factored optimizer has matrices in one tree and vectors in another, side by side.
+                by_owner.setdefault(tuple(parts[: max(at - 1, 1)]), []).append(state)
                 break
     rows = len(set(known.values()))
     return [state for states in by_owner.values() if 2 * len({one.param for one in states}) >= rows for state in states]
 
 
-def _axes(row: Row) -> tuple[str, ...]:
-    return tuple(axis for entry in entries_of(row.spec) for axis in entry_axes(entry))
+def _state(
+    root: str, group: Group, parts: Sequence[str], known: Mapping[str, Row], sizes: Mapping[str, int]
+) -> _State | None:
+    """What a leaf is of the parameter in whose path its own ends, but for a last word as in `w/v_row` or `w/0`."""
+    for path in ("/".join(parts), "/".join(parts[:-1])):
+        param = known.get(path)
+        if param is not None and param.shape:
+            spec = _following(group.row.shape, param, sizes)
+            if spec is not None:
+                return _State(root, group, param, spec, len(group.row.shape) >= len(param.shape))
+    return None
 
 
-def _pieces(row: Row, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in _axes(row))
+def _following(shape: tuple[int, ...], param: Row, sizes: Mapping[str, int]) -> PartitionSpec | None:
+    """The spec of a parameter for a state that has some of its dimensions, or one more before them; else `None`."""
+    rank = len(param.shape)
+    entries = (*entries_of(param.spec), *[None] * rank)[:rank]
+    if shape[-rank:] == param.shape and len(shape) <= rank + 1:
+        return trimmed((None,) * (len(shape) - rank) + entries)
+    if not shape or len(shape) >= rank or shape == (1,) or rank > _MOST_DIMENSIONS:
+        return None
+    chosen = itertools.combinations(range(rank), len(shape))
+    fitting = [dims for dims in chosen if tuple(param.shape[dim] for dim in dims) == shape]
+    # Of a square matrix, rows and columns look alike: less is asked of them then.
+    specs = [trimmed([entries[dim] for dim in dims]) for dims in fitting]
+    return min(specs, key=lambda spec: _pieces(spec, sizes), default=None)
 
 
-def _told(row: Row) -> str:
-    return " and ".join(f"`{axis}`" for axis in _axes(row)) or "nothing"
+# Beyond it, there are too many ways to leave dimensions out.
+_MOST_DIMENSIONS = 8
+
+
+def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(axis for entry in entries_of(spec) for axis in entry_axes(entry))
+
+
+def _pieces(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in _axes(spec))
+
+
+def _told(spec: PartitionSpec) -> str:
+    return " and ".join(f"`{axis}`" for axis in _axes(spec)) or "nothing"
 
 
 def _over(subject: Subject, states: list[_State], axis: str, message: str) -> Iterator[Finding]:

@@ -112,6 +112,44 @@ def test_one_state_that_zero_left_out_is_told():
     assert sfx.lint(applied(found.fix, {"tree": plan})["tree"]) == ()
 
 
+def joined_with(optimizer: optax.GradientTransformation | optax.GradientTransformationExtraArgs) -> sfx.ShardPlan:
+    """A plan of parameters, a square one among them, with the state of an optimizer that follows it."""
+    layer = {"w": jax.ShapeDtypeStruct((4096, 8192), jnp.float32), "b": jax.ShapeDtypeStruct((8192,), jnp.float32)}
+    params = {"layers": [layer] * 2, "square": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    rules = sfx.PathRules.parse("w|square->fsdp.tensor, b->tensor")
+    plan = sfx.plan(params, sfx.MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
+    return sfx.ShardPlan.join(params=plan, opt=sfx.follow(optimizer.init, plan))
+
+
+# A state of each optimizer that is not as its parameter, with a spec that is less than it could have.
+LESS = {
+    "adafactor, rows": (optax.adafactor(1e-3), "opt/0/v_row/layers/{}/w", jax.P(), "nothing", "`fsdp`"),
+    "adafactor, columns": (optax.adafactor(1e-3), "opt/0/v_col/layers/{}/w", jax.P(), "nothing", "`tensor`"),
+    "adafactor, square": (optax.adafactor(1e-3), "opt/0/v_col/square", jax.P(), "nothing", "`tensor`"),
+    "sm3": (optax.sm3(1e-3), "opt/0/mu/layers/{}/w/1", jax.P(), "nothing", "`tensor`"),
+    "l-bfgs": (
+        optax.lbfgs(),
+        "opt/0/diff_params_memory/layers/{}/w",
+        jax.P(None, "fsdp"),
+        "`fsdp`",
+        "`fsdp` and `tensor`",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", LESS)
+def test_a_state_of_another_shape_than_its_parameter_is_compared_with_it(which):
+    optimizer, path, spec, less, more = LESS[which]
+    plan = joined_with(optimizer)
+    assert sfx.lint(plan) == ()
+    plan = plan.replace(f"^{path.format('[01]')}$", spec)
+    (found,) = sfx.lint(plan).without("replicated")
+    assert (found.code, found.where) == ("optimizer-state", path.format("{0..1}")), str(found)
+    assert found.message.startswith(f"it is sharded over {less}, its parameter over {more}"), found.message
+    assert found.bytes > 0
+    assert sfx.lint(applied(found.fix, {"tree": plan})["tree"]) == ()
+
+
 def test_branches_that_are_alike_are_no_states():
     tower = {"layers": [{"weight": jax.ShapeDtypeStruct((4096, 8192), jnp.float32)}] * 2}
     tree = {"encoder": tower, "decoder": {"body": tower}, "head": {"weight": tower["layers"][0]["weight"]}}
