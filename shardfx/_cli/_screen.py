@@ -46,11 +46,16 @@ def show(text: str) -> None:
     if not sys.stdout.isatty():
         print(text)
         return
-    coloured = Text(text)
-    for pattern, style in _COLOURS:
-        coloured.highlight_regex(f"(?m){pattern}", style)
     # Tables fit the terminal already; a line that does not is the terminal's to wrap.
-    Console(highlight=False, markup=False, emoji=False).print(coloured, soft_wrap=True)
+    Console(highlight=False, markup=False, emoji=False).print(coloured(text), soft_wrap=True)
+
+
+def coloured(text: str) -> Text:
+    """A text as a terminal shows it: severities, sizes, dtypes and reasons in their colours."""
+    made = Text(text)
+    for pattern, style in _COLOURS:
+        made.highlight_regex(f"(?m){pattern}", style)
+    return made
 
 
 def write(text: str, file: str) -> None:
