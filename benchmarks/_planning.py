@@ -45,11 +45,8 @@ def follow(repeats: int) -> dict[str, float]:
     """`follow` of AdamW over Llama's 1,137 leaves, beside one `jax.eval_shape` of the same `init`."""
     init = optax.adamw(1e-3).init
     made = suite.planner(shapes.LLAMA_RULES, _mesh())(shapes.llama_405b())
-    # Both trace `init`, which is what costs: JAX would remember the shapes of a function that it has seen before.
-    calls = {
-        "follow": lambda _: sfx.follow(init, made),
-        "eval_shape": lambda tree: jax.eval_shape(lambda params: init(params), tree),
-    }
+    # The first time both trace `init`; from then on JAX remembers its shapes.
+    calls = {"follow": lambda _: sfx.follow(init, made), "eval_shape": lambda tree: jax.eval_shape(init, tree)}
     cold = {name: _seconds(call, shapes.llama_405b()) for name, call in calls.items()}
     return _beside("cold", cold) | _hot(calls, shapes.llama_405b(), repeats)
 

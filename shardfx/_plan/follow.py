@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -164,10 +165,15 @@ class _NoArray:
 
 def _shapes(init: Callable[..., Any], given: tuple[Any, ...], mesh: AbstractMesh | None, other: Any) -> Any:
     structs = [_structs(arg, mesh, other) for arg in given]
-    if mesh is None:
-        return eqx.filter_eval_shape(init, *structs)
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
-    with jax.sharding.use_abstract_mesh(mesh):
+    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(structs)):
+            # JAX remembers the shapes of a function that it has seen before. A result that holds what is no array is a
+            # TypeError; of a number in Python it makes an array of weak type.
+            with contextlib.suppress(TypeError):
+                made = jax.eval_shape(init, *structs)
+                if not any(leaf.weak_type for leaf in jax.tree.leaves(made)):
+                    return made
         return eqx.filter_eval_shape(init, *structs)
 
 

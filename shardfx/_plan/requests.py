@@ -47,7 +47,7 @@ def asked_by_names(
     `declared` says that a module's field has them: then the advice for stacked layers is about fields.
     """
     rank = len(shape)
-    named = one_per_dim(names, shape, _length_fix(tuple(names), rank, declared))
+    named = one_per_dim(names, shape, lambda: _length_fix(tuple(names), rank, declared))
     if axes is None and all(name is None for name in named):
         return Request(None, PartitionSpec(), rule, padded_units(units, rank), strategies, ())
     if axes is None:

@@ -94,7 +94,7 @@ def _resolved(
             "pass a PartitionSpec."
         )
     if isinstance(names, tuple | list):
-        names = _without_shape(tuple(names)) if shape is None else one_per_dim(names, shape, _LENGTH_FIX)
+        names = _without_shape(tuple(names)) if shape is None else one_per_dim(names, shape, lambda: _LENGTH_FIX)
     found = resolve(names, plan.axes, mode=plan.mode)
     if unmatched == "raise":
         if meant := [name for name in unknown_names(names, plan.axes) if name in plan.mesh.axis_names]:

@@ -84,14 +84,14 @@ def units_of(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[in
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
 
-def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: str) -> tuple[Any, ...]:
+def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: Callable[[], str]) -> tuple[Any, ...]:
     """The names of an array with an entry for each dimension of `shape`.
 
     `...` in `names` stands for the dimensions that are not named, which are whole, and so does `()`.
 
     **Raises:**
 
-    `SpecError`, ending in `fix`, for names of another length: padding them would shift them unnoticed.
+    `SpecError`, ending in what `fix` says, for names of another length: padding them would shift them unnoticed.
     """
     entries, rank = tuple(names), len(shape)
     if not entries:
@@ -106,7 +106,7 @@ def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: str) -> tuple
     if missing:
         raise SpecError(
             f"{len(entries) - len(dots)} logical names {names_text(entries)} for an array of rank {rank}, shape "
-            f"{shape}; give one per dimension. {fix}"
+            f"{shape}; give one per dimension. {fix()}"
         )
     return entries
 
