@@ -23,12 +23,10 @@ _SHOWN = 40
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
     if not errors:
         return
-    kind = type(errors[0][1])
-    lines = [f"  leaf `{path}`: {error}" for path, error in errors[:_SHOWN]]
-    more = [f"  and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
-    text = "\n".join([f"{len(errors)} leaves (or groups of leaves) cannot be planned:", *lines, *more])
+    head = f"{len(errors)} leaves (or groups of leaves) cannot be planned:"
+    text = _listed(head, [f"  leaf `{path}`: {error}" for path, error in errors])
     # A rule that is a function may have failed by an error of its own.
-    raise kind(text) from next((error.__cause__ for _, error in errors if error.__cause__ is not None), None)
+    raise type(errors[0][1])(text) from next((one.__cause__ for _, one in errors if one.__cause__ is not None), None)
 
 
 def raise_repeated(flat: Flat) -> None:
@@ -77,17 +75,11 @@ def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[Row], rules
         near = difflib.get_close_matches(path, patterns, n=1, cutoff=0.0)
         hint = f"; the nearest rule is {near[0]!r}" if near else ""
         lines.append(f"  `{path}`: {row.dtype}{list(row.shape)}, {nbytes} bytes{hint}")
-    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    raise UnmatchedError(
-        "\n".join(
-            [
-                f"no rule covers {len(found)} of {sum(flat.is_array)} leaves; add path rules or names for them, end "
-                'the path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:',
-                *lines,
-                *more,
-            ]
-        )
+    head = (
+        f"no rule covers {len(found)} of {sum(flat.is_array)} leaves; add path rules or names for them, end "
+        'the path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:'
     )
+    raise UnmatchedError(_listed(head, lines, len(found)))
 
 
 def unknown_units(axes: AxisRules) -> tuple[str, ...]:
@@ -127,15 +119,8 @@ def raise_unknown(
     fix = f"declare a name that is to be replicated with `axes.extend([({first!r}, None)])`"
     if first in mesh.axis_names:
         fix = f"{first!r} is a mesh axis: for mesh axes give PartitionSpecs by path, `paths=PathRules([(regex, spec)])`"
-    raise UnmatchedError(
-        "\n".join(
-            [
-                f"no rule of `axes` is about the logical names of {len(lines)} leaves. The rules have {axes.names}; "
-                f'{fix}, or pass `unmatched="replicate"`:',
-                *_shown(lines),
-            ]
-        )
-    )
+    head = f"no rule of `axes` is about the logical names of {len(lines)} leaves. The rules have {axes.names}; "
+    raise UnmatchedError(_listed(f'{head}{fix}, or pass `unmatched="replicate"`:', lines))
 
 
 def absent_axes(
@@ -175,16 +160,12 @@ def raise_absent(
     missing = tuple(wrong)
     lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
     if lines:
-        raise RuleError(
-            "\n".join(
-                [
-                    f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other meshes, declare them, "
-                    f"`AxisRules(..., axes={missing})` or `PathRules(..., axes={missing})`; or give the mesh the axis "
-                    'with size 1; or pass `unmatched="replicate"`:',
-                    *_shown(lines),
-                ]
-            )
+        head = (
+            f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other meshes, declare them, "
+            f"`AxisRules(..., axes={missing})` or `PathRules(..., axes={missing})`; or give the mesh the axis with "
+            'size 1; or pass `unmatched="replicate"`:'
         )
+        raise RuleError(_listed(head, lines))
 
 
 class Unused(NamedTuple):
@@ -226,15 +207,11 @@ def raise_unused(
     found = unused_rules(rules, used, flat, given, giver)
     lines = [f"  {what} {why.number}, the regex {rules[why.number][0]!r}, {unused_text(why)}." for why in found]
     if lines:
-        raise RuleError(
-            "\n".join(
-                [
-                    "rules that never apply are mostly mistakes. Correct them, take them out, mark those that other "
-                    'trees need with `optional(target)`, or pass `unused="allow"`:',
-                    *_shown(lines),
-                ]
-            )
+        head = (
+            "rules that never apply are mostly mistakes. Correct them, take them out, mark those that other trees need "
+            'with `optional(target)`, or pass `unused="allow"`:'
         )
+        raise RuleError(_listed(head, lines))
 
 
 def unused_text(why: Unused) -> str:
@@ -277,8 +254,10 @@ def _has(code: Code, row: Row) -> bool:
     return any(why.code is code for why in row.reasons)
 
 
-def _shown(lines: list[str]) -> list[str]:
-    return [*lines[:_SHOWN], f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else lines
+def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
+    """A text of what is wrong: the first lines, and how many more there are; of `count` where `lines` are the first."""
+    more = max(count, len(lines)) - _SHOWN
+    return "\n".join([head, *lines[:_SHOWN], *([f"  and {more} more"] if more > 0 else [])])
 
 
 def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[Row], refined: MeshSpec | None) -> None:
@@ -291,27 +270,20 @@ def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[Row], refined: Me
         for why in whys[i]
     ]
     if lines:
-        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        text = _listed("`strict=True`, and these leaves are not sharded as asked:", lines)
         if refined is not None:
-            more.append(
-                f"`refine=True` has split the mesh into {refined}. If they may be replicated over the rest, plan "
+            text += (
+                f"\n`refine=True` has split the mesh into {refined}. If they may be replicated over the rest, plan "
                 "on that mesh, made with `MeshSpec.split`, by rules that name the parts; or leave `strict` out."
             )
-        raise SpecError(
-            "\n".join(["`strict=True`, and these leaves are not sharded as asked:", *lines[:_SHOWN], *more])
-        )
+        raise SpecError(text)
 
 
 def raise_loose(loose: list[tuple[str, tuple[int, ...], str]]) -> None:
     """Raises if what is made from a strictly planned tree is not sharded as asked, or nothing is asked for it."""
     if loose:
-        lines = [f"  leaf `{path}`, shape {shape}: {why}" for path, shape, why in loose]
-        raise SpecError(
-            "\n".join(
-                [
-                    "the plan was made with `strict=True`, and these leaves are not sharded as asked. Give rules for "
-                    'them, `follow(..., paths=PathRules([(regex, target)]))`; `(".*", replicate)` may be the last:',
-                    *_shown(lines),
-                ]
-            )
+        head = (
+            "the plan was made with `strict=True`, and these leaves are not sharded as asked. Give rules for them, "
+            '`follow(..., paths=PathRules([(regex, target)]))`; `(".*", replicate)` may be the last:'
         )
+        raise SpecError(_listed(head, [f"  leaf `{path}`, shape {shape}: {why}" for path, shape, why in loose]))

@@ -33,18 +33,8 @@ def row_of(
     for step in strategies:
         found = spread(found.spec, leaf, mesh, step)
         reasons += found.reasons
-    return Row(
-        shape=shape,
-        dtype=dtype,
-        names=request.names,
-        requested=request.spec,
-        spec=found.spec,
-        rule=request.rule,
-        reasons=reasons,
-        memory_kind=memory_kind,
-        units=request.units,
-        strategies=strategies,
-    )
+    columns = (request.rule, reasons, memory_kind, request.units, strategies)
+    return Row(shape, dtype, request.names, request.spec, found.spec, *columns)
 
 
 class Asked:

@@ -59,6 +59,14 @@ def atomic(target: Any, unit: int | tuple[int, ...]) -> Atomic:
     return Atomic(target, unit)
 
 
+def _before(target: Any, other: Any) -> "Pipeline":
+    return pipeline(target, other)
+
+
+def _after(target: Any, other: Any) -> "Pipeline":
+    return pipeline(other, target)
+
+
 @dataclasses.dataclass(frozen=True)
 class Fsdp:
     """A strategy: shard the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
@@ -66,22 +74,14 @@ class Fsdp:
     axes: tuple[str, ...]
     min_bytes: int = 0
 
-    def __or__(self, other: Any) -> "Pipeline":
-        return pipeline(self, other)
-
-    def __ror__(self, other: Any) -> "Pipeline":
-        return pipeline(other, self)
+    __or__, __ror__ = _before, _after
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
     """A strategy: every device holds the whole array; its one value is [`shardfx.replicate`][]."""
 
-    def __or__(self, other: Any) -> "Pipeline":
-        return pipeline(self, other)
-
-    def __ror__(self, other: Any) -> "Pipeline":
-        return pipeline(other, self)
+    __or__, __ror__ = _before, _after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +90,7 @@ class Pipeline:
 
     steps: tuple[Any, ...]
 
-    def __or__(self, other: Any) -> "Pipeline":
-        return pipeline(self, other)
-
-    def __ror__(self, other: Any) -> "Pipeline":
-        return pipeline(other, self)
+    __or__, __ror__ = _before, _after
 
 
 replicate = Replicate()

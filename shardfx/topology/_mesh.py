@@ -162,7 +162,7 @@ class MeshSpec(eqx.Module):
                 f"expected a MeshSpec, a jax Mesh or an AbstractMesh, not {type(mesh).__name__}; "
                 'make one with `MeshSpec({"data": 4, "tensor": 2})`.'
             )
-        return _of(mesh.axis_names, tuple(mesh.shape.values()), mesh.axis_types)
+        return _made(mesh.axis_names, tuple(mesh.shape.values()), mesh.axis_types, (1,) * len(mesh.axis_names))
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -212,7 +212,8 @@ class MeshSpec(eqx.Module):
                 f"mesh {self}: the known sizes give {known}, which does not divide {device_count} devices; "
                 f"use sizes whose product divides {device_count}.{hint}"
             )
-        return self._with_sizes(tuple(device_count // known if size == -1 else size for size in self.axis_sizes))
+        sizes = tuple(device_count // known if size == -1 else size for size in self.axis_sizes)
+        return _made(self.axis_names, sizes, self.axis_types, self.dcn_sizes)
 
     def axis_size(self, names: str | Sequence[str]) -> int:
         """The size of one axis, or the product of several.
@@ -382,11 +383,7 @@ class MeshSpec(eqx.Module):
         sizes = (*self.axis_sizes[:at], *fitted.axis_sizes, *self.axis_sizes[at + 1 :])
         kinds = (*self.axis_types[:at], *[self.axis_types[at]] * len(spans), *self.axis_types[at + 1 :])
         slices = (*self.dcn_sizes[:at], *spans, *self.dcn_sizes[at + 1 :])
-        return MeshSpec(
-            zip(names, sizes, strict=True),
-            axis_types=dict(zip(names, kinds, strict=True)),
-            dcn=dict(zip(names, slices, strict=True)),
-        )
+        return _made(names, sizes, kinds, slices)
 
     def filled(self) -> "MeshSpec":
         """The mesh itself, once every size is known; raises `MeshError` while one is -1."""
@@ -394,20 +391,16 @@ class MeshSpec(eqx.Module):
             raise MeshError(f"mesh {self} has an axis of unknown size; call `.fit(device_count)` first.")
         return self
 
-    def _with_sizes(self, sizes: tuple[int, ...]) -> "MeshSpec":
-        return MeshSpec(
-            zip(self.axis_names, sizes, strict=True),
-            axis_types=dict(zip(self.axis_names, self.axis_types, strict=True)),
-            dcn=dict(zip(self.axis_names, self.dcn_sizes, strict=True)),
-        )
-
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
 
 
 @ft.lru_cache(maxsize=256)
-def _of(names: tuple[str, ...], sizes: tuple[int, ...], kinds: tuple[AxisType, ...]) -> MeshSpec:
-    return MeshSpec(zip(names, sizes, strict=True), axis_types=dict(zip(names, kinds, strict=True)))
+def _made(
+    names: tuple[str, ...], sizes: tuple[int, ...], kinds: tuple[AxisType, ...], slices: tuple[int, ...]
+) -> MeshSpec:
+    by_axis = [dict(zip(names, values, strict=True)) for values in (kinds, slices)]
+    return MeshSpec(zip(names, sizes, strict=True), axis_types=by_axis[0], dcn=by_axis[1])
 
 
 def _is_integer(text: str) -> bool:
