@@ -12,6 +12,9 @@ from .layout import Layout, MeshParts, Parts
 # What decides first: arrays that are another array in all but shape, then those that are larger or smaller, and
 # products last, whose two sides may want different things.
 _SIMPLE, _OTHERS, _PRODUCTS = range(3)
+_CONSTRAINTS = ("sharding_constraint", "reshard", "result")
+# What hands values on between a loop and what is around it.
+_PASSED = ("carry", "layer", "stack", "branch", "enter", "leave", "again", "shard_map")
 
 
 def propagated(traced: Traced, axes: MeshParts, arguments: Mapping[int, Pin]) -> list[Layout]:
@@ -34,8 +37,23 @@ def propagated(traced: Traced, axes: MeshParts, arguments: Mapping[int, Pin]) ->
     for op in traced.ops:
         if op.pin is not None:
             flow.pin(op.results[0], op.pin)
+    for value, pin in _made_so(traced).items():
+        flow.pin(value, pin)
     flow.run()
     return [tuple(layout) for layout in flow.layouts]
+
+
+def _made_so(traced: Traced) -> dict[int, Pin]:
+    """The values that are constrained right where they are made: they are made in that layout."""
+    made = {value for op in traced.ops if op.pin is None and op.name not in _PASSED for value in op.results}
+    found: dict[int, Pin] = {}
+    others: set[int] = set()
+    for op in traced.ops:
+        if op.pin is None or op.pin.among is not None or op.name not in _CONSTRAINTS or op.operands[0] not in made:
+            continue
+        if found.setdefault(op.operands[0], op.pin) != op.pin:
+            others.add(op.operands[0])
+    return {value: pin for value, pin in found.items() if value not in others}
 
 
 class _Flow:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from .factors import Dims
 from .graph import Op, Traced
 from .layout import Layout, MeshParts, Parts
+from .matched import Side, can_match, matched
 from .price import Move, Prices, total
 
 
@@ -55,11 +56,15 @@ class _State(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """A way to carry an operation out: the layouts of its arrays meanwhile, and the parts that its result sums over."""
+    """A way to carry an operation out: the layouts of its arrays meanwhile, and the parts that its result sums over.
+
+    `through` are layouts that its operands are brought into on their way.
+    """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     partial: Parts
+    through: tuple[Layout, ...] = ()
 
 
 def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits) -> list[Sent]:
@@ -105,8 +110,8 @@ class _Walk:
             self.send_by_word(at, op)
         partial = self.carried(op)
         way = self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
-        for value, layout in zip(op.operands, way.operands, strict=True):
-            self.bring(value, layout, partial, at, op.scope, op.rule.note)
+        for value, layout, through in itertools.zip_longest(op.operands, way.operands, way.through):
+            self.bring(value, layout, partial, at, op.scope, op.rule.note, through)
         # A sum that waits is still that of the operation which left it so.
         made_by = self.states[op.operands[0]].op if partial else at
         for value, layout in zip(op.results, way.results, strict=True):
@@ -162,6 +167,9 @@ class _Walk:
 
     def ways(self, op: Op, partial: Parts) -> Iterator[_Way]:
         rule, options = op.rule, {}
+        if can_match(rule) and not partial:
+            yield self.matched(op)
+            return
         for lay, dims in self.sides(op):
             for dim, parts in zip(dims, lay, strict=True):
                 split = dict(self.axes.split(parts, dim, rule.sizes)) if parts else {}
@@ -179,6 +187,19 @@ class _Walk:
             parts = [part for own in chosen for part in own]
             if len({*parts, *partial}) == len(parts) + len(partial):
                 yield self.way(op, dict(zip(choices, chosen, strict=True)))
+
+    def matched(self, op: Op) -> _Way:
+        """How a product is carried out."""
+        rule = op.rule
+        sides = [
+            Side(self.by_factor(op, state.layout, dims), self.sizes[value] / self.axes.shards(state.layout))
+            for value, dims in zip(op.operands[:2], rule.operands[:2], strict=True)
+            for state in (self.states[value],)
+        ]
+        wanted = self.by_factor(op, self.layouts[op.results[0]], rule.results[0])
+        found = matched(rule, self.axes, sides[0], sides[1], wanted)
+        through = [self.axes.layout(c, d, rule) for c, d in zip(found.sides, rule.operands, strict=False)]
+        return self.way(op, found.cut)._replace(through=tuple(through))
 
     def follow_result(self, op: Op, choices: dict[int, list[Parts]]) -> None:
         """What both sides of a product agree on stays; else it is cut as its result is to lie."""
@@ -237,7 +258,9 @@ class _Walk:
                 cost += total(self.prices.moves(self.sizes[value], layout, (*partial, *way.partial), target))
         return cost, -shared * self.axes.count(way.partial)
 
-    def needed(self, value: int, layout: Layout, partial: Parts, scope: int) -> tuple[Move, ...]:
+    def needed(
+        self, value: int, layout: Layout, partial: Parts, scope: int, through: Layout | None = None
+    ) -> tuple[Move, ...]:
         state = self.states[value]
         waiting = () if partial else state.partial
         if self.traced.values[value].is_free or (state.layout == layout and not waiting):
@@ -245,11 +268,16 @@ class _Walk:
         made = self.known.get((value, layout))
         if made is not None and self.traced.is_within(scope, made):
             return ()
-        return self.prices.moves(self.sizes[value], state.layout, waiting, layout)
+        if through is None or through in (state.layout, layout):
+            return self.prices.moves(self.sizes[value], state.layout, waiting, layout)
+        first = self.prices.moves(self.sizes[value], state.layout, waiting, through)
+        return (*first, *self.prices.moves(self.sizes[value], through, (), layout))
 
-    def bring(self, value: int, layout: Layout, partial: Parts, at: int, scope: int, note: str) -> None:
+    def bring(
+        self, value: int, layout: Layout, partial: Parts, at: int, scope: int, note: str, through: Layout | None = None
+    ) -> None:
         state = self.states[value]
-        for move in self.needed(value, layout, partial, scope):
+        for move in self.needed(value, layout, partial, scope, through):
             is_sum = move.kind in ("all-reduce", "reduce-scatter")
             self.found.append(Sent(move, state.op if is_sum else at, scope, value, note))
         self.known[value, layout] = scope

@@ -1,0 +1,171 @@
+"""How a product is carried out: which of its loops the devices share, as XLA's partitioner decides it.
+
+The partitioner looks at how many pieces there are before it looks at which devices hold them. What an operand and the
+result cut alike stays, and the other operand gives those devices up; then what both operands cut into as many pieces
+is added up, whether or not the same devices hold them. Everything else is gathered.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .factors import Dims, Rule
+from .layout import MeshParts, Parts
+
+
+# What cuts each factor of an operation.
+Cut = dict[int, Parts]
+
+
+class Side(NamedTuple):
+    """One operand: what cuts its factors, and how many bytes one device has of it."""
+
+    cut: Cut
+    local_bytes: float
+
+
+def can_match(rule: Rule) -> bool:
+    """Whether an operation is a product of two arrays whose factors are each shared or summed."""
+    return (
+        rule.is_product
+        and len(rule.operands) >= 2
+        and len(rule.results) == 1
+        and set(rule.kinds) <= {"pass", "sum"}
+        and all(len(dim) == 1 for dims in (*rule.operands[:2], *rule.results) for dim in dims)
+    )
+
+
+class Matched(NamedTuple):
+    """What cuts each factor while a product runs, and what cut those of its operands on their way there."""
+
+    cut: Cut
+    sides: tuple[Cut, Cut]
+
+
+def matched(rule: Rule, axes: MeshParts, left: Side, right: Side, wanted: Mapping[int, Parts]) -> Matched:
+    """What cuts each factor while a product runs.
+
+    **Arguments:**
+
+    - `rule`: of the product.
+    - `axes`: of the mesh.
+    - `left`, `right`: its operands.
+    - `wanted`: what cuts the factors of its result.
+    """
+    return _Match(rule, axes, left, right, wanted).way()
+
+
+class _Match:
+    def __init__(self, rule: Rule, axes: MeshParts, left: Side, right: Side, wanted: Mapping[int, Parts]):
+        self.axes, self.wanted = axes, wanted
+        self.sides = (dict(left.cut), dict(right.cut))
+        self.bytes = [left.local_bytes, right.local_bytes]
+        factors = [_factors(dims) for dims in (*rule.operands[:2], rule.results[0])]
+        self.order = [[dim[0] for dim in dims] for dims in rule.operands[:2]]
+        self.both = [f for f in factors[0] if f in factors[1]]
+        self.free = [[f for f in own if f in factors[2] and f not in self.both] for own in factors[:2]]
+        self.summed = [f for f in self.both if f not in factors[2]]
+        self.taken: set[int] = set()
+
+    def way(self) -> Matched:
+        found: Cut = {}
+        for factor in self.both:
+            self.agree(factor, found)
+        matching = [self.matching(side) for side in (0, 1)]
+        counts = [self.axes.count(part for f in own for part in self.wanted[f]) for own in matching]
+        # Whose match costs the other operand less goes first.
+        first = 0 if matching[0] and (not matching[1] or counts[0] * self.bytes[1] < counts[1] * self.bytes[0]) else 1
+        for side in (first, 1 - first):
+            parts = tuple(part for factor in matching[side] for part in self.wanted[factor])
+            if parts and self.taken.isdisjoint(parts):
+                for factor in matching[side]:
+                    found[factor] = self.sides[side][factor] = self.wanted[factor]
+                self.taken.update(parts)
+                self.give_up(1 - side, parts)
+        for factor in self.both:
+            if factor not in found:
+                self.meet(factor, found)
+        self.follow(found)
+        return Matched({factor: parts for factor, parts in found.items() if parts}, self.sides)
+
+    def agree(self, factor: int, found: Cut) -> None:
+        """What both operands have cut alike stays."""
+        left, right = (side.get(factor, ()) for side in self.sides)
+        if left == right and left:
+            found[factor] = left
+            self.taken.update(left)
+
+    def matching(self, side: int) -> list[int]:
+        """The factors that one operand cuts into as many pieces as the result, or into a multiple."""
+        found = []
+        for factor in self.free[side]:
+            own, parts = self.sides[side].get(factor, ()), self.wanted.get(factor, ())
+            fits = parts and own and self.axes.count(own) % self.axes.count(parts) == 0
+            if fits and self.taken.isdisjoint(parts):
+                found.append(factor)
+        return found
+
+    def give_up(self, side: int, parts: Parts) -> None:
+        """Brings an operand off the devices that the other one's match takes: onto others, if it is whole along as many."""
+        cut = self.sides[side]
+        overlap = [part for own in cut.values() for part in own if part in parts]
+        if not overlap:
+            return
+        held = {part for own in cut.values() for part in own}
+        spare = [part for part in range(len(self.axes.sizes)) if part not in held and part not in self.taken - set(parts)]
+        spare = [part for part in spare if part not in parts or part not in held]
+        count, need = self.axes.count(spare), self.axes.count(parts)
+        if count % need == 0 and count > 1:
+            for factor in reversed(self.order[side]):
+                own = cut.get(factor, ())
+                if set(parts) <= set(own):
+                    self.replace(side, factor, tuple(spare))
+                    return
+            free = [part for part in spare if part not in parts]
+            for factor, own in list(cut.items()):
+                new = tuple(_another(part, parts, free, self.axes) for part in own)
+                self.replace(side, factor, tuple(part for part in new if part >= 0))
+            return
+        for factor, own in list(cut.items()):
+            self.replace(side, factor, tuple(part for part in own if part not in parts))
+
+    def replace(self, side: int, factor: int, parts: Parts) -> None:
+        before = self.axes.count(self.sides[side].get(factor, ()))
+        self.sides[side][factor] = parts
+        self.bytes[side] *= before / self.axes.count(parts)
+
+    def meet(self, factor: int, found: Cut) -> None:
+        """A factor that both operands have: what cuts it into as many pieces is brought to the larger operand's way."""
+        left, right = (side.get(factor, ()) for side in self.sides)
+        if factor not in self.summed:
+            parts = self.wanted.get(factor, ())
+            found[factor] = parts if self.taken.isdisjoint(parts) else ()
+        elif left and self.axes.count(left) == self.axes.count(right):
+            found[factor] = left if self.bytes[0] > self.bytes[1] else right
+        else:
+            return
+        self.taken.update(found[factor])
+
+    def follow(self, found: Cut) -> None:
+        """What the result wants cut and no operand has so: where it takes nothing but to leave out, or cuts all there is."""
+        left = self.axes.count(part for part in range(len(self.axes.sizes)) if part not in self.taken)
+        rest = [[factor for factor in own if factor not in found] for own in self.free]
+        wanted = [tuple(part for factor in own for part in self.wanted.get(factor, ())) for own in rest]
+        is_bare = all(factor in found or not cut for side in self.sides for factor, cut in side.items())
+        for own, parts in zip(rest, wanted, strict=True):
+            if parts and self.taken.isdisjoint(parts) and (is_bare or self.axes.count(parts) == left):
+                found.update({factor: self.wanted.get(factor, ()) for factor in own})
+                self.taken.update(parts)
+
+
+def _another(part: int, gone: Parts, free: list[int], axes: MeshParts) -> int:
+    """The part that takes another's place; -1 if none does."""
+    if part not in gone:
+        return part
+    found = next((other for other in free if axes.sizes[other] == axes.sizes[part]), -1)
+    if found >= 0:
+        free.remove(found)
+    return found
+
+
+def _factors(dims: Dims) -> list[int]:
+    return [factor for dim in dims for factor in dim]
