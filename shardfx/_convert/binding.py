@@ -205,8 +205,11 @@ def _counted(
     if not names:
         yield binding
         return
-    name = names[0]
-    place = _at_of(rule, name)
+    found = {name: _at_of(rule, name) for name in names}
+    # The innermost first: how long a dimension is shows when what lies below it is known.
+    inner = [name for name, at in found.items() if at is not None and not any(_at_of(at.of[0], n) for n in names)]
+    name = inner[0] if inner else names[0]
+    place = found[name]
     if place is None:
         raise MapError(f"nothing in {rule} says what `{{{name}}}` stands for; give the target, `like=...`")
     made = evaluated(place.of[0], binding, leaves, ON_SHAPES)
@@ -215,7 +218,7 @@ def _counted(
     for number in range(size):
         solved = one.solved(number)
         if solved is not None:
-            yield from _counted(names[1:], {**binding, name: solved[1]}, text, rule, leaves)
+            yield from _counted([n for n in names if n != name], {**binding, name: solved[1]}, text, rule, leaves)
 
 
 def _at_of(rule: From, name: str) -> From | None:

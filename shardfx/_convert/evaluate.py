@@ -47,7 +47,7 @@ def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapp
     if made.op == "leaf":
         return leaves[resolved(made.args[0], binding, leaves)]
     if made.op == "stack":
-        over, dim = made.args
+        over, dim = made.args[:2]
         parts = [evaluated(made.of[0], {**binding, over: i}, leaves, ops) for i in count_of(made, binding, leaves)]
         return ops["stacked"](parts, dim)
     parts = [evaluated(part, binding, leaves, ops) for part in made.of]
@@ -72,10 +72,12 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
 
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, Any]) -> range:
-    """The numbers that a stack goes through: as long as the source has the first of its leaves."""
+    """The numbers that a stack goes through: as it says, or as long as the source has the first of its leaves."""
     over, first = made.args[0], _first_with(made.of[0], made.args[0])
     if first is None:
         raise MapError(f"`.stack({over!r})` goes through nothing: no path in {made.of[0]} has `{{{over}}}`.")
+    if len(made.args) > 2:
+        return range(made.args[2])
     number, binding = 0, {**dict.fromkeys(_inner_stacks(made.of[0]), 0), **binding}
     while (path := pattern(first).filled({**binding, over: number})) is not None and path in leaves:
         number += 1

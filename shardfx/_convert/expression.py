@@ -111,9 +111,9 @@ class From:
         """Several dimensions, the first of which is `dim`, as one."""
         return _new("merge", (self,), (dim, count))
 
-    def stack(self, over: str, *, dim: int = 0) -> "From":
-        """One array for all numbers 0, 1, 2, ... that the source has for `{over}`, along a new dimension."""
-        return _new("stack", (self,), (over, dim))
+    def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
+        """One array for the numbers 0, 1, 2, ... of `{over}`, along a new dimension: so many, or all the source has."""
+        return _new("stack", (self,), (over, dim) if count is None else (over, dim, count))
 
     def at(self, index: int | str, *, dim: int = 0) -> "From":
         """One entry along a dimension, which is gone afterwards: layer `"i"` of a stack, where the target has `{i}`.
@@ -170,7 +170,7 @@ def _new(op: Op, of: tuple[From, ...], args: tuple[Any, ...]) -> From:
 
 # Per operation the names of its arguments, and what they are if they need not be said.
 _KEYWORDS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "stack": (("", None), ("dim", 0)),
+    "stack": (("", None), ("dim", 0), ("count", None)),
     "at": (("", None), ("dim", 0)),
     "slice": (("", None), ("", None), ("dim", 0)),
     "repeat": (("", None), ("dim", 0), ("unit", 1)),
@@ -188,7 +188,7 @@ def _text(made: From) -> str:
     named = _KEYWORDS.get(made.op, (("", None),) * len(made.args))
     args = [
         f"{name}={value!r}" if name else repr(value)
-        for (name, default), value in zip(named, made.args, strict=True)
+        for (name, default), value in zip(named, made.args, strict=made.op != "stack")
         if not name or value != default
     ]
     if made.op in ("concat", "stacked"):

@@ -73,6 +73,25 @@ class TreeMap:
             pattern(text)
         _set(self, (Rules(tuple(made), dropped, bool(casts)),))
 
+    @property
+    def rules(self) -> dict[str, From]:
+        """From each pattern of a target's path to what it is made of, as they were written; to be changed, a new dict.
+
+        With `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` one line is another.
+        """
+        return dict(self._one_step().made)
+
+    @property
+    def drop(self) -> tuple[str, ...]:
+        """The paths of leaves of the source that are not used."""
+        return self._one_step().drop
+
+    def _one_step(self) -> Rules:
+        if len(self.steps) != 1 or self.steps[0].inverted:
+            what = "goes backwards" if len(self.steps) == 1 else f"is {len(self.steps)} maps, one after the other"
+            raise MapError(f"this map {what}, and has no rules of its own; take those of the maps it was made of.")
+        return self.steps[0]
+
     def inverse(self) -> "TreeMap":
         """The map back: it takes targets of this one, and gives its sources.
 

@@ -1,9 +1,10 @@
-"""Ready sets of rules, as data: T5X's, eformer's, and those for models under Hugging Face's names; and `models`.
+"""Ready values: rules as T5X's, eformer's, and those for models under Hugging Face's names; `models`; and `maps`.
 
-It may import the rules and the ground values. It never plans: a preset is a value, to be given to `plan`.
+It may import the rules, the maps between trees and the ground values. It never plans: a preset is a value, to be
+given to `plan`, `load`, `save` or `reshard`.
 """
 
-from . import layouts as layouts, models as models, tokens as tokens
+from . import layouts as layouts, maps as maps, models as models, tokens as tokens
 from .eformer import eformer as eformer
 from .hf import (
     bert as bert,

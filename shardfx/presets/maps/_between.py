@@ -1,0 +1,273 @@
+"""The rules that lead from one layout to another, worked out from the names of the axes."""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from ..._convert import From
+from ..._convert.patterns import sum_of
+from ..._ground.errors import MapError
+from ._places import Entry, Fused, Place, Scaled, places_of
+
+
+Group = tuple[str, ...]
+# Where a tree lacks a kind, another one that has the same numbers: models whose output weights are the embedding.
+_ALSO = {"head": "embedding"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of axes in two layouts, and the axes that one of them takes apart."""
+
+    source: Mapping[str, int]
+    target: Mapping[str, int]
+    apart: Mapping[str, Group]
+
+    def of(self, axis: str, why: str) -> int:
+        """Of an axis, in the target if it is said there."""
+        found = self.target.get(axis, self.source.get(axis))
+        if found is None:
+            raise MapError(f"{why} needs the size of the axis `{axis}`; say it: `layout.with_sizes({axis}=...)`.")
+        return found
+
+    def before(self, axis: str, why: str) -> int:
+        """Of an axis of the source."""
+        return self.source[axis] if axis in self.source else self.of(axis, why)
+
+    def resized(self, axis: str) -> int | None:
+        """What an axis is to become, if its size is another one."""
+        one, two = self.source.get(axis), self.target.get(axis)
+        return two if one is not None and two is not None and one != two else None
+
+
+def between(
+    places: Sequence[Place], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
+) -> dict[str, From]:
+    """The rules for each array of a target."""
+    kinds: dict[str, list[Place]] = {}
+    for place in places:
+        kinds.setdefault(place.kind, []).append(place)
+    rows = {path: places_of(path, entry) for path, entry in target}
+    _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
+    rules = {}
+    for path, entry in target:
+        parts = [_made(_found(kinds, place.kind), place, sizes) for place in rows[path]]
+        if isinstance(entry, Scaled):
+            raise MapError(f"`{path}` is stored in blocks with scales, which a map cannot find; write it as a whole.")
+        rules[path] = From.concat(parts, dim=entry.dim, shards=entry.shards) if isinstance(entry, Fused) else parts[0]
+    return rules
+
+
+def _found(kinds: Mapping[str, list[Place]], kind: str) -> list[Place]:
+    return kinds[kind] if kind in kinds else kinds[_ALSO[kind]]
+
+
+def _check_kinds(kinds: Mapping[str, list[Place]], wanted: Sequence[str], drop: Sequence[str]) -> None:
+    lines = []
+    for kind in dict.fromkeys(wanted):
+        if kind not in kinds and _ALSO.get(kind) not in kinds:
+            lines.append(f"the source has no `{kind}`{_near(kind, kinds)}")
+    for kind, places in kinds.items():
+        if kind not in wanted and kind not in drop:
+            near = _near(kind, wanted)
+            lines.append(f"the target has no `{kind}` ({places[0].path}){near}; without it: `drop=[{kind!r}]`")
+    for kind in drop:
+        if kind not in kinds:
+            lines.append(f"`drop` has `{kind}`, which the source has not{_near(kind, kinds)}")
+    if lines:
+        raise MapError("the layouts have different kinds of weights:\n  " + "\n  ".join(lines))
+
+
+def _near(kind: str, kinds: Mapping[str, list[Place]] | Sequence[str]) -> str:
+    near = difflib.get_close_matches(kind, kinds, n=2)
+    return f"; near {' or '.join(f'`{one}`' for one in near)}" if near else ""
+
+
+def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
+    """A kind of weight as one place of the target has it."""
+    if len(sources) == 1 and sources[0].range is None:
+        return _taken(sources[0], want, sizes)
+    exact = [one for one in sources if one.range is not None and one.range == want.range]
+    if exact:
+        return _taken(exact[0]._replace(range=None), want._replace(range=None), sizes)
+    axes = {one.range.axis if one.range is not None else None for one in sources}
+    if len(axes) != 1 or None in axes:
+        paths = ", ".join(one.path for one in sources)
+        raise MapError(f"`{want.path}`: the source has `{want.kind}` in {paths}; give each a range of the same axis.")
+    (axis,) = axes
+    assert axis is not None
+    ordered = sorted(sources, key=lambda one: one.range.start if one.range is not None else 0)
+    whole = want._replace(range=None)
+    if axis in want.in_path:
+        whole = whole._replace(dims=((axis,), *want.dims), in_path=tuple(n for n in want.in_path if n != axis))
+    if (axis,) not in whole.dims:
+        raise MapError(f"`{want.path}`: `{axis}` comes in parts, and must be a dimension of its own, or in the path.")
+    dim = whole.dims.index((axis,))
+    made = From.concat([_taken(one._replace(range=None), whole, sizes) for one in ordered], dim=dim)
+    if axis in want.in_path:
+        return made.at(axis)
+    return made if want.range is None else made.slice(want.range.start, want.range.stop, dim=dim)
+
+
+class _Way:
+    """An expression on its way, and the axes that each of its dimensions is made of."""
+
+    def __init__(self, made: From, dims: Sequence[Group]):
+        self.made, self.dims = made, list(dims)
+
+    def split(self, kept: Sequence[Group], sizes: Sizes) -> None:
+        """Groups that the target does not have become dimensions of their own."""
+        for group in [group for group in self.dims if len(group) > 1 and group not in kept]:
+            dim = self.dims.index(group)
+            rest = [sizes.before(axis, f"`{self.made}`") for axis in group[1:]]
+            self.made = self.made.split(dim, -1, *rest)
+            self.dims[dim : dim + 1] = [(axis,) for axis in group]
+
+    def at(self, index: int | str, axis: str) -> None:
+        """One entry along an axis."""
+        dim = self.dims.index((axis,))
+        self.made = self.made.at(index, dim=dim)
+        del self.dims[dim]
+
+    def sorted(self, order: Sequence[Group]) -> None:
+        """The dimensions in this order."""
+        places = [self.dims.index(group) for group in order]
+        if places != sorted(places):
+            turned = len(places) > 1 and places == sorted(places, reverse=True)
+            self.made = self.made.T if turned else self.made.transpose(*places)
+        self.dims = list(order)
+
+    def stack(self, axis: str, order: Sequence[Group], count: int | None) -> None:
+        """One array for all numbers of an axis of the path, at its place in an order."""
+        dim = sum(group in self.dims for group in order[: order.index((axis,))])
+        self.made = self.made.stack(axis, dim=dim, count=count)
+        self.dims.insert(dim, (axis,))
+
+    def resize(self, axis: str, sizes: Sizes) -> None:
+        """Zeros behind an axis, or its first entries, where the target has another size."""
+        before, size, dim = sizes.source.get(axis, 0), sizes.resized(axis), self.dims.index((axis,))
+        if size is not None:
+            self.made = self.made.pad_to(size, dim=dim) if size > before else self.made.slice(0, size, dim=dim)
+
+
+def _apart(place: Place, other: Place, apart: Mapping[str, Group]) -> Place:
+    """A place whose axes are taken apart as the other's are."""
+
+    def parts(axis: str) -> Group:
+        found = apart.get(axis, (axis,))
+        return found if set(found) <= {*other.axes} else (axis,)
+
+    return place._replace(dims=tuple(tuple(one for axis in group for one in parts(axis)) for group in place.dims))
+
+
+def _taken(source: Place, want: Place, sizes: Sizes) -> From:
+    source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
+    made, stacked = _opened(source, want, sizes)
+    way = _Way(made, source.dims)
+    here, there = (*source.axes, *source.in_path), (*want.axes, *want.in_path)
+    more = [axis for axis in want.axes if axis not in here]
+    cores = [tuple(axis for axis in group if axis not in more) for group in want.dims]
+    less = [axis for axis in here if axis not in there]
+    if less and more or any(axis in want.in_path for axis in there if axis not in here):
+        raise MapError(
+            f"`{want.kind}` has other axes in both layouts: {' '.join(here)} in `{source.path}`, {' '.join(there)} in "
+            f"`{want.path}`. Only one of them may have more, which are repetitions."
+        )
+    # What lies in one dimension on both sides stays so, unless something in it is padded.
+    joined = [group for group in cores if len(group) > 1 and group in source.dims]
+    kept = [group for group in joined if all(sizes.resized(axis) is None for axis in group)]
+    way.split(kept, sizes)
+    for axis in [axis for axis in source.axes if axis in want.in_path]:
+        way.resize(axis, sizes)
+        way.at(axis, axis)
+    for axis in less:
+        _without(way, source, axis)
+    order = [one for core in cores for one in ([core] if core in kept else [(axis,) for axis in core])]
+    way.sorted([group for group in order if group in way.dims])
+    for axis in reversed([axis for axis in source.in_path if axis not in want.in_path and axis in there]):
+        way.stack(axis, order, stacked.get(axis))
+    for (axis,) in [group for group in order if len(group) == 1]:
+        way.resize(axis, sizes)
+    if want.range is not None and want.range.axis not in source.in_path:
+        dim = way.dims.index((want.range.axis,))
+        way.made = way.made.slice(want.range.start, want.range.stop, dim=dim)
+    return _repeated(_merged(way.made, cores, kept), want, more, sizes)
+
+
+def _without(way: _Way, source: Place, axis: str) -> None:
+    if axis in source.in_path:
+        raise MapError(f"`{source.path}` has `{{{axis}}}`, an axis that the target does not have.")
+    way.at(0, axis)
+
+
+def _merged(made: From, cores: Sequence[Group], kept: Sequence[Group]) -> From:
+    dim = 0
+    for core in cores:
+        if len(core) > 1 and core not in kept:
+            made = made.merge(dim, len(core))
+        dim += bool(core)
+    return made
+
+
+def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> From:
+    """Axes that only the target has: each entry so many times in a row."""
+    for dim, group in enumerate(want.dims):
+        if all(axis in more for axis in group):
+            rank = len(want.dims)
+            made = made.split(dim, 1, -1) if dim < rank - 1 else made.split(dim - 1, -1, 1)
+        for at in reversed(range(len(group))):
+            if group[at] in more:
+                unit = math.prod(sizes.of(axis, f"`{want.path}`") for axis in group[at + 1 :])
+                made = made.repeat(sizes.of(group[at], f"`{want.path}`"), dim=dim, unit=unit)
+    return made
+
+
+def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
+    """The kind of weight in its array, and how many arrays there are for each axis of the path."""
+    path, counts = source.path, {axis: sizes.source.get(axis) for axis in source.in_path}
+    by = source.entry.by if isinstance(source.entry, Scaled) else ""
+    if want.range is not None and want.range.axis in source.in_path:
+        axis, start, stop = want.range
+        end = counts[axis] if stop is None else stop
+        path, by = _further(path, axis, start), _further(by, axis, start)
+        counts[axis] = None if end is None else end - start
+    made = From(path)
+    if isinstance(source.entry, Scaled):
+        return made.scale(by, block=source.entry.block).cast(source.entry.dtype), counts
+    return (_part(made, source, sizes) if isinstance(source.entry, Fused) else made), counts
+
+
+def _further(path: str, axis: str, by: int) -> str:
+    """A path whose braces count an axis from a later number on."""
+
+    def shifted(braces: re.Match[str]) -> str:
+        one = sum_of(braces[1])
+        factor = sum(count for count, name in one.terms if name == axis)
+        if not factor or not by:
+            return braces[0]
+        terms = [name if count == 1 else f"{count}*{name}" for count, name in one.terms]
+        return "{" + "+".join([*terms, str(one.rest + factor * by)]) + "}"
+
+    return re.sub(r"\{([^{}]*)\}", shifted, path)
+
+
+def _part(made: From, source: Place, sizes: Sizes) -> From:
+    """One of several parts of an array."""
+    entry = source.entry
+    assert isinstance(entry, Fused)
+    parts, dim, shards = places_of(source.path, entry), entry.dim, entry.shards
+    if len({part.dims[dim] for part in parts}) == 1:
+        halves = made.split(dim, *([shards] if shards != 1 else []), len(parts), -1)
+        one = halves.at(source.number, dim=dim + (shards != 1))
+        return one.merge(dim) if shards != 1 else one
+    long = [
+        math.prod(sizes.before(axis, f"a part of `{source.path}`") for axis in part.dims[dim]) // shards
+        for part in parts
+    ]
+    start = sum(long[: source.number])
+    if shards == 1:
+        return made.slice(start, start + long[source.number], dim=dim)
+    apart = made.split(dim, shards, -1).slice(start, start + long[source.number], dim=dim + 1)
+    return apart.merge(dim)

@@ -1,0 +1,153 @@
+"""What an array of a layout holds, read from its line: `"query: layers[:3] embed (heads dim)"`."""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+from ..._convert.patterns import pattern
+from ..._ground.errors import MapError
+from ..._ground.text import quoted
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Fused:
+    """Several kinds of weights in one array, end to end along a dimension.
+
+    **Arguments:**
+
+    - `parts`: a text for each, as a [`shardfx.presets.maps.TreeLayout`][] has it.
+    - `dim`: the dimension.
+    - `shards`: how many pieces of each part alternate: with 2 it is `[q0 k0 v0 q1 k1 v1]`, as a matrix has it that is
+        cut over 2 devices so that each gets its own query, key and value.
+
+    !!! Example
+
+        ```python
+        from shardfx.presets.maps import Fused, TreeLayout
+
+        gate_up = Fused("gate: hidden embed", "up: hidden embed", shards=2)
+        engine = TreeLayout({"layers.{layers}.gate_up": gate_up})
+        mine = TreeLayout({"gate": "gate: layers embed hidden", "up": "up: layers embed hidden"})
+        print(mine.to(engine))
+        ```
+    """
+
+    parts: tuple[str, ...]
+    dim: int
+    shards: int
+
+    def __init__(self, *parts: str, dim: int = 0, shards: int = 1):
+        for name, value in (("parts", parts), ("dim", dim), ("shards", shards)):
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        more = f" x {self.shards}" if self.shards != 1 else ""
+        return f"[{' | '.join(self.parts)}] along {self.dim}{more}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A weight that is stored in small numbers, with one scale for each block of them.
+
+    **Arguments:**
+
+    - `part`: the weight, as a [`shardfx.presets.maps.TreeLayout`][] has it.
+    - `by`: the path of the scales.
+    - `block`: the size of a block along each dimension.
+    - `dtype`: of the weight that they stand for.
+
+    !!! Example
+
+        ```python
+        from shardfx.presets.maps import Scaled, TreeLayout
+
+        stored = Scaled("up: hidden embed", "up.scale", (128, 128), "bfloat16")
+        mine = TreeLayout({"up": "up: embed hidden"})
+        print(TreeLayout({"up.weight": stored}).to(mine))
+        ```
+    """
+
+    part: str
+    by: str
+    block: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.dtype} in blocks of {self.block}"
+
+
+Entry = str | Fused | Scaled
+
+
+class Range(NamedTuple):
+    """A part of an axis."""
+
+    axis: str
+    start: int
+    stop: int | None
+
+
+class Place(NamedTuple):
+    """Where one kind of weight is.
+
+    **Arguments:**
+
+    - `kind`: the kind.
+    - `path`: of the array.
+    - `dims`: the axes that each dimension of the array is made of, the outermost first.
+    - `range`: the part of an axis that the array has.
+    - `in_path`: the axes of which each entry is an array of its own.
+    - `entry`, `number`: the line in the layout, and which of its parts this is.
+    """
+
+    kind: str
+    path: str
+    dims: tuple[tuple[str, ...], ...]
+    range: Range | None
+    in_path: tuple[str, ...]
+    entry: Entry
+    number: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the array, in order."""
+        return tuple(axis for group in self.dims for axis in group)
+
+
+_LINE = re.compile(r"\s*(\w+)\s*:(.*)", re.DOTALL)
+_DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(\d*):(\d*)\])?)\s*")
+
+
+def places_of(path: str, entry: Entry) -> list[Place]:
+    """What is in the array at a path."""
+    texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled) else entry,)
+    found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
+    if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):
+        raise MapError(f"{quoted(path)}: parts along one dimension have as many dimensions each: {entry}.")
+    if isinstance(entry, Fused) and not 0 <= entry.dim < len(found[0].dims):
+        raise MapError(f"{quoted(path)}: the parts have no dim {entry.dim}: {entry}.")
+    return found
+
+
+def _place(path: str, text: str, entry: Entry, number: int) -> Place:
+    line = _LINE.fullmatch(text)
+    dims: list[tuple[str, ...]] = []
+    parts: list[Range] = []
+    at, axes = 0, line[2] if line else ""
+    while line and at < len(axes) and (found := _DIM.match(axes, at)):
+        at = found.end()
+        dims.append(tuple(found[1].split()) if found[1] is not None else (found[2],))
+        if found[3] is not None:
+            parts.append(Range(found[2], int(found[3] or 0), int(found[4]) if found[4] else None))
+    if line is None or at < len(axes) or len(parts) > 1:
+        raise MapError(
+            f"{quoted(path)}: {quoted(text)} cannot be read; write the kind and its axes, as in "
+            '"query: layers[:3] embed (heads dim)", where at most one axis has a range.'
+        )
+    in_path = pattern(path).names
+    place = Place(line[1], path, tuple(dims), parts[0] if parts else None, in_path, entry, number)
+    every = (*place.axes, *in_path)
+    if len(set(every)) != len(every):
+        twice = next(axis for axis in every if every.count(axis) > 1)
+        raise MapError(f"{quoted(path)}: {quoted(text)} has the axis `{twice}` twice, in braces or without.")
+    return place

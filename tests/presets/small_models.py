@@ -1,0 +1,258 @@
+"""Small random weights under the real names of published checkpoints, and what NumPy makes of them."""
+
+import ml_dtypes
+import numpy as np
+
+from shardfx._ground.tree import flatten
+from shardfx.presets import models
+
+
+_DECODER = {"embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "layers": 3, "hidden": 48, "vocab": 64}
+_EXPERTS = {**_DECODER, "experts": 4}
+_EYES = {"vision_layers": 1, "vision_heads": 2, "vision_head_dim": 4, "vision_hidden": 8, "vision_tokens": 4}
+_EYES |= {"vision_patch": 2}
+_MLA = {"embed": 64, "heads": 2, "kv_lora": 16, "nope": 8, "rope": 4, "value": 8, "layers": 5, "hidden": 96}
+_MLA |= {"vocab": 64}
+# A published model, its numbers made small, and a configuration of that size in Hugging Face's words.
+MODELS = {
+    "llama": ("llama3-8b", _DECODER, {}),
+    "mistral": ("mistral-7b", _DECODER, {}),
+    "mixtral": ("mixtral-8x7b", _EXPERTS, {"num_local_experts": 4}),
+    "qwen2": ("qwen2.5-7b", _DECODER, {}),
+    "qwen3": ("qwen3-4b", _DECODER, {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "qwen3-30b-a3b",
+        {**{name: size for name, size in _EXPERTS.items() if name != "hidden"}, "expert_hidden": 24},
+        {"num_experts": 4},
+    ),
+    "gemma": ("gemma-2b", {**_DECODER, "kv_heads": 1}, {"num_key_value_heads": 1}),
+    "gemma2": ("gemma2-2b", _DECODER, {}),
+    "gemma3_text": ("gemma3-1b", _DECODER, {}),
+    "gemma3": ("gemma3-4b", {**_DECODER, **_EYES}, {}),
+    "gpt2": ("gpt2", {"heads": 4, "head_dim": 8, "layers": 3, "hidden": 48, "vocab": 50, "positions": 16}, {}),
+    "bert": ("bert-base", {"heads": 4, "head_dim": 8, "layers": 3, "hidden": 48, "vocab": 50, "positions": 16}, {}),
+    "deepseek_v2": (
+        "deepseek-v2-lite",
+        {**_MLA, "dense_layers": 1, "expert_hidden": 24, "experts": 4},
+        {"first_k_dense_replace": 1, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        "deepseek-v3",
+        {**_MLA, "dense_layers": 3, "expert_hidden": 24, "experts": 4, "q_lora": 24},
+        {"first_k_dense_replace": 3, "q_lora_rank": 24, "topk_method": "noaux_tc"},
+    ),
+}
+
+
+def config_of(family: str) -> dict:
+    """What its config.json would say."""
+    _, sizes, more = MODELS[family]
+    heads, dim = sizes["heads"], sizes.get("head_dim", 0)
+    config = {"model_type": family, "vocab_size": sizes["vocab"], "num_hidden_layers": sizes["layers"]}
+    if family == "gpt2":
+        config |= {"n_embd": heads * dim, "n_head": heads}
+    elif "nope" in sizes:
+        config |= {"hidden_size": sizes["embed"], "num_attention_heads": heads, "n_routed_experts": sizes["experts"]}
+        config |= {"kv_lora_rank": sizes["kv_lora"], "qk_nope_head_dim": sizes["nope"]}
+        config |= {"qk_rope_head_dim": sizes["rope"], "v_head_dim": sizes["value"]}
+    else:
+        config |= {"hidden_size": sizes.get("embed", heads * dim), "num_attention_heads": heads}
+        config |= {"num_key_value_heads": sizes.get("kv_heads", heads), "head_dim": dim}
+    config |= more
+    return {"model_type": family, "text_config": config} if family == "gemma3" else config
+
+
+def files_of(family: str, dtype=np.float64) -> dict[str, np.ndarray]:
+    """Random weights by the names of the checkpoint."""
+    name, sizes, _ = MODELS[family]
+    flat, random = flatten(models.tree(name, **sizes)), np.random.default_rng(0)
+    shapes = {path.replace("/", "."): leaf.shape for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
+    return {path: (random.normal(size=shape) / 4).astype(dtype) for path, shape in shapes.items()}
+
+
+def in_blocks(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
+    """The matrices of linear layers as DeepSeek publishes them: fp8, and a scale for each block."""
+    found = {}
+    for path, array in files.items():
+        if not path.endswith(("_proj.weight", "_with_mqa.weight")):
+            found[path] = array.astype(ml_dtypes.bfloat16)
+            continue
+        rows, columns = (-(-size // block) for size in array.shape)
+        found[path] = (array * 16).astype(ml_dtypes.float8_e4m3fn)
+        scales = np.random.default_rng(len(found)).uniform(0.01, 0.1, size=(rows, columns))
+        found[f"{path}_scale_inv"] = scales.astype(np.float32)
+    return found
+
+
+def unscaled(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
+    """The matrices that such blocks stand for, element by element."""
+    found = {}
+    for path, array in files.items():
+        scales = files.get(f"{path}_scale_inv")
+        if scales is not None:
+            rows, columns = (np.arange(size) // block for size in array.shape)
+            array = (array.astype(np.float32) * scales[rows][:, columns]).astype(ml_dtypes.bfloat16)
+        if not path.endswith("_scale_inv"):
+            found[path] = array
+    return found
+
+
+# By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does with one layer of it.
+
+
+def same(x):
+    return x
+
+
+def turned(x):
+    return np.transpose(x)
+
+
+_ATTENTION = {
+    "attention_norm/scale": ("input_layernorm.weight", same),
+    "attention/query": ("self_attn.q_proj.weight", turned),
+    "attention/key": ("self_attn.k_proj.weight", turned),
+    "attention/value": ("self_attn.v_proj.weight", turned),
+    "attention/out": ("self_attn.o_proj.weight", turned),
+}
+_MLP = {
+    "mlp/gate": ("mlp.gate_proj.weight", turned),
+    "mlp/up": ("mlp.up_proj.weight", turned),
+    "mlp/down": ("mlp.down_proj.weight", turned),
+}
+_TWO_NORMS = {"mlp_norm/scale": ("post_attention_layernorm.weight", same)}
+_FOUR_NORMS = {
+    "attention_post_norm/scale": ("post_attention_layernorm.weight", same),
+    "mlp_norm/scale": ("pre_feedforward_layernorm.weight", same),
+    "mlp_post_norm/scale": ("post_feedforward_layernorm.weight", same),
+}
+_QK_NORMS = {
+    "attention/query_norm": ("self_attn.q_norm.weight", same),
+    "attention/key_norm": ("self_attn.k_norm.weight", same),
+}
+_BIASES = {
+    "attention/query_bias": ("self_attn.q_proj.bias", same),
+    "attention/key_bias": ("self_attn.k_proj.bias", same),
+    "attention/value_bias": ("self_attn.v_proj.bias", same),
+}
+
+
+def _experts(prefix, router, gate, up, down):
+    return {
+        "mlp/router": (f"{prefix}{router}.weight", turned),
+        "mlp/experts/gate": (f"{prefix}experts.{{e}}.{gate}.weight", turned),
+        "mlp/experts/up": (f"{prefix}experts.{{e}}.{up}.weight", turned),
+        "mlp/experts/down": (f"{prefix}experts.{{e}}.{down}.weight", turned),
+    }
+
+
+_MIXTRAL = _experts("block_sparse_moe.", "gate", "w1", "w3", "w2")
+_ROUTED = _experts("mlp.", "gate", "gate_proj", "up_proj", "down_proj")
+_LATENT = {
+    "attention_norm/scale": ("input_layernorm.weight", same),
+    "attention/kv_a": ("self_attn.kv_a_proj_with_mqa.weight", turned),
+    "attention/kv_a_norm": ("self_attn.kv_a_layernorm.weight", same),
+    "attention/kv_b": ("self_attn.kv_b_proj.weight", turned),
+    "attention/out": ("self_attn.o_proj.weight", turned),
+    **_TWO_NORMS,
+}
+_SHARED = {
+    "mlp/shared/gate": ("mlp.shared_experts.gate_proj.weight", turned),
+    "mlp/shared/up": ("mlp.shared_experts.up_proj.weight", turned),
+    "mlp/shared/down": ("mlp.shared_experts.down_proj.weight", turned),
+}
+_V2 = {**_LATENT, "attention/query": ("self_attn.q_proj.weight", turned)}
+_V3 = {
+    **_LATENT,
+    "attention/query_a": ("self_attn.q_a_proj.weight", turned),
+    "attention/query_a_norm": ("self_attn.q_a_layernorm.weight", same),
+    "attention/query_b": ("self_attn.q_b_proj.weight", turned),
+}
+_SCORES = {"mlp/router_bias": ("mlp.gate.e_score_correction_bias", same)}
+
+
+def _third(number):
+    return lambda x: np.split(x, 3, axis=-1)[number]
+
+
+_GPT2 = {
+    **{f"attention_norm/{one}": (f"ln_1.{name}", same) for one, name in (("scale", "weight"), ("bias", "bias"))},
+    **{f"mlp_norm/{one}": (f"ln_2.{name}", same) for one, name in (("scale", "weight"), ("bias", "bias"))},
+    **{f"attention/{kind}": ("attn.c_attn.weight", _third(i)) for i, kind in enumerate(("query", "key", "value"))},
+    **{f"attention/{kind}_bias": ("attn.c_attn.bias", _third(i)) for i, kind in enumerate(("query", "key", "value"))},
+    "attention/out": ("attn.c_proj.weight", same),
+    "attention/out_bias": ("attn.c_proj.bias", same),
+    "mlp/up": ("mlp.c_fc.weight", same),
+    "mlp/up_bias": ("mlp.c_fc.bias", same),
+    "mlp/down": ("mlp.c_proj.weight", same),
+    "mlp/down_bias": ("mlp.c_proj.bias", same),
+}
+_BERT = {
+    **{f"attention/{kind}": (f"attention.self.{kind}.weight", turned) for kind in ("query", "key", "value")},
+    **{f"attention/{kind}_bias": (f"attention.self.{kind}.bias", same) for kind in ("query", "key", "value")},
+    "attention/out": ("attention.output.dense.weight", turned),
+    "attention/out_bias": ("attention.output.dense.bias", same),
+    "mlp/up": ("intermediate.dense.weight", turned),
+    "mlp/up_bias": ("intermediate.dense.bias", same),
+    "mlp/down": ("output.dense.weight", turned),
+    "mlp/down_bias": ("output.dense.bias", same),
+    "attention_norm/scale": ("attention.output.LayerNorm.weight", same),
+    "attention_norm/bias": ("attention.output.LayerNorm.bias", same),
+    "mlp_norm/scale": ("output.LayerNorm.weight", same),
+    "mlp_norm/bias": ("output.LayerNorm.bias", same),
+}
+_LLAMA = _ATTENTION | _TWO_NORMS | _MLP
+_IN_LAYERS = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _ATTENTION | _TWO_NORMS | _MIXTRAL,
+    "qwen2": _LLAMA | _BIASES,
+    "qwen3": _LLAMA | _QK_NORMS,
+    "qwen3_moe": _ATTENTION | _TWO_NORMS | _QK_NORMS | _ROUTED,
+    "gemma": _LLAMA,
+    "gemma2": _ATTENTION | _FOUR_NORMS | _MLP,
+    "gemma3": _ATTENTION | _FOUR_NORMS | _MLP | _QK_NORMS,
+    "gemma3_text": _ATTENTION | _FOUR_NORMS | _MLP | _QK_NORMS,
+    "gpt2": _GPT2,
+    "bert": _BERT,
+}
+_STACKS = {
+    "deepseek_v2": {"dense_layers": (0, 1, _V2 | _MLP), "moe_layers": (1, 5, _V2 | _ROUTED | _SHARED)},
+    "deepseek_v3": {"dense_layers": (0, 3, _V3 | _MLP), "moe_layers": (3, 5, _V3 | _ROUTED | _SHARED | _SCORES)},
+}
+
+
+def stacked_by_hand(family: str, files: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The stacked tree of a checkpoint, with loops over layers and experts."""
+    before, layers = _prefixes(family)
+    found = _ends(family, files, before)
+    for stack, (start, stop, rows) in _STACKS.get(family, {"layers": (0, 3, _IN_LAYERS.get(family, {}))}).items():
+        for path, (name, change) in rows.items():
+            one = [_layer(files, f"{before}{layers}.{i}.{name}", change) for i in range(start, stop)]
+            found[f"{stack}/{path}"] = np.stack(one)
+    return found
+
+
+def _layer(files, name, change):
+    if "{e}" not in name:
+        return change(files[name])
+    return np.stack([change(files[name.replace("{e}", str(number))]) for number in range(4)])
+
+
+def _prefixes(family):
+    if family == "bert":
+        return "", "encoder.layer"
+    return ("", "h") if family == "gpt2" else ("language_model.model." if family == "gemma3" else "model.", "layers")
+
+
+def _ends(family, files, before):
+    if family == "gpt2":
+        found = {"embedding": files["wte.weight"], "positions": files["wpe.weight"]}
+        return found | {"norm/scale": files["ln_f.weight"], "norm/bias": files["ln_f.bias"]}
+    if family == "bert":
+        names = {"embedding": "word_embeddings", "positions": "position_embeddings", "types": "token_type_embeddings"}
+        found = {path: files[f"embeddings.{name}.weight"] for path, name in names.items()}
+        norm = {"scale": "weight", "bias": "bias"}
+        return found | {f"norm/{one}": files[f"embeddings.LayerNorm.{name}"] for one, name in norm.items()}
+    found = {"embedding": files[f"{before}embed_tokens.weight"], "norm/scale": files[f"{before}norm.weight"]}
+    return found | ({"head": files["lm_head.weight"].T} if "lm_head.weight" in files else {})

@@ -1,0 +1,332 @@
+"""Maps between real layouts: bitwise what NumPy makes, there and back, and the same function of the same weights."""
+
+import forward
+import jax
+import numpy as np
+import pytest
+from small_models import MODELS, config_of, files_of, in_blocks, stacked_by_hand, unscaled
+
+from shardfx import From, MapError, TreeMap
+from shardfx.presets import maps
+
+
+def equal(found, expected):
+    assert sorted(found) == sorted(expected)
+    for path, array in expected.items():
+        assert found[path].shape == array.shape and found[path].dtype == array.dtype, path
+        assert np.ascontiguousarray(found[path]).tobytes() == np.ascontiguousarray(array).tobytes(), path
+
+
+def read(files, rest):
+    """The files but those that no model has use for."""
+    unread = tuple(text.partition("{")[0] for text in rest)
+    return {path: array for path, array in files.items() if not path.startswith(unread or ("?",))}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_checkpoint_and_a_stacked_tree(family):
+    config, files = config_of(family), files_of(family)
+    theirs, mine = maps.hugging_face(config), maps.stacked(config)
+    there = theirs.to(mine)
+    tree = there.apply(files)
+    equal(tree, stacked_by_hand(family, files))
+    structs = {path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in tree.items()}
+    equal(there.apply(files, like=structs), tree)
+    kept = {path: array for path, array in files.items() if not path.startswith(("vision", "multi", "pooler"))}
+    equal(mine.to(theirs).apply(tree), kept)
+    equal(mine.to(theirs).apply(tree, like=kept), kept)
+    equal(there.inverse().apply(tree, like=kept), kept)
+    assert TreeMap.from_json(there.to_json()) == there
+
+
+TOKENS = np.array([3, 41, 7, 7, 0, 12])
+
+
+def close(one, two):
+    np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_a_stacked_tree_computes_what_the_checkpoint_does(family):
+    config, files = config_of(family), files_of(family)
+    tree = maps.hugging_face(config).to(maps.stacked(config)).apply(files)
+    close(forward.of_stacked(tree, TOKENS), forward.of_files(files, TOKENS))
+
+
+def test_a_stacked_gpt2_computes_what_the_checkpoint_does():
+    config, files = config_of("gpt2"), files_of("gpt2")
+    tree = maps.hugging_face(config).to(maps.stacked(config)).apply(files)
+    close(forward.of_gpt2_stacked(tree, TOKENS), forward.of_gpt2_files(files, TOKENS))
+
+
+@pytest.mark.parametrize("interleaved, turned", [(False, forward.turn), (True, forward.turn_pairs)])
+def test_a_tree_of_maxtext_computes_what_the_checkpoint_does(interleaved, turned):
+    config, files = config_of("llama"), files_of("llama")
+    if interleaved:
+        config["rope_scaling"] = {"rope_type": "llama3"}
+    theirs, mine = maps.hugging_face(config), maps.maxtext(config)
+    tree = theirs.to(mine).apply(files)
+    query = tree["params/decoder/layers/self_attention/query/kernel"]
+    assert query.shape == (32, 3, 4, 8)
+    one = files["model.layers.1.self_attn.q_proj.weight"].reshape(4, 8, 32)
+    by_hand = np.stack([one[:, :4], one[:, 4:]], axis=2).reshape(4, 8, 32) if interleaved else one
+    assert (query[:, 1] == by_hand.transpose(2, 0, 1)).all()
+    close(forward.of_maxtext(tree, TOKENS, turned=turned), forward.of_files(files, TOKENS))
+    equal(mine.to(theirs).apply(tree), files)
+    equal(theirs.to(mine).inverse().apply(tree, like=files), files)
+    # From one program's tree to another's, without the checkpoint between them.
+    stacked = maps.stacked(config)
+    equal(mine.to(stacked).apply(tree), theirs.to(stacked).apply(files))
+    equal(theirs.to(stacked).then(stacked.to(mine)).apply(files), tree)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_trees_of_maxtext_of_other_families(family):
+    config, files = config_of(family), files_of(family)
+    theirs, mine = maps.hugging_face(config), maps.maxtext(config)
+    tree = theirs.to(mine).apply(files)
+    at = {"mixtral": "layers/MoeBlock_0", "qwen3_moe": "layers/moe_block"}
+    at = at.get(family, "moe_layers/DeepSeekMoeBlock_0/MoeBlock_0")
+    if family != "qwen2":
+        # Experts, layers, in, out.
+        name = "block_sparse_moe.experts.{}.w1" if family == "mixtral" else "mlp.experts.{}.gate_proj"
+        first = 0 if "deepseek" not in family else config["first_k_dense_replace"]
+        weight = files[f"model.layers.{first + 1}.{name.format(2)}.weight"]
+        assert (tree[f"params/decoder/{at}/wi_0"][2, 1] == weight.T).all()
+    else:
+        bias = files["model.layers.2.self_attn.k_proj.bias"].reshape(2, 8)
+        assert (tree["params/decoder/layers/self_attention/key/bias"][:, 2] == bias).all()
+    if family == "deepseek_v3":
+        weight = files["model.layers.4.self_attn.kv_b_proj.weight"].reshape(2, 16, 16)
+        assert (tree["params/decoder/moe_layers/self_attention/wkv_b/kernel"][:, 1] == weight.transpose(2, 0, 1)).all()
+    equal(mine.to(theirs).apply(tree), files)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_an_engine_computes_what_the_trainer_does(shards):
+    config, files = config_of("llama"), files_of("llama")
+    trainer, served = maps.stacked(config), maps.engine(config, shards=shards)
+    trained = maps.hugging_face(config).to(trainer).apply(files)
+    there = trainer.to(served)
+    weights = there.apply(trained)
+    rows = (4 + 2 * max(2, shards)) * 8
+    assert weights["model.layers.0.self_attn.qkv_proj.weight"].shape == (rows, 32)
+    close(forward.of_engine(weights, TOKENS, shards), forward.of_files(files, TOKENS))
+    equal(served.to(trainer).apply(weights), trained)
+    equal(there.inverse().apply(weights, like=trained), trained)
+    equal(maps.hugging_face(config).to(served).apply(files), weights)
+
+
+@pytest.mark.parametrize("heads, shards", [(1, 8), (2, 8)])
+def test_few_key_heads_on_eight_devices(heads, shards):
+    config = {**config_of("llama"), "num_attention_heads": 8, "num_key_value_heads": heads, "head_dim": 4}
+    random = np.random.default_rng(0)
+    tree = {"q": random.normal(size=(2, 32, 32)), "k": random.normal(size=(2, 32, 4 * heads))}
+    tree["v"] = random.normal(size=(2, 32, 4 * heads))
+    mine = maps.TreeLayout(
+        {
+            "q": "query: layers embed (heads dim)",
+            "k": "key: layers embed (kv_heads dim)",
+            "v": "value: layers embed (kv_heads dim)",
+        }
+    )
+    served = maps.TreeLayout(
+        {path: entry for path, entry in maps.engine(config, shards=shards).weights if "qkv" in path},
+        sizes=dict(maps.engine(config, shards=shards).sizes),
+    )
+    weights = mine.to(served).apply(tree)
+    for layer in range(2):
+        fused = weights[f"model.layers.{layer}.self_attn.qkv_proj.weight"]
+        for shard, own in enumerate(np.split(fused, shards)):
+            head = shard * heads // shards
+            assert (own[:4] == tree["q"][layer].T[4 * shard : 4 * shard + 4]).all()
+            assert (own[4:8] == tree["k"][layer].T[4 * head : 4 * head + 4]).all()
+            assert (own[8:] == tree["v"][layer].T[4 * head : 4 * head + 4]).all()
+    equal(served.to(mine).apply(weights), tree)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt2", "qwen2"])
+def test_engines_of_other_families(family):
+    config, files = config_of(family), files_of(family)
+    theirs, served = maps.hugging_face(config), maps.engine(config, shards=2)
+    weights = theirs.to(served).apply(files)
+    if family == "qwen3_moe":
+        both = weights["model.layers.1.mlp.experts.w13_weight"]
+        gate, up = (files[f"model.layers.1.mlp.experts.3.{one}_proj.weight"] for one in ("gate", "up"))
+        assert (both[3] == np.concatenate([gate[:12], up[:12], gate[12:], up[12:]])).all()
+        assert (
+            weights["model.layers.1.mlp.experts.w2_weight"][3] == files["model.layers.1.mlp.experts.3.down_proj.weight"]
+        ).all()
+    if family == "gpt2":
+        query, key, value = np.split(files["h.2.attn.c_attn.weight"], 3, axis=1)
+        by_hand = [one[:, half] for half in (slice(16), slice(16, 32)) for one in (query, key, value)]
+        assert (weights["h.2.attn.c_attn.weight"] == np.concatenate(by_hand, axis=1)).all()
+    if family == "qwen2":
+        query, key = (files[f"model.layers.0.self_attn.{one}_proj.bias"] for one in "qk")
+        assert (weights["model.layers.0.self_attn.qkv_proj.bias"][:24] == np.concatenate([query[:16], key[:8]])).all()
+    equal(served.to(theirs).apply(weights), files)
+    stacked = maps.stacked(config)
+    equal(stacked.to(served).apply(theirs.to(stacked).apply(files)), weights)
+
+
+@pytest.mark.parametrize("block", [128, 10])
+def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
+    """Blocks of 10 leave a part at every edge, and the layer after the last has the names of one more."""
+    config = config_of("deepseek_v3") | {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]},
+        "num_nextn_predict_layers": 1,
+    }
+    files = in_blocks(files_of("deepseek_v3", np.float32), block)
+    ahead = {path.replace(".4.", ".5."): one for path, one in files.items() if path.startswith("model.layers.4.")}
+    files |= ahead | {"model.layers.5.eh_proj.weight": np.ones((64, 128)), "model.layers.5.enorm.weight": np.ones(64)}
+    theirs, mine = maps.hugging_face(config), maps.stacked(config)
+    there = theirs.to(mine)
+    tree = there.apply(files)
+    whole = unscaled({path: one for path, one in files.items() if ".5." not in path}, block)
+    equal(tree, stacked_by_hand("deepseek_v3", whole))
+    with pytest.raises(MapError, match="is stored in blocks with scales, which a map cannot find"):
+        mine.to(theirs)
+    with pytest.raises(MapError, match="it was scaled, and the way back would have to find the scales"):
+        there.inverse().apply(tree, like=files)
+    plain = maps.hugging_face(config_of("deepseek_v3"))
+    equal(mine.to(plain).apply(tree), whole)
+    # A file with one layer less is missed at once, and not taken for a smaller model.
+    fewer = {path: one for path, one in files.items() if ".4." not in path}
+    with pytest.raises(MapError, match=r"the source has no `model.layers.4.self_attn"):
+        there.apply(fewer)
+    with pytest.raises(MapError, match="weights of the `quant_method` 'awq' without blocks"):
+        maps.hugging_face(config | {"quantization_config": {"quant_method": "awq"}})
+
+
+def test_a_padded_vocabulary_there_and_back():
+    config, files = config_of("gpt2"), files_of("gpt2")
+    theirs, mine = maps.hugging_face(config), maps.stacked(config).with_sizes(vocab=64)
+    tree = theirs.to(mine).apply(files)
+    assert tree["embedding"].shape == (64, 32) and not tree["embedding"][50:].any()
+    assert (tree["embedding"][:50] == files["wte.weight"]).all()
+    equal(mine.to(theirs).apply(tree), files)
+    equal(theirs.to(mine).inverse().apply(tree, like=files), files)
+    prefixed = {f"transformer.{path}": one for path, one in files.items()}
+    prefixed |= {"lm_head.weight": files["wte.weight"], "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16))}
+    equal(maps.hugging_face(config, prefix="transformer.").to(mine).apply(prefixed), tree)
+
+
+def test_padded_experts_there_and_back():
+    config, files = config_of("qwen3_moe"), files_of("qwen3_moe")
+    theirs, mine = maps.hugging_face(config), maps.stacked(config).with_sizes(experts=6)
+    tree = theirs.to(mine).apply(files)
+    assert tree["layers/mlp/experts/gate"].shape == (3, 6, 32, 24) and tree["layers/mlp/router"].shape == (3, 32, 6)
+    assert not tree["layers/mlp/experts/gate"][:, 4:].any()
+    assert (tree["layers/mlp/experts/up"][1, 3] == files["model.layers.1.mlp.experts.3.up_proj.weight"].T).all()
+    equal(mine.to(theirs).apply(tree), files)
+    equal(mine.to(theirs).apply(tree, like=files), files)
+    equal(theirs.to(mine).inverse().apply(tree, like=files), files)
+
+
+def test_output_weights_that_are_the_embedding():
+    config, files = config_of("qwen3"), files_of("qwen3")
+    untied = config | {"tie_word_embeddings": False}
+    tree = maps.hugging_face(config).to(maps.stacked(untied)).apply(files)
+    assert (tree["head"] == files["model.embed_tokens.weight"].T).all()
+    with pytest.raises(MapError, match=r"the target has no `head` \(head\); without it: `drop=\['head'\]`"):
+        maps.stacked(untied).to(maps.hugging_face(config))
+    equal(maps.stacked(untied).to(maps.hugging_face(config), drop="head").apply(tree), files)
+
+
+def test_heads_apart_and_paths_of_ones_own():
+    config, files = config_of("llama"), files_of("llama")
+    mine = maps.stacked(config).with_paths({"layers/attention/query": "blocks/wq", "embedding": "embed"})
+    assert mine.kinds == maps.hugging_face(config).kinds
+    one = maps.TreeLayout(
+        {**dict(mine.weights), "blocks/wq": "query: heads embed layers dim", "embed": "embedding: embed vocab"},
+        sizes=dict(mine.sizes),
+    )
+    tree = maps.hugging_face(config).to(one).apply(files)
+    assert tree["blocks/wq"].shape == (4, 32, 3, 8) and tree["embed"].shape == (32, 64)
+    query = files["model.layers.2.self_attn.q_proj.weight"].reshape(4, 8, 32)
+    assert (tree["blocks/wq"][:, :, 2] == query.transpose(0, 2, 1)).all()
+    equal(one.to(maps.hugging_face(config)).apply(tree), files)
+
+
+def test_a_line_of_a_map_is_changed():
+    config, files = config_of("llama"), files_of("llama")
+    made = maps.hugging_face(config).to(maps.stacked(config))
+    other = TreeMap({**made.rules, "head": From("model.embed_tokens.weight").T}, drop=[*made.drop, "lm_head.weight"])
+    tree = other.apply(files)
+    assert (tree["head"] == files["model.embed_tokens.weight"].T).all()
+    assert "head                        <- From('model.embed_tokens.weight').T" in str(other)
+    for odd, words in ((made.inverse(), "goes backwards"), (made.then(made), "is 2 maps, one after the other")):
+        with pytest.raises(MapError, match=f"this map {words}, and has no rules of its own"):
+            _ = odd.rules
+
+
+A, B = "layers.{layers}.q", "q"
+MISTAKES = {
+    "a family": (lambda: maps.hugging_face({"model_type": "qwen3_mo"}), r"'qwen3_mo'; did you mean 'qwen3_moe'"),
+    "no family": (lambda: maps.hugging_face({}), r"for the `model_type` 'None'; there are llama,"),
+    "maxtext": (lambda: maps.maxtext({"model_type": "gpt2"}), r"no table of MaxText's names for 'gpt2'; there are"),
+    "shards": (
+        lambda: maps.engine({"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3}, shards=4),
+        r"3 key heads for 4 shards: neither divides the other",
+    ),
+    "a line": (lambda: maps.TreeLayout({A: "heads dim"}), r"'heads dim' cannot be read; write the kind and its axes"),
+    "a brace": (lambda: maps.TreeLayout({A: "q: (heads dim"}), r"'q: \(heads dim' cannot be read"),
+    "two ranges": (lambda: maps.TreeLayout({B: "q: a[:1] b[1:]"}), r"at most one axis has a range"),
+    "twice": (lambda: maps.TreeLayout({A: "q: layers embed"}), r"has the axis `layers` twice, in braces or without"),
+    "ranks": (lambda: maps.TreeLayout({A: maps.Fused("q: a b", "k: a")}), r"have as many dimensions each"),
+    "dims": (lambda: maps.TreeLayout({A: maps.Fused("q: a b", dim=2)}), r"the parts have no dim 2"),
+    "paths": (lambda: maps.TreeLayout({A: "q: a"}).with_paths({"x": "y"}), r"the layout has no 'x'; it has layers"),
+    "kinds": (
+        lambda: maps.TreeLayout({A: "query: a", B: "key: b"}).to(maps.TreeLayout({B: "querry: a"})),
+        r"(?s)has no `querry`; near `query`.*no `query` \(layers.\{layers\}.q\); near `querry`.*no `key` \(q\)",
+    ),
+    "drop": (
+        lambda: maps.TreeLayout({B: "query: a"}).to(maps.TreeLayout({B: "query: a"}), drop=["quer"]),
+        r"`drop` has `quer`, which the source has not; near `query`",
+    ),
+    "axes": (
+        lambda: maps.TreeLayout({B: "q: a b"}).to(maps.TreeLayout({B: "q: a c"})),
+        r"`q` has other axes in both layouts: a b in `q`, a c in `q`",
+    ),
+    "a size": (
+        lambda: maps.TreeLayout({B: "q: (a b)"}).to(maps.TreeLayout({B: "q: a b"})),
+        r"needs the size of the axis `b`; say it: `layout.with_sizes\(b=...\)`",
+    ),
+    "parts": (
+        lambda: maps.TreeLayout({B: "q: a", "r": "q: a"}).to(maps.TreeLayout({B: "q: a"})),
+        r"the source has `q` in q, r; give each a range of the same axis",
+    ),
+    "a part": (
+        lambda: maps.TreeLayout({B: "q: a[:1] b", "r": "q: a[1:] b"}).to(maps.TreeLayout({B: "q: (a b)"})),
+        r"`a` comes in parts, and must be a dimension of its own",
+    ),
+    "an array per entry": (
+        lambda: maps.TreeLayout({A: "q: a"}).to(maps.TreeLayout({B: "q: a"})),
+        r"has `\{layers\}`, an axis that the target does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, message", MISTAKES.values(), ids=MISTAKES)
+def test_what_is_wrong_with_a_layout_is_said(make, message):
+    with pytest.raises(MapError, match=message):
+        make()
+
+
+def test_parts_of_an_axis_and_repetitions():
+    whole = maps.TreeLayout({"w": "w: layers a b"}, sizes={"b": 3, "times": 2})
+    halves = maps.TreeLayout({"first": "w: layers[:2] b a", "second": "w: layers[2:] b a"})
+    apart = maps.TreeLayout({"w.{layers}": "w: (a times b)"}, sizes={"b": 3, "times": 2})
+    new = maps.TreeLayout({"w": "w: a b layers times"}, sizes={"times": 2})
+    tree = {"w": np.arange(60.0).reshape(5, 4, 3)}
+    two = whole.to(halves).apply(tree)
+    equal(two, {"first": tree["w"][:2].transpose(0, 2, 1), "second": tree["w"][2:].transpose(0, 2, 1)})
+    equal(halves.to(whole).apply(two), tree)
+    equal(halves.to(halves).apply(two), two)
+    rows = {f"w.{i}": np.repeat(one[:, None], 2, axis=1).reshape(24) for i, one in enumerate(tree["w"])}
+    equal(whole.to(apart).apply(tree), rows)
+    equal(halves.to(apart).apply(two), rows)
+    equal(apart.to(whole).apply(rows), tree)
+    equal(apart.to(halves).apply(rows), two)
+    equal(whole.to(new).apply(tree), {"w": np.stack([tree["w"].transpose(1, 2, 0)] * 2, axis=-1)})
+    assert "2 arrays, b=3\n  first   w: layers[:2] b a" in str(halves.with_sizes(b=3))
