@@ -1,22 +1,28 @@
 """Copying between views of memory whose elements lie in different orders."""
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 
-# Elements of a block along the dimension that the target has in a row: as many as fill about a line of the cache.
+# Elements of a block along the dimension that the target has in a row.
 _BLOCK = 16
 # Below this a block costs more than what it spares.
 _LEAST_PER_BLOCK = 2048
+# The second-level cache of a core has lines of 64 bytes; those at addresses that are equal modulo 64 KiB share one set
+# of 8 to 16 places.
+_LINE_BYTES, _SETS_BYTES, _PLACES = 64, 1 << 16, 8
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, where each may have its elements in an order of its own.
+    """`target[...] = source`, where each may have its elements in an order of its own."""
+    is_alike = target.ndim == source.ndim
+    copy_along(target, source, blocked(target.shape, target.strides, source.strides) if is_alike else None)
 
-    NumPy goes along the target's rows to their end, and of a source that is turned each step is another line of memory,
-    which is gone from the cache when its next element is wanted. In blocks it is still there: 8 times as fast for
-    16-bit numbers.
-    """
-    dim = _turned(target, source)
+
+def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
+    """`target[...] = source`, in blocks along the dimension that `blocked` says."""
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
@@ -26,21 +32,32 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
         np.copyto(target[block], source[block], casting="unsafe")
 
 
-def _turned(target: np.ndarray, source: np.ndarray) -> int | None:
-    """The dimension along which the target lies in a row, if the source lies in a row along another long one."""
-    if target.ndim < 2 or target.ndim != source.ndim or target.size < 8 * _LEAST_PER_BLOCK:
+def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> int | None:
+    """The dimension along which a copy goes in blocks; `None` where it should not.
+
+    NumPy goes along the target's rows to their end, and of a source that is turned each step is another line of memory.
+    Where more lines than the cache holds come before the first is wanted again, it is gone then, as those of rows of
+    2048 bytes are, which share few sets. In blocks it is still there: 5 times as fast for 16-bit numbers.
+
+    **Arguments:**
+
+    - `shape`: of both.
+    - `there`, `here`: the strides of the target and of the source, in bytes.
+    """
+    count = math.prod(shape)
+    if len(shape) < 2 or count < 8 * _LEAST_PER_BLOCK:
         return None
-    there, here = _row(target), _row(source)
-    if there is None or here is None or there == here or target.shape[there] < 2 * _BLOCK:
+    row, column = _row(shape, there), _row(shape, here)
+    if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
         return None
-    per_block = target.size // target.shape[there] * _BLOCK
-    return there if source.shape[here] >= _BLOCK and per_block >= _LEAST_PER_BLOCK else None
+    apart = max(_LINE_BYTES, math.gcd(here[row], _SETS_BYTES))
+    if shape[row] * apart <= _PLACES * _SETS_BYTES:
+        return None
+    is_worth_it = shape[column] >= _BLOCK and count // shape[row] * _BLOCK >= _LEAST_PER_BLOCK
+    return row if is_worth_it else None
 
 
-def _row(view: np.ndarray) -> int | None:
-    """The dimension of the shortest step, if its elements lie in a row."""
-    long = [dim for dim in range(view.ndim) if view.shape[dim] > 1]
-    if not long or min(view.strides[dim] for dim in long) <= 0:
-        return None
-    dim = min(long, key=lambda dim: view.strides[dim])
-    return dim if view.strides[dim] <= 2 * view.itemsize else None
+def _row(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The dimension of the shortest step; along those of no step elements repeat."""
+    long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
+    return min(long, key=lambda dim: strides[dim], default=None)

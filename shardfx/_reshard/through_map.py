@@ -1,6 +1,7 @@
 """A tree made of another one, whose arrays are live: each as soon as there is room for it."""
 
 import collections
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from .._ground.errors import LeafTypeError, MoveError
 from .._ground.tree import flatten
 from .._plan.target import Target, target_of
 from .destinations import is_array
-from .mapped.carry import Means, carried
+from .mapped.carry import Means, begun
 from .mapped.copies import Shards
 from .mapped.work import Leaf, Work, Works, works_of
 
@@ -75,36 +76,67 @@ def through_map(
     journey = journey_of(tree, dst, map, copies)
     if limit_bytes is not None:
         _require_room(journey.works, limit_bytes)
-    made: dict[str, Any] = {}
     works = journey.works.works
-    left = collections.Counter(journey.works.readers)
-    given_up = _Donation(journey, left) if donate else None
-    under_way: collections.deque[jax.Array] = collections.deque()
-    path, pool = "", ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move")
-    means = Means(journey.arrays, _by(reshard, limit_bytes), limit_bytes, pool, Shards(journey.arrays))
-    try:
-        plain = [work for work in works if work.way == "plain"]
+    given_up = _Donation(journey, collections.Counter(journey.works.readers)) if donate else None
+    plain, others = ([work for work in works if (work.way == "plain") is is_plain] for is_plain in (True, False))
+    with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
+        means = Means(journey.arrays, _by(reshard, limit_bytes), limit_bytes, pool, Shards(journey.arrays))
+        making = _Making(means, given_up)
         path = plain[0].leaf.path if plain else ""
-        made |= _moved_as_they_are(plain, journey, reshard, limit_bytes, given_up)
-        for work in works:
-            path = work.leaf.path
-            if work.way != "plain":
-                made[path] = carried(work, means)
-                under_way.append(made[path])
-                if given_up is not None or len(under_way) > _most_under_way(work):
-                    # The oldest first; whoever gives up what it reads waits for all.
-                    jax.block_until_ready(under_way if given_up is not None else under_way.popleft())
-                if given_up is not None:
-                    under_way.clear()
-                    for name in given_up.read(work):
-                        means.forget(name)
-    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-        raise _stopped(path, made, len(works), error, donate) from error
-    finally:
-        pool.shutdown()
+        try:
+            making.made |= _moved_as_they_are(plain, journey, reshard, limit_bytes, given_up)
+            for work in others:
+                path = work.leaf.path
+                making.begin(work)
+            making.finish()
+        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+            raise _stopped(path, making.whole(), len(works), error, donate) from error
     if given_up is not None:
         given_up.finish()
-    return journey.target.filled([made[path] for path, _ in journey.target.arrays], {})
+    return journey.target.filled([making.made[path] for path, _ in journey.target.arrays], {})
+
+
+class _Making:
+    """The arrays of the target, begun in order, a few of them under way at a time."""
+
+    def __init__(self, means: Means, given_up: "_Donation | None"):
+        self.made: dict[str, jax.Array] = {}
+        self._means, self._given_up = means, given_up
+        self._begun: collections.deque[tuple[Work, Callable[[], jax.Array]]] = collections.deque()
+        self._under_way: collections.deque[jax.Array] = collections.deque()
+
+    def begin(self, work: Work) -> None:
+        """One more; waits for the oldest where too many are copied, and for all where sources are given up."""
+        self._begun.append((work, begun(work, self._means)))
+        most = _MOST_BEGUN if work.way == "copies" and self._given_up is None else 0
+        while len(self._begun) > most:
+            self._land()
+
+    def finish(self) -> None:
+        """Waits for what other threads copy."""
+        while self._begun:
+            self._land()
+
+    def whole(self) -> dict[str, jax.Array]:
+        """After an error elsewhere: what is there, with what was under way and arrives."""
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, MemoryError):
+            self.finish()
+        return self.made
+
+    def _land(self) -> None:
+        work, there = self._begun.popleft()
+        array = self.made[work.leaf.path] = there()
+        self._under_way.append(array)
+        if self._given_up is not None:
+            jax.block_until_ready(array)
+            for name in self._given_up.read(work):
+                self._means.forget(name)
+        elif len(self._under_way) > _most_under_way(work):
+            jax.block_until_ready(self._under_way.popleft())
+
+
+# So many arrays keep all threads busy while one is begun.
+_MOST_BEGUN = 16
 
 
 def _most_under_way(work: Work) -> int:

@@ -312,14 +312,14 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
     arrays = trainer()
     where = mesh(0, 8, 2, 4)
     tree, plan = trained(where, arrays), engine(where, arrays)
-    carried, count = through_map.carried, iter(range(100))
+    begun, count = through_map.begun, iter(range(100))
 
     def fails(work, means):
         if next(count) == 3:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return carried(work, means)
+        return begun(work, means)
 
-    monkeypatch.setattr(through_map, "carried", fails)
+    monkeypatch.setattr(through_map, "begun", fails)
     with pytest.raises(MoveError, match="stopped at leaf `model.layers.1.gate_up`.*after 4 of 10 leaves") as caught:
         move(tree, plan, map=ENGINE, donate=donate)
     whole = ENGINE.apply(arrays)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._convert.pieces import Piece, Scale, within
 from ..._convert.values import fill
 from ..._ground.boxes import Box, as_box
-from .copies import Shards, assembled, data_of_keys
+from .copies import Coming, Shards, coming, data_of_keys
 from .exchange import Block, Exchange, blocks, joined, program, sharding_of
 from .work import Scaled, Work
 
@@ -51,27 +51,37 @@ class Means:
             del self.joined_up[key]
 
 
-def carried(work: Work, means: Means) -> jax.Array:
-    """Makes one array.
+def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
+    """Begins to make one array.
 
     **Arguments:**
 
     - `work`: how; not "plain".
     - `means`: with what.
+
+    **Returns:**
+
+    A function that waits for what other threads copy, and gives the array. Devices may still have to compute it.
     """
     arrays = means.arrays
     data = {name: data_of_keys(arrays[name]) for name in work.sources}
-    if 0 in work.shape:
-        made = _by_host(work, data)
-    elif work.way == "programs":
-        made = _by_programs(work, data, means)
-    elif work.way == "copies":
-        made = _by_copies(work, data, means)
+    if 0 not in work.shape and work.way == "copies":
+        there = _by_copies(work, data, means).there
     else:
-        made = _by_host(work, data)
-    if made.dtype == work.leaf.dtype:
-        return made
-    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(arrays[work.sources[0]]))
+        is_one_program = 0 not in work.shape and work.way == "programs"
+        made = _by_programs(work, data, means) if is_one_program else _by_host(work, data)
+        there = ft.partial(_itself, made)
+    if jnp.issubdtype(work.leaf.dtype, jax.dtypes.prng_key):
+        return ft.partial(_keys, there, arrays[work.sources[0]])
+    return there
+
+
+def _itself(made: jax.Array) -> jax.Array:
+    return made
+
+
+def _keys(there: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(there(), impl=jax.random.key_impl(like))
 
 
 def _reader(data: Mapping[str, Any]) -> Callable[[str, Box], np.ndarray]:
@@ -98,10 +108,10 @@ def _within(part: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
     return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(part, box, strict=True))
 
 
-def _by_copies(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array:
+def _by_copies(work: Work, data: Mapping[str, Any], means: Means) -> Coming:
     assert work.leaf.sharding is not None
     where = (work.leaf.sharding, work.targets, work.fillings, work.sources)
-    return assembled(work.shape, work.dtype, *where, means.shards, _reader(data), means.pool)
+    return coming(work.shape, work.dtype, *where, means.shards, _reader(data), means.pool)
 
 
 def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:

@@ -1,8 +1,8 @@
 """Cuts as NumPy copies in the memory that the devices of this process's CPU share."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,13 @@ from ..._convert.pieces import NOWHERE
 from ..._convert.values import chunks, constant, fill, write
 from ..._convert.views import as_bits, source_view, strides_of, target_view
 from ..._ground.boxes import Box, as_box
-from ..._ground.copying import copy
+from ..._ground.copying import blocked, copy_along
 from ..tiles.host_copies import aligned
 from .cuts import Cut
 
 
-_PARALLEL_BYTES = 8 << 20
+# Below this handing a copy to another thread costs more than what it spares.
+_TASK_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 20
 Read = Callable[[str, Box], np.ndarray]
 
@@ -33,6 +34,7 @@ class Copy(NamedTuple):
     - `shape`: one dimension per digit.
     - `here`, `here_strides`: in bytes, where they begin in the sender's shard, and the steps of each digit there.
     - `there`, `there_strides`: the same in the new shard.
+    - `along`: the dimension along which it goes in blocks, if it does.
     """
 
     number: int
@@ -42,6 +44,7 @@ class Copy(NamedTuple):
     here_strides: tuple[int, ...]
     there: int
     there_strides: tuple[int, ...]
+    along: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +96,10 @@ def _places(first: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> tuple
 def _copy_of(
     number: int, sender: int, piece: Piece, here: tuple[int, tuple[int, ...]], there: tuple[int, tuple[int, ...]]
 ) -> Copy:
-    return Copy(
-        number,
-        sender,
-        tuple(f.size for f in piece.factors),
-        here[0],
-        tuple(0 if f.source_dim == NOWHERE else here[1][f.source_dim] * f.source_step for f in piece.factors),
-        there[0],
-        tuple(there[1][f.target_dim] * f.target_step for f in piece.factors),
-    )
+    shape = tuple(f.size for f in piece.factors)
+    read = tuple(0 if f.source_dim == NOWHERE else here[1][f.source_dim] * f.source_step for f in piece.factors)
+    written = tuple(there[1][f.target_dim] * f.target_step for f in piece.factors)
+    return Copy(number, sender, shape, here[0], read, there[0], written, blocked(shape, written, read))
 
 
 class Shards:
@@ -139,7 +137,38 @@ def data_of_keys(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def assembled(
+class Coming(NamedTuple):
+    """An array on the CPU that is being put together from the shards of others.
+
+    **Arguments:**
+
+    - `shape`, `dtype`, `sharding`: of the array.
+    - `targets`, `built`: its different boxes, and the memory of each; replicas share one.
+    - `tasks`: the copies that other threads make.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding
+    targets: Sequence[Box]
+    built: Sequence[np.ndarray]
+    tasks: Sequence[Future[None]]
+
+    def there(self) -> jax.Array:
+        """The array, whose shards are buffers that were filled once; waits for it."""
+        for task in self.tasks:
+            task.result()
+        by_box = dict(zip(self.targets, self.built, strict=True))
+        if len(self.built) == 1:
+            return jax.make_array_from_callback(self.shape, self.sharding, lambda _: self.built[0], dtype=self.dtype)
+
+        def shard(index: Any) -> np.ndarray:
+            return by_box[as_box(index or (), self.shape)]
+
+        return jax.make_array_from_callback(self.shape, self.sharding, shard, dtype=self.dtype)
+
+
+def coming(
     shape: tuple[int, ...],
     dtype: Any,
     sharding: jax.sharding.Sharding,
@@ -149,48 +178,61 @@ def assembled(
     shards: Shards,
     read: Read,
     pool: ThreadPoolExecutor,
-) -> jax.Array:
-    """Makes an array on the CPU from the shards of others.
+) -> Coming:
+    """Begins to make an array on the CPU from the shards of others.
 
     **Arguments:**
 
     - `shape`, `dtype`, `sharding`: of the array.
-    - `targets`: its different boxes; replicas share one buffer.
+    - `targets`: its different boxes.
     - `fillings`: what each of them is made of.
     - `names`: the arrays that are read, by number.
     - `shards`: of the arrays.
     - `read`: a box of a whole array, for what takes two.
     - `pool`: threads to copy with: NumPy lets others run meanwhile.
-
-    **Returns:**
-
-    The array, whose shards are buffers that were filled once.
     """
     built = [aligned(tuple(stop - start for start, stop in box), np.dtype(dtype)) for box in targets]
     pairs = list(zip(built, fillings, strict=True))
-    if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES:
-        for buffer, one in pairs:
-            _fill(buffer, one.copies, names, shards)
-    else:
-        tasks = [(buffer, (part,)) for buffer, one in pairs for part in one.copies]
-        list(pool.map(lambda task: _fill(task[0], task[1], names, shards), tasks))
+    batches = list(_batches(view for buffer, one in pairs for view in _views(buffer, one.copies, names, shards)))
+    tasks = [pool.submit(_copy_all, batch) for batch in batches] if len(batches) > 1 else []
+    if not tasks:
+        _copy_all(batches[0] if batches else ())
     for buffer, one in pairs:
         for cut in one.others:
             _fill_other(buffer, cut, shards, read)
-    by_box = dict(zip(targets, built, strict=True))
-    if len(built) == 1:
-        return jax.make_array_from_callback(shape, sharding, lambda _: built[0], dtype=dtype)
-    return jax.make_array_from_callback(shape, sharding, lambda index: by_box[as_box(index or (), shape)], dtype=dtype)
+    return Coming(shape, dtype, sharding, targets, built, tasks)
 
 
-def _fill(buffer: np.ndarray, copies: Sequence[Copy], names: Sequence[str], shards: Shards) -> None:
+# A part of a new shard, a part of an old one, and along which dimension they are copied in blocks.
+Views = tuple[np.ndarray, np.ndarray, int | None]
+
+
+def _views(buffer: np.ndarray, copies: Sequence[Copy], names: Sequence[str], shards: Shards) -> Iterator[Views]:
     # One that is made of a dtype that NumPy does not know itself it would copy element by element.
     there = as_bits(buffer.reshape(-1))
     kind, target = there.dtype, there.view(np.uint8) if there.size else there
     for one in copies:
-        source = shards.raw(names[one.number], one.sender)
         new = np.ndarray(one.shape, kind, target, one.there, one.there_strides)
-        copy(new, np.ndarray(one.shape, kind, source, one.here, one.here_strides))
+        source = shards.raw(names[one.number], one.sender)
+        yield new, np.ndarray(one.shape, kind, source, one.here, one.here_strides), one.along
+
+
+def _batches(ready: Iterable[Views]) -> Iterator[list[Views]]:
+    batch: list[Views] = []
+    nbytes = 0
+    for one in ready:
+        batch.append(one)
+        nbytes += one[0].nbytes
+        if nbytes >= _TASK_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _copy_all(batch: Sequence[Views]) -> None:
+    for target, source, dim in batch:
+        copy_along(target, source, dim)
 
 
 def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> None:

@@ -1,0 +1,44 @@
+"""Copies between views in different orders: what NumPy's own assignment gives, in blocks where lines would thrash."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from shardfx._ground.copying import blocked, copy
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+@pytest.mark.parametrize("shape", [(513, 1024), (1024, 1408), (40, 3, 2048), (7,), (), (0, 4)])
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_a_copy_is_an_assignment(shape, dtype, data):
+    order = data.draw(st.permutations(range(len(shape))))
+    source = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
+    wanted = np.ascontiguousarray(source.transpose(order)).reshape([shape[dim] for dim in order])
+    target = np.zeros_like(wanted)
+    copy(target, source.transpose(order))
+    np.testing.assert_array_equal(target, wanted)
+
+
+def test_repeated_rows_are_copied_in_blocks_too():
+    source = np.random.default_rng(0).integers(0, 200, (1024, 2048)).astype(np.uint16)
+    repeated = np.broadcast_to(source.T[None], (2, 2048, 1024))
+    target = np.zeros(repeated.shape, np.uint16)
+    assert blocked(target.shape, target.strides, repeated.strides) == 2
+    copy(target, repeated)
+    np.testing.assert_array_equal(target, repeated)
+
+
+@pytest.mark.parametrize(
+    "shape,there,here,expected",
+    [
+        ((1024, 2048), (4096, 2), (2, 2048), 1),  # rows of 2048 bytes: 2048 lines in 32 sets
+        ((1408, 1024), (2048, 2), (2, 2816), None),  # rows of 2816 bytes spread over all sets
+        ((1024, 2048), (4096, 2), (4096, 2), None),  # not turned
+        ((16, 2048), (4096, 2), (2, 2048), None),  # blocks too small to be worth a call each
+        ((8, 4096), (8192, 2), (2, 2048), None),  # lines that are read only in part anyway
+        ((64, 64), (128, 2), (2, 128), None),  # small
+    ],
+)
+def test_copies_go_in_blocks_where_lines_would_not_stay(shape, there, here, expected):
+    assert blocked(shape, there, here) == expected
