@@ -35,10 +35,19 @@ def can_match(rule: Rule) -> bool:
 
 
 class Matched(NamedTuple):
-    """What cuts each factor while a product runs, and what cut those of its operands on their way there."""
+    """How a product is carried out.
+
+    **Arguments:**
+
+    - `cut`: what cuts each factor while it runs.
+    - `sides`: what cut those of its operands on their way there.
+    - `among`: for each operand, whether it is brought there among the devices that the other operand's match left; else
+        among all.
+    """
 
     cut: Cut
     sides: tuple[Cut, Cut]
+    among: tuple[bool, ...]
 
 
 def matched(rule: Rule, axes: MeshParts, left: Side, right: Side, wanted: Mapping[int, Parts]) -> Matched:
@@ -70,22 +79,25 @@ class _Match:
         found: Cut = {}
         for factor in self.both:
             self.agree(factor, found)
+        # Devices that share a batch are told apart first, and those that share a sum last.
+        among: dict[int, bool] = {}
+        is_apart = any(factor in found for factor in self.both if factor not in self.summed)
         matching = [self.matching(side) for side in (0, 1)]
-        counts = [self.axes.count(part for f in own for part in self.wanted[f]) for own in matching]
-        # Whose match costs the other operand less goes first.
-        first = 0 if matching[0] and (not matching[1] or counts[0] * self.bytes[1] < counts[1] * self.bytes[0]) else 1
-        for side in (first, 1 - first):
+        for side in self.order_of(matching):
             parts = tuple(part for factor in matching[side] for part in self.wanted[factor])
             if parts and self.taken.isdisjoint(parts):
                 for factor in matching[side]:
                     found[factor] = self.sides[side][factor] = self.wanted[factor]
                 self.taken.update(parts)
-                self.give_up(1 - side, parts)
+                if self.give_up(1 - side, parts):
+                    among[1 - side] = is_apart
+                is_apart = True
         for factor in self.both:
             if factor not in found:
                 self.meet(factor, found)
         self.follow(found)
-        return Matched({factor: parts for factor, parts in found.items() if parts}, self.sides)
+        among = tuple(among.get(side, bool(is_apart or found)) for side in (0, 1))
+        return Matched({factor: parts for factor, parts in found.items() if parts}, self.sides, among)
 
     def agree(self, factor: int, found: Cut) -> None:
         """What both operands have cut alike stays."""
@@ -104,12 +116,24 @@ class _Match:
                 found.append(factor)
         return found
 
-    def give_up(self, side: int, parts: Parts) -> None:
-        """Brings an operand off the devices that the other one's match takes: onto others, if it is whole along as many."""
+    def order_of(self, matching: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """The operand whose match counts first: one whose free dimensions all match, or that costs the other less."""
+        counts = [self.axes.count(part for f in own for part in self.wanted[f]) for own in matching]
+        held = [self.axes.count(part for f in self.free[at] for part in self.sides[at].get(f, ())) for at in (0, 1)]
+        fits = [bool(matching[at]) and counts[at] == held[at] for at in (0, 1)]
+        if fits[0] != fits[1]:
+            return (0, 1) if fits[0] else (1, 0)
+        return (0, 1) if counts[0] * self.bytes[1] < counts[1] * self.bytes[0] or not matching[1] else (1, 0)
+
+    def give_up(self, side: int, parts: Parts) -> bool:
+        """Brings an operand off the devices that the other one's match takes; onto others, if it is whole along as many.
+
+        Returns whether it was on any of them.
+        """
         cut = self.sides[side]
         overlap = [part for own in cut.values() for part in own if part in parts]
         if not overlap:
-            return
+            return False
         held = {part for own in cut.values() for part in own}
         spare = [part for part in range(len(self.axes.sizes)) if part not in held and part not in self.taken - set(parts)]
         spare = [part for part in spare if part not in parts or part not in held]
@@ -119,14 +143,15 @@ class _Match:
                 own = cut.get(factor, ())
                 if set(parts) <= set(own):
                     self.replace(side, factor, tuple(spare))
-                    return
+                    return True
             free = [part for part in spare if part not in parts]
             for factor, own in list(cut.items()):
                 new = tuple(_another(part, parts, free, self.axes) for part in own)
                 self.replace(side, factor, tuple(part for part in new if part >= 0))
-            return
+            return True
         for factor, own in list(cut.items()):
             self.replace(side, factor, tuple(part for part in own if part not in parts))
+        return True
 
     def replace(self, side: int, factor: int, parts: Parts) -> None:
         before = self.axes.count(self.sides[side].get(factor, ()))

@@ -58,13 +58,23 @@ class _State(NamedTuple):
 class _Way(NamedTuple):
     """A way to carry an operation out: the layouts of its arrays meanwhile, and the parts that its result sums over.
 
-    `through` are layouts that its operands are brought into on their way.
+    `through` are layouts that its operands are brought into on their way, `among` whether that is done among some of
+    the devices: XLA writes the groups of such a collective in another way, and does not see that two are the same.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     partial: Parts
     through: tuple[Layout, ...] = ()
+    among: tuple[bool, ...] = ()
+
+
+class _Bring(NamedTuple):
+    """How an operand is brought into the layout that an operation needs; see `_Way`."""
+
+    layout: Layout
+    through: Layout | None = None
+    among: bool | None = False
 
 
 def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits) -> list[Sent]:
@@ -90,7 +100,7 @@ class _Walk:
         self.traced, self.axes, self.layouts, self.habits = traced, axes, layouts, habits
         self.prices = Prices(axes, scatters=habits.scatters)
         self.states = [_State(layout, (), -1) for layout in layouts]
-        self.known: dict[tuple[int, Layout], int] = {}  # copies of a value in other layouts, and the scope that made it
+        self.known: dict[tuple[int, Layout, bool], int] = {}  # copies of a value in other layouts, and the scope that made it
         self.found: list[Sent] = []
         self.uses = traced.uses()
         self.sizes = [self.size_of(value) for value in range(len(layouts))]
@@ -110,8 +120,8 @@ class _Walk:
             self.send_by_word(at, op)
         partial = self.carried(op)
         way = self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
-        for value, layout, through in itertools.zip_longest(op.operands, way.operands, way.through):
-            self.bring(value, layout, partial, at, op.scope, op.rule.note, through)
+        for value, *how in itertools.zip_longest(op.operands, way.operands, way.through, way.among):
+            self.bring(value, _Bring(*how), partial, at, op)
         # A sum that waits is still that of the operation which left it so.
         made_by = self.states[op.operands[0]].op if partial else at
         for value, layout in zip(op.results, way.results, strict=True):
@@ -199,7 +209,7 @@ class _Walk:
         wanted = self.by_factor(op, self.layouts[op.results[0]], rule.results[0])
         found = matched(rule, self.axes, sides[0], sides[1], wanted)
         through = [self.axes.layout(c, d, rule) for c, d in zip(found.sides, rule.operands, strict=False)]
-        return self.way(op, found.cut)._replace(through=tuple(through))
+        return self.way(op, found.cut)._replace(through=tuple(through), among=found.among)
 
     def follow_result(self, op: Op, choices: dict[int, list[Parts]]) -> None:
         """What both sides of a product agree on stays; else it is cut as its result is to lie."""
@@ -250,7 +260,7 @@ class _Walk:
         """Bytes to bring the operands and to lay out the results; then, the more devices share the work the better."""
         cost, shared = 0.0, 1
         for value, layout in zip(op.operands, way.operands, strict=True):
-            cost += total(self.needed(value, layout, partial, op.scope))
+            cost += total(self.needed(value, _Bring(layout), partial, op.scope))
             shared *= self.axes.shards(layout)
         for value, layout in zip(op.results, way.results, strict=True):
             if not self.traced.values[value].is_free:
@@ -258,29 +268,25 @@ class _Walk:
                 cost += total(self.prices.moves(self.sizes[value], layout, (*partial, *way.partial), target))
         return cost, -shared * self.axes.count(way.partial)
 
-    def needed(
-        self, value: int, layout: Layout, partial: Parts, scope: int, through: Layout | None = None
-    ) -> tuple[Move, ...]:
+    def needed(self, value: int, how: _Bring, partial: Parts, scope: int) -> tuple[Move, ...]:
         state = self.states[value]
         waiting = () if partial else state.partial
-        if self.traced.values[value].is_free or (state.layout == layout and not waiting):
+        if self.traced.values[value].is_free or (state.layout == how.layout and not waiting):
             return ()
-        made = self.known.get((value, layout))
+        made = self.known.get((value, how.layout, bool(how.among)))
         if made is not None and self.traced.is_within(scope, made):
             return ()
-        if through is None or through in (state.layout, layout):
-            return self.prices.moves(self.sizes[value], state.layout, waiting, layout)
-        first = self.prices.moves(self.sizes[value], state.layout, waiting, through)
-        return (*first, *self.prices.moves(self.sizes[value], through, (), layout))
+        if how.through is None or how.through in (state.layout, how.layout):
+            return self.prices.moves(self.sizes[value], state.layout, waiting, how.layout)
+        first = self.prices.moves(self.sizes[value], state.layout, waiting, how.through)
+        return (*first, *self.prices.moves(self.sizes[value], how.through, (), how.layout))
 
-    def bring(
-        self, value: int, layout: Layout, partial: Parts, at: int, scope: int, note: str, through: Layout | None = None
-    ) -> None:
+    def bring(self, value: int, how: _Bring, partial: Parts, at: int, op: Op) -> None:
         state = self.states[value]
-        for move in self.needed(value, layout, partial, scope, through):
+        for move in self.needed(value, how, partial, op.scope):
             is_sum = move.kind in ("all-reduce", "reduce-scatter")
-            self.found.append(Sent(move, state.op if is_sum else at, scope, value, note))
-        self.known[value, layout] = scope
+            self.found.append(Sent(move, state.op if is_sum else at, op.scope, value, op.rule.note))
+        self.known[value, how.layout, bool(how.among)] = op.scope
 
     def make(self, value: int, layout: Layout, partial: Parts, at: int, op: Op) -> None:
         if self.traced.values[value].is_free:
