@@ -103,6 +103,7 @@ if _typing.TYPE_CHECKING:
         NamedAxis as NamedAxis,
         SentRow as SentRow,
         fit_chip as fit_chip,
+        lay_out as lay_out,
         name_axes as name_axes,
         search as search,
     )
@@ -138,7 +139,7 @@ _LATE = {
             traffic zero_table
         """,
         "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
-        "_search": "Candidate Check CostModel Limits NamedAxes NamedAxis SentRow fit_chip name_axes search",
+        "_search": "Candidate Check CostModel Limits NamedAxes NamedAxis SentRow fit_chip lay_out name_axes search",
         "_see": """
             Attempt AxisMove Diff DimExplanation Explanation Finding Findings LeafDiff assert_same_plan_text
             diff explain html_report lint plan_text report_data
@@ -155,7 +156,7 @@ __all__ = """
     TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
     assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches compare compile_for
     constrain correct diff differences estimate explain field filter_jit fit fit_chip follow fsdp gather
-    hosts html_report interop lint match name_axes optional plan plan_reshard plan_text presets renamed
+    hosts html_report interop lay_out lint match name_axes optional plan plan_reshard plan_text presets renamed
     replan replicate report report_data report_rows reshard resolve search seconds shard shardings_of
     specs_of topology traffic zero_table
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]

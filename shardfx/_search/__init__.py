@@ -6,6 +6,7 @@ It may import what plans, what prices and what is below them. It never touches a
 from .candidate import Candidate as Candidate, Check as Check
 from .checked import fit_chip as fit_chip
 from .core import CostModel as CostModel
+from .lay_out import lay_out as lay_out
 from .limits import Limits as Limits
 from .name_axes import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes
 from .priced import SentRow as SentRow

@@ -7,8 +7,9 @@ partial until someone needs the whole. The result says what is sent, and how eac
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from .._cost.walk import Habits
 from .classes import Classes
 from .program import Operation
 
@@ -18,6 +19,7 @@ _GATHER, _SCATTER, _REDUCE, _EXCHANGE = "all-gather", "reduce-scatter", "all-red
 # Operations after which a partial sum is still one, if the other operand is a scalar.
 _SCALED = frozenset("mul div".split())
 _FIRST = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
+_TPU = Habits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Layout:
     cuts: tuple[int, ...]
     shared: tuple[bool, ...]
     used: frozenset[int]
+    # How an operation takes a value that it cannot take as it lies: by value and operation, the position of the cut.
+    moved: Mapping[tuple[int, int], int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +72,9 @@ class _Labelled:
 class Layouts:
     """The program in terms of parts, ready to be laid out under any role."""
 
-    def __init__(self, classes: Classes, devices: int):
+    def __init__(self, classes: Classes, devices: int, habits: Habits = _TPU):
         self.program = classes.program
+        self.habits = habits
         self.classes = classes
         self.devices = devices
         self.numbers = _numbers(classes, devices)
@@ -164,6 +169,7 @@ class _Run:
         self.events: list[Event] = []
         self.shared: list[bool] = []
         self.used: set[int] = set()
+        self.moved_at: dict[tuple[int, int], int] = {}
 
     def layout(self) -> Layout:
         program = self.layouts.program
@@ -180,7 +186,14 @@ class _Run:
         for value in program.results:
             if self.state[value] == PARTIAL:
                 self.move(value, self.layouts.preferred(value, self.role), 1.0, len(program.operations) - 1)
-        return Layout(self.role, tuple(self.events), tuple(self.cuts), tuple(self.shared), frozenset(self.used))
+        return Layout(
+            self.role,
+            tuple(self.events),
+            tuple(self.cuts),
+            tuple(self.shared),
+            frozenset(self.used),
+            self.moved_at,
+        )
 
     def set(self, value: int, state: int) -> None:
         self.state[value] = state
@@ -222,7 +235,8 @@ class _Run:
     def stays_partial(self, made: Operation, states: list[int]) -> bool:
         shapes = [self.layouts.program.values[value].shape for value in made.ins]
         if made.labels.linear:
-            return all(state == PARTIAL for state in states)
+            may_wait = len(states) == 1 or self.layouts.habits.adds_first
+            return may_wait and all(state == PARTIAL for state in states)
         scalars = [state for state, shape in zip(states, shapes, strict=True) if not shape]
         return made.primitive in _SCALED and states[0] == PARTIAL and len(scalars) == 1 and scalars[0] == WHOLE
 
@@ -262,6 +276,7 @@ class _Run:
         state = self.state[value]
         if state in (wanted, WHOLE):
             return
+        self.moved_at[value, operation] = wanted
         if state == PARTIAL:
             self.events.append(Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation))
             self.set(value, wanted)

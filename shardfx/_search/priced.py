@@ -7,6 +7,7 @@ from typing import Any
 from .core import Found
 from .layouts import Layout, Layouts
 from .name_axes import source_line
+from .together import Together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,15 +33,15 @@ def sent_rows(
     """The rows of a candidate, the most bytes first."""
     rows: dict[Any, list[float]] = {}
     chosen = [made[role] for role in found.roles]
+    together = Together(layouts, chosen)
     for at, layout in enumerate(chosen):
         size = found.sizes[at]
         for event in layout.events:
             value = layouts.program.values[event.value]
             local = value.bytes
-            for other, span in zip(chosen, found.sizes, strict=True):
-                cut = event.kind == "all-to-all" if other is layout else other.cuts[event.value] >= 0
-                local /= span if cut else 1
-            amount = local * (1 - 1 / size) * event.times * (2 if event.kind == "all-reduce" else 1)
+            for divides, span in zip(together.divides(at, event), found.sizes, strict=True):
+                local /= span if divides else 1
+            amount = local * (1 - 1 / size) * event.times * together.factor(event)
             source = source_line(layouts.program.operations[event.operation].source)
             array = f"{_short_dtype(value.dtype)}[{','.join(map(str, value.shape))}]"
             row = rows.setdefault((axes[at], event.kind, array, not data[event.value], source), [0.0, 0.0])

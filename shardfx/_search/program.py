@@ -6,7 +6,7 @@ is in them counts as often as they run.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 import numpy as np
@@ -48,6 +48,22 @@ class Operation:
     source: Any
 
 
+class Visit(NamedTuple):
+    """One equation as it was walked: what it made, the last of its operations, and the programs within it."""
+
+    outs: tuple[int, ...]
+    operation: int
+    bodies: "tuple[Body, ...]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Body:
+    """One jaxpr as it was walked: the values of its arguments, and a visit for each of its equations."""
+
+    arguments: tuple[int, ...]
+    visits: list[Visit]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """A whole step."""
@@ -61,6 +77,8 @@ class Program:
     marks: dict[str, list[int]]
     # What was not understood, in words, with how often.
     notes: dict[str, int]
+    # The way through the jaxpr, for who walks it again.
+    body: Body
 
 
 def program_of(closed: Any) -> Program:
@@ -68,7 +86,8 @@ def program_of(closed: Any) -> Program:
     walk = _Walk()
     arguments = tuple(walk.value(var.aval, origin=number) for number, var in enumerate(closed.jaxpr.invars))
     results = tuple(walk.enter(closed, arguments, 1.0))
-    return Program(walk.values, walk.operations, walk.parts, arguments, results, walk.marks, walk.notes)
+    (body,) = walk.bodies[-1]
+    return Program(walk.values, walk.operations, walk.parts, arguments, results, walk.marks, walk.notes, body)
 
 
 class _Walk:
@@ -78,6 +97,8 @@ class _Walk:
         self.parts = Parts()
         self.marks: dict[str, list[int]] = {"scanned": [], "looked_up": [], "batched": [], "contracted": []}
         self.notes: dict[str, int] = {}
+        # For each equation that is being walked, the programs within it so far.
+        self.bodies: list[list[Body]] = [[]]
 
     def value(self, aval: Any, origin: int = -1) -> int:
         shape = tuple(int(size) for size in getattr(aval, "shape", ()))
@@ -95,9 +116,14 @@ class _Walk:
         def read(atom: Any) -> int:
             return self.value(atom.aval) if isinstance(atom, jex.Literal) else known[atom]
 
+        body = Body(tuple(arguments), [])
+        self.bodies[-1].append(body)
         for equation in jaxpr.eqns:
             ins = [read(atom) for atom in equation.invars]
-            known |= zip(equation.outvars, self.step(equation, ins, times), strict=True)
+            self.bodies.append([])
+            outs = self.step(equation, ins, times)
+            body.visits.append(Visit(tuple(outs), len(self.operations) - 1, tuple(self.bodies.pop())))
+            known |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
     def step(self, equation: Any, ins: list[int], times: float) -> list[int]:

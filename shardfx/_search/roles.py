@@ -3,6 +3,9 @@
 import itertools
 from collections.abc import Iterable
 
+from .._ground.spec import entry_axes
+from .._rules.axis_rules import AxisRules
+from .classes import Classes
 from .layouts import Layout, Layouts, Role
 
 
@@ -23,12 +26,22 @@ def layouts_of(layouts: Layouts, *, most: int = 72, never: frozenset[int] = froz
     return list(found.values())
 
 
+def roles_of_rules(rules: AxisRules, classes: Classes) -> dict[str, Role]:
+    """The role that each mesh axis has by given rules: the names that it cuts, those of the first rules first."""
+    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
+    orders: dict[str, dict[int, None]] = {}
+    for name, target in rules.rules:
+        for axis in entry_axes(target) if name in known else ():
+            orders.setdefault(axis, {})[known[name]] = None
+    return {axis: Role(tuple(order), any(is_behind(classes, n) for n in order)) for axis, order in orders.items()}
+
+
 def _families(layouts: Layouts, never: frozenset[int]) -> list[Iterable[Role]]:
     """Roles by how many sets they try in turn: one, two, three. The most usual come first."""
     weights = _weights(layouts)
     numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
     sets = _sets(layouts, numbers)[:_SETS]
-    behind = {number for number in numbers if _is_behind(layouts, number)}
+    behind = {number for number in numbers if is_behind(layouts.classes, number)}
 
     def roles(orders: Iterable[tuple[tuple[int, ...], ...]]) -> Iterable[Role]:
         for order in orders:
@@ -104,9 +117,9 @@ def _in_model(layouts: Layouts, number: int) -> bool:
     return any(place.argument in layouts.classes.model for place in layouts.classes.groups[number].places)
 
 
-def _is_behind(layouts: Layouts, number: int) -> bool:
+def is_behind(classes: Classes, number: int) -> bool:
     """Whether the class stands behind another in an argument, and is no unit."""
     return any(
-        place.at and place.at < layouts.classes.kept(layouts.classes.dims[place.argument][place.dim])
-        for place in layouts.classes.groups[number].places
+        place.at and place.at < classes.kept(classes.dims[place.argument][place.dim])
+        for place in classes.groups[number].places
     )

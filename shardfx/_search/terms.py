@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from .layouts import Layout, Layouts
 from .program import Operation, Program
+from .together import Together
 
 
 # How many moments of the step are looked at for the memory that is in use.
@@ -90,14 +91,12 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
             rows.add(cut[value], 3 + number, program.values[value].bytes)
     calls = np.zeros(count)
     data = has_data(layouts)
+    together = Together(layouts, made)
     for number, layout in enumerate(made):
         for event in layout.events:
-            mask = cut[event.value].copy()
-            # An exchange moves one shard, the others the whole of what the other roles leave.
-            mask[number] = event.kind == "all-to-all"
             hidden = not data[event.value]
-            amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
-            sent[number].add(mask, int(hidden), amount)
+            amount = program.values[event.value].bytes * event.times * together.factor(event)
+            sent[number].add(together.divides(number, event), int(hidden), amount)
             calls[number] += event.times
     masks, columns = rows.arrays()
     used = sorted({number for layout in made for number in layout.used})

@@ -24,6 +24,13 @@ class Traced:
     # The structs of all arguments, as the step took them.
     structs: tuple[Any, ...]
     closed: Any
+    # What the step returns, with structs for its arrays, and the rest.
+    out: Any
+
+    def result(self, arrays: list[Any]) -> Any:
+        """What the step returns, of its program's results."""
+        structs, rest = self.out
+        return eqx.combine(jax.tree.unflatten(jax.tree.structure(structs), arrays), rest)
 
     def path(self, argument: int) -> str:
         """How messages call an argument of the program: `model/layers/mlp/gate`."""
@@ -38,11 +45,11 @@ def trace(step: Any, *args: Any) -> Traced:
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
     flats = tuple(map(flatten, args))
     structs = tuple(map(_struct_tree, flats))
-    closed, _, _ = eqx.filter_make_jaxpr(step)(*structs)
+    closed, *out = eqx.filter_make_jaxpr(step)(*structs)
     places = tuple(
         (which, leaf) for which, flat in enumerate(flats) for leaf, shaped in enumerate(flat.is_array) if shaped
     )
-    return Traced(program_of(closed), flats, _words(step, len(args)), places, structs, closed)
+    return Traced(program_of(closed), flats, _words(step, len(args)), places, structs, closed, tuple(out))
 
 
 def _struct_tree(flat: Flat) -> Any:

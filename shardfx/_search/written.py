@@ -65,7 +65,8 @@ def mesh_and_rules(
         return None
     entries: list[tuple[str, object]] = []
     for number in ranked:
-        wanted = [axes[at] for at in order if number in roles[at]]
+        # What an axis cuts as its last resort it gives up first, so it stands innermost.
+        wanted = [axes[at] for at in sorted(order, key=lambda at: _place(roles[at], number)) if number in roles[at]]
         first = all(role[0] == number for role in roles if number in role)
         for count in range(len(wanted), 0, -1):
             entries += [
@@ -77,6 +78,10 @@ def mesh_and_rules(
     known = {name for name, _ in entries}
     others = sorted({group.name for group in classes.live()} - known)
     return mesh, AxisRules([*entries, *((name, None) for name in others)], axes=mesh.axis_names), axes
+
+
+def _place(role: Sequence[int], number: int) -> int:
+    return role.index(number) if number in role else len(role)
 
 
 def _in_order(orders: list[list[int]]) -> list[int] | None:

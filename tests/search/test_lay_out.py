@@ -1,0 +1,121 @@
+"""A step that is constrained as the search prices it computes the same, and sends what was said."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from models import MODELS
+
+import shardfx
+from shardfx import AxisRules, MeshError, MeshSpec, lay_out, name_axes, plan
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def filled(tree):
+    """Arrays with small numbers in them, the same each time."""
+    rng = np.random.default_rng(0)
+
+    def one(leaf):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(0, 3, leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.normal(size=leaf.shape) * 0.1, leaf.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def rules_for(step, args, **axes):
+    """Rules for the names that the step has: each mesh axis with the names that it cuts, in order."""
+    wanted = [name for names in axes.values() for name in names]
+    known = [axis.name for axis in name_axes(step, *args).axes]
+    # What comes first in the rules is what an axis prefers.
+    known.sort(key=lambda name: wanted.index(name) if name in wanted else len(wanted))
+    entries = []
+    for name in known:
+        wanted = tuple(axis for axis, names in axes.items() if name in names)
+        entries += [(name, wanted), *((name, axis) for axis in wanted)] if wanted else [(name, None)]
+    return AxisRules(entries, axes=tuple(axes))
+
+
+def placed(step, args, mesh, rules):
+    names = name_axes(step, *args).names
+    plans = tuple(plan(arg, mesh, names=tree, axes=rules) for arg, tree in zip(args, names, strict=True))
+    return tuple(shardfx.shard(arg, made) for arg, made in zip(args, plans, strict=True))
+
+
+@pytest.mark.parametrize("name", ["equinox_attention", "experts", "scanned"])
+def test_what_is_laid_out_computes_the_same(name):
+    step, *structs = MODELS[name]()
+    args = tuple(map(filled, structs))
+    names = ("batch", "embed", "w1_0"), ("heads", "kv_heads", "mlp", "experts", "w2_0")
+    rules = rules_for(step, structs, data=names[0], model=names[1])
+    mesh = MeshSpec({"data": 2, "model": 2}).build(jax.devices()[:4])
+    found = shardfx.filter_jit(lay_out(step, mesh, rules))(*placed(step, args, mesh, rules))
+    expected = eqx.filter_jit(step)(*args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(
+        *(jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (found, expected)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-5)
+
+
+def loops(p, x):
+    """A loop of each kind, a branch, and a rule of differentiation of its own."""
+    x = jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ p["a"]), x)
+    x = jax.lax.while_loop(lambda y: jnp.sum(y * y) < 3, lambda y: y + p["b"], x)
+    x = jax.lax.cond(jnp.sum(x) > 0, lambda y: y @ p["a"], lambda y: y * 2, x)
+    x, sums = jax.lax.scan(lambda y, row: (jax.nn.relu(y) + row, jnp.sum(y, -1)), x, p["rows"])
+    return {"x": jax.jit(jnp.cos)(x), "sums": sums, "count": 3, "key": jax.random.key(0)}
+
+
+def test_loops_branches_and_what_is_no_array():
+    struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    args = filled(({"a": struct((8, 8)), "b": struct((8,)), "rows": struct((3, 4, 8))}, struct((4, 8))))
+    rules = rules_for(loops, args, data=("batch",), model=tuple(axis.name for axis in name_axes(loops, *args).axes[:1]))
+    mesh = MeshSpec({"data": 2, "model": 2}).build(jax.devices()[:4])
+    laid = eqx.filter_jit(lay_out(loops, mesh, rules))(*args)
+    expected = loops(*args)
+    assert laid["count"] == 3 and laid["key"].dtype == expected["key"].dtype
+    for name in ("x", "sums"):
+        np.testing.assert_allclose(laid[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mesh_without_devices_takes_those_of_the_arguments():
+    step, *structs = MODELS["mlp"]()
+    rules = rules_for(step, structs, data=("batch",))
+    spec = MeshSpec({"data": 4})
+    args = placed(step, tuple(map(filled, structs)), spec.build(jax.devices()[:4]), rules)
+    new = shardfx.filter_jit(lay_out(step, spec, rules))(*args)
+    assert new["w1"].sharding.spec in (P(), P(None, None)) and np.isfinite(np.asarray(new["w1"])).all()
+
+
+def test_less_is_sent_and_remat_stays():
+    """FSDP without a constraint: the embedding's cut goes into the activations, unless they are laid out."""
+    step, *structs = MODELS["scanned"]()
+    rules = rules_for(step, structs, fsdp=("batch", "embed"))
+    mesh = MeshSpec({"fsdp": 4}).build(jax.devices()[:4])
+    names = name_axes(step, *structs).names
+    plans = tuple(plan(arg, mesh, names=tree, axes=rules) for arg, tree in zip(structs, names, strict=True))
+    sent = {}
+    for how, fn in (("free", step), ("laid", lay_out(step, mesh, rules))):
+        program = shardfx.filter_jit(fn, in_shardings=plans, out_shardings=plans[0]).lower(*structs).compile()
+        sent[how] = shardfx.traffic(program, mesh).wire_bytes
+    assert sent["laid"] < 0.5 * sent["free"]
+    text = str(jax.make_jaxpr(lay_out(step, mesh, rules))(*structs))
+    assert text.count("prevent_cse") == str(jax.make_jaxpr(step)(*structs)).count("prevent_cse") > 0
+
+
+def test_axes_that_are_typed_cannot_be_constrained():
+    mesh = MeshSpec({"a": 2, "b": 2}, axis_types={"b": jax.sharding.AxisType.Explicit})
+    with pytest.raises(MeshError, match="`lay_out` constrains arrays along Auto axes, and 'b' are not; build the mesh"):
+        lay_out(lambda x: x, mesh, AxisRules([("batch", "a")]))
