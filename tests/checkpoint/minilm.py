@@ -174,3 +174,39 @@ def _pieces_of_word(word: str, vocabulary: dict[str, int]) -> list[int]:
         numbers.append(vocabulary[found[0]])
         start = found[1]
     return numbers
+
+
+class Scanned(eqx.Module):
+    """The same encoder, whose layers are one: each array has a leading dimension that counts them."""
+
+    words: Float[Array, "vocab width"]
+    positions: Float[Array, "length width"]
+    types: Float[Array, "2 width"]
+    norm: Norm
+    layers: Layer
+
+    def __call__(self, tokens: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b width"]:
+        """One unit vector per sentence: the mean over its tokens."""
+        x = self.norm(self.words[tokens] + self.positions[: tokens.shape[1]] + self.types[0])
+        x, _ = jax.lax.scan(lambda x, layer: (layer(x, mask), None), x, self.layers)
+        mean = jnp.sum(x * mask[..., None], 1) / jnp.sum(mask, 1)[:, None]
+        return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
+
+
+def scanned(struct: Encoder) -> Scanned:
+    """The structs of the encoder that scans."""
+    count = len(struct.layers)
+    layers = jax.tree.map(lambda one: jax.ShapeDtypeStruct((count, *one.shape), one.dtype), struct.layers[0])
+    return Scanned(struct.words, struct.positions, struct.types, struct.norm, layers)
+
+
+# The names that `Scanned` has for what `presets.maps.stacked` calls otherwise.
+PATHS = {"embedding": "words"} | {
+    f"layers/{part}{one}": f"layers/{name}/{leaf}"
+    for name, part in {
+        **{name: f"attention/{name}" for name in ("query", "key", "value", "out")},
+        **{name: f"mlp/{name}" for name in ("up", "down")},
+    }.items()
+    for one, leaf in (("", "weight"), ("_bias", "bias"))
+}
+PATHS |= {f"layers/mlp_norm/{leaf}": f"layers/norm/{leaf}" for leaf in ("scale", "bias")}

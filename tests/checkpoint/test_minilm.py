@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import shardfx
-from shardfx import AxisRules, MeshSpec, checkpoint
+from shardfx import AxisRules, MeshSpec, PathRules, checkpoint
+from shardfx.presets import maps
 
 
 MODEL: Any = minilm.folder()
@@ -109,3 +110,38 @@ def test_the_file_is_read_once(struct):
     assert reads.needed_bytes == made.bytes_total == index.bytes_total - sum(index[name].nbytes or 0 for name in UNUSED)
     quarters = checkpoint.plan_reads(index, made, rename=minilm.name_in_file, processes=4)
     assert all(process.needed_bytes < 0.55 * made.bytes_total for process in quarters.processes)
+
+
+def test_layers_that_are_stacked_on_the_way(struct, sharded):
+    config = minilm.config_of(MODEL)
+    theirs, mine = maps.hugging_face(config), maps.stacked(config).with_paths(minilm.PATHS)
+    rules = PathRules(
+        [
+            ("layers/(query|key|value|up)/weight", (None, "embed", "heads")),
+            ("layers/(out|down)/weight", (None, "heads", "embed")),
+            *minilm.RULES.rules[2:],
+        ]
+    )
+    made = shardfx.plan(
+        minilm.scanned(struct), MeshSpec({"fsdp": 2, "tensor": 4}).build(jax.devices()), paths=rules, axes=AXES
+    )
+    model = checkpoint.load(MODEL, made, theirs.to(mine))
+    assert model.layers.query.weight.sharding.spec == jax.P(None, "fsdp", "tensor")
+    for layer, one in enumerate(sharded[1].layers):
+        for stacked, single in zip(jax.tree.leaves(model.layers), jax.tree.leaves(one), strict=True):
+            assert np.asarray(stacked)[layer].tobytes() == np.asarray(single).tobytes()
+    vectors = embed(model, SENTENCES)
+    assert np.allclose(vectors, embed(sharded[1], SENTENCES), atol=2e-6)
+
+
+def test_stacked_layers_go_back_to_the_file_they_came_from(struct, tmp_path):
+    config = minilm.config_of(MODEL)
+    theirs, mine = maps.hugging_face(config), maps.stacked(config).with_paths(minilm.PATHS)
+    plain = shardfx.plan(
+        minilm.scanned(struct), MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules([(".*", ())])
+    )
+    model = checkpoint.load(MODEL, plain, theirs.to(mine))
+    checkpoint.save(tmp_path / "out", model, plain, map=mine.to(theirs))
+    stored, again = load_file(MODEL / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert again.keys() == stored.keys() - set(UNUSED)
+    assert all(again[name].tobytes() == stored[name].tobytes() for name in again)

@@ -1,5 +1,7 @@
 """Small random weights under the real names of published checkpoints, and what NumPy makes of them."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -62,7 +64,7 @@ def config_of(family: str) -> dict:
     return {"model_type": family, "text_config": config} if family == "gemma3" else config
 
 
-def files_of(family: str, dtype=np.float64) -> dict[str, np.ndarray]:
+def files_of(family: str, dtype: Any = np.float64) -> dict[str, np.ndarray]:
     """Random weights by the names of the checkpoint."""
     name, sizes, _ = MODELS[family]
     flat, random = flatten(models.tree(name, **sizes)), np.random.default_rng(0)
