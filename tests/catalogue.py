@@ -111,8 +111,8 @@ MODELS: dict[str, Model] = {
     )
 }
 
-# How many parameters were published: the totals of the safetensors files on Hugging Face; of models with a dtype that
-# packs values, those of their papers and cards. The names of each group have equal shapes.
+# How many parameters each has, as was published: see `KERAS_HUB`, `HUB` and `ROUNDED` for where. The names of each
+# group have equal shapes.
 PUBLISHED: dict[str, int] = {
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
@@ -121,6 +121,8 @@ PUBLISHED: dict[str, int] = {
     **dict.fromkeys(("llama3-70b", "llama3.1-70b", "llama3.3-70b"), 70_553_706_496),
     **dict.fromkeys(("llama3-405b", "llama3.1-405b"), 405_853_388_800),
     "llama3.2-1b": 1_235_814_400,
+    "llama4-scout": 108_641_793_536,
+    "llama4-maverick": 401_583_781_376,
     "llama3.2-3b": 3_212_749_824,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
@@ -174,18 +176,87 @@ PUBLISHED: dict[str, int] = {
     "t5.1.1-xxl": 11_135_332_352,
     "vit-bigg-14": 1_842_772_352,
 }
-# Published in millions and rounded: GPT-3's in table D.1 of its paper, ViT's in the papers and in timm, without
+# In millions and rounded: GPT-3's in table D.1 of its paper, ViT-g's and e's in theirs, and so400m's in timm, without
 # pooling and classifier. (PaLI says 3,926 for ViT-e; 68 are its pooling and 53 the classifier of 29,593 classes.)
 MILLIONS: dict[str, float] = {
     "gpt3-6.7b": 6_660,
     "gpt3-13b": 12_850,
     "gpt3-175b": 174_600,
-    "vit-ti-16": 5.5,
-    "vit-s-16": 21.7,
-    "vit-b-16": 85.8,
-    "vit-l-16": 303.3,
     "vit-so400m-14": 412.4,
-    "vit-h-14": 630.8,
     "vit-g-14": 1_011,
     "vit-e-14": 3_926 - 68 - 53,
+}
+# Of ViTs with a class token and a classifier of 1,000 classes: torchvision's `num_params`; of the small ones DeiT's.
+WITH_CLASS: dict[str, int] = {
+    "vit-ti-16": 5_717_416,
+    "vit-s-16": 22_050_664,
+    "vit-b-16": 86_567_656,
+    "vit-l-16": 304_326_632,
+    "vit-h-14": 632_045_800,
+}
+# The presets of keras_hub that state the total (`params`), which a test reads where keras_hub is installed.
+KERAS_HUB: dict[str, str] = {
+    "bert-base": "bert_base_en_uncased",
+    "bert-large": "bert_large_en_uncased",
+    "gemma-2b": "gemma_2b_en",
+    "gemma-7b": "gemma_7b_en",
+    "gemma2-2b": "gemma2_2b_en",
+    "gemma2-9b": "gemma2_9b_en",
+    "gemma2-27b": "gemma2_27b_en",
+    "gemma3-270m": "gemma3_270m",
+    "gemma3-1b": "gemma3_1b",
+    "gemma3-4b": "medgemma_4b",
+    "gemma3-27b": "medgemma_instruct_27b",
+    "gpt-oss-20b": "gpt_oss_20b_en",
+    "gpt2": "gpt2_base_en",
+    "gpt2-medium": "gpt2_medium_en",
+    "gpt2-large": "gpt2_large_en",
+    "gpt2-xl": "gpt2_extra_large_en",
+    "llama2-7b": "llama2_7b_en",
+    "llama3-8b": "llama3_8b_en",
+    "llama3.1-8b": "llama3_8b_en",
+    "minilm-l6": "all_minilm_l6_v2_en",
+    "mistral-7b": "mistral_7b_en",
+    "mixtral-8x7b": "mixtral_8_7b_en",
+    **{f"qwen2.5-{size}": f"qwen2.5_{size}_en" for size in ("0.5b", "3b")},
+    **{f"qwen2.5-{size}": f"qwen2.5_math_{size}_en" for size in ("1.5b", "7b")},
+    **{f"qwen2.5-{size}": f"qwen2.5_instruct_{size}_en" for size in ("32b", "72b")},
+    **{f"qwen3-{size}": f"qwen3_{size}_en" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
+    "qwen3-30b-a3b": "qwen3_moe_30b_a3b_en",
+    "qwen3-235b-a22b": "qwen3_moe_235b_a22b_en",
+    "t5.1.1-small": "flan_small_multi",
+    "t5.1.1-base": "t5_1.1_base",
+    "t5.1.1-large": "flan_large_multi",
+    "t5.1.1-xl": "t5_1.1_xl",
+    "t5.1.1-xxl": "t5_1.1_xxl",
+}
+# `safetensors.total` of the model's page on Hugging Face, as public repositories quote it (looked up in November 2026),
+# and how many of these are no parameters: RoPE's frequencies of each layer.
+HUB: dict[str, tuple[int, int]] = {
+    "llama2-13b": (13_015_866_880, 40 * 64),
+    "llama2-70b": (68_976_653_312, 80 * 64),
+    **dict.fromkeys(("llama3-70b", "llama3.1-70b", "llama3.3-70b"), (70_553_706_496, 0)),
+    **dict.fromkeys(("llama3-405b", "llama3.1-405b"), (405_853_388_800, 0)),
+    "llama3.2-1b": (1_235_814_400, 0),
+    "llama3.2-3b": (3_212_749_824, 0),
+    "llama4-scout": (108_641_793_536, 0),
+    "llama4-maverick": (401_583_781_376, 0),
+    "mixtral-8x22b": (140_630_071_296, 0),
+    "qwen2.5-14b": (14_770_033_664, 0),
+    "qwen3-coder-480b-a35b": (480_154_875_392, 0),
+    "qwen3-next-80b-a3b": (81_324_862_720, 0),
+    "gemma3-12b": (12_187_325_040, 0),
+    "deepseek-v2-lite": (15_706_484_224, 0),
+    "deepseek-v2": (235_741_434_880, 0),
+    "gpt-oss-120b": (116_829_156_672, 0),
+}
+# No exact total was found of these: what their papers and cards say, in millions. (The page of Kimi-K2 has a total with
+# 3,416 more than its shapes give, that of DeepSeek-V3 one with the layer that predicts ahead; open_clip counts the
+# projection of ViT-bigG's image tower, 1664 x 1280.)
+ROUNDED: dict[str, float] = {
+    "deepseek-v3": 671_000,
+    "kimi-k2": 1_026_408,
+    "starcoder2-3b": 3_030,
+    "starcoder2-7b": 7_170,
+    "vit-bigg-14": 1_844.9 - 2.1,
 }

@@ -200,6 +200,8 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
         near = _near_models(model)
         if near and ":" not in model and not os.path.exists(model):
             raise UsageError(f"there is no published model {model!r}; did you mean {near}?")
+        if ":" not in model and not os.path.exists(model):
+            raise UsageError(f"there is no file and no published model {model!r}; a model is named as MODULE:CALLABLE")
         raise UsageError(
             f"--rules {text} is for a published model, as llama3-8b (`shardfx models` lists them), not for {model!r}; "
             "name rules as MODULE:NAME or as a text, or a ready set, as in --rules llama"

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ._usage import calling, encodable, in_flags
@@ -76,8 +77,10 @@ class working:
 
     def __init__(self, what: str):
         # Names of files and modules are shown as they are, not read as rich's markup.
-        self.status = Console(stderr=True).status(Text(what))
-        self.timer = threading.Timer(1.0, self.status.start)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.task = self.bar.add_task(what, total=None)
+        self.timer = threading.Timer(1.0, self.bar.start)
 
     def __enter__(self) -> "working":
         if sys.stderr.isatty():
@@ -86,10 +89,11 @@ class working:
 
     def tell(self, text: str) -> None:
         """Says how far it is."""
-        self.status.update(Text(text))
+        self.bar.update(self.task, description=text)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.timer.cancel()
         if self.timer.ident is not None:
             self.timer.join()
-        self.status.stop()
+        if self.bar.live.is_started:  # it ends its line even where it never began one
+            self.bar.stop()

@@ -25,6 +25,11 @@ class Verb(click.Command):
             # The reader, `head` for example, has what it wanted; the interpreter must not flush to it at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        except OSError as error:
+            # The disk is full, for example; what is left of the text cannot be printed either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(shown(f"{ctx.command_path}: error: printing failed: {error}", sys.stderr.encoding), file=sys.stderr)
+            return 2
 
 
 def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[..., Any]], click.Command]:

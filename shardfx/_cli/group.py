@@ -1,5 +1,6 @@
 """The group of all verbs, and how any of them ends."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -54,7 +55,9 @@ def run(arguments: Sequence[str] | None) -> int:
 
     The exit code.
     """
-    given = None if arguments is None else list(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if sys.stdout is None:  # as a shell's `>&-` leaves it
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
         return shardfx_.main(given, prog_name="shardfx", standalone_mode=False) or 0
     except click.Abort as error:

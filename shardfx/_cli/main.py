@@ -17,14 +17,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     **Returns:**
 
     The exit code: 0; 1 where what was looked for was found (findings, a plan that does not fit, losses that differ);
-    2 for bad input, after one line on stderr.
+    2 for bad input, after one line on stderr; 130 after Ctrl-C.
     """
     try:
         from .group import run
+
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("shardfx: stopped", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         if library not in ("click", "rich"):
             raise
         print(f"shardfx: error: the command line needs {library}; {_INSTALL}", file=sys.stderr)
         return 2
-    return run(arguments)

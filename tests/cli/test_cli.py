@@ -455,7 +455,6 @@ def test_bad_input_is_one_line_and_exit_code_2(case, module, capsys):
 
 
 FLAGS = {
-    "no command": ((), "Missing command"),
     "no such command": (("plans",), "No such command 'plans'"),
     "no mesh": (("plan", "m:m", "--rules", "w->fsdp"), "Missing option '--mesh'; give one, as in"),
     "no rules": (("plan", "m:m", "--mesh", "fsdp=4"), "Missing option '--rules'; give some, as in"),
@@ -523,10 +522,28 @@ def test_a_module_that_does_not_import(module, tmp_path, capsys):
         assert message in line
 
 
-def test_an_interrupt_stays_one(module, tmp_path):
+def test_no_words_at_all_show_the_help(capsys):
+    assert run() == 0
+    assert "Usage: shardfx [OPTIONS] COMMAND" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_there_is_said_first(capsys):
+    line = failure(capsys, "plan", "nofile.json", "--mesh", "fsdp=2", "--rules", "fsdp")
+    assert "there is no file and no published model 'nofile.json'" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("where, told", [(">/dev/full", "No space left"), (">&-", "")])
+def test_a_text_that_cannot_be_printed(where, told):
+    words = f"{sys.executable} -m shardfx models gpt2 {where}"
+    done = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (told in done.stderr) and done.stderr.count("\n") == bool(told) and done.returncode == (2 if told else 0)
+
+
+def test_an_interrupt_is_one_line(module, tmp_path, capsys):
     (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        main(["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"])
+    assert main(["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"]) == 130
+    assert capsys.readouterr() == ("", "\nshardfx: stopped\n")
 
 
 def test_a_reader_that_has_enough(module, tmp_path):
@@ -573,10 +590,14 @@ def demo(*arguments, setup=""):
 
 
 def test_the_demo_from_the_command_line():
-    done = demo("--cpu-devices", "4", "--axis-types", "explicit", "--steps", "3", "--batch", "4")
+    done = demo("--cpu-devices", "4", "--axis-types", "explicit", "--steps", "3", "--batch", "4", "--json")
     assert done.returncode == 0, done.stderr
-    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in done.stdout
-    assert "Explicit axes" in done.stdout and "The curves are the same up to rounding." in done.stdout
+    # The text goes where it does not disturb the JSON.
+    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in done.stderr
+    assert "Explicit axes" in done.stderr and "The curves are the same up to rounding." in done.stderr
+    told = json.loads(done.stdout)
+    assert told["devices"] == 4 and told["agree"] and len(told["sharded"]) == len(told["unsharded"]) == 3
+    assert told["largest_difference"] <= told["tolerance"] and told["bytes_per_device"] > 0
 
 
 def test_the_demo_without_optax():

@@ -1,5 +1,8 @@
+import ast
+import importlib.util
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import catalogue
@@ -16,8 +19,8 @@ from shardfx.presets import models
 # One of each family, the smallest, for what every family must do but not every size.
 SMALL = (
     "bert-base deepseek-v2-lite gemma-2b gemma2-2b gemma3-270m gemma3-4b gpt-oss-20b gpt2 gpt3-6.7b llama2-7b "
-    "llama3.2-1b mistral-7b mixtral-8x7b qwen2.5-0.5b qwen3-0.6b qwen3-30b-a3b qwen3-next-80b-a3b starcoder2-3b "
-    "t5.1.1-small vit-s-16"
+    "llama3.2-1b llama4-maverick mistral-7b mixtral-8x7b qwen2.5-0.5b qwen3-0.6b qwen3-30b-a3b qwen3-next-80b-a3b "
+    "starcoder2-3b t5.1.1-small vit-s-16"
 ).split()
 MESHES = {
     "dp": {"data": 8},
@@ -35,8 +38,83 @@ def few_layers(name, stack_experts=False):
     return models.tree(name, layers=layers, stack_experts=stack_experts)
 
 
-def test_every_model_has_a_published_total():
-    assert set(models.names()) == set(catalogue.PUBLISHED) | set(catalogue.MILLIONS)
+def test_every_total_has_a_source():
+    found = [catalogue.KERAS_HUB, catalogue.HUB, catalogue.ROUNDED, catalogue.MILLIONS, catalogue.WITH_CLASS]
+    assert sorted(name for source in found for name in source) == sorted(models.names())
+    assert set(catalogue.PUBLISHED) == set(catalogue.KERAS_HUB) | set(catalogue.HUB) | set(catalogue.ROUNDED)
+
+
+@pytest.mark.parametrize("name", [*catalogue.HUB, *catalogue.ROUNDED])
+def test_totals_are_those_of_their_source(name):
+    if name in catalogue.HUB:
+        total, other = catalogue.HUB[name]
+        assert catalogue.PUBLISHED[name] == total - other
+    else:
+        assert catalogue.PUBLISHED[name] / 1e6 == pytest.approx(catalogue.ROUNDED[name], rel=0.001)
+
+
+def source_of(library: str) -> Path:
+    """Where a library lies, which is read and not imported."""
+    found = importlib.util.find_spec(library)
+    if found is None or found.origin is None:
+        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
+    return Path(found.origin).parent
+
+
+def test_totals_are_those_of_keras_hub():
+    stated: dict[str, int] = {}
+    for file in source_of("keras_hub").glob("src/models/*/*_presets.py"):
+        text = file.read_text()
+        stated |= {name: int(total) for name, total in re.findall(_PRESET, text)}
+    for name, preset in catalogue.KERAS_HUB.items():
+        assert stated[preset] == catalogue.PUBLISHED[name], name
+
+
+# A preset's name, and the first total after it.
+_PRESET = re.compile(r'^    "([\w.]+)": \{(?:(?!^    "[\w.]+": \{).)*?"params": ([\d_]+)', re.MULTILINE | re.DOTALL)
+# In which of transformers' models the names of a tree are; one name of each family, and the checkpoint's own names that
+# transformers gives others while it loads: of Mixtral's experts, and of the layer of Qwen3-Next that predicts ahead.
+SOURCES = {
+    "bert-base": ("bert",),
+    "deepseek-v2": ("deepseek_v2",),
+    "deepseek-v3": ("deepseek_v3",),
+    "gemma-2b": ("gemma",),
+    "gemma2-2b": ("gemma2",),
+    "gemma3-1b": ("gemma3",),
+    "gemma3-4b": ("gemma3", "siglip"),
+    "gpt2": ("gpt2",),
+    "gpt-oss-20b": ("gpt_oss",),
+    "llama3-8b": ("llama",),
+    "llama4-maverick": ("llama4",),
+    "mistral-7b": ("mistral",),
+    "mixtral-8x7b": ("mixtral",),
+    "qwen2.5-7b": ("qwen2",),
+    "qwen3-8b": ("qwen3",),
+    "qwen3-30b-a3b": ("qwen3_moe",),
+    "qwen3-next-80b-a3b": ("qwen3_next",),
+    "starcoder2-3b": ("starcoder2",),
+    "t5.1.1-small": ("t5",),
+}
+RENAMED = {
+    "mixtral-8x7b": {"block_sparse_moe", "w1", "w2", "w3"},
+    "qwen3-next-80b-a3b": {"mtp", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden"},
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_names_are_those_of_transformers(name):
+    folder = source_of("transformers") / "models"
+    code = [ast.parse((folder / model / f"modeling_{model}.py").read_text()) for model in SOURCES[name]]
+    targets = [to for tree in code for node in ast.walk(tree) if isinstance(node, ast.Assign) for to in node.targets]
+    known = {to.attr for to in targets if isinstance(to, ast.Attribute)}
+    paths = [path for path, _ in catalogue.paths_of(models.tree(name, layers=4))]
+    words = {word for path in paths for word in path.split("/") if not word.isdigit()} - {"weight", "bias"}
+    assert words - known == RENAMED.get(name, set())
+
+
+def test_experts_of_mixtral_are_named_as_transformers_reads_them():
+    text = (source_of("transformers") / "conversion_mapping.py").read_text()
+    assert re.search(r"block_sparse_moe", text) and re.search(r"\.w1\.weight", text)
 
 
 @pytest.mark.parametrize("name", models.names())
@@ -45,6 +123,9 @@ def test_each_model_has_as_many_parameters_as_were_published(name):
     total = sum(math.prod(leaf.shape) for leaf in leaves)
     if name in catalogue.PUBLISHED:
         assert total == catalogue.PUBLISHED[name]
+    elif name in catalogue.WITH_CLASS:
+        embed = models.config(name)["heads"] * models.config(name)["head_dim"]
+        assert total + 2 * embed + (embed + 1) * 1000 == catalogue.WITH_CLASS[name]
     else:
         assert total / 1e6 == pytest.approx(catalogue.MILLIONS[name], rel=0.001, abs=0.1)
     assert len(set(map(id, leaves))) == len(leaves)

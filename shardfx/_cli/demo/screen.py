@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardfx import MeshSpec, report, shard
 
@@ -14,7 +14,21 @@ from .train import TOLERANCE, Plans, Run, held_bytes, make_plans, start_sharded,
 _BAR = 30
 
 
-def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> int:
+class Outcome(NamedTuple):
+    """What the two runs came to: the loss of each step, and whether the curves agree within `TOLERANCE`."""
+
+    mesh: str
+    devices: int
+    bytes_per_device: int
+    optimizer_bytes_per_device: int
+    sharded: tuple[float, ...]
+    unsharded: tuple[float, ...]
+    largest_difference: float
+    tolerance: float
+    agree: bool
+
+
+def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> Outcome:
     """Trains twice, sharded and not, and prints everything on the way.
 
     **Arguments:**
@@ -26,7 +40,7 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
 
     **Returns:**
 
-    The exit code: 0 if the loss curves agree within `TOLERANCE`, else 1.
+    The outcome.
     """
     begin = time.perf_counter()
     text = stdlib_text()
@@ -52,7 +66,8 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
     print(f"Largest difference over {run.steps} steps: {largest:.1e} nats (allowed: {TOLERANCE:.0e}).")
     print("The curves are the same up to rounding." if agree else "THE CURVES DIFFER.")
     print(f"{time.perf_counter() - begin:.0f} s in all.")
-    return 0 if agree else 1
+    held = plans.model.bytes_per_device, plans.optimizer.bytes_per_device
+    return Outcome(str(mesh), len(devices), *held, (*sharded,), (*unsharded,), largest, TOLERANCE, agree)
 
 
 def _others(plans: Plans) -> str:

@@ -1,12 +1,16 @@
 """`shardfx demo`: trains a small transformer under a plan, and again without one."""
 
+import contextlib
+import sys
+
 import click
 import jax
 from jax.sharding import AxisType
 
 from shardfx import MeshSpec
 
-from .._screen import terminal_width
+from .._data import as_json
+from .._screen import JSON, terminal_width, write
 from .._types import Whole
 from .._usage import UsageError, calling
 from .._verb import verb
@@ -33,7 +37,16 @@ _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 @click.option("--steps", type=Whole(positive=True), default=100, show_default=True, help="Training steps.")
 @click.option("--batch", type=Whole(positive=True), default=16, show_default=True, help="Texts in a batch.")
 @click.option("--seed", type=Whole(), default=0, show_default=True, help="Of weights and batches.")
-def demo(cpu_devices: int | None, mesh: str | None, axis_types: str, steps: int, batch: int, seed: int) -> int:
+@JSON
+def demo(
+    cpu_devices: int | None,
+    mesh: str | None,
+    axis_types: str,
+    steps: int,
+    batch: int,
+    seed: int,
+    json_file: str | None,
+) -> int:
     """Train a small transformer under a plan, and again without one.
 
     Trains a byte-level transformer on the source files of Python's standard library over a mesh of data x fsdp x
@@ -55,4 +68,9 @@ def demo(cpu_devices: int | None, mesh: str | None, axis_types: str, steps: int,
     spec = default_mesh(len(devices), types)
     if mesh is not None:
         spec = calling("reading --mesh", lambda: MeshSpec.parse(mesh, axis_types=types).fit(len(devices)))
-    return show(spec, devices, run, width=terminal_width())
+    # Where JSON takes the place of the text, this says on stderr how far it is.
+    with contextlib.redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
+        outcome = show(spec, devices, run, width=terminal_width())
+    if json_file is not None:
+        write(as_json(outcome), json_file)
+    return 0 if outcome.agree else 1

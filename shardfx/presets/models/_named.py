@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..._ground.errors import RuleError
 from ..._ground.text import quoted
-from . import _decoders, _others
+from . import _decoders, _llama4, _others
 from ._parts import Tree, leaf
 from ._table import TABLE, Row
 
@@ -25,6 +25,7 @@ _MAKERS: Final[Mapping[str, Callable[..., Tree]]] = MappingProxyType(
         "gpt": _others.gpt,
         "gpt_oss": _decoders.gpt_oss,
         "llama": _decoders.llama,
+        "llama4": _llama4.llama4,
         "mistral": _decoders.llama,
         "mixtral": _decoders.mixtral,
         "qwen2": _decoders.llama,

@@ -119,6 +119,12 @@ def _experts(row: Any, fsdp: Axes, tensor: Axes, expert: Axes) -> Pairs:
             (r"experts.down_proj$", P(expert, tensor, fsdp)),
             (r"experts.down_proj_bias$", P(expert, fsdp)),
         ]
+    if row.family == "llama4":
+        # Gate and up lie one after the other: over `tensor`, a device has a part of one of them.
+        return [
+            (r"experts.gate_up_proj$", P(expert, fsdp, tensor)),
+            (r"experts.down_proj$", P(expert, tensor, fsdp)),
+        ]
     if row.family == "mixtral":
         return [
             (r"experts.w[13].weight$", P(expert, tensor, fsdp)),
@@ -155,6 +161,21 @@ def _gemma3(config: Config, fsdp: Axes, tensor: Axes) -> PathRules:
         (r"vision_tower|multi_modal_projector", _anywhere(fsdp)),
     ]
     return hf.gemma(head_dim=config["head_dim"], fsdp=fsdp, tensor=tensor).prepend(tower)
+
+
+def _llama4(config: Config, fsdp: Axes, tensor: Axes) -> PathRules:
+    head_dim = config["vision_head_dim"]
+    own: Pairs = [
+        (r"vision_model.*[qkv]_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
+        (r"vision_model.*[qkv]_proj.bias$", atomic(P(tensor), (head_dim,))),
+        (r"vision_model.*o_proj.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
+        (r"vision_model.*fc1.weight$", P(tensor, fsdp)),
+        (r"vision_model.*fc1.bias$", P(tensor)),
+        (r"vision_model.*fc2.weight$", P(fsdp, tensor)),
+        (r"vision_model|multi_modal_projector", _anywhere(fsdp)),
+        (r"router.weight$", P(None, fsdp)),
+    ]
+    return hf.llama(head_dim=config["head_dim"], fsdp=fsdp, tensor=tensor).prepend(own)
 
 
 def _gpt_oss(config: Config, fsdp: Axes, tensor: Axes) -> PathRules:
@@ -210,6 +231,7 @@ _BASE: Final[Mapping[str, Callable[[Config, Axes, Axes], PathRules]]] = MappingP
         "gpt": _heads(hf.gpt2),
         "gpt_oss": _gpt_oss,
         "llama": _heads(hf.llama),
+        "llama4": _llama4,
         "mistral": _heads(hf.mistral),
         "mixtral": _heads(hf.mixtral),
         "qwen2": _heads(hf.qwen2),

@@ -43,6 +43,19 @@ _LLAMA3_TIED = {
     "llama3.2-1b": (2048, 32, 8, 64, 16, 8192, 128256),
     "llama3.2-3b": (3072, 24, 8, 128, 28, 8192, 128256),
 }
+_LLAMA4 = {
+    "llama4-scout": (5120, 40, 8, 128, 48, 16384, 8192, 16, 1, 202048),
+    "llama4-maverick": (5120, 40, 8, 128, 48, 16384, 8192, 128, 2, 202048),
+}
+_EYES_OF_LLAMA4 = {
+    "vision_heads": 16,
+    "vision_head_dim": 88,
+    "vision_layers": 34,
+    "vision_hidden": 5632,
+    "vision_patch": 14,
+    "vision_tokens": 576,
+    "vision_out": 4096,
+}
 _MISTRAL = {"mistral-7b": (4096, 32, 8, 128, 32, 14336, 32000)}
 _QWEN2_TIED = {
     "qwen2.5-0.5b": (896, 14, 2, 64, 24, 4864, 151936),
@@ -154,6 +167,12 @@ TABLE: Final[Mapping[str, Row]] = MappingProxyType(
         **_rows("llama", _DECODER, _LLAMA2),
         **_rows("llama", _DECODER, _LLAMA3),
         **_rows("llama", _DECODER, _LLAMA3_TIED, tied=True),
+        **_rows(
+            "llama4",
+            "embed heads kv_heads head_dim layers hidden expert_hidden experts experts_every vocab",
+            _LLAMA4,
+            **_EYES_OF_LLAMA4,
+        ),
         **_rows("mistral", _DECODER, _MISTRAL),
         **_rows("mixtral", "embed heads kv_heads head_dim layers hidden experts vocab", _MIXTRAL),
         **_rows("qwen2", _DECODER, _QWEN2_TIED, tied=True, qkv_bias=True),
