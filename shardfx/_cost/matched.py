@@ -111,7 +111,7 @@ class _Match:
         found = []
         for factor in self.free[side]:
             own, parts = self.sides[side].get(factor, ()), self.wanted.get(factor, ())
-            fits = parts and own and self.axes.count(own) % self.axes.count(parts) == 0
+            fits = parts and own and (self.axes.count(own) == self.axes.count(parts) or set(parts) < set(own))
             if fits and self.taken.isdisjoint(parts):
                 found.append(factor)
         return found
