@@ -97,8 +97,10 @@ def _step(told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool) -> Callable[
         if not tiled:
             return _cross_entropy(x, head, batch["targets"], mask)
         rows = math.prod(batch["targets"].shape) // told["vocab_tiles"]
-        tiles = ft.partial(constrain, names_or_spec=P(None, ("data", "fsdp")), plan=plan)
-        parts = lambda one: tiles(one.reshape(told["vocab_tiles"], rows, *one.shape[2:]))
+
+        def parts(one: jax.Array) -> jax.Array:
+            return constrain(one.reshape(told["vocab_tiles"], rows, *one.shape[2:]), P(None, ("data", "fsdp")), plan)
+
         tile = jax.checkpoint(ft.partial(_cross_entropy, head=head))
         total, _ = jax.lax.scan(
             lambda total, one: (total + tile(one[0], targets=one[1], mask=one[2]), None),
@@ -115,7 +117,10 @@ def _step(told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool) -> Callable[
         square = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads)
         count = state["count"] + 1
         first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.95))
-        moved = lambda p, m, v: p - 1e-8 * (m / first / (jnp.sqrt(v / second) + 1e-8) + 0.1 * p)
+
+        def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            return p - 1e-8 * (m / first / (jnp.sqrt(v / second) + 1e-8) + 0.1 * p)
+
         new = jax.tree.map(moved, params, mean, square)
         return new, {"mean": mean, "square": square, "count": count}, value
 

@@ -74,6 +74,7 @@ class Traced:
             tile=self.chip.tile,
             changed=changed,
             on_host=[leaf.on_host for leaf in given.leaves],
+            ahead=self.chip.torus_dims > 0,
         )
 
     def again(self, given: Arguments) -> "Traced":

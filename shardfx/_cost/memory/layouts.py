@@ -163,8 +163,10 @@ class Layouts:
 
 
 def dims_of(spec: Any, rank: int, sizes: Mapping[str, int]) -> Dims:
-    """The axes of a PartitionSpec that the mesh has, per dimension."""
-    entries = [tuple(axis for axis in entry_axes(entry) if axis in sizes) for entry in entries_of(pinned(spec))]
+    """The axes of a PartitionSpec that cut, per dimension: those that the mesh has, with more than one device."""
+    entries = [
+        tuple(axis for axis in entry_axes(entry) if sizes.get(axis, 1) > 1) for entry in entries_of(pinned(spec))
+    ]
     return (*entries[:rank], *((),) * (rank - len(entries)))
 
 

@@ -7,6 +7,7 @@ computed again is in the program twice.
 
 import dataclasses
 
+from ..nested import scan_parts
 from .factors import ELEMENTWISE, PIECES, REDUCTIONS, VIEWS
 from .layouts import Dims, Layouts
 from .program import Block, Op, Program
@@ -59,15 +60,21 @@ class Changed:
 
 
 def peak_of(
-    program: Program, layouts: Layouts, changed: Changed | None = None, aliased: frozenset[int] = frozenset()
+    program: Program,
+    layouts: Layouts,
+    changed: Changed | None = None,
+    *,
+    aliased: frozenset[int] = frozenset(),
+    ahead: bool = False,
 ) -> Peak:
     """The worst moment of a step, its arguments and results aside.
 
     **Arguments:**
 
     - `aliased`: results that take over the memory of arguments. Nothing else can lie there before them.
+    - `ahead`: whether the compiler gathers the weights of the next layer while a loop computes one, as the TPU's does.
     """
-    return _Timeline(program.block, layouts, changed, aliased=aliased, outermost=True).peak()
+    return _Timeline(program.block, layouts, changed, aliased=aliased, ahead=ahead, outermost=True).peak()
 
 
 # A value, or a copy of it in another layout.
@@ -84,10 +91,11 @@ class _Timeline:
         changed: Changed | None = None,
         *,
         aliased: frozenset[int] = frozenset(),
+        ahead: bool = False,
         outermost: bool = False,
     ):
         self.block, self.layouts, self.changed, self.outermost = block, layouts, changed, outermost
-        self.aliased = aliased
+        self.aliased, self.ahead = aliased, ahead
         self.made = {out: op for op in block.ops for out in op.outs}
         self.uses: dict[int, list[Op]] = {}
         for op in block.ops:
@@ -142,10 +150,31 @@ class _Timeline:
         """The worst moment of a body, or of the branch that takes most."""
         peaks = []
         for block in op.blocks:
-            peak = _Timeline(block, self.layouts, self.changed).peak()
+            timeline = _Timeline(block, self.layouts, self.changed, ahead=self.ahead)
+            peak = timeline.peak()
+            if self.ahead and op.name == "scan" and op.params["length"] > 1:
+                peak = timeline.with_next(peak, block.ins[sum(scan_parts(op.params)) :])
             again = 0 if self.changed is None else self.changed.inside.get(id(block), 0)
             peaks.append(dataclasses.replace(peak, bytes=peak.bytes + again))
         return max(peaks, key=lambda one: one.bytes, default=Peak(0, ()))
+
+    def with_next(self, peak: Peak, slices: tuple[int, ...]) -> Peak:
+        """The worst moment of a loop's body while what its next turn needs whole is gathered already."""
+        held = [
+            self.held((number, dims), self.bytes_of((number, dims)))
+            for number, dims in self.copiers
+            if dims is not None and self.is_made_of(number, slices)
+        ]
+        return dataclasses.replace(peak, bytes=peak.bytes + sum(one.bytes for one in held), held=(*peak.held, *held))
+
+    def is_made_of(self, number: int, slices: tuple[int, ...]) -> bool:
+        """Whether a value is one of these, or one of them cast or turned: a weight of this layer."""
+        if number in slices:
+            return True
+        op = self.made.get(number)
+        if op is None or not (op.name in ELEMENTWISE or op.name in VIEWS):
+            return False
+        return all(source is None or self.is_made_of(source, slices) for source in op.ins)
 
     def bytes_of(self, key: _Key) -> int:
         number, dims = key
