@@ -14,26 +14,17 @@ import numpy as np
 import shardfx as sfx
 from shardfx import chips
 from shardfx._search.core import CostModel, find, machine_of
+from shardfx._search.emulated import EMULATED
 from shardfx._search.limits import Limits
 from shardfx._search.search import Searched
 
+from . import search_hands
 from ._case import Entry, Finding, Limit, Value
+from ._llama import llama
 from ._runner import Options
 
 
 SUMMARY = "search: candidates per second, seconds of a whole search, and its order against compiled and timed steps"
-# Emulated devices of one CPU: slow in all, and collectives are function calls that wait for each other.
-_CPU = chips.Chip(
-    name="emulated",
-    hbm_bytes=2**31,
-    usable_hbm_bytes=2**31,
-    hbm_bytes_per_second=2e9,
-    flops_per_second=(("bfloat16", 8e9), ("float32", 8e9)),
-    link_bytes_per_second=1e9,
-    torus_dims=0,
-    island_chips=2**20,
-    dcn_bytes_per_second=1e9,
-)
 _BY_HAND = {
     "dp": [("batch", "a")],
     "fsdp": [("batch", "a"), ("embed", "a")],
@@ -44,10 +35,15 @@ _BY_HAND = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hands", action="store_true", help="only the table against rules by hand, which goes on")
+    parser.add_argument("--slice", default="cpu:8", help="of that table, as tpu:v5e:4x4")
+    parser.add_argument("--models", default="", help="of that table: those with this in their names")
     parser.add_argument("--candidates", type=int, default=40, help="candidates that are compiled for the order")
 
 
 def cases(options: Options) -> list[Entry]:
+    if options.flags.hands:
+        return search_hands.cases(options.flags.slice, options.flags.models)
     few = 6 if options.quick else options.flags.candidates
     found: list[Entry] = [
         Finding("speed of the core, 256 devices", _speed, (Limit("million candidates per second", at_least=1.0),)),
@@ -78,65 +74,6 @@ def cases(options: Options) -> list[Entry]:
             ),
         ]
     return found
-
-
-def llama(
-    layers: int,
-    width: int,
-    hidden: int,
-    kv: int,
-    group: int,
-    head: int,
-    vocab: int,
-    batch: int,
-    length: int,
-    dtype: Any = jnp.bfloat16,
-) -> tuple[Any, ...]:
-    """A training step of a Llama under scan and remat, with AdamW's moments; its arguments are structs."""
-    struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
-
-    def layer(x: Any, p: Any) -> tuple[Any, None]:
-        b, s, _ = x.shape
-        y = _normed(x)
-        query = (y @ p["q"]).reshape(b, s, kv, group, head)
-        key, value = ((y @ p[name]).reshape(b, s, kv, head) for name in "kv")
-        scores = jnp.einsum("bskgd,btkd->bkgst", query, key) / math.sqrt(head)
-        mixed = jnp.einsum("bkgst,btkd->bskgd", jax.nn.softmax(scores, axis=-1), value)
-        x = x + mixed.reshape(b, s, kv * group * head) @ p["o"]
-        y = _normed(x)
-        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
-
-    def loss(p: Any, tokens: Any) -> Any:
-        x, _ = jax.lax.scan(jax.checkpoint(layer), p["embedding"][tokens], p["layers"])
-        logits = (_normed(x) @ p["unembedding"]).astype(jnp.float32)
-        right = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
-
-    def step(p: Any, mu: Any, nu: Any, tokens: Any) -> tuple[Any, Any, Any]:
-        grads = jax.grad(loss)(p, tokens)
-        mu = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, mu, grads)
-        nu = jax.tree.map(lambda n, g: n * 0.99 + g * g * 0.01, nu, grads)
-        return jax.tree.map(lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu), mu, nu
-
-    shapes = {
-        "q": (width, kv * group * head),
-        "k": (width, kv * head),
-        "v": (width, kv * head),
-        "o": (kv * group * head, width),
-        "gate": (width, hidden),
-        "up": (width, hidden),
-        "down": (hidden, width),
-    }
-    params = {
-        "embedding": struct((vocab, width)),
-        "layers": {name: struct((layers, *shape)) for name, shape in shapes.items()},
-        "unembedding": struct((width, vocab)),
-    }
-    return step, params, params, params, jax.ShapeDtypeStruct((batch, length), jnp.int32)
-
-
-def _normed(x: Any) -> Any:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def _large() -> tuple[Any, ...]:
@@ -227,7 +164,7 @@ def _order(few: int, devices: Any) -> dict[str, Value]:
     """Candidates drawn from all places of the order, by bytes that their compiled programs send."""
     step, *args = _small()
     made = Searched(step, args, 8, Limits())
-    machine = machine_of(_CPU, 8, CostModel(), "float32", math.inf)
+    machine = machine_of(EMULATED, 8, CostModel(), "float32", math.inf)
     found, _ = find(made.terms, machine, 8, keep=2000)
     rng = np.random.default_rng(0)
     drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 4 * few])]
@@ -267,11 +204,11 @@ def _against_hands(options: Options) -> dict[str, Value]:
     by_hand = {}
     for name, rules in _BY_HAND.items():
         limits = Limits(rules=sfx.AxisRules(rules))
-        by_hand[name] = sfx.search(*model, devices=8, chip=_CPU, limits=limits, keep=1)[0]
+        by_hand[name] = sfx.search(*model, devices=8, chip=EMULATED, limits=limits, keep=1)[0]
     ways = {name: _runner(model, one, options.devices[:8]) for name, one in by_hand.items()}
     times = _timed(ways, options.repeats)
     fitted = sfx.fit_chip([(by_hand[name], seconds) for name, seconds in times.items()])
-    chosen = sfx.search(*model, devices=8, chip=_CPU, model=fitted, keep=3)
+    chosen = sfx.search(*model, devices=8, chip=EMULATED, model=fitted, keep=3)
     ways |= {f"choice {i + 1}": _runner(model, one, options.devices[:8]) for i, one in enumerate(chosen)}
     times = _timed(ways, options.repeats)
     best = min(times[name] for name in by_hand)

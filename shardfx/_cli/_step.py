@@ -119,7 +119,7 @@ def compiled(
     `UsageError` where JAX has started with fewer devices, the step does not compile, or nothing can compile for it.
     """
     if target is None:
-        _emulate(step.mesh)
+        emulate(step.mesh.size, f"the mesh {step.mesh} has")
     if "lower" in dir(step.function):
         if target is not None:
             raise UsageError("--target needs a step that is not jitted; return the function itself")
@@ -129,19 +129,24 @@ def compiled(
     return calling("compiling the step", lambda: compile_for(step.function, step.laid_out, where, **given))
 
 
-def _emulate(mesh: MeshSpec) -> None:
-    """Has JAX start with as many CPU devices as the mesh has."""
-    if mesh.size > MOST_DEVICES:
+def emulate(count: int, what: str = "the target has") -> None:
+    """Has JAX start with so many CPU devices.
+
+    **Raises:**
+
+    `UsageError` where they are too many, or JAX has started with fewer.
+    """
+    if count > MOST_DEVICES:
         hint = f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate` needs none"
-        raise UsageError(f"the mesh {mesh} has {mesh.size:,} devices; {hint}")
+        raise UsageError(f"{what} {count:,} devices; {hint}")
     try:
         # Read when JAX starts a backend, which nothing may have done yet.
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", mesh.size)
+        jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         pass
-    if len(jax.devices()) < mesh.size:
-        raise UsageError(f"JAX has started with {len(jax.devices())} devices, and the mesh {mesh} has {mesh.size}")
+    if len(jax.devices()) < count:
+        raise UsageError(f"JAX has started with {len(jax.devices())} devices, and {what} {count}")
 
 
 def _lowered(step: Step) -> Any:

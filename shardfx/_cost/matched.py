@@ -135,7 +135,9 @@ class _Match:
         if not overlap:
             return False
         held = {part for own in cut.values() for part in own}
-        spare = [part for part in range(len(self.axes.sizes)) if part not in held and part not in self.taken - set(parts)]
+        spare = [
+            part for part in range(len(self.axes.sizes)) if part not in held and part not in self.taken - set(parts)
+        ]
         spare = [part for part in spare if part not in parts or part not in held]
         count, need = self.axes.count(spare), self.axes.count(parts)
         if count % need == 0 and count > 1:

@@ -79,10 +79,16 @@ class Prices:
             left = max(1, count(less) / count(more)) * count(forked)
             if left > 1:
                 local *= left
-                made.append(self.made("all-gather", (*less, *forked), local * (1 - 1 / left) / (1 - 1 / count((*less, *forked)))))
+                made.append(
+                    self.made(
+                        "all-gather", (*less, *forked), local * (1 - 1 / left) / (1 - 1 / count((*less, *forked)))
+                    )
+                )
         return made
 
-    def _traded(self, source: Layout, target: Layout, gone: Sequence[Parts], new: Sequence[Parts]) -> tuple[Parts, float]:
+    def _traded(
+        self, source: Layout, target: Layout, gone: Sequence[Parts], new: Sequence[Parts]
+    ) -> tuple[Parts, float]:
         """The parts along which devices trade places, and the share of devices that do.
 
         What stays on a dimension may come behind what goes, or before what comes; and what comes may take the place of
@@ -103,7 +109,9 @@ class Prices:
         moved = [pair for pair in orders if pair[0] != pair[1]]
         parts = tuple(dict.fromkeys(part for pair in moved for order in pair for part in order))
         if least:
-            parts = tuple(dict.fromkeys((*parts, *(p for less, more in zip(gone, new) if less and more for p in (*less, *more)))))
+            parts = tuple(
+                dict.fromkeys((*parts, *(p for less, more in zip(gone, new) if less and more for p in (*less, *more))))
+            )
         return parts, max(least, self._moving(parts, moved))
 
     def _moving(self, parts: Parts, orders: Sequence[tuple[Parts, Parts]]) -> float:

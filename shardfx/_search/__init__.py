@@ -3,9 +3,10 @@
 It may import what plans, what prices and what is below them. It never touches arrays, and never imports a command.
 """
 
+from .asked import device_count as device_count
 from .candidate import Candidate as Candidate, Check as Check
-from .checked import fit_chip as fit_chip
 from .core import CostModel as CostModel
+from .fitted import fit_chip as fit_chip
 from .lay_out import lay_out as lay_out
 from .limits import Limits as Limits
 from .name_axes import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from .._cost import Comparison
 from .._ground.text import bytes_text, table
 from .._plan import ShardPlan
 from .._rules.axis_rules import AxisRules
@@ -12,11 +13,13 @@ from .written import code_of
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What a closer look at a candidate found: by "estimate" or "compile".
+    """What a closer look at a candidate found: by "estimate", "compile" or "run".
 
     `wire_bytes` enter a device per step, `axis_bytes` are those of each set of mesh axes; `memory_bytes` are per
-    device, `None` where the look did not tell. `seconds` is the candidate's estimate with its sending scaled to the
-    bytes that were found.
+    device, `None` where the look did not tell. `seconds` are of a step: by the estimate its own with the sending scaled
+    to the bytes that were found; by the compiler `compute_seconds` of its program, by cycles where it tells them and
+    else by products, and the sending of what the program sends; by a run what a clock measured. `comparison` says at
+    which lines the program sends more than [`shardfx.estimate`][] expects.
     """
 
     by: str
@@ -24,6 +27,8 @@ class Check:
     memory_bytes: int | None
     seconds: float
     axis_bytes: tuple[tuple[tuple[str, ...], float], ...]
+    compute_seconds: float = 0.0
+    comparison: Comparison | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +76,42 @@ class Candidate:
 
     def code(self) -> str:
         """A Python file that makes the mesh and the rules, for a person to read and commit."""
+        look = self.checks[-1] if self.checks else None
+        seconds = self.seconds if look is None else look.seconds
+        held = self.memory_bytes if look is None or look.memory_bytes is None else look.memory_bytes
+        how = {"compile": "by its compiled program", "run": "as measured"}.get(look.by if look else "", "by estimate")
         head = (
-            f"Chosen by shardfx.search: {self.seconds * 1e3:.3g} ms a step by its estimate, "
-            f"{bytes_text(self.memory_bytes)} a device.",
+            f"Chosen by shardfx.search: {ms(seconds)} a step {how}, {bytes_text(held)} a device.",
+            *(f"{axis}={size} cuts {', '.join(dict(self.roles)[axis])}." for axis, size in self.mesh.shape.items()),
+            *(f"Not {reason}." for reason in self.reasons[:1] if self.fits),
         )
         return code_of(self.mesh, self.rules, head)
+
+    def explain(self) -> str:
+        """Where the estimate and a closer look differ: bytes of each mesh axis, seconds, memory, and the lines.
+
+        **Returns:**
+
+        A text. The lines of the program, with what to do about each, are there after `verify="compile"`.
+        """
+        rows = [("by", "ms a step", "computation", "MB sent", "held", *map(" x ".join, self._axis_sets()))]
+        own = (ms(self.seconds), ms(self.compute_seconds), _mb(self.wire_bytes), bytes_text(self.memory_bytes))
+        first: dict[tuple[str, ...], float] = {}
+        for row in self.traffic:
+            first[(row.axis,)] = first.get((row.axis,), 0.0) + row.wire_bytes
+        rows.append(("search", *own, *(_mb(first.get(axes, 0.0)) for axes in self._axis_sets())))
+        for look in self.checks:
+            held = "-" if look.memory_bytes is None else bytes_text(look.memory_bytes)
+            sent = dict(look.axis_bytes)
+            told = (look.by, ms(look.seconds), ms(look.compute_seconds), _mb(look.wire_bytes), held)
+            rows.append((*told, *(_mb(sent.get(axes, 0.0)) for axes in self._axis_sets())))
+        compared = [str(look.comparison) for look in self.checks if look.by == "compile" and look.comparison]
+        return "\n".join([self.title, *table(rows, right=set(rows[0][1:])), *compared])
+
+    def _axis_sets(self) -> tuple[tuple[str, ...], ...]:
+        """The sets of mesh axes that something is sent along, single ones first."""
+        found = {axes for look in self.checks for axes, _ in look.axis_bytes} | {(row.axis,) for row in self.traffic}
+        return tuple(sorted(found, key=lambda axes: (len(axes), axes)))
 
     def __str__(self) -> str:
         parts = [
@@ -100,3 +136,7 @@ class Candidate:
 def ms(seconds: float) -> str:
     """Seconds for a person."""
     return f"{seconds * 1e3:.3g} ms"
+
+
+def _mb(amount: float) -> str:
+    return f"{amount / 1e6:.4g}"

@@ -1,55 +1,232 @@
-"""Candidates after a closer look: by the estimate of each operation, or by the compiled program."""
+"""Candidates after a closer look: by the estimate of each operation, by the compiled program, or by the clock."""
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
+from .. import chips
 from .._arrays import filter_jit
-from .._cost import Traffic, traffic
-from .._cost.estimate import Prepared
+from .._cost import Traffic, compare, compile_for, seconds as seconds_of, traffic
+from .._cost.estimate import Compiler, Prepared
+from .._cost.work import work_of
 from .._ground.errors import MeshError
 from .._plan import ShardPlan
+from ..interop import tpu
 from .candidate import Candidate, Check
 from .core import CostModel
 
 
-def estimated(step: Prepared, made: Candidate, overlap: float) -> Check:
-    """The candidate by the estimate of every operation; see [`shardfx.estimate`][]."""
-    return _check("estimate", step.under(made.plans), None, made, overlap)
+Progress = Callable[[str], None]
+# In how many rounds candidates are run in turn, and how many steps each turn has.
+_ROUNDS, _STEPS = 3, 3
+# Products that a core's units make in one cycle, for the chips whose clock this tells.
+_UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
-def compiled(step: Any, args: Sequence[Any], made: Candidate, devices: Sequence[Any], overlap: float) -> Check:
-    """The candidate by its program, compiled for these devices. Nothing is run."""
-    mesh = made.plans[0].mesh.build(devices)
-    plans = tuple(plan.on(mesh) for plan in made.plans)
-    lowered = filter_jit(step, in_shardings=plans, out_shardings=_as_they_came(step, args, plans)).lower(*args)
-    program = lowered.compile()
-    memory = program.memory_analysis()
-    bytes_held = None
-    if memory is not None:
+@dataclasses.dataclass(frozen=True)
+class Verifier:
+    """Compiles the candidates of one step for the same devices, and runs them if that is asked for.
+
+    - `step`, `args`: what is searched for.
+    - `devices`: what is compiled for.
+    - `chip`, `model`: by which bytes and operations become seconds.
+    - `cache`: a directory that keeps programs, or `None`.
+    - `progress`: is told what is being done.
+    """
+
+    step: Any
+    args: tuple[Any, ...]
+    devices: tuple[Any, ...]
+    chip: chips.Chip
+    model: CostModel
+    cache: Any
+    progress: Progress
+
+    def compiled(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """The candidates with what their programs send, compute and hold; the fastest first."""
+        prepared = Prepared(self.step, self.args)
+        found = []
+        for number, one in enumerate(candidates, start=1):
+            self.progress(f"compiling candidate {number} of {len(candidates)}: {one.title}")
+            out = _as_they_came(self.step, self.args, one.plans)
+            program = compile_for(
+                self.step,
+                one.plans,
+                one.mesh.build(self.devices),
+                args=self.args,
+                out_shardings=out,
+                cache=self.cache,
+                progress=lambda _: None,
+            )
+            found.append(with_check(one, self._check(one, program, prepared)))
+        return in_order(found)
+
+    def ran(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
+        prepared = Prepared(self.step, self.args)
+        looked, steps = [], []
+        for number, one in enumerate(candidates, start=1):
+            self.progress(f"compiling candidate {number} of {len(candidates)}: {one.title}")
+            program, run = self._runnable(one)
+            looked.append(with_check(one, self._check(one, program, prepared)))
+            steps.append(run)
+        # What does not fit cannot run.
+        kept = [(one, run) for one, run in zip(looked, steps, strict=True) if fits(one)]
+        taken: list[list[float]] = [[] for _ in kept]
+        order = list(range(len(kept)))
+        for turn in range(_ROUNDS):
+            for number in order if turn % 2 else reversed(order):
+                self.progress(f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of {_ROUNDS}")
+                taken[number] += kept[number][1]()
+            # Only the faster half can still be the fastest.
+            order = sorted(order, key=lambda number: statistics.median(taken[number]))[: max(2, (len(order) + 1) // 2)]
+        found = [
+            with_check(one, dataclasses.replace(one.checks[-1], by="run", seconds=statistics.median(times)))
+            for (one, _), times in zip(kept, taken, strict=True)
+        ]
+        # Those that were run in the last round stand first: the others had fewer steps, and might have had better luck.
+        last = in_order(found[number] for number in order)
+        return (*last, *in_order(one for at, one in enumerate(found) if at not in order)) or fitting(looked)
+
+    def _check(self, made: Candidate, program: Any, prepared: Prepared) -> Check:
+        """What a compiled program says."""
+        compiler: Compiler = "tpu" if self.devices[0].platform == "tpu" else "cpu"
+        memory, text = program.memory_analysis(), program.as_text()
         outputs = max(0, memory.output_size_in_bytes - memory.argument_size_in_bytes)
         # A training step gives its state's memory to the new state.
-        bytes_held = memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs
-    return _check("compile", traffic(program, mesh), bytes_held, made, overlap)
+        held = memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs
+        found = traffic(program, made.mesh)
+        compute = self._compute_seconds(made, text)
+        sending = seconds_of(found, self.chip, made.mesh).seconds / self.model.network
+        sending += sum(row.calls or 1 for row in found.rows) * self.model.call_seconds
+        return Check(
+            by="compile",
+            wire_bytes=float(found.wire_bytes),
+            memory_bytes=held,
+            seconds=_step_seconds(made, compute, sending, self.model.overlap),
+            axis_bytes=_by_axes(found),
+            compute_seconds=compute,
+            comparison=compare(prepared.under(made.plans, compiler=compiler), found),
+        )
+
+    def _compute_seconds(self, made: Candidate, text: str) -> float:
+        """By the compiler's cycles where it tells them; else by products, or the candidate's own if that is longer."""
+        work = work_of(text)
+        clock = _clock(self.chip)
+        if work.cycles and clock:
+            return work.cycles / clock
+        peak = float(self.chip.flops("bfloat16")) / self.chip.devices_per_chip * self.model.compute
+        return max(made.compute_seconds, work.flops / peak)
+
+    def _runnable(self, made: Candidate) -> tuple[Any, Callable[[], list[float]]]:
+        """The program, and what runs it a few times and returns the seconds of each."""
+        mesh = made.mesh.build(self.devices)
+        plans = tuple(plan.on(mesh) for plan in made.plans)
+        out = _as_they_came(self.step, self.args, plans)
+        program = filter_jit(self.step, in_shardings=plans, out_shardings=out).lower(*self.args).compile()
+
+        def run() -> list[float]:
+            # Made anew for each turn, so that only one candidate has its arrays on the devices.
+            values = [_filled(arg, plan) for arg, plan in zip(self.args, plans, strict=True)]
+            _wait(program(*values))
+            taken = []
+            for _ in range(_STEPS):
+                begin = time.perf_counter()
+                _wait(program(*values))
+                taken.append(time.perf_counter() - begin)
+            return taken
+
+        return program, run
 
 
-def devices_for(verify: Any, count: int) -> tuple[Any, ...]:
-    """The devices to compile for."""
-    if verify != "compile":
-        given = tuple(verify)
-        if len(given) != count:
-            raise MeshError(f"`verify` has {len(given)} devices, but the search is for {count}; give as many.")
-        return given
+def estimated(step: Prepared, made: Candidate, overlap: float) -> Check:
+    """The candidate by the estimate of every operation; see [`shardfx.estimate`][]."""
+    found = step.under(made.plans)
+    scale = found.wire_bytes / made.wire_bytes if made.wire_bytes else 1.0
+    sending = (made.exposed_seconds + made.hidden_seconds) * scale
+    return Check(
+        by="estimate",
+        wire_bytes=float(found.wire_bytes),
+        memory_bytes=None,
+        seconds=_step_seconds(made, made.compute_seconds, sending, overlap),
+        axis_bytes=_by_axes(found),
+        compute_seconds=made.compute_seconds,
+    )
+
+
+def with_check(one: Candidate, check: Check) -> Candidate:
+    """The candidate with one more look at it."""
+    return dataclasses.replace(one, checks=(*one.checks, check))
+
+
+def in_order(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """By the last look at each."""
+    return tuple(sorted(found, key=lambda one: one.checks[-1].seconds))
+
+
+def fits(one: Candidate) -> bool:
+    """Whether its memory is within the limit by the last look."""
+    return (one.checks[-1].memory_bytes or 0) <= one.limit_bytes
+
+
+def fitting(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those whose memory is within the limit by the last look; where none is, the one that takes least."""
+    return tuple(filter(fits, found)) or tuple(sorted(found, key=lambda one: one.checks[-1].memory_bytes or 0)[:1])
+
+
+def devices_for(verify: Any, count: int, target: str | None, given: Sequence[Any] | None) -> tuple[Any, ...]:
+    """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
+    if not isinstance(verify, str):
+        for_these = tuple(verify)
+        if len(for_these) != count:
+            raise MeshError(f"`verify` has {len(for_these)} devices, but the search is for {count}; give as many.")
+        return for_these
+    if verify not in ("compile", "run"):
+        raise MeshError(f'`verify={verify!r}` is not "compile", "run", or the devices to compile for.')
+    if given is not None:
+        return tuple(given)
+    if verify == "compile" and target is not None and has_libtpu():
+        return tpu.devices_of(target)
     known = jax.devices()
     if len(known) < count:
         raise MeshError(
-            f'`verify="compile"` needs {count} devices, and there are {len(known)}; emulate them with '
+            f'`verify="{verify}"` needs {count} devices, and there are {len(known)}; emulate them with '
             f'`jax.config.update("jax_num_cpu_devices", {count})` before JAX is used, or give those of a slice: '
             '`verify=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
         )
     return tuple(known[:count])
+
+
+def has_libtpu() -> bool:
+    """Whether the TPU's compiler is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def _step_seconds(made: Candidate, compute: float, sending: float, overlap: float) -> float:
+    """Computation, and of the sending what it does not hide: as large a part of it can be hidden as estimated."""
+    whole = made.exposed_seconds + made.hidden_seconds
+    hidden = sending * made.hidden_seconds / whole if whole else 0.0
+    return compute + (sending - hidden) + max(0.0, hidden - overlap * compute)
+
+
+def _by_axes(found: Traffic) -> tuple[tuple[tuple[str, ...], float], ...]:
+    sums: dict[tuple[str, ...], float] = {}
+    for row in found.rows:
+        sums[row.axes] = sums.get(row.axes, 0.0) + row.wire_bytes
+    return tuple(sums.items())
+
+
+def _clock(chip: chips.Chip) -> float:
+    """Cycles per second of a TPU's core, from its peak: each of its units makes 128 x 128 products in a cycle."""
+    units = _UNITS.get(chip.name)
+    return float(chip.flops("bfloat16")) / (units * 2) if units else 0.0
 
 
 def _as_they_came(step: Any, args: Sequence[Any], plans: Sequence[ShardPlan]) -> Any:
@@ -68,96 +245,28 @@ def _as_they_came(step: Any, args: Sequence[Any], plans: Sequence[ShardPlan]) ->
 
 def _shapes(tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [
-        (leaf.shape, leaf.dtype) for leaf in leaves if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
+    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves if _is_shaped(leaf)]
 
 
-def _check(by: str, found: Traffic, memory_bytes: int | None, made: Candidate, overlap: float) -> Check:
-    by_axes: dict[tuple[str, ...], float] = {}
-    for row in found.rows:
-        by_axes[row.axes] = by_axes.get(row.axes, 0.0) + row.wire_bytes
-    scale = found.wire_bytes / made.wire_bytes if made.wire_bytes else 1.0
-    exposed, hidden = made.exposed_seconds * scale, made.hidden_seconds * scale
-    seconds = made.compute_seconds + exposed + max(0.0, hidden - overlap * made.compute_seconds)
-    return Check(by, float(found.wire_bytes), memory_bytes, seconds, tuple(by_axes.items()))
+def _is_shaped(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def fit_chip(measurements: Iterable[tuple[Candidate, float | int]], model: CostModel | None = None) -> CostModel:
-    """Fits what a search assumes about a machine to steps that were measured on it.
-
-    The computation and the sending of every candidate are scaled, each by one factor, so that the sum is closest to
-    what was measured, in ratios.
-
-    **Arguments:**
-
-    - `measurements`: pairs of a [`shardfx.Candidate`][] and the seconds that its step took; two at least.
-    - `model`: what the candidates were estimated with; what [`shardfx.search`][] takes by itself if not given.
-
-    **Returns:**
-
-    A [`shardfx.CostModel`][] for `search(..., model=...)`.
-
-    **Raises:**
-
-    `MeshError` for fewer than two measurements, or times that are not above 0.
-
-    !!! Example
-
-        ```python
-        import jax
-        import jax.numpy as jnp
-        import shardfx
-
-        def step(p, x):
-            grads = jax.grad(lambda p: jnp.mean((x @ p) ** 2))(p)
-            return p - 0.1 * grads
-
-        struct = jax.ShapeDtypeStruct
-        args = struct((1024, 1024), "float32"), struct((4096, 1024), "float32")
-        found = shardfx.search(step, *args, devices=8, chip="v5e")
-        measured = [(one, 2 * one.seconds) for one in found]  # your own times here
-        model = shardfx.fit_chip(measured)
-        again = shardfx.search(step, *args, devices=8, chip="v5e", model=model)
-        assert again[0].seconds > found[0].seconds
-        ```
-    """
-    model = CostModel() if model is None else model
-    pairs = [(made, float(seconds)) for made, seconds in measurements]
-    if len(pairs) < 2 or any(not seconds > 0 for _, seconds in pairs):
-        raise MeshError(
-            f"`fit_chip` got {len(pairs)} measurements; it needs at least two, each a candidate and seconds above 0."
-        )
-    fits = [_scales(pairs, overlap / 4) + (overlap / 4,) for overlap in range(5)]
-    _, compute, network, overlap = min(fits)
-    return CostModel(
-        compute=model.compute / compute,
-        memory=model.memory / compute,
-        network=model.network / network,
-        overlap=overlap,
-        call_seconds=model.call_seconds * network,
-    )
+def _filled(arg: Any, plan: ShardPlan) -> Any:
+    """Arrays for an argument, each made in its shards. What they hold does not matter to the clock."""
+    structs, rest = eqx.partition(arg, _is_shaped)
+    make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
+    return eqx.combine(make(), rest)
 
 
-def _scales(pairs: Sequence[tuple[Candidate, float]], overlap: float) -> tuple[float, float, float]:
-    """The error, and by what computation and sending are multiplied: least squares of ratios, both kept above 0."""
-    rows = [
-        (
-            made.compute_seconds / seconds,
-            (made.exposed_seconds + max(0.0, made.hidden_seconds - overlap * made.compute_seconds)) / seconds,
-        )
-        for made, seconds in pairs
-    ]
-    aa, ab, bb = (sum(x[i] * x[j] for x in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = sum(x for x, _ in rows), sum(y for _, y in rows)
-    ground = aa * bb - ab * ab
-    least = 1e-3
-    if ground > 1e-9 * aa * bb:
-        x, y = (a * bb - b * ab) / ground, (b * aa - a * ab) / ground
-    else:
-        x = y = (a + b) / (aa + 2 * ab + bb)
-    if x <= 0 or y <= 0:
-        # One of them explains nothing here: it stays small, and the other takes all.
-        x, y = (a / aa, least) if y <= 0 else (least, b / bb)
-    error = sum((x * p + y * q - 1) ** 2 for p, q in rows)
-    return error, x, y
+def _value(struct: Any) -> jax.Array:
+    if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        made = (jax.random.key(0, impl=kind) for kind in ("threefry2x32", "rbg", "unsafe_rbg"))
+        return jnp.broadcast_to(next(key for key in made if key.dtype == struct.dtype), struct.shape)
+    if jnp.issubdtype(struct.dtype, jnp.inexact):
+        return jnp.full(struct.shape, 0.01, struct.dtype)
+    return jnp.zeros(struct.shape, struct.dtype)
+
+
+def _wait(result: Any) -> None:
+    jax.block_until_ready(eqx.filter(result, eqx.is_array))

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,15 +17,18 @@ from .._ground.text import bytes_text
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
-from .candidate import Candidate, Check, ms
-from .checked import compiled, devices_for, estimated
+from .asked import Tracing, hardware, require_arrays
+from .candidate import Candidate
+from .checked import Verifier, devices_for, estimated, fitting, in_order, with_check
 from .classes import Classes
-from .core import AXES, CostModel, Found, costs, find, machine_of
+from .core import AXES, CostModel, Found, costs, find, machine_of, shares
 from .layouts import Layouts, Role
 from .limits import Limits, numbers_of
 from .name_axes import names_trees
 from .priced import sent_rows
+from .reasons import by_look, difference, more, parts_of, without_twins
 from .roles import layouts_of
+from .seeds import distinct, roles_of, seeds
 from .terms import Terms, has_data, padded, terms_of
 from .trace import trace
 from .written import mesh_and_rules
@@ -33,19 +36,27 @@ from .written import mesh_and_rules
 
 # How many candidates get a closer look.
 _LOOKED_AT = 12
+# With how many sizes each way that is written by hand is looked at.
+_SIZES = 2
+# How many candidates are compiled where that is asked for.
+COMPILED = 12
 _NO_LIMITS, _USUAL = Limits(), CostModel()
 
 
 def search(
     step: Any,
     *args: Any,
-    devices: int | str,
+    devices: int | str | Sequence[Any],
     chip: str | chips.Chip | None = None,
     slices: int = 1,
     keep: int = 5,
     verify: Any = None,
+    also: Sequence[AxisRules] = (),
+    closely: int = COMPILED,
     limits: Limits = _NO_LIMITS,
     model: CostModel = _USUAL,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> tuple[Candidate, ...]:
     """Chooses mesh and rules for a step: the fastest by estimate that fit in memory, and the next ones.
 
@@ -57,15 +68,23 @@ def search(
 
     - `step`: the function that is jitted, without constraints of its own.
     - `args`: its arguments: arrays or structs, in any trees.
-    - `devices`: how many, or a slice as "tpu:v5p:4x4x4", which names the chip too.
+    - `devices`: how many; a slice as "tpu:v5p:4x4x4", which names the chip too; emulated CPU devices as "cpu:8"; or
+        JAX's own, as `jax.devices()`.
     - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
     - `slices`: how many slices (or nodes of TPUs) the devices are in, joined by the hosts' network.
     - `keep`: how many candidates to return, at most.
-    - `verify`: "compile" compiles the candidates for as many of JAX's devices, reads what they send and hold off the
-        programs, orders them anew and drops what does not fit. Or the devices to compile for, such as those of
-        `interop.tpu.devices_of("tpu:v5e:4x4")`.
+    - `verify`: "compile" compiles the best candidates, and the usual ways that people write by hand: for the slice if
+        `devices` is one and libtpu is installed, else for as many of JAX's devices. What the programs send, compute
+        and hold orders them anew, and what does not fit is dropped. Or the devices to compile for. "run" runs them on
+        the devices too, in turn, with arrays that it makes, and the clock orders them. Loops are compiled once,
+        however long they are.
+    - `also`: rules by hand, over names that [`shardfx.name_axes`][] finds, that are compiled too. The sizes of their
+        axes are chosen.
+    - `closely`: how many candidates to compile at most, beside those of `also`.
     - `limits`: see [`shardfx.Limits`][].
     - `model`: what is assumed beside the chip's data sheet; see [`shardfx.CostModel`][].
+    - `cache`: a directory that keeps what is compiled; see [`shardfx.compile_for`][].
+    - `progress`: is told what is being compiled or run.
 
     **Returns:**
 
@@ -75,7 +94,8 @@ def search(
     **Raises:**
 
     `MeshError` for devices that cannot be read or slices that do not divide them; `RuleError` for limits with names
-    that the step lacks; `SpecError` if no mesh of these devices divides the step's dimensions.
+    that the step lacks; `SpecError` if no mesh of these devices divides the step's dimensions; `LeafTypeError` for
+    arguments without arrays; what the step raises when it is traced, with a note.
 
     !!! Example
 
@@ -102,44 +122,52 @@ def search(
         assert best.mesh.size == 8 and best.fits and best.seconds <= others[0].seconds
         ```
     """
-    count, kind = _devices(devices, chip)
+    count, kind, target = hardware(devices, chip)
     if slices < 1 or count % slices:
         raise MeshError(f"`slices={slices}` does not divide {count} devices; each slice has equally many.")
-    made = Searched(step, args, count, limits)
-    found = made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model)
+    require_arrays(args)
+    with Tracing(args):
+        made = Searched(step, args, count, limits, also)
     prepared = Prepared(step, args)
-    found = _in_order([_with(one, estimated(prepared, one, model.overlap)) for one in found])[:keep]
+
+    def priced(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+        return in_order(with_check(one, estimated(prepared, one, model.overlap)) for one in found)
+
+    found = priced(made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model))
     if verify is None or not found[0].fits:
-        return found
-    targets = devices_for(verify, count)
-    found = _in_order([_with(one, compiled(step, args, one, targets, model.overlap)) for one in found])
-    fitting = tuple(one for one in found if (one.checks[-1].memory_bytes or 0) <= one.limit_bytes)
-    return fitting or found[:1]
-
-
-def _with(one: Candidate, check: Check) -> Candidate:
-    return dataclasses.replace(one, checks=(*one.checks, check))
-
-
-def _in_order(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(found, key=lambda one: one.checks[-1].seconds))
+        return found[:keep]
+    targets = devices_for(verify, count, target, None if isinstance(devices, int | str) else devices)
+    tell = progress or (lambda _: None)
+    verifier = Verifier(step, args, targets, kind, model, cache, tell)
+    asked, known = (priced(made.by_hand(ways, kind, slices, limits, model)) for ways in (made.asked, made.known))
+    closer = without_twins([*found[: (closely + 1) // 2], *asked, *known], closely + len(asked))
+    looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))
+    return tuple(
+        dataclasses.replace(one, reasons=(*by_look(one, looked[at + 1 : at + 3]), *one.reasons))
+        for at, one in enumerate(looked[:keep])
+    )
 
 
 class Searched:
     """A step that has been laid out under all roles worth a look, ready to be priced for any machine."""
 
-    def __init__(self, step: Any, args: Sequence[Any], devices: int, limits: Limits):
+    def __init__(self, step: Any, args: Sequence[Any], devices: int, limits: Limits, also: Sequence[AxisRules] = ()):
         self.devices = devices
         self.args = args
         self.classes = Classes(trace(step, *args))
         self.layouts = Layouts(self.classes, devices)
-        if limits.rules is None:
-            never = frozenset(numbers_of(limits.never, self.classes).values())
-            self.made = layouts_of(self.layouts, never=never)
-        else:
-            self.made = [self.layouts.under(role) for role in _roles_of(limits.rules, self.classes)]
         if devices == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")
+        never = frozenset(numbers_of(limits.never, self.classes).values())
+        given = [roles_of(rules, self.classes) for rules in also]
+        if limits.rules is None:
+            self.made = layouts_of(self.layouts, never=never)
+            known = seeds(self.layouts, never)
+        else:
+            self.made = [self.layouts.under(role) for role in roles_of(limits.rules, self.classes)]
+            known = []
+        self.asked = self.numbered(given)
+        self.known = self.numbered(known)
         if not self.made:
             raise SpecError(
                 f"no dimension of the step's arguments has a factor in common with {devices} devices; "
@@ -148,6 +176,58 @@ class Searched:
         self.terms = self.limited(limits)
         self.names = names_trees(self.classes)
         self.data = has_data(self.layouts)
+
+    def numbered(self, ways: Sequence[tuple[Role, ...]]) -> list[tuple[int, ...]]:
+        """The numbers of the roles of each way, which are laid out if they were not; ways that cut nothing left out."""
+        keys = {(made.events, made.cuts, made.shared): number for number, made in enumerate(self.made)}
+        found: dict[Role, int] = {}
+        for role in distinct(ways):
+            made = self.layouts.under(role)
+            if made.used:
+                key = (made.events, made.cuts, made.shared)
+                if key not in keys:
+                    keys[key] = len(self.made)
+                    self.made.append(made)
+                found[role] = keys[key]
+        made_ways = [tuple(sorted(found[role] for role in way if role in found)) for way in ways]
+        return list(dict.fromkeys(way for way in made_ways if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+
+    def by_hand(
+        self,
+        ways: Sequence[tuple[int, ...]],
+        chip: chips.Chip,
+        slices: int,
+        limits: Limits,
+        model: CostModel,
+        sizes: int = _SIZES,
+    ) -> list[Candidate]:
+        """Each way with the sizes that it is fastest with, and the next; those alone that fit in memory."""
+        limit, machine = self.machine(chip, limits, model)
+        found: list[Found] = []
+        for way in ways if limits.most_axes == AXES else [way for way in ways if len(way) <= limits.most_axes]:
+            ones = [self.found(way, each, slices, machine) for each in shares(self.devices, len(way)).tolist()]
+            fit = [one for one in ones if one is not None and one.memory_bytes <= limit]
+            found += sorted(fit, key=lambda one: one.seconds)[:sizes]
+        return [self.candidate(one, built, machine, limit) for one, built in self.diverse(found, len(found))]
+
+    def found(self, way: tuple[int, ...], sizes: Sequence[int], slices: int, machine: dict[str, Any]) -> Found | None:
+        """A way with these sizes; `None` where they do not divide. The first axis that can spans the slices."""
+        spans = [1] * len(way)
+        if slices > 1:
+            over = next((at for at, size in enumerate(sizes) if size % slices == 0), None)
+            if over is None:
+                return None
+            spans[over] = slices
+        free = {**machine, "limit": jnp.float32(np.inf)}
+        score, seconds, compute, exposed, hidden, memory = self.priced(way, sizes, spans, free)
+        if not math.isfinite(score):
+            return None
+        return Found(way, tuple(sizes), tuple(spans), seconds, compute, exposed, hidden, memory)
+
+    def machine(self, chip: chips.Chip, limits: Limits, model: CostModel) -> tuple[int, dict[str, Any]]:
+        """The memory that may be used, and the numbers that the core takes."""
+        limit = chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
+        return limit, machine_of(chip, self.devices, model, self.dtype(), float(limit))
 
     def limited(self, limits: Limits) -> Terms:
         terms = terms_of(self.layouts, self.made)
@@ -166,9 +246,8 @@ class Searched:
     def candidates(
         self, chip: chips.Chip, slices: int, keep: int, limits: Limits, model: CostModel
     ) -> tuple[Candidate, ...]:
-        limit = chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
-        machine = machine_of(chip, self.devices, model, self.dtype(), float(limit))
-        axes = min(limits.most_axes, AXES)
+        limit, machine = self.machine(chip, limits, model)
+        axes, hint = min(limits.most_axes, AXES), ""
         found, _ = find(self.terms, machine, self.devices, slices, axes=axes)
         if not found:
             # Nothing fits: what takes least memory is the most useful answer.
@@ -176,6 +255,7 @@ class Searched:
             found, _ = find(self.terms, anything, self.devices, slices, axes=axes)
             found = sorted(found, key=lambda one: one.memory_bytes)[:8]
             keep = 1
+            hint = self.would_fit(chip, slices, limits, model)
         pairs = list(self.diverse(found, keep))
         if not pairs:
             raise SpecError(
@@ -185,8 +265,20 @@ class Searched:
         made = [self.candidate(one, built, machine, limit) for one, built in pairs]
         ones = [one for one, _ in pairs]
         return tuple(
-            dataclasses.replace(one, reasons=self.reasons(at, made, ones, machine)) for at, one in enumerate(made)
+            dataclasses.replace(one, reasons=self.reasons(at, made, ones, machine, hint)) for at, one in enumerate(made)
         )
+
+    def would_fit(self, chip: chips.Chip, slices: int, limits: Limits, model: CostModel) -> str:
+        """How many more devices would be enough, in words."""
+        limit = chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
+        for times in (2, 4, 8, 16, 32, 64):
+            count = self.devices * times
+            machine = machine_of(chip, count, model, self.dtype(), float(limit))
+            found, _ = find(self.terms, machine, count, slices, axes=min(limits.most_axes, AXES), keep=1)
+            if found:
+                held = bytes_text(round(found[0].memory_bytes))
+                return f"{count} devices would do, with {held} on each; or use a smaller batch or remat"
+        return f"{64 * self.devices} devices would not do either; use a smaller batch or remat"
 
     def dtype(self) -> str:
         """The dtype that most bytes of products are in."""
@@ -295,17 +387,17 @@ class Searched:
         islands = bool(np.isfinite(machine["island"]))
         return [float(part[0, 0]) for part in costs(arrays, machine, sets, shares, spans, islands=islands)]
 
-    def reasons(self, at: int, made: list[Candidate], ones: list[Found], machine: dict[str, Any]) -> tuple[str, ...]:
+    def reasons(
+        self, at: int, made: list[Candidate], ones: list[Found], machine: dict[str, Any], hint: str
+    ) -> tuple[str, ...]:
         """Why this one stands before the next, and what moving a factor of two between its axes would cost."""
         mine = made[at]
         found = []
         if not mine.fits:
-            found.append(
-                f"nothing fits: this takes least, {bytes_text(mine.memory_bytes)} of {bytes_text(mine.limit_bytes)}; "
-                "use more devices, a smaller batch or remat"
-            )
+            held = f"{bytes_text(mine.memory_bytes)} of {bytes_text(mine.limit_bytes)}"
+            found.append(f"nothing fits: this takes least, {held}; {hint}")
         for other in made[at + 1 : at + 3]:
-            found.append(f"{other.title} instead: {_more(other.seconds - mine.seconds)}: {_difference(mine, other)}")
+            found.append(f"{other.title} instead: {more(other.seconds - mine.seconds)}: {difference(mine, other)}")
         return (*found, *self.near(ones[at], mine, machine))
 
     def near(self, one: Found, mine: Candidate, machine: dict[str, Any]) -> Iterable[str]:
@@ -328,7 +420,7 @@ class Searched:
                 if parts[5] > mine.limit_bytes:
                     yield f"{text}: {bytes_text(round(parts[5]))} do not fit in {bytes_text(mine.limit_bytes)}"
                 else:
-                    yield f"{text}: {_more(parts[1] - mine.seconds)}: {_parts(parts, mine)}"
+                    yield f"{text}: {more(parts[1] - mine.seconds)}: {parts_of(parts, mine)}"
 
     def blocked(self, roles: Sequence[int], sizes: Sequence[int]) -> str:
         """Which names do not divide, in words."""
@@ -338,48 +430,3 @@ class Searched:
             if self.terms.sizes[row] % cut:
                 found.append(f"{self.classes.groups[number].name} ({self.terms.sizes[row]}) does not divide by {cut}")
         return "; ".join(found)
-
-
-def _devices(devices: int | str, chip: str | chips.Chip | None) -> tuple[int, chips.Chip]:
-    """How many devices, and of which kind."""
-    if isinstance(devices, str):
-        found = re.fullmatch(r"(\w+:\w+):([1-9]\d*(?:x[1-9]\d*)*)", devices)
-        if found is None:
-            raise MeshError(
-                f"`devices={devices!r}` is no slice; write it as `tpu:v5p:4x4x4`, or give a number and `chip=`."
-            )
-        kind = chips.find(found[1] if chip is None else chip)
-        return math.prod(map(int, found[2].split("x"))) * kind.devices_per_chip, kind
-    if chip is None:
-        raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
-    return devices, chips.find(chip)
-
-
-def _roles_of(rules: AxisRules, classes: Classes) -> list[Role]:
-    """The roles that the mesh axes of given rules have."""
-    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
-    orders: dict[str, dict[int, None]] = {}
-    for name, target in rules.rules:
-        for axis in entry_axes(target):
-            if name in known:
-                orders.setdefault(axis, {})[known[name]] = None
-    return [Role(tuple(order)) for order in orders.values()]
-
-
-def _difference(mine: Candidate, other: Candidate) -> str:
-    parts = [0.0, other.seconds, other.compute_seconds, other.exposed_seconds, other.hidden_seconds, 0.0]
-    return _parts(parts, mine)
-
-
-def _parts(parts: Sequence[float], mine: Candidate) -> str:
-    named = (
-        ("computation", parts[2] - mine.compute_seconds),
-        ("sending that computation waits for", parts[3] - mine.exposed_seconds),
-        ("sending beside computation", parts[4] - mine.hidden_seconds),
-    )
-    told = [f"{_more(change)} of {what}" for what, change in named if abs(change) > 1e-3 * mine.seconds]
-    return ", ".join(told) or "all alike"
-
-
-def _more(seconds: float) -> str:
-    return f"{ms(abs(seconds))} {'more' if seconds >= 0 else 'less'}"

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import equinox as eqx
@@ -180,3 +181,16 @@ def test_show_notices_curves_that_differ(capsys, monkeypatch):
     assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32)).agree
     assert "THE CURVES DIFFER" in capsys.readouterr().out
     assert TOLERANCE < 1e-3
+
+
+def test_the_demo_trains_under_what_a_search_finds(text, unsharded):
+    run = dataclasses.replace(RUN, steps=2)
+    plans, found = train.search_plans(jax.devices(), run, lambda told: None, closely=1)
+    by_hand = {names for one in found for _, names in one.roles}
+    assert ("batch", "embed") in by_hand, "the rules by hand were tried too"
+    assert [one.checks[-1].by for one in found] == ["run"] * len(found) and len(found) > 1
+    assert found[0].checks[-1].seconds == min(one.checks[-1].seconds for one in found)
+    assert plans.model == found[0].plans[0].on(plans.model.mesh)
+    started = start_sharded(plans, run)
+    losses = train.train(started, text, run, place=lambda tokens: shard(tokens, plans.batch))
+    assert losses == pytest.approx(unsharded[:2], abs=1e-5)

@@ -1,5 +1,6 @@
 """The demo on a terminal: the plan, the training, and the comparison."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -8,10 +9,22 @@ from typing import Any, NamedTuple
 from shardfx import MeshSpec, report, shard
 
 from .data import stdlib_text
-from .train import TOLERANCE, Plans, Run, held_bytes, make_plans, start_sharded, start_unsharded, train
+from .train import (
+    TOLERANCE,
+    Plans,
+    Run,
+    held_bytes,
+    make_plans,
+    search_plans,
+    start_sharded,
+    start_unsharded,
+    step_seconds,
+    train,
+)
 
 
 _BAR = 30
+_TIMED_STEPS = 20
 
 
 class Outcome(NamedTuple):
@@ -28,7 +41,9 @@ class Outcome(NamedTuple):
     agree: bool
 
 
-def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> Outcome:
+def show(
+    mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None, search: bool = False
+) -> Outcome:
     """Trains twice, sharded and not, and prints everything on the way.
 
     **Arguments:**
@@ -37,6 +52,8 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
     - `devices`: as many as it has.
     - `run`: what to train.
     - `width`: columns of text; `None` for no limit.
+    - `search`: whether to search for the mesh and the rules, and to train under what is found. `mesh`, with the rules
+        that were written by hand, is then only what the choice is timed against.
 
     **Returns:**
 
@@ -45,6 +62,9 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
     begin = time.perf_counter()
     text = stdlib_text()
     plans = make_plans(mesh.build(devices), run)
+    if search:
+        plans = _chosen(plans, devices, run, text)
+        mesh = plans.model.mesh
     one = f"emulated {devices[0].device_kind}" if devices[0].platform == "cpu" else devices[0].device_kind
     print(f"{len(devices)} x {one}, as the mesh {mesh}.\n")
     print(f"The plan of the model:\n\n{report(plans.model, width=width)}\n")
@@ -68,6 +88,23 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
     print(f"{time.perf_counter() - begin:.0f} s in all.")
     held = plans.model.bytes_per_device, plans.optimizer.bytes_per_device
     return Outcome(str(mesh), len(devices), *held, (*sharded,), (*unsharded,), largest, TOLERANCE, agree)
+
+
+def _chosen(by_hand: Plans, devices: Sequence[Any], run: Run, text: Any) -> Plans:
+    """The plans that a search finds, told of and timed against those by hand."""
+    begin, moving = time.perf_counter(), sys.stdout.isatty()
+    print("Searching for a mesh and rules; the best, and those that people write by hand, are compiled and run.")
+    plans, found = search_plans(devices, run, lambda told: print(f"\r{told:<100.100}", end="") if moving else None)
+    print(f"\r{'':100}\r" if moving else "", end="")
+    print(f"{time.perf_counter() - begin:.0f} s. The best of them, with the median of their steps:\n")
+    for one in found:
+        print(f"{one.checks[-1].seconds * 1e3:>8.1f} ms  {one.title}")
+    print(f"\nThe best as code, to be committed (`shardfx search --write`):\n\n{found[0].code()}")
+    steps = min(run.steps, _TIMED_STEPS)
+    taken = step_seconds({"chosen": plans, "by hand": by_hand}, text, dataclasses.replace(run, steps=steps))
+    told = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in taken.items())
+    print(f"Median of {steps} steps, in turn: {told}: {taken['by hand'] / taken['chosen']:.2f} times as fast.\n")
+    return plans
 
 
 def _others(plans: Plans) -> str:

@@ -1,8 +1,9 @@
 """Trains the demo's model under a plan, then the same on one device without one, and compares the losses."""
 
 import dataclasses
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,7 @@ import optax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 
-from shardfx import MeshSpec, ShardPlan, filter_jit, follow, plan
+from shardfx import Candidate, MeshSpec, ShardPlan, filter_jit, follow, plan, search, shard
 
 from .data import batch
 from .model import AXIS_RULES, KV_HEADS, Transformer, loss
@@ -37,11 +38,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """The plans of all that a training step takes."""
+    """The plans of all that a training step takes, and whether the step lays out activations by the model's, too."""
 
     model: ShardPlan
     optimizer: ShardPlan
     batch: ShardPlan
+    constrains: bool = True
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
@@ -69,6 +71,58 @@ def make_plans(mesh: Any, run: Run) -> Plans:
     )
 
 
+def search_plans(
+    devices: Sequence[Any], run: Run, progress: Callable[[str], None], closely: int = 6
+) -> tuple[Plans, tuple[Candidate, ...]]:
+    """Searches for mesh and rules, with the rules that were written by hand among those that are tried.
+
+    **Arguments:**
+
+    - `devices`: which the best are run on.
+    - `run`: what is trained.
+    - `progress`: is told what is being done.
+    - `closely`: how many candidates are compiled and run, beside the rules by hand.
+
+    **Returns:**
+
+    The plans of the best, on these devices, and all candidates that were kept.
+    """
+    optimizer = make_optimizer(run)
+    model = eqx.filter_eval_shape(Transformer, key=_key_struct())
+    state = jax.eval_shape(optimizer.init, model)
+    text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
+    step = make_step(optimizer, None)
+    how: dict[str, Any] = {"verify": "run", "also": [AXIS_RULES], "closely": closely, "keep": 3, "progress": progress}
+    found = search(step, model, state, text, devices=devices, **how)
+    mesh = found[0].mesh.build(devices)
+    return Plans(*(made.on(mesh) for made in found[0].plans), constrains=False), found
+
+
+def step_seconds(ways: Mapping[str, Plans], text: UInt8[np.ndarray, " bytes"], run: Run) -> dict[str, float]:
+    """The median of the seconds of a step under each of the plans, which take turns.
+
+    **Arguments:**
+
+    - `ways`: plans by name.
+    - `text`: see `stdlib_text`.
+    - `run`: `run.steps` steps are timed of each.
+    """
+    ready = {name: [*start_sharded(plans, run)] for name, plans in ways.items()}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number, tokens in enumerate(_batches(text, run)):
+        names = list(ways) if number % 2 else list(ways)[::-1]
+        for name in names:
+            step, model, state = ready[name]
+            placed = jax.block_until_ready(shard(tokens, ways[name].batch))
+            begin = time.perf_counter()
+            model, state, value = step(model, state, placed)
+            jax.block_until_ready(value)
+            taken[name].append(time.perf_counter() - begin)
+            ready[name] = [step, model, state]
+    # The first step compiles.
+    return {name: statistics.median(seconds[1:] or seconds) for name, seconds in taken.items()}
+
+
 def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
     """One training step; the plan, if there is one, lays out the activations."""
 
@@ -90,7 +144,7 @@ def start_sharded(plans: Plans, run: Run) -> tuple[Any, Transformer, optax.OptSt
         lambda model: optimizer.init(model), in_shardings=(plans.model,), out_shardings=plans.optimizer
     )
     step = filter_jit(
-        make_step(optimizer, plans.model),
+        make_step(optimizer, plans.model if plans.constrains else None),
         in_shardings=(plans.model, plans.optimizer, plans.batch),
         out_shardings=(plans.model, plans.optimizer, None),
         donate=(0, 1),
@@ -147,8 +201,8 @@ def held_bytes(tree: Any) -> dict[Any, int]:
     """How many bytes of the tree's arrays each device holds, counted on the arrays."""
     held: dict[Any, int] = {}
     for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)):
-        for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+        for piece in leaf.addressable_shards:
+            held[piece.device] = held.get(piece.device, 0) + piece.data.nbytes
     return held
 
 

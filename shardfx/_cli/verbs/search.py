@@ -1,39 +1,64 @@
 """`shardfx search`: the mesh and the rules for a step, chosen by what they are estimated to cost."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import click
 
-from shardfx import Candidate, search as search_of
+from shardfx import AxisRules, Candidate, search as search_of
 
+from ..._ground.text import bytes_text, table
+from ..._search import device_count
 from .._data import as_json
+from .._load import attribute
 from .._screen import JSON, show, working, write
-from .._step import load_bare_step
+from .._step import emulate, load_bare_step
 from .._types import Whole
 from .._usage import UsageError, calling
 from .._values import literals, whole_number
 from .._verb import verb
 
 
+_LOOK = ("by", "seconds", "compute_seconds", "wire_bytes", "memory_bytes", "axis_bytes")
+
+
 @verb(
     examples=(
-        "shardfx search my_model:plain_step --devices tpu:v5e:2x4",
+        "shardfx search my_model:plain_step --target tpu:v5e:2x4",
         "shardfx search my_model:plain_step --devices 16 --chip h100 --keep 2 --write chosen.py --json",
+        "shardfx search my_model:plain_step --target cpu:4 --kwargs width=64,rows=64 --keep 1 --verify",
     ),
     exits="0; 1 if nothing fits in memory",
 )
 @click.argument("step", metavar="MODULE:STEP")
-@click.option("--devices", required=True, metavar="N|tpu:KIND:AxBxC", help="How many, or a slice, as tpu:v5p:4x4x4.")
+@click.option("--target", metavar="tpu:KIND:AxBxC|cpu:N", help="A slice, as tpu:v5p:4x4x4, or emulated CPU devices.")
+@click.option("--devices", metavar="N", help="How many devices of --chip, where they are no slice.")
 @click.option("--chip", metavar="CHIP", help="What N devices are, as h100; see `shardfx chips`.")
 @click.option("--slices", type=Whole(positive=True), default=1, show_default=True, help="Joined by the hosts' network.")
 @click.option("--keep", type=Whole(positive=True), default=5, show_default=True, help="How many candidates to show.")
+@click.option("--rules", "rules", metavar="MODULE:NAME", multiple=True, help="AxisRules to compile too, for --verify.")
+@click.option(
+    "--verify",
+    is_flag=False,
+    flag_value="compile",
+    type=click.Choice(["compile", "run"]),
+    help="Compile the best and the usual ways by hand, order them by their programs, and drop what does not fit: with "
+    "the TPU's compiler where libtpu is installed, else for emulated CPU devices. Or run them on the devices here.",
+)
+@click.option("--cache", metavar="DIRECTORY", help="Keeps compiled programs.")
 @click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
 @click.option("--write", "code_file", metavar="FILE", help="Write the best mesh and rules as Python.")
 @JSON
 def search(
     step: str,
-    devices: str,
+    target: str | None,
+    devices: str | None,
     chip: str | None,
     slices: int,
     keep: int,
+    rules: tuple[str, ...],
+    verify: str | None,
+    cache: str | None,
     kwargs: str | None,
     code_file: str | None,
     json_file: str | None,
@@ -41,17 +66,18 @@ def search(
     """Choose mesh and rules for a step, by what they would cost.
 
     MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of ShapeDtypeStructs. Its
-    dimensions are named by what the step does with them; nothing is compiled.
+    dimensions are named by what the step does with them; without --verify nothing is compiled.
     """
-    number = whole_number(devices)
-    if number is not None and chip is None:
-        raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
+    hardware = _hardware(target, devices, chip)
     function, args = load_bare_step(step, None if kwargs is None else literals(kwargs, "kwargs"))
-    with working(f"searching for {step}"):
-        hardware = {"devices": devices if number is None else number, "chip": chip, "slices": slices}
-        found = calling("searching", lambda: search_of(function, *args, keep=keep, **hardware))
+    also = [_axis_rules(name) for name in rules]
+    if verify is not None:
+        emulate(calling("reading --target", lambda: _count(hardware)))
+    with working(f"searching for {step}") as work:
+        more = {"slices": slices, "verify": verify, "cache": cache, "progress": work.tell, "also": also}
+        found = calling("searching", lambda: search_of(function, *args, keep=keep, **hardware, **more))
     if json_file != "-":
-        show("\n\n".join(map(str, found)))
+        show("\n\n".join([_table(found), *map(str, found)]))
     if code_file is not None:
         write(found[0].code(), code_file)
     if json_file is not None:
@@ -59,7 +85,46 @@ def search(
     return 0 if found[0].fits else 1
 
 
+def _hardware(target: str | None, devices: str | None, chip: str | None) -> dict[str, Any]:
+    """The devices, as `shardfx.search` takes them."""
+    if (target is None) == (devices is None):
+        raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
+    if target is not None:
+        return {"devices": target, "chip": chip}
+    number = whole_number(devices or "")
+    # A slice was given as --devices once.
+    if number is not None and chip is None:
+        raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
+    return {"devices": devices if number is None else number, "chip": chip}
+
+
+def _count(hardware: dict[str, Any]) -> int:
+    """How many devices there are to compile for."""
+    return device_count(hardware["devices"], hardware["chip"])
+
+
+def _axis_rules(name: str) -> AxisRules:
+    found = attribute(name)
+    if not isinstance(found, AxisRules):
+        raise UsageError(f"`{name}` is {found!r:.60}; name AxisRules, whose names are those that `name_axes` finds")
+    return found
+
+
+def _table(found: Sequence[Candidate]) -> str:
+    """A line for each candidate."""
+    rows = [("", "candidate", "by", "ms a step", "MB sent", "a device")]
+    for number, one in enumerate(found, start=1):
+        look = one.checks[-1] if one.checks else None
+        seconds, by = (one.seconds, "estimate") if look is None else (look.seconds, look.by)
+        sent = one.wire_bytes if look is None else look.wire_bytes
+        held = one.memory_bytes if look is None or look.memory_bytes is None else look.memory_bytes
+        numbers = (by, f"{seconds * 1e3:.3g}", f"{sent / 1e6:.4g}", bytes_text(held))
+        rows.append((f"[{number}]", one.title, *numbers))
+    return "\n".join(table(rows, right={"ms a step", "MB sent", "a device"}))
+
+
 def _data(found: Candidate) -> dict[str, object]:
     names = ("roles", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "axis_seconds", "memory_bytes")
     numbers = {name: getattr(found, name) for name in (*names, "limit_bytes", "fits", "traffic", "reasons")}
-    return {"mesh": str(found.mesh), "rules": found.rules.rules, **numbers}
+    checks = [{name: getattr(look, name) for name in _LOOK} for look in found.checks]
+    return {"mesh": str(found.mesh), "rules": found.rules.rules, **numbers, "checks": checks}

@@ -1,0 +1,74 @@
+"""What a search is asked for: the devices, and a step with arrays."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .. import chips
+from .._ground.errors import LeafTypeError, MeshError
+from .emulated import EMULATED
+
+
+def hardware(devices: int | str | Sequence[Any], chip: str | chips.Chip | None) -> tuple[int, chips.Chip, str | None]:
+    """How many devices, of which kind, and the slice that they are, if one was named."""
+    if isinstance(chip, str) and chip.lower() == "cpu":
+        chip = EMULATED
+    if isinstance(devices, str):
+        found = re.fullmatch(r"(\w+:\w+|cpu):([1-9]\d*(?:x[1-9]\d*)*)", devices)
+        if found is None:
+            raise MeshError(
+                f"`devices={devices!r}` is no slice; write it as `tpu:v5p:4x4x4`, or give a number and `chip=`."
+            )
+        count = math.prod(map(int, found[2].split("x")))
+        if found[1] == "cpu":
+            return count, EMULATED if chip is None else chips.find(chip), None
+        kind = chips.find(found[1] if chip is None else chip)
+        return count * kind.devices_per_chip, kind, devices
+    if isinstance(devices, int):
+        if devices < 1:
+            raise MeshError(f'`devices={devices}` are none; give how many there are, as `devices=8, chip="v5e"`.')
+        if chip is None:
+            raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
+        return devices, chips.find(chip), None
+    here = tuple(devices)
+    if not here:
+        raise MeshError("`devices` is empty; give JAX's devices, as `devices=jax.devices()`, or how many there are.")
+    if chip is None:
+        chip = EMULATED if here[0].platform == "cpu" else here[0].device_kind
+    return len(here), chips.find(chip), None
+
+
+def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | None = None) -> int:
+    """How many devices a search for these is for."""
+    return hardware(devices, chip)[0]
+
+
+def require_arrays(args: Sequence[Any]) -> None:
+    """There must be something to share out."""
+    if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
+        return
+    found = ", ".join(type(arg).__name__ for arg in args) or "nothing"
+    raise LeafTypeError(
+        f"the arguments of the step hold no arrays ({found}); pass arrays, or structs of them: "
+        "`jax.ShapeDtypeStruct((64, 128), jnp.float32)`, or `eqx.filter_eval_shape(make, key)` for a model."
+    )
+
+
+class Tracing:
+    """Adds to an error that the user's own function raised what was being done with it."""
+
+    def __init__(self, args: Sequence[Any]):
+        self.args = args
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            shapes = "; ".join(eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300] for arg in self.args)
+            error.add_note(f"`search` traced the step with arguments of these shapes, without running it: {shapes}")

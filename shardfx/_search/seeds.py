@@ -1,0 +1,69 @@
+"""Meshes and rules that engineers write by hand, as roles of a step: a search looks at them too."""
+
+from collections.abc import Iterable
+
+from .._ground.spec import entry_axes
+from .._rules.axis_rules import AxisRules
+from .classes import Classes
+from .layouts import Layouts, Role
+
+
+# What Megatron, T5X and MaxText cut by tensor parallelism, in the order in which an axis prefers them.
+_TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
+_NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
+
+
+def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> list[tuple[Role, ...]]:
+    """Well-known ways to share a step, as far as it has what they cut.
+
+    They are data parallelism, fully sharded, tensor parallelism and their pairs, each with and without sequences cut
+    too, and experts apart. T5X's, MaxText's and Megatron's rules are among them.
+
+    **Arguments:**
+
+    - `layouts`: the step.
+    - `never`: classes that are not cut.
+
+    **Returns:**
+
+    A role for each mesh axis of each way; no way stands there twice.
+    """
+    classes = layouts.classes
+    free = set(layouts.numbers.values()) - never
+    known = {classes.groups[number].name: number for number in sorted(free, reverse=True)}
+    behind = {part[0] for parts in layouts.flat for part in parts if part[1]}
+
+    def role(*names: str) -> Role | None:
+        order = tuple(dict.fromkeys(known[name] for name in names if name in known))
+        return Role(order, behind=not behind.isdisjoint(order)) if order else None
+
+    own = [name for name in known if _is_model(classes, known[name]) and name not in (*_TENSOR, *_NEVER)]
+    tensor = (*(name for name in _TENSOR[1:] if name in known), *sorted(own))
+    batch, stored, whole = role("batch"), role("batch", "embed"), role("batch", "embed", *_TENSOR, *own)
+    by_sequence, experts = role("sequence"), role("experts")
+    cut, cut_too = role(*tensor), role(*tensor, "sequence")
+    alone = [batch, stored, whole, cut, cut_too, by_sequence, experts]
+    pairs = [(data, other) for data in (batch, stored) for other in (cut, cut_too, by_sequence, experts)]
+    ways = [*((one,) for one in alone), *pairs, (stored, experts, cut), (batch, by_sequence, cut)]
+    made = [tuple(role for role in way if role is not None) for way in ways]
+    return list(dict.fromkeys(way for way, asked in zip(made, ways, strict=True) if way and len(way) == len(asked)))
+
+
+def roles_of(rules: AxisRules, classes: Classes) -> tuple[Role, ...]:
+    """The roles that the mesh axes of given rules have."""
+    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
+    orders: dict[str, dict[int, None]] = {}
+    for name, target in rules.rules:
+        for axis in entry_axes(target):
+            if name in known:
+                orders.setdefault(axis, {})[known[name]] = None
+    return tuple(Role(tuple(order)) for order in orders.values())
+
+
+def distinct(ways: Iterable[tuple[Role, ...]]) -> list[Role]:
+    """All roles of these ways, each once."""
+    return list(dict.fromkeys(role for way in ways for role in way))
+
+
+def _is_model(classes: Classes, number: int) -> bool:
+    return any(place.argument in classes.model for place in classes.groups[number].places)
