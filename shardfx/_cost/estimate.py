@@ -25,7 +25,7 @@ from .walk import Habits, sent
 
 
 Compiler = Literal["tpu", "gpu", "cpu"]
-HABITS: Mapping[str, Habits] = {"tpu": Habits(), "gpu": Habits(), "cpu": Habits(scatters=False, adds_first=False)}
+HABITS: Mapping[str, Habits] = {"tpu": Habits(), "gpu": Habits(), "cpu": Habits(scatters=False, adds_first=False, sends_twice=True)}
 
 
 def estimate(

@@ -41,10 +41,13 @@ class Habits(NamedTuple):
 
     - `scatters`: whether a sum that is cut afterwards is scattered at once; else all of it is sent.
     - `adds_first`: whether partial sums that are added to each other are, before anything is sent.
+    - `sends_twice`: whether what is brought to one place among all devices, and again among those that a product left,
+        is sent twice: where two collectives are compared by how their groups are written.
     """
 
     scatters: bool = True
     adds_first: bool = True
+    sends_twice: bool = False
 
 
 class _State(NamedTuple):
@@ -275,7 +278,7 @@ class _Walk:
         waiting = () if partial else state.partial
         if self.traced.values[value].is_free or (state.layout == how.layout and not waiting):
             return ()
-        made = self.known.get((value, how.layout, bool(how.among)))
+        made = self.known.get((value, how.layout, self.is_apart(how)))
         if made is not None and self.traced.is_within(scope, made):
             return ()
         if how.through is None or how.through in (state.layout, how.layout):
@@ -288,7 +291,11 @@ class _Walk:
         for move in self.needed(value, how, partial, op.scope):
             is_sum = move.kind in ("all-reduce", "reduce-scatter")
             self.found.append(Sent(move, state.op if is_sum else at, op.scope, value, op.rule.note))
-        self.known[value, how.layout, bool(how.among)] = op.scope
+        self.known[value, how.layout, self.is_apart(how)] = op.scope
+
+    def is_apart(self, how: _Bring) -> bool:
+        """Whether a compiler does not see that this is what it sends elsewhere."""
+        return self.habits.sends_twice and bool(how.among)
 
     def make(self, value: int, layout: Layout, partial: Parts, at: int, op: Op) -> None:
         if self.traced.values[value].is_free:
