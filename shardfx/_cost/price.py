@@ -73,6 +73,11 @@ class Prices:
         if share:
             made.append(self.made("collective-permute", parts, local, share * count(parts)))
         if not is_forked:
+            for at in {to for _, to in ways if gone[to] and not new[to]}:
+                # What is to leave a dimension does so before others come.
+                local *= count(gone[at])
+                made.append(self.made("all-gather", gone[at], local))
+                gone[at] = ()
             made += [self.made("all-to-all", parts, local) for parts in ways.values()]
         for parts, less, more in zip(source, gone, new, strict=True):
             forked = tuple(part for part in parts if is_forked and wanted.get(part, held[part]) != held[part])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from .factors import Dims
 from .graph import Op, Traced
 from .layout import Layout, MeshParts, Parts
+from .looked_up import added_up, can_look_up, looked_up
 from .matched import Side, can_match, matched
 from .price import Move, Prices, total
 
@@ -185,6 +186,9 @@ class _Walk:
         if can_match(rule) and not partial:
             yield self.matched(op)
             return
+        if can_look_up(op.name, rule) and not partial:
+            yield from self.looked_up(op)
+            return
         for lay, dims in self.sides(op):
             for dim, parts in zip(dims, lay, strict=True):
                 split = dict(self.axes.split(parts, dim, rule.sizes)) if parts else {}
@@ -215,6 +219,19 @@ class _Walk:
         found = matched(rule, self.axes, sides[0], sides[1], wanted)
         through = [self.axes.layout(c, d, rule) for c, d in zip(found.sides, rule.operands, strict=False)]
         return self.way(op, found.cut)._replace(through=tuple(through), among=found.among)
+
+    def looked_up(self, op: Op) -> Iterator[_Way]:
+        """How rows may be looked up, or added up."""
+        cuts = [
+            self.by_factor(op, self.states[value].layout, dims)
+            for value, dims in zip(op.operands, op.rule.operands, strict=True)
+        ]
+        wanted = self.by_factor(op, self.layouts[op.results[0]], op.rule.results[0])
+        if op.name == "gather":
+            found = looked_up(op.rule, self.axes, cuts[0], cuts[1], wanted)
+        else:
+            found = added_up(op.rule, self.axes, cuts[2], wanted)
+        yield from (self.way(op, {factor: parts for factor, parts in cut.items() if parts}) for cut in found)
 
     def follow_result(self, op: Op, choices: dict[int, list[Parts]]) -> None:
         """What both sides of a product agree on stays; else it is cut as its result is to lie."""
