@@ -60,6 +60,9 @@ def added_up(rule: Rule, axes: MeshParts, updates: Cut, wanted: Mapping[int, Par
     has_others = bool(overlap) and spare > 1 and spare % axes.count(overlap) == 0
     if not has_others:
         yield _with_rows(slots | kept, rows, wanted)
+        mine = _parts(wanted.get(factor, ()) for factor in rows)
+        if mine & held and not overlap:
+            yield _with_rows(_without(slots, mine) | width, rows, wanted)
     if has_others or any(overlap and set(parts) == overlap for parts in slots.values()):
         yield _with_rows(_without(_given_up(axes, slots, used), used) | width, rows, wanted)
 

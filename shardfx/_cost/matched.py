@@ -84,10 +84,13 @@ class _Match:
         is_apart = any(factor in found for factor in self.both if factor not in self.summed)
         matching = [self.matching(side) for side in (0, 1)]
         for side in self.order_of(matching):
-            parts = tuple(part for factor in matching[side] for part in self.wanted[factor])
-            if parts and self.taken.isdisjoint(parts):
-                for factor in matching[side]:
-                    found[factor] = self.sides[side][factor] = self.wanted[factor]
+            own = self.matching(side)
+            parts = tuple(part for factor in own for part in self.wanted[factor])
+            if parts:
+                for factor in own:
+                    found[factor] = self.wanted[factor]
+                    if not set(self.wanted[factor]) <= set(self.sides[side][factor]):
+                        self.sides[side][factor] = self.wanted[factor]
                 self.taken.update(parts)
                 if self.give_up(1 - side, parts):
                     among[1 - side] = is_apart
