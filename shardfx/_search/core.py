@@ -10,6 +10,7 @@ import functools as ft
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,10 @@ from .terms import Terms, padded
 AXES = 4
 # How many candidates at once: their arrays should stay in the cache.
 _BLOCK, _SETS = 2**16, 2048
+# How many candidates with one number of axes are all looked at; where there are more, some roles are left out.
+_ALL = 2**25
+# Then the neighbours of so many of the best are looked at, so often.
+_BEST, _ROUNDS = 32, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +177,19 @@ def _is_allowed(
     needed = jnp.any(arrays["after"][sets], axis=1)[..., None]
     wrong = jnp.einsum("bck,csk->bs", kinds, broken.astype(jnp.float32))
     unfinished = jnp.einsum("bck,csk->bs", jnp.where(needed, kinds, 0.0), (cuts < sides).astype(jnp.float32))
-    return wrong + unfinished == 0
+    return (wrong + unfinished == 0) & _has_named(arrays, sets, sizes)
+
+
+def _has_named(
+    arrays: dict[str, Array], sets: Int[Array, "block axes"], sizes: Int[Array, "shares axes"]
+) -> Bool[Array, "block shares"]:
+    """Whether each mesh axis that must exist is there, with its size."""
+    found = jnp.ones((len(sets), len(sizes)), bool)
+    for number in range(len(arrays["named"])):
+        wanted = arrays["named_sizes"][number]
+        suits = (sizes > 1) & ((wanted == 0) | (sizes == wanted))
+        found &= (arrays["named"][number][sets][:, None, :] & suits[None]).any(-1)
+    return found
 
 
 def machine_of(chip: Chip, devices: int, model: CostModel, dtype: str, limit_bytes: float) -> dict[str, Array]:
@@ -215,31 +232,74 @@ def find(
     axes: int = AXES,
     keep: int = 256,
     only: tuple[int, ...] | None = None,
+    most: int = _ALL,
 ) -> tuple[list[Found], int]:
-    """The best share of each of the best sets of roles, in order, and how many candidates there were."""
+    """The best share of each of the best sets of roles, in order, and how many candidates were looked at.
+
+    Sets of one role come first, then of two, and so on. Where there would be more than `most` candidates with so many
+    axes, only the roles are combined that the best smaller sets have, and as many others as there is room for; then
+    the others are tried in the best sets, one at a time.
+    """
     arrays = padded(terms)
     roles = tuple(range(terms.divides.shape[1])) if only is None else only
     # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
     nothing = terms.divides.shape[1]
     by_count = [_with_slices(shares(devices, number), slices) for number in range(axes + 1)]
-    most = max(8, max(len(sizes) for sizes, _ in by_count))
-    most += -most % 8
-    block = min(_SETS, max(1, _BLOCK // most))
+    room = max(8, max(len(sizes) for sizes, _ in by_count))
+    room += -room % 8
+    block = min(_SETS, max(1, _BLOCK // room))
     islands = bool(np.isfinite(machine["island"]))
     found: list[Found] = []
     count = 0
     for number, (sizes, between) in enumerate(by_count):
         if not len(sizes):
             continue
-        filled, spans = _filled(sizes, axes, most), _filled(between, axes, most)
-        for sets, real in _blocks(roles, number, axes, block, nothing):
-            at, share, parts = best_of_block(
-                arrays, machine, sets, filled, spans, np.int32(real), keep=keep, islands=islands
-            )
-            found += _read(np.asarray(at), np.asarray(share), np.asarray(parts), sets[:real], filled, spans, number)
-            count += real * len(sizes)
-        found = sorted(found, key=lambda made: made.seconds)[:keep]
+        filled, spans = _filled(sizes, axes, room), _filled(between, axes, room)
+
+        def look(sets: Iterator[tuple[int, ...]], number: int = number, tables: Any = (filled, spans)) -> int:
+            """Adds the best of these sets; returns how many there were."""
+            looked = 0
+            for block_of_sets, real in _blocks(sets, number, axes, block, nothing):
+                at, share, parts = best_of_block(
+                    arrays, machine, block_of_sets, *tables, np.int32(real), keep=keep, islands=islands
+                )
+                best = np.asarray(at), np.asarray(share), np.asarray(parts)
+                found.extend(_read(*best, block_of_sets[:real], *tables, number))
+                looked += real
+            found[:] = [*dict.fromkeys(sorted(found, key=lambda made: made.seconds))][:keep]
+            return looked
+
+        worth = _worth(roles, found, number, most // len(sizes))
+        count += look(itertools.combinations(worth, number)) * len(sizes)
+        if worth != roles:
+            # Some roles were left out: each may still take the place of one in the best sets.
+            for _ in range(_ROUNDS):
+                count += look(_near(found, roles, number)) * len(sizes)
     return found, count
+
+
+def _near(found: list[Found], roles: tuple[int, ...], number: int) -> Iterator[tuple[int, ...]]:
+    """Sets that differ in one role from the best of so many roles, without these."""
+    best = [one.roles for one in found if len(one.roles) == number][:_BEST]
+    seen = set(best)
+    for known in best:
+        for at, role in itertools.product(range(number), roles):
+            made = tuple(sorted((*known[:at], role, *known[at + 1 :])))
+            if role not in known and made not in seen:
+                seen.add(made)
+                yield made
+
+
+def _worth(roles: tuple[int, ...], found: list[Found], number: int, most: int) -> tuple[int, ...]:
+    """As many roles as can be combined in at most so many sets: those of the best smaller sets first."""
+    count = len(roles)
+    while count > number and math.comb(count, number) > most:
+        count -= 1
+    if count == len(roles):
+        return roles
+    # The usual roles come first in `roles`, so they fill what the best sets leave.
+    ranked = dict.fromkeys([*(role for one in found for role in one.roles), *roles])
+    return tuple(sorted([*ranked][:count]))
 
 
 def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.ndarray, "most axes"]:
@@ -264,10 +324,9 @@ def _with_slices(sizes: Int[np.ndarray, "shares axes"], slices: int) -> tuple[np
 
 
 def _blocks(
-    roles: tuple[int, ...], number: int, axes: int, block: int, nothing: int
+    sets: Iterator[tuple[int, ...]], number: int, axes: int, block: int, nothing: int
 ) -> Iterator[tuple[Int[np.ndarray, "block axes"], int]]:
-    """All sets of so many roles, in blocks of one shape, and how many of a block are real."""
-    sets = itertools.combinations(roles, number)
+    """The sets in blocks of one shape, and how many of a block are real."""
     while rows := list(itertools.islice(sets, block)):
         made = np.full((block, axes), nothing, np.int32)
         made[: len(rows), :number] = np.array(rows, np.int32).reshape(len(rows), number)

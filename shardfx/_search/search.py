@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import chips
 from .._cost.estimate import Prepared
-from .._ground.errors import MeshError, SpecError
+from .._ground.errors import MeshError, RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
 from .._plan import ShardPlan, plan
@@ -22,8 +22,8 @@ from .candidate import Candidate
 from .checked import Verifier, devices_for, estimated, fitting, in_order, with_check
 from .classes import Classes
 from .core import AXES, CostModel, Found, costs, find, machine_of, shares
-from .layouts import Layouts, Role
-from .limits import Limits, numbers_of
+from .layouts import Layout, Layouts, Role
+from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
 from .priced import sent_rows
 from .reasons import by_look, difference, more, parts_of, without_twins
@@ -31,11 +31,11 @@ from .roles import layouts_of
 from .seeds import distinct, roles_of, seeds
 from .terms import Terms, has_data, padded, terms_of
 from .trace import trace
-from .written import mesh_and_rules
+from .written import axis_name, mesh_and_rules
 
 
 # How many candidates get a closer look.
-_LOOKED_AT = 12
+_LOOKED_AT = 32
 # With how many sizes each way that is written by hand is looked at.
 _SIZES = 2
 # How many candidates are compiled where that is asked for.
@@ -153,7 +153,7 @@ class Searched:
 
     def __init__(self, step: Any, args: Sequence[Any], devices: int, limits: Limits, also: Sequence[AxisRules] = ()):
         self.devices = devices
-        self.args = args
+        self.step, self.args, self.limits = step, args, limits
         self.classes = Classes(trace(step, *args))
         self.layouts = Layouts(self.classes, devices)
         if devices == 1:
@@ -174,6 +174,7 @@ class Searched:
                 "pad one, or use another number of devices."
             )
         self.terms = self.limited(limits)
+        self.arrays = {name: jnp.asarray(array) for name, array in padded(self.terms).items()}
         self.names = names_trees(self.classes)
         self.data = has_data(self.layouts)
 
@@ -241,7 +242,22 @@ class Searched:
                     f"common with {self.devices} devices; pad it, or take it out of the limits."
                 )
             least[terms.classes.index(number)] = wanted[name]
-        return dataclasses.replace(terms, least=least)
+        named, sizes = named_roles(limits, [self.called(layout) for layout in self.made])
+        return dataclasses.replace(terms, least=least, named=named, named_sizes=sizes)
+
+    def called(self, layout: Layout) -> str:
+        """What a mesh axis with this role is called."""
+        return axis_name([self.classes.groups[n].name for n in layout.role.order if n in layout.used])
+
+    def can(self, chip: chips.Chip, slices: int, limits: Limits, model: CostModel, least_memory: bool) -> bool:
+        """Whether there is a candidate within other limits: one that fits, if `least_memory` is false."""
+        try:
+            other = Searched(self.step, self.args, self.devices, limits)
+        except (SpecError, RuleError):
+            return False
+        limit = math.inf if least_memory else chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
+        machine = machine_of(chip, self.devices, model, self.dtype(), float(limit))
+        return bool(find(other.terms, machine, self.devices, slices, axes=min(limits.most_axes, AXES), keep=8)[0])
 
     def candidates(
         self, chip: chips.Chip, slices: int, keep: int, limits: Limits, model: CostModel
@@ -258,9 +274,10 @@ class Searched:
             hint = self.would_fit(chip, slices, limits, model)
         pairs = list(self.diverse(found, keep))
         if not pairs:
+            culprits = blocking(limits, lambda other: self.can(chip, slices, other, model, True))
             raise SpecError(
                 f"no mesh of {self.devices} devices divides the step's dimensions within the limits "
-                f"({', '.join(f'{g.name}={g.size}' for g in self.classes.live())}); pad one, or loosen the limits."
+                f"({', '.join(f'{g.name}={g.size}' for g in self.classes.live())}); {culprits}."
             )
         made = [self.candidate(one, built, machine, limit) for one, built in pairs]
         ones = [one for one, _ in pairs]
@@ -298,7 +315,7 @@ class Searched:
             if len(seen) >= keep:
                 return
             built = mesh_and_rules(self.made, one, self.classes)
-            if built is None or not self.agrees(one, *built):
+            if built is None or not self.limits.has_axes(built[0]) or not self.agrees(one, *built):
                 continue
             key = self.character(one)
             if key not in seen:
@@ -376,10 +393,10 @@ class Searched:
         sends: np.ndarray | None = None,
     ) -> list[float]:
         """Score, seconds, computation, exposed, hidden, memory of one candidate."""
-        terms = self.terms
+        arrays = self.arrays
         if sends is not None:
-            terms = dataclasses.replace(terms, sent=terms.sent * sends[:, None, None], calls=terms.calls * sends)
-        arrays = padded(terms)
+            sends = np.pad(sends, (0, len(arrays["calls"]) - len(sends)))
+            arrays = {**arrays, "sent": arrays["sent"] * sends[:, None, None], "calls": arrays["calls"] * sends}
         rest = AXES - len(roles)
         sets = np.array([[*roles, *[len(self.made)] * rest]], np.int32)
         shares = np.array([[*sizes, *[1] * rest]], np.int32)

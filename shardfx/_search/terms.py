@@ -29,7 +29,8 @@ class Terms:
     temporaries at several moments. `sent` has for each role bytes that a device receives, those that computation waits
     for and those that it can hide, before they are multiplied by (1 - 1 / size). `calls` counts collectives. `limits`
     holds, for each class of dimensions, which roles cut it, and `sizes` its size. `after` has for each role the classes
-    that must be cut wholly.
+    that must be cut wholly. `named` says which roles a mesh axis that must exist can have, and `named_sizes` how large
+    it must be, 0 for any size.
     """
 
     divides: Bool[np.ndarray, "rows roles"]
@@ -46,6 +47,8 @@ class Terms:
     # The numbers of the classes, and into how many pieces each must be cut at least.
     classes: tuple[int, ...]
     least: Int[np.ndarray, " classes"]
+    named: Bool[np.ndarray, "names roles"]
+    named_sizes: Int[np.ndarray, " names"]
 
 
 class _Rows:
@@ -116,6 +119,8 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
         after=_after(layouts, made, used),
         classes=tuple(used),
         least=np.ones(len(used), np.int32),
+        named=np.zeros((0, count), bool),
+        named_sizes=np.zeros(0, np.int32),
     )
 
 
@@ -218,4 +223,6 @@ def padded(terms: Terms) -> dict[str, np.ndarray]:
         "sizes": np.pad(terms.sizes, (0, classes), constant_values=1).astype(np.int32),
         "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
         "after": np.pad(terms.after, ((0, roles), (0, classes))),
+        "named": np.pad(terms.named, ((0, 0), (0, roles))),
+        "named_sizes": terms.named_sizes.astype(np.int32),
     }

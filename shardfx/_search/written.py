@@ -21,13 +21,14 @@ def axis_names(layouts: Sequence[Layout], found: Found, classes: Classes) -> tup
         layout = layouts[role]
         order = [number for number in layout.role.order if number in layout.used]
         called = [classes.groups[number].name for number in order]
-        name = _axis_name(called)
+        name = axis_name(called)
         taken[name] = taken.get(name, 0) + 1
         names.append(name if taken[name] == 1 else f"{name}_{taken[name]}")
     return tuple(names)
 
 
-def _axis_name(called: list[str]) -> str:
+def axis_name(called: list[str]) -> str:
+    """What a mesh axis is called that cuts these names; the second of a name gets a number."""
     first = called[0] if called else "rest"
     if first == "batch":
         return "data" if len(called) == 1 else "fsdp"

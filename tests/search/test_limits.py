@@ -1,0 +1,93 @@
+"""Each limit of a search holds, and one that leaves nothing is told by name."""
+
+import math
+
+import jax.numpy as jnp
+import pytest
+from models import f32, sgd
+
+import shardfx
+from shardfx import AxisRules, Limits, RuleError, SpecError, search
+
+
+def step(p, x):
+    return sgd(lambda p, x: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2))(p, x)
+
+
+ARGS = {"up": f32(64, 256), "down": f32(256, 64)}, f32(48, 64)
+
+
+def found(**limits):
+    return search(step, *ARGS, devices=8, chip="v5e", keep=8, limits=Limits(**limits))
+
+
+def cuts(one, name):
+    return math.prod(one.mesh.shape[axis] for axis, names in one.roles if name in names)
+
+
+def test_names_that_are_never_or_always_cut():
+    assert all(cuts(one, "mlp") == 1 for one in found(never=("mlp",)))
+    assert all(cuts(one, "mlp") > 1 for one in found(always=("mlp",)))
+
+
+def test_at_least_so_much_data_parallelism():
+    assert all(cuts(one, "batch") >= 4 for one in found(least=(("batch", 4),)))
+
+
+def test_axes_that_must_exist():
+    for one in found(axes=("tensor",)):
+        assert "tensor" in one.mesh.shape
+    for one in found(axes=(("tensor", 4), "data")):
+        assert one.mesh.shape["tensor"] == 4 and one.mesh.shape["data"] == 2
+
+
+def test_memory_that_must_stay_free():
+    chip = shardfx.chips.find("v5e")
+    usable = chip.usable_hbm_bytes // chip.devices_per_chip
+    tight = found(free_bytes=usable - 60_000)
+    assert all(one.fits and one.memory_bytes <= 60_000 for one in tight)
+    (one,) = found(free_bytes=usable - 1000)
+    assert not one.fits and "nothing fits" in one.reasons[0]
+
+
+def test_rules_that_are_kept_leave_the_sizes_to_choose():
+    rules = AxisRules([("batch", "a"), ("mlp", "b")])
+    kept = found(rules=rules)
+    assert {tuple(names) for one in kept for _, names in one.roles} <= {("batch",), ("mlp",)} and len(kept) > 2
+
+
+def test_the_number_of_axes():
+    assert all(len(one.mesh.shape) == 1 for one in found(most_axes=1))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        # 48 rows are never in 32 pieces.
+        ({"least": (("batch", 32),)}, r"of 8 devices .* without `least='batch' in 32` there is one"),
+        ({"never": ("batch",), "least": (("mlp", 16),)}, "without `least='mlp' in 16` there is one"),
+        ({"axes": (("tensor", 3),)}, r"without `axes=\('tensor', 3\)` there is one"),
+        (
+            {"least": (("batch", 32),), "axes": (("tensor", 3),)},
+            r"all of the limits together leave none: least='batch' in 32, axes=\('tensor', 3\)",
+        ),
+    ],
+)
+def test_a_limit_that_leaves_nothing_is_named(limits, message):
+    with pytest.raises(SpecError, match=message):
+        found(**limits)
+
+
+def test_limits_that_contradict_themselves():
+    with pytest.raises(RuleError, match="`limits` wants 'mlp' cut, and `never` forbids it; take it out of one"):
+        Limits(never=("mlp",), always=("mlp",))
+    with pytest.raises(RuleError, match="`least` wants 'batch' in 0 pieces; the fewest that there can be are 1"):
+        Limits(least=(("batch", 0),))
+    with pytest.raises(RuleError, match="`free_bytes` is -1; 0 leaves all memory to the step"):
+        Limits(free_bytes=-1)
+    with pytest.raises(RuleError, match="`axes` wants 2 mesh axes, and `most_axes` allows 1"):
+        Limits(axes=("data", "tensor"), most_axes=1)
+    with pytest.raises(RuleError, match="`axes` wants 'data' of size 1; an axis that shares something out has 2 or"):
+        Limits(axes=(("data", 1),))
+    with pytest.raises(RuleError, match="wants a mesh axis 'tensr', and no role of this step is called so.*tensor"):
+        found(axes=("tensr",))
