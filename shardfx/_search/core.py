@@ -256,15 +256,17 @@ def find(
             continue
         filled, spans = _filled(sizes, axes, room), _filled(between, axes, room)
 
-        def look(sets: Iterator[tuple[int, ...]], number: int = number, tables: Any = (filled, spans)) -> int:
+        def look(
+            sets: Iterator[tuple[int, ...]], number: int = number, filled: Any = filled, spans: Any = spans
+        ) -> int:
             """Adds the best of these sets; returns how many there were."""
             looked = 0
             for block_of_sets, real in _blocks(sets, number, axes, block, nothing):
                 at, share, parts = best_of_block(
-                    arrays, machine, block_of_sets, *tables, np.int32(real), keep=keep, islands=islands
+                    arrays, machine, block_of_sets, filled, spans, np.int32(real), keep=keep, islands=islands
                 )
-                best = np.asarray(at), np.asarray(share), np.asarray(parts)
-                found.extend(_read(*best, block_of_sets[:real], *tables, number))
+                best, shares_of, costs_of = np.asarray(at), np.asarray(share), np.asarray(parts)
+                found.extend(_read(best, shares_of, costs_of, block_of_sets[:real], filled, spans, number))
                 looked += real
             found[:] = [*dict.fromkeys(sorted(found, key=lambda made: made.seconds))][:keep]
             return looked
