@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from .. import chips
 from .._arrays import filter_jit
@@ -21,6 +22,7 @@ from .._plan import ShardPlan
 from ..interop import tpu
 from .candidate import Candidate, Check
 from .core import CostModel
+from .lay_out import lay_out
 
 
 Progress = Callable[[str], None]
@@ -39,6 +41,7 @@ class Verifier:
     - `chip`, `model`: by which bytes and operations become seconds.
     - `cache`: a directory that keeps programs, or `None`.
     - `progress`: is told what is being done.
+    - `laid_out`: whether each candidate is compiled as [`shardfx.lay_out`][] makes it.
     """
 
     step: Any
@@ -48,6 +51,11 @@ class Verifier:
     model: CostModel
     cache: Any
     progress: Progress
+    laid_out: bool = False
+
+    def step_of(self, one: Candidate, mesh: Mesh) -> Any:
+        """What is compiled for a candidate."""
+        return lay_out(self.step, mesh, one.rules) if self.laid_out else self.step
 
     def compiled(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """The candidates with what their programs send, compute and hold; the fastest first."""
@@ -56,10 +64,11 @@ class Verifier:
         for number, one in enumerate(candidates, start=1):
             self.progress(f"compiling candidate {number} of {len(candidates)}: {one.title}")
             out = _as_they_came(self.step, self.args, one.plans)
+            mesh = one.mesh.build(self.devices)
             program = compile_for(
-                self.step,
+                self.step_of(one, mesh),
                 one.plans,
-                one.mesh.build(self.devices),
+                mesh,
                 args=self.args,
                 out_shardings=out,
                 cache=self.cache,
@@ -113,7 +122,8 @@ class Verifier:
             seconds=_step_seconds(made, compute, sending, self.model.overlap),
             axis_bytes=_by_axes(found),
             compute_seconds=compute,
-            comparison=compare(prepared.under(made.plans, compiler=compiler), found),
+            # The estimate of each operation follows the step as it is written.
+            comparison=None if self.laid_out else compare(prepared.under(made.plans, compiler=compiler), found),
         )
 
     def _compute_seconds(self, made: Candidate, text: str) -> float:
@@ -130,7 +140,9 @@ class Verifier:
         mesh = made.mesh.build(self.devices)
         plans = tuple(plan.on(mesh) for plan in made.plans)
         out = _as_they_came(self.step, self.args, plans)
-        program = filter_jit(self.step, in_shardings=plans, out_shardings=out).lower(*self.args).compile()
+        program = (
+            filter_jit(self.step_of(made, mesh), in_shardings=plans, out_shardings=out).lower(*self.args).compile()
+        )
 
         def run() -> list[float]:
             # Made anew for each turn, so that only one candidate has its arrays on the devices.
@@ -144,6 +156,20 @@ class Verifier:
             return taken
 
         return program, run
+
+
+def as_priced(made: Candidate) -> Check:
+    """The candidate by the search's own estimate, for a step that is laid out as it was priced."""
+    return Check(
+        by="search",
+        wire_bytes=made.wire_bytes,
+        memory_bytes=made.memory_bytes,
+        seconds=made.seconds,
+        axis_bytes=tuple(
+            ((axis,), sum(row.wire_bytes for row in made.traffic if row.axis == axis)) for axis in made.mesh.shape
+        ),
+        compute_seconds=made.compute_seconds,
+    )
 
 
 def estimated(step: Prepared, made: Candidate, overlap: float) -> Check:

@@ -19,7 +19,7 @@ from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from .asked import Tracing, hardware, require_arrays
 from .candidate import Candidate
-from .checked import Verifier, devices_for, estimated, fitting, in_order, with_check
+from .checked import Verifier, as_priced, devices_for, estimated, fitting, in_order, with_check
 from .classes import Classes
 from .core import AXES, CostModel, Found, costs, find, machine_of, shares
 from .layouts import Layout, Layouts, Role
@@ -55,6 +55,7 @@ def search(
     closely: int = COMPILED,
     limits: Limits = _NO_LIMITS,
     model: CostModel = _USUAL,
+    laid_out: bool = False,
     cache: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Candidate, ...]:
@@ -82,6 +83,8 @@ def search(
         axes are chosen.
     - `closely`: how many candidates to compile at most, beside those of `also`.
     - `limits`: see [`shardfx.Limits`][].
+    - `laid_out`: whether the step will be run as [`shardfx.lay_out`][] makes it. Then candidates are ordered, and
+        verified, as they are priced: everything between the arguments lies as the search wants it, too.
     - `model`: what is assumed beside the chip's data sheet; see [`shardfx.CostModel`][].
     - `cache`: a directory that keeps what is compiled; see [`shardfx.compile_for`][].
     - `progress`: is told what is being compiled or run.
@@ -130,15 +133,16 @@ def search(
         made = Searched(step, args, count, limits, also)
     prepared = Prepared(step, args)
 
-    def priced(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
-        return in_order(with_check(one, estimated(prepared, one, model.overlap)) for one in found)
+    def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        looks = (as_priced(one) if laid_out else estimated(prepared, one, model.overlap) for one in found)
+        return in_order(map(with_check, found, looks))
 
     found = priced(made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model))
     if verify is None or not found[0].fits:
         return found[:keep]
     targets = devices_for(verify, count, target, None if isinstance(devices, int | str) else devices)
     tell = progress or (lambda _: None)
-    verifier = Verifier(step, args, targets, kind, model, cache, tell)
+    verifier = Verifier(step, args, targets, kind, model, cache, tell, laid_out)
     asked, known = (priced(made.by_hand(ways, kind, slices, limits, model)) for ways in (made.asked, made.known))
     closer = without_twins([*found[: (closely + 1) // 2], *asked, *known], closely + len(asked))
     looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))

@@ -119,3 +119,17 @@ def test_axes_that_are_typed_cannot_be_constrained():
     mesh = MeshSpec({"a": 2, "b": 2}, axis_types={"b": jax.sharding.AxisType.Explicit})
     with pytest.raises(MeshError, match="`lay_out` constrains arrays along Auto axes, and 'b' are not; build the mesh"):
         lay_out(lambda x: x, mesh, AxisRules([("batch", "a")]))
+
+
+def test_a_search_for_a_step_that_will_be_laid_out():
+    """The candidates are compiled as they were priced, and send what was said."""
+    step, *structs = MODELS["experts"]()
+    model = shardfx.CostModel()
+    limits = shardfx.Limits(most_axes=1)
+    how = {"devices": 4, "chip": "v5e", "keep": 2, "limits": limits, "model": model, "laid_out": True}
+    found = shardfx.search(step, *structs, **how, verify=jax.devices()[:4], closely=2)
+    for one in found:
+        asked, compiled = one.checks
+        assert (asked.by, compiled.by) == ("search", "compile")
+        # A CPU's partitioner sums all where a TPU's scatters: at most twice as much.
+        assert 0.9 * asked.wire_bytes <= compiled.wire_bytes <= 2.2 * asked.wire_bytes
