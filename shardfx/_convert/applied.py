@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._ground.errors import MapError
 from .._ground.tree import flatten
+from . import in_jax
 from .binding import Bound, bound_steps, places, structs_of, tree_structs
 from .evaluate import evaluated
 from .on_arrays import on_arrays
@@ -26,7 +26,8 @@ def applied(steps: Sequence[Rules], tree: Any, like: Any) -> Any:
     target = None if like is None else tree_structs(like)
     made = bound_steps(steps, structs_of(arrays, arrays.values()), target)
     if any(step.inverted for step in steps):
-        found = {path: _assembled(one, arrays) for path, one in made.made.items()}
+        put = in_jax.assembled if _is_in_jax(arrays) else _assembled
+        found = {path: put(one, arrays) for path, one in made.made.items()}
     else:
         found = _by_rules(steps, arrays, made)
     if like is None:
@@ -36,10 +37,13 @@ def applied(steps: Sequence[Rules], tree: Any, like: Any) -> Any:
     return jax.tree.unflatten(there.treedef, leaves)
 
 
+def _is_in_jax(arrays: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, jax.Array) for one in arrays.values())
+
+
 def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Bound) -> dict[str, Any]:
     """Step by step, rule by rule: not by pieces, so that the two can be compared."""
-    in_jax = any(isinstance(one, jax.Array) for one in arrays.values())
-    ops = on_arrays(jnp if in_jax else np)
+    ops = on_arrays(jnp if _is_in_jax(arrays) else np)
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
@@ -54,8 +58,6 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Bound) ->
 
 def _assembled(made: Made, arrays: Mapping[str, Any]) -> Any:
     """A leaf put together from pieces."""
-    if jnp.issubdtype(made.dtype, jax.dtypes.extended):
-        raise MapError("PRNG keys go backwards by `reshard(keys, plan, map=...)` alone; apply it to their bits.")
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)
     for piece in made.pieces:

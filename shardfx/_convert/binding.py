@@ -11,9 +11,9 @@ from .._ground.boxes import Box
 from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, printable
 from .._ground.tree import flatten
-from .evaluate import ON_SHAPES, Absent, cast, count_of, evaluated, leaf_made
+from .evaluate import ON_SHAPES, Absent, cast, count_of, dim_of, evaluated, leaf_made
 from .expression import From, leaves_of
-from .patterns import Binding, pattern, sum_of
+from .patterns import Binding, Pattern, pattern, sum_of
 from .pieces import Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 from .rules import Rules
 
@@ -69,12 +69,14 @@ def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf]
     problems: list[tuple[str, str]] = []
     found: dict[str, Made] = {}
     used: dict[str, None] = {}
+    failed: list[Pattern] = []
     for path, rule, binding in places(step, source, target, leaves, problems):
         try:
             made = evaluated(rule, binding, leaves, ON_SHAPES)
         except MapError as error:
             near = _near(error.path, source) if isinstance(error, Absent) else ""
             problems.append((path, f"{str(error).removesuffix('.')}{near}. It is made by {rule}"))
+            failed += [pattern(leaf) for leaf in leaves_of(rule)]
             continue
         made = Made(made.shape, made.dtype, tuple(map(simplified, made.pieces)))
         wanted = None if target is None else target[path]
@@ -82,7 +84,8 @@ def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf]
             made = _fitting(path, rule, made, wanted, step.casts, problems)
         found[path] = made
         used.update(dict.fromkeys(_used(rule, binding, leaves)))
-    problems += _unused(step, source, used)
+    # What a rule that failed would have used is no second problem.
+    problems += _unused(step, source, used, tuple(dict.fromkeys(failed)))
     if problems:
         _raise(problems)
     return found if target is None else {path: found[path] for path in target}
@@ -115,7 +118,10 @@ def _fitting(path: str, rule: From, made: Made, wanted: Leaf, casts: bool, probl
         text = f"{rule} is {made.dtype}, and the target {wanted.dtype}; write {rule}.cast('{wanted.dtype}'), or "
         problems.append((path, f"{text}`TreeMap(..., casts=True)` for all"))
     elif wanted.dtype is not None and made.dtype != wanted.dtype:
-        return cast(made, wanted.dtype)
+        try:
+            return cast(made, wanted.dtype)
+        except MapError as error:
+            problems.append((path, str(error).removesuffix(".")))
     return made
 
 
@@ -165,7 +171,7 @@ def _inferred(
         try:
             bindings = list(_bindings(text, rule, source, leaves))
         except MapError as error:
-            problems.append((text, str(error)))
+            problems.append((text, str(error).removesuffix(".")))
             continue
         if not bindings:
             first = next(iter(leaves_of(rule)), "")
@@ -213,7 +219,7 @@ def _counted(
     if place is None:
         raise MapError(f"nothing in {rule} says what `{{{name}}}` stands for; give the target, `like=...`")
     made = evaluated(place.of[0], binding, leaves, ON_SHAPES)
-    size = made.shape[place.args[1]]
+    size = made.shape[dim_of(place.args[1], len(made.shape), "at")]
     one = sum_of(str(place.args[0]))
     for number in range(size):
         solved = one.solved(number)
@@ -227,8 +233,10 @@ def _at_of(rule: From, name: str) -> From | None:
     return next((found for part in rule.of if (found := _at_of(part, name)) is not None), None)
 
 
-def _unused(step: Rules, source: Mapping[str, Leaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    drops = [pattern(text) for text in step.drop]
+def _unused(
+    step: Rules, source: Mapping[str, Leaf], used: Mapping[str, None], failed: Sequence[Pattern]
+) -> Iterator[tuple[str, str]]:
+    drops = [*[pattern(text) for text in step.drop], *failed]
     groups: dict[Any, list[str]] = {}
     for path in source:
         if path not in used and not any(drop.matched(path) is not None for drop in drops):

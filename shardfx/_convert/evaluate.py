@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .._ground.errors import MapError
 from .expression import From
+from .forms import check_number
 from .patterns import Binding, pattern, sum_of
 from .pieces import (
     NOWHERE,
@@ -145,6 +146,7 @@ def _constant(_: Sequence[Made], value: Any, shape: tuple[int, ...], dtype: str)
 
 def filled_with(value: Any, shape: tuple[int, ...], dtype: Any) -> Made:
     """A number as an array."""
+    check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
     return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))
 
@@ -253,7 +255,7 @@ def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
     if dim is not None:
         rank = len(parts[0].shape)
         at = dim_of(dim, rank, op)
-        shapes = {part.shape[:at] + part.shape[at + 1 :] if len(part.shape) == rank else part.shape for part in parts}
+        shapes = {(len(part.shape), *part.shape[:at], *part.shape[at + 1 :]) for part in parts}
     dtypes = list(dict.fromkeys(str(part.dtype) for part in parts))
     if len(shapes) > 1:
         raise MapError(f"`{op}` of different shapes, {sorted({part.shape for part in parts})}.")
@@ -304,28 +306,34 @@ def _pad_to(parts: Sequence[Made], size: int, dim: int, value: Any) -> Made:
     if size < made.shape[dim]:
         raise MapError(f"`pad_to({size})` along dim {dim} of shape {made.shape}, which is more; `slice` makes it less.")
     more = _shape_after(made.shape, dim, size - made.shape[dim])
-    if jnp.issubdtype(made.dtype, jax.dtypes.extended):
-        raise MapError("PRNG keys cannot be padded with a number; stack or concat keys instead.")
+    if size == made.shape[dim]:
+        return made
     return _concat([made, filled_with(value, more, made.dtype)], dim, 1)
 
 
 def _cast(parts: Sequence[Made], dtype: str) -> Made:
-    (made,), to = parts, jnp.dtype(dtype)
-    if jnp.issubdtype(made.dtype, jax.dtypes.extended):
-        raise MapError(f"PRNG keys cannot be cast to {dtype}; a key means something to its own implementation alone.")
-    return cast(made, to)
+    return cast(parts[0], jnp.dtype(dtype))
 
 
 def cast(made: Made, to: Any) -> Made:
     """The same in another dtype."""
     if made.dtype == to:
         return made
+    if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):
+        raise MapError(
+            f"{made.dtype} cannot be cast to {to}: a PRNG key means something to its own implementation alone."
+        )
+    if jnp.issubdtype(made.dtype, jnp.complexfloating) and not jnp.issubdtype(to, jnp.complexfloating):
+        raise MapError(f"{made.dtype} cannot be cast to {to}, which has no imaginary part.")
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, to))) for piece in made.pieces]
     return Made(made.shape, to, tuple(pieces))
 
 
 def _scale(parts: Sequence[Made], block: tuple[int, ...]) -> Made:
     made, by = parts
+    for part in parts:
+        if not jnp.issubdtype(part.dtype, jnp.floating) and not jnp.issubdtype(part.dtype, jnp.integer):
+            raise MapError(f"{part.dtype} is not multiplied in float32; scale integers and floating-point numbers.")
     blocks = tuple(-(-size // each) for size, each in zip(made.shape, block, strict=False) if each > 0)
     if len(block) != len(made.shape) or by.shape != blocks:
         raise MapError(

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import jax.numpy as jnp
-
 from .._ground.errors import MapError
+from .forms import checked
 
 
 Op = Literal[
@@ -70,7 +69,7 @@ class From:
     @staticmethod
     def constant(value: float | int | bool, shape: Sequence[int], dtype: Any) -> "From":
         """An array of one number, which no leaf of the source has."""
-        return _new("constant", (), (value, tuple(map(int, shape)), jnp.dtype(dtype).name))
+        return _new("constant", (), (value, tuple(shape), dtype))
 
     @staticmethod
     def concat(parts: Sequence["From"], *, dim: int = 0, shards: int = 1) -> "From":
@@ -136,7 +135,7 @@ class From:
 
     def cast(self, dtype: Any) -> "From":
         """Another dtype, as in NumPy's `astype`."""
-        return _new("cast", (self,), (jnp.dtype(dtype).name,))
+        return _new("cast", (self,), (dtype,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
         """Times one element of `by` per block, in float32: what is stored as fp8 in blocks of 128 x 128.
@@ -146,7 +145,7 @@ class From:
         by = From(by) if isinstance(by, str) else by
         if self.op != "leaf" or by.op != "leaf":
             raise MapError(f"{self} cannot be scaled by {by}: scale leaves as they are stored, and do the rest after.")
-        return _new("scale", (self, by), tuple(map(int, block)))
+        return _new("scale", (self, by), tuple(block))
 
     def __str__(self) -> str:
         return _text(self)
@@ -164,7 +163,7 @@ def _new(op: Op, of: tuple[From, ...], args: tuple[Any, ...]) -> From:
         if not isinstance(part, From):
             raise MapError(f"`{op}` takes `From` values, not {part!r:.80}; write `From({part!r:.80})`.")
     made = object.__new__(From)
-    _set(made, op, of, args)
+    _set(made, op, of, checked(op, len(of), args))
     return made
 
 

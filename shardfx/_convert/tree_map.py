@@ -109,8 +109,6 @@ class TreeMap:
     def apply(self, tree: Any, like: Any = None) -> Any:
         """The target of whole arrays, in NumPy; of JAX arrays, traced ones included, in JAX.
 
-        An inverse works on arrays that have values, not on traced ones.
-
         This is what all other ways agree with, bit by bit; for large sharded trees use [`shardfx.reshard`][].
 
         **Arguments:**
@@ -161,6 +159,8 @@ class TreeMap:
                 for step in data["steps"]
             ]
             flags = [bool(step["inverted"]) for step in data["steps"]]
+            if not made:
+                raise MapError("a TreeMap without a step; write maps with `TreeMap.to_json`.")
         except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
             raise MapError(
                 f"this is no TreeMap's JSON ({type(error).__name__}: {error}); write it with `TreeMap.to_json`."

@@ -1,5 +1,7 @@
 """Maps between real layouts through files and devices: loaded, saved, and moved to an engine step after step."""
 
+from typing import Any
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -74,9 +76,10 @@ def test_an_engine_gets_a_trainers_weights_step_after_step(family, shards):
         jax.devices()[4 : 4 + shards],
         ENGINE,
     )
-    weights = shardfx.shard(whole, trained)
+    weights: Any = shardfx.shard(whole, trained)
+    moved = {}
     for _ in range(2):
-        weights = jax.tree.map(lambda x: x * np.float32(1.5), weights)
+        weights = {path: one * np.float32(1.5) for path, one in weights.items()}
         moved = shardfx.reshard(weights, plan, map=there)
         equal(moved, there.apply({path: np.asarray(one) for path, one in weights.items()}))
         assert all(moved[path].sharding == plan.shardings[path] for path in moved)

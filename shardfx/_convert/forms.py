@@ -1,0 +1,129 @@
+"""What the arguments of each operation may be: checked when an expression is made, by hand or out of JSON."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._ground.errors import MapError
+from .patterns import sum_of
+
+
+# Per operation how many parts it takes, if that is fixed, and a word for each argument; the last may come often or
+# not at all where a star follows, and may be left out where a question mark does.
+_FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
+    {
+        "leaf": (0, "path"),
+        "constant": (0, "number sizes dtype"),
+        "transpose": (1, "int*"),
+        "reshape": (1, "int*"),
+        "split": (1, "int int*"),
+        "merge": (1, "int int"),
+        "stack": (1, "name int count?"),
+        "stacked": (None, "int"),
+        "concat": (None, "int int"),
+        "at": (1, "index int"),
+        "slice": (1, "int end int"),
+        "repeat": (1, "int int int"),
+        "pad_to": (1, "int int number"),
+        "cast": (1, "dtype"),
+        "scale": (2, "block*"),
+    }
+)
+_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "path": "the path of a leaf",
+        "number": "a number",
+        "sizes": "the sizes of an array",
+        "dtype": "a dtype",
+        "int": "a whole number",
+        "count": "a whole number that is not negative",
+        "block": "the size of a block, 1 or more",
+        "end": "a whole number or None",
+        "name": "the name of what stands in braces",
+        "index": "a whole number, or what stands in braces, as in '6*i+2'",
+    }
+)
+
+
+def checked(op: str, parts: int, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of an operation, as plain Python values.
+
+    **Raises:**
+
+    `MapError` for what the operation cannot take.
+    """
+    count, text = _FORMS[op]
+    words = text.split()
+    if count is not None and parts != count:
+        raise MapError(f"`{op}` takes {count} expressions, not {parts}.")
+    last = words[-1]
+    if last.endswith("*"):
+        words = [*words[:-1], *[last[:-1]] * (len(args) - len(words) + 1)]
+    elif last.endswith("?"):
+        words = [*words[:-1], *[last[:-1]] * (len(args) - len(words) + 1 > 0)]
+    if len(words) != len(args):
+        raise MapError(f"`{op}` takes {len(words)} arguments, not {len(args)}: {tuple(args)!r:.80}.")
+    return tuple(_plain(op, word, value) for word, value in zip(words, args, strict=True))
+
+
+def _plain(op: str, word: str, value: Any) -> Any:
+    found = _read(word, value)
+    if found is None and not (word == "end" and value is None):
+        raise MapError(f"`{op}` takes {_WORDS[word]}, not {value!r:.80}.")
+    return found
+
+
+def _read(word: str, value: Any) -> Any:
+    """A value as this word has it; `None` for what is none."""
+    match word:
+        case "path":
+            return value if isinstance(value, str) else None
+        case "name":
+            return value if isinstance(value, str) and value.isidentifier() else None
+        case "index" if isinstance(value, str):
+            sum_of(value)
+            return value
+        case "number":
+            number = value.item() if isinstance(value, np.generic) else value
+            return number if isinstance(number, int | float | bool) else None
+        case "dtype":
+            return _dtype(value)
+        case "sizes":
+            sizes = [_int(size) for size in value] if isinstance(value, tuple | list) else [None]
+            return None if any(size is None or size < 0 for size in sizes) else tuple(sizes)
+    number = _int(value)
+    least = {"count": 0, "block": 1}.get(word)
+    return None if number is not None and least is not None and number < least else number
+
+
+def _int(value: Any) -> int | None:
+    # Of NumPy's too, which JSON cannot hold. A bool is an int to Python, but no size.
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        return None
+    return operator.index(value)
+
+
+def _dtype(value: Any) -> str | None:
+    try:
+        return jnp.dtype(value).name
+    except TypeError:
+        return None
+
+
+def check_number(value: Any, dtype: Any, what: str) -> None:
+    """Raises where an array of a dtype cannot hold a number."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")
+    if jnp.issubdtype(dtype, jnp.bool_) and value not in (0, 1):
+        raise MapError(f"{what}: {value!r} is neither 0 nor 1, as an array of {dtype} holds.")
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        if value != value or value in (float("inf"), float("-inf")) or int(value) != value:
+            raise MapError(f"{what}: {value!r} is no whole number, as an array of {dtype} holds.")
+        if not int(info.min) <= value <= int(info.max):
+            raise MapError(f"{what}: {value!r} does not fit into {dtype}, from {info.min} to {info.max}.")

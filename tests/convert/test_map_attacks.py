@@ -1,0 +1,139 @@
+"""Maps that are wrong, odd or forged: one error that says what it is, or exactly what NumPy makes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from maps import maps, same, written
+
+from shardfx import From, MapError, TreeMap
+from shardfx._convert.forms import checked
+
+
+W = {"w": np.arange(12.0).reshape(3, 4)}
+V = {**W, "v": np.ones(3)}
+KEYS = {"k": jax.random.split(jax.random.key(3), 4)}
+BYTES = {"w": np.ones((3, 4), np.int8)}
+
+
+def leaf(path="w"):
+    return From(path)
+
+
+# How a rule is made, the arrays, and what is said of it; an error may come with the expression or with the arrays.
+WRONG = {
+    "at dim": ("x.{i}", lambda: leaf().at("i", dim=5), W, r"`at` of dim 5 on an array of 2 dimensions\.\n"),
+    "a count": ("x", lambda: leaf("w.{i}").stack("i", count=-1), W, r"`stack` takes a whole number that is not negat"),
+    "too many": ("x", lambda: leaf("w.{i}").stack("i", count=2), {"w.0": W["w"]}, r"the source has no `w.1`; near"),
+    "a name": ("x", lambda: leaf("w.{i}").stack("6*i"), W, r"`stack` takes the name of what stands in braces, not '6"),
+    "order": ("x", lambda: leaf().transpose(0, 0), W, r"`transpose\(0, 0\)` is no order of the 2 dimensions"),
+    "bools": ("x", lambda: leaf().split(0, True, 3), W, r"`split` takes a whole number, not True"),
+    "nan": ("x", lambda: leaf().pad_to(5, value=float("nan")), BYTES, r"nan is no whole number, as an array of int8"),
+    "too large": ("x", lambda: leaf().pad_to(5, value=300), BYTES, r"300 does not fit into int8, from -128 to 127"),
+    "half": ("x", lambda: From.constant(0.5, (2,), "int8"), {}, r"0.5 is no whole number, as an array of int8 holds"),
+    "two": ("x", lambda: From.constant(2, (2,), bool), {}, r"2 is neither 0 nor 1, as an array of bool holds"),
+    "sizes": ("x", lambda: From.constant(2, (-2,), "int8"), {}, r"`constant` takes the sizes of an array, not \(-2,\)"),
+    "dtype": ("x", lambda: leaf().cast("float99"), W, r"`cast` takes a dtype, not 'float99'"),
+    "complex": ("x", lambda: leaf().cast("int8"), {"w": np.ones(3, np.complex64)}, r"to int8, which has no imaginary"),
+    "ranks": ("x", lambda: From.concat([leaf(), leaf("v")], dim=1), V, r"`concat` of different shapes, \[\(3,\), "),
+    "block": ("x", lambda: leaf().scale("v", block=(0, 1)), V, r"`scale` takes the size of a block, 1 or more, not 0"),
+    "key cast": ("x", lambda: leaf("k").cast("int32"), KEYS, r"key<fry> cannot be cast to int32: a PRNG key means"),
+    "key scale": ("x", lambda: leaf("k").scale("v", block=(4,)), {**KEYS, "v": np.ones(1)}, r"<fry> is not multipl"),
+    "key pad": ("x", lambda: leaf("k").pad_to(6), KEYS, r"PRNG keys cannot be made of a number; stack or concat keys"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path, make, arrays, message", WRONG.values(), ids=WRONG)
+def test_wrong_rules_are_said(path, make, arrays, message):
+    with pytest.raises(MapError, match=message) as caught:
+        TreeMap({path: make()}).apply(arrays)
+    # What the rule would have used is not named as a second mistake.
+    assert path != "x" or "source `" not in str(caught.value)
+
+
+def forged(*rule):
+    return json.dumps(
+        {"version": 1, "steps": [{"rules": [["x", rule]], "drop": [], "casts": False, "inverted": False}]}
+    )
+
+
+LEAF = ["leaf", ["w"], []]
+FORGED = {
+    "no path": (forged("leaf", [], []), r"`leaf` takes 1 arguments, not 0"),
+    "a number": (forged("leaf", [3], []), r"`leaf` takes the path of a leaf, not 3"),
+    "no part": (forged("transpose", [0], []), r"`transpose` takes 1 expressions, not 0"),
+    "one part": (forged("scale", [1], [LEAF]), r"`scale` takes 2 expressions, not 1"),
+    "less": (forged("stack", ["i"], [LEAF]), r"`stack` takes 2 arguments, not 1"),
+    "more": (forged("stack", ["i", 0, 2, 3], [LEAF]), r"`stack` takes 3 arguments, not 4"),
+    "a float": (forged("at", [1.5, 0], [LEAF]), r"`at` takes a whole number, or what stands in braces, .*not 1.5"),
+    "floats": (forged("merge", [0, 2.0], [LEAF]), r"`merge` takes a whole number, not 2.0"),
+    "text": (forged("pad_to", [5, 0, "a"], [LEAF]), r"`pad_to` takes a number, not 'a'"),
+    "a list": (forged("reshape", [[1]], [LEAF]), r"`reshape` takes a whole number, not \(1,\)"),
+    "an operation": (forged("open", ["w"], []), r"is no expression of a TreeMap"),
+    "no steps": ('{"version": 1, "steps": []}', r"a TreeMap without a step"),
+    "a brace": (forged("leaf", ["{"], []), r"the path `\{` has a brace without its other half"),
+}
+
+
+@pytest.mark.parametrize("text, message", FORGED.values(), ids=FORGED)
+def test_forged_json_is_refused(text, message):
+    with pytest.raises(MapError, match=message):
+        TreeMap.from_json(text)
+
+
+def test_numbers_of_numpy_are_plain_ones():
+    found = (*checked("split", 1, (np.int64(0), np.int32(3))), *checked("pad_to", 1, (5, 0, np.float32(2))))
+    assert json.dumps(found) == "[0, 3, 5, 0, 2.0]"
+
+
+def test_a_stack_of_so_many():
+    made = TreeMap({"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")})
+    arrays = {f"w.{i}": np.full(3, i) for i in range(5)}
+    found = made.apply(arrays)
+    assert found["x"][:, 0].tolist() == [0, 1] and found["y"][:, 0].tolist() == [2, 3, 4]
+    assert str(made.rules["x"]) == "From('w.{i}').stack('i', count=2)"
+    assert TreeMap.from_json(made.to_json()) == made
+    again = made.inverse().apply(found, like=arrays)
+    assert all((again[path] == one).all() for path, one in arrays.items())
+
+
+def test_arrays_without_dimensions():
+    arrays = {"s.0": np.float32(1), "s.1": np.float32(2), "t": np.array(3, np.int8)}
+    made = TreeMap({"s": From("s.{i}").stack("i"), "t": From("t").reshape(1, 1)})
+    found = made.apply(arrays)
+    same(found["s"], np.array([1, 2], np.float32))
+    for path, array in made.inverse().apply(found, like=arrays).items():
+        same(array, arrays[path])
+
+
+@settings(max_examples=10, deadline=None)
+@given(maps(keeps_all=True, dtypes=("int32", "bfloat16")))
+def test_the_inverse_is_traced(case):
+    made, arrays = written(case)
+    there = {path: jnp.asarray(one) for path, one in made.apply(arrays).items()}
+    again = jax.jit(lambda tree: made.inverse().apply(tree, like=arrays))(there)
+    for path, array in arrays.items():
+        assert isinstance(again[path], jax.Array)
+        same(again[path], array)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_go_backwards(impl):
+    keys = {"k": jax.random.split(jax.random.key(3, impl=impl), 4)}
+    made = TreeMap({"x": From("k").reshape(2, 2).T.repeat(2)})
+    tree = made.apply(keys)
+    again = jax.jit(lambda tree: made.inverse().apply(tree, like=keys))(tree)
+    assert again["k"].dtype == keys["k"].dtype
+    same(jax.random.key_data(again["k"]), jax.random.key_data(keys["k"]))
+
+
+def test_interleaved_parts_go_backwards():
+    arrays = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones((4, 6), np.float32)}
+    made = TreeMap({"x": From.stacked([From("a"), From("b")], dim=2).merge(1), "y": From("a").pad_to(7)})
+    tree = {path: jnp.asarray(one) for path, one in made.apply(arrays).items()}
+    again = jax.jit(lambda tree: made.inverse().apply(tree, like=arrays))(tree)
+    for path, array in arrays.items():
+        same(again[path], array)
