@@ -8,7 +8,7 @@ import multiprocess_worker
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from shardfx import MeshError, MoveError
+from shardfx import From, MeshError, MoveError, TreeMap
 from shardfx._reshard.reshard import reshard
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._reshard.tiles.transfer import transfer_of
@@ -150,7 +150,92 @@ def moves():
     return result
 
 
+MAP = TreeMap(
+    {
+        "l.{i}.qkv": From.concat(
+            [From("q").at("i").T, From("k").at("i").T.repeat(2, unit=4), From("v").at("i").T.repeat(2, unit=4)],
+            shards=4,
+        ),
+        "scaled": From("w").scale("s", block=(8, 8)).cast("bfloat16").T,
+        "ones": From.concat([From.constant(1.5, (8,), "float32"), From("b")]),
+        "const": From.constant(3, (16,), "int32"),
+        "empty": From("e").T,
+        "b": "b",
+        "keys": From("keys").split(0, 2, -1).T,
+    }
+)
+
+
+def mapped_tree():
+    shapes = {"q": (2, 16, 32), "k": (2, 16, 8), "v": (2, 16, 8), "w": (16, 24), "s": (2, 3)}
+    return {path: values(shape) for path, shape in (*shapes.items(), ("b", (8,)), ("e", (0, 8)))}
+
+
+MAPPED = {
+    "same devices": ("grid", "turned"),
+    "disjoint": ("first", "last"),
+    "odd": ("turned", "three"),
+    "from one to another": ("one", "last one"),
+    "within one": ("last one", "last one"),
+}
+
+
+def mapped_ends(name):
+    """A tree where its name says, what NumPy makes of it, and structs of where that shall be."""
+    source, there = (meshes()[end] for end in MAPPED[name])
+    arrays = mapped_tree()
+    tree = {path: placed(one, spread(source, one.shape)) for path, one in arrays.items()}
+    keys = jax.random.split(jax.random.key(5), 8)
+    # As a computation gives them: on the devices of the source alone.
+    data = placed(np.asarray(jax.random.key_data(keys)), NamedSharding(source, P()))
+    tree["keys"] = jax.random.wrap_key_data(data)
+    without = TreeMap({path: rule for path, rule in MAP.steps[0].made if path != "keys"})
+    whole = without.apply(arrays)
+    target = {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=spread(there, one.shape, last=True))
+        for path, one in whole.items()
+    }
+    target["keys"] = jax.ShapeDtypeStruct((4, 2), keys.dtype, sharding=NamedSharding(there, P()))
+    whole["keys"] = np.asarray(jax.random.key_data(keys)).reshape(2, 4, 2).transpose(1, 0, 2)
+    return tree, target, whole
+
+
+def spread(mesh, shape, last=False):
+    """Over all axes along one dimension that divides."""
+    dims = [dim for dim, size in enumerate(shape) if size and size % mesh.size == 0]
+    chosen = dims[-1 if last else 0] if dims else -1
+    return NamedSharding(mesh, P(*[tuple(mesh.axis_names) if dim == chosen else None for dim in range(len(shape))]))
+
+
+def mapped(name, **options):
+    tree, target, whole = mapped_ends(name)
+    moved = reshard(tree, target, map=MAP, **options)
+    wrong = []
+    for path, expected in whole.items():
+        array = moved[path]
+        if path == "keys":
+            same = all(np.array_equal(jax.random.key_data(s.data), expected) for s in array.addressable_shards)
+            same &= array.sharding.is_equivalent_to(target[path].sharding, array.ndim)
+        else:
+            same = right(array, expected, target[path].sharding)
+        if not same:
+            wrong.append(path)
+    return {"wrong": wrong, "deleted": all(x.is_deleted() for x in tree.values())}
+
+
+def through_maps():
+    result: dict[str, object] = {name: mapped(name, donate=name == "disjoint") for name in MAPPED}
+    try:
+        mapped("odd", memory_limit_bytes=10)
+    except MoveError as error:
+        result["error"] = str(error)
+        # Pieces as they are fit into this.
+        result["limited"] = mapped("odd", memory_limit_bytes=1 << 20)
+    return result
+
+
 multiprocess_worker.TASKS["moves"] = moves
+multiprocess_worker.TASKS["through_maps"] = through_maps
 
 if __name__ == "__main__":
     multiprocess_worker.main(*sys.argv[1:])

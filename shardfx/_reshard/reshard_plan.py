@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Sharding
 
+from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._ground.spec import array_bytes
 from .._ground.text import between_numbers, joined, table
 from .._ground.tree import flatten
 from .._plan.leaf import named_sharding
 from .._plan.shard_plan import ShardPlan
 from ..topology._mesh import MeshSpec
 from .destinations import leaf_name, lost_devices, targets
-from .move import Move, balanced, in_host_memory, move_of, shares_memory
+from .mapped.costs import costs_of
+from .mapped.work import Leaf, Work, works_of
+from .move import Move, balanced, data_of, in_host_memory, move_of, shares_memory
 from .steps.redistribute import Step
 from .tiles.transfer import Transfer
 
@@ -29,12 +33,12 @@ class LeafMove:
     **Arguments:**
 
     - `path`, `shape`, `dtype`: of the array.
-    - `src`, `dst`: its shardings.
-    - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set) or "tiles"
-        (between device sets).
+    - `src`, `dst`: its shardings; of what is put together, that of the first array that it is made of.
+    - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set), "tiles" (between
+        device sets), or "pieces" (a map puts it together from parts of other arrays).
     - `steps`: the collectives, for "steps": one [`shardfx.Step`][] each, in order.
-    - `links`: bytes per (sender, receiver), for "tiles"; what a device takes from itself is left out. A device is its
-        id where it is known, else its place in the mesh.
+    - `links`: bytes per (sender, receiver), for "tiles" and "pieces"; what a device takes from itself is left out. A
+        device is its id where it is known, else its place in the mesh.
     - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
     - `copied`: whether `reshard` will not take the steps: the devices are all played by this process's CPU, and it
         copies from shard to shard in the memory that they share. The costs are those of the steps all the same.
@@ -42,9 +46,12 @@ class LeafMove:
     - `dcn_bytes`: those of them that come from another slice (or node), for "steps"; at most, where slices do not line
         up with mesh axes.
     - `lower_bound_bytes`: the same for the best algorithm there could be.
-    - `source_bytes`, `target_bytes`: of a device's shard before and afterwards.
+    - `source_bytes`, `target_bytes`: of a device's shard before and afterwards. An array of which several are made
+        counts as the source of the last of them, with which it can be given up.
     - `peak_bytes`: the most that a device's memory holds of this array while it moves, source and target included. What
         lies in host memory counts only while it is copied to the device to change its layout there.
+    - `made_of`: with a map, the paths of the arrays that it is made of.
+    - `rounds`: for "pieces", in how many rounds programs exchange them; in each a device sends and receives one piece.
     """
 
     path: str
@@ -63,6 +70,8 @@ class LeafMove:
     source_bytes: int
     target_bytes: int
     peak_bytes: int
+    made_of: tuple[str, ...] = ()
+    rounds: int = 0
 
     @property
     def idle(self) -> bool:
@@ -129,7 +138,10 @@ class ReshardPlan:
         """The same where each source is given up once its array has moved (`donate=True`)."""
         held = peak = sum(leaf.held_bytes[0] for leaf in self.leaves)
         moving = [leaf for leaf in self.leaves if not leaf.idle]
-        for leaf in sorted(moving, key=lambda leaf: leaf.target_bytes - leaf.source_bytes):
+        # What moves as it is goes first, and of that what shrinks; what is put together follows in the tree's order.
+        made = {leaf.path for leaf in moving if leaf.how == "pieces"}
+        growth = {leaf.path: 0 if leaf.path in made else leaf.target_bytes - leaf.source_bytes for leaf in moving}
+        for leaf in sorted(moving, key=lambda leaf: (leaf.path in made, growth[leaf.path])):
             source, target = leaf.held_bytes
             peak = max(peak, held - source + max(leaf.peak_bytes, source + target))
             held += target - source
@@ -167,7 +179,7 @@ class ReshardPlan:
         return "\n".join(_lines(self))
 
 
-def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan:
+def plan_reshard(src: Any, dst: Any, *, map: TreeMap | None = None, lost: Iterable[Any] = ()) -> ReshardPlan:
     """Plans a move without making it: steps, bytes and memory, per array and in total.
 
     Devices are taken to have memories of their own. Where this process's CPU plays all of them, as in tests, `reshard`
@@ -178,6 +190,7 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
         devices: where one has none, its devices are taken to be numbered by their place in the mesh. Slices are those
         of the devices, or else by the `dcn` of a plan's MeshSpec.
+    - `map`: how the arrays of `dst` are made of those of `src`, where it is another tree: as in [`shardfx.reshard`][].
     - `lost`: jax devices whose shards will not be read.
 
     **Returns:**
@@ -186,6 +199,7 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
 
     **Raises:**
 
+    `MapError` that lists all of a map that does not fit;
     `PlanMismatchError` if the two are of different trees, shapes or dtypes; `SpecError` if a sharding does not divide
     its array, or has unreduced axes and needs something; `LeafTypeError` for a leaf without a sharding, or of a dtype
     that JAX moves wrongly, and if `lost` holds others than devices.
@@ -212,6 +226,10 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
     """
     lost = lost_devices(lost)
     ours = _columns(src, "src")
+    if map is not None:
+        if lost:
+            raise LeafTypeError("`plan_reshard` with a map takes no `lost`; move the tree as it is first.")
+        return ReshardPlan(tuple(_through(map, ours, _columns(dst, "dst"))))
     theirs = (
         _columns(dst, "dst") if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan) else _wanted(src, dst, ours)
     )
@@ -228,6 +246,47 @@ def plan_reshard(src: Any, dst: Any, *, lost: Iterable[Any] = ()) -> ReshardPlan
             for leaf, move in zip(ours, moves, strict=True)
         )
     )
+
+
+def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -> Iterable[LeafMove]:
+    """The moves of a tree that a map makes of another; `reshard` does what the same function plans."""
+    source, target = {leaf.path: leaf for leaf in ours}, {leaf.path: leaf for leaf in theirs}
+    ends = [tuple([Leaf(*leaf[:4]) for leaf in leaves]) for leaves in (ours, theirs)]
+    # As on devices with memories of their own; whether these are copied is decided by the same function.
+    works = works_of(map, *ends, False).works
+    known: dict[Any, dict[str, Any]] = {}
+    copied = {work.leaf.path for work in works_of(map, *ends, True).works if work.way == "copies"}
+    order = sorted(works, key=lambda work: work.way != "plain")
+    last = {name: work.leaf.path for work in order for name in work.sources}
+    moves = {
+        work.leaf.path: _move(source[work.sources[0]], target[work.leaf.path]._replace(path=work.sources[0]), ())
+        for work in works
+        if work.way == "plain"
+    }
+    chosen = balanced(collections.Counter(moves.values()))
+    for work in works:
+        path = work.leaf.path
+        own = sum(_shard_bytes(source[name]) for name in work.sources if last[name] == path)
+        costs = _costs(chosen[moves[path]]) if path in moves else _made_costs(work, known, path in copied)
+        if path not in moves:
+            costs = {**costs, "src": source[work.sources[0]].sharding if work.sources else work.leaf.sharding}
+            costs |= {"source_bytes": own, "peak_bytes": own + costs["target_bytes"] + costs.pop("extra_bytes")}
+        yield LeafMove(path=path, shape=work.leaf.shape, dtype=work.leaf.dtype, made_of=work.sources, **costs)
+
+
+def _made_costs(work: Work, known: dict[Any, dict[str, Any]], copied: bool) -> dict[str, Any]:
+    sharding = work.leaf.sharding
+    assert sharding is not None
+    found = {**costs_of(work, known), "dst": sharding, "how": "pieces", "steps": (), "missing": (), "dcn_bytes": 0}
+    for name in ("wire_bytes", "lower_bound_bytes"):
+        found[name] = -(-found[name] // max(1, sharding.num_devices))
+    shard = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])
+    return {**found, "copied": copied, "target_bytes": array_bytes(shard, work.dtype)}
+
+
+def _shard_bytes(leaf: "_Leaf") -> int:
+    shape, dtype = data_of(leaf.shape, leaf.dtype)
+    return array_bytes((*leaf.sharding.shard_shape(leaf.shape), *shape[len(leaf.shape) :]), dtype)
 
 
 class _Leaf(NamedTuple):
@@ -354,12 +413,14 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
 
 
 def _group(leaf: LeafMove) -> tuple[Any, ...]:
-    return between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst
+    return between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst, leaf.rounds
 
 
 def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
     leaf, name = leaves[0], joined([leaf.path for leaf in leaves])
     how = " > ".join(step.kind for step in leaf.steps) or leaf.how
+    if leaf.rounds:
+        how = f"{leaf.rounds} round{'s' * (leaf.rounds > 1)} of {how}"
     totals = [sum(column) for column in zip(*[(one.wire_bytes, one.lower_bound_bytes) for one in leaves], strict=True)]
     shape = f"{leaf.dtype}{list(leaf.shape)}"
     return (name, str(len(leaves)), shape, how, _size(totals[0]), _size(totals[1]), _size(leaf.peak_bytes))

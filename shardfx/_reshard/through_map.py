@@ -12,13 +12,14 @@ import jax
 from jax.core import Tracer
 
 from .._convert import TreeMap
-from .._ground.errors import LeafTypeError, MoveError
+from .._ground.errors import LeafTypeError, MeshError, MoveError
 from .._ground.tree import flatten
 from .._plan.target import Target, target_of
 from .destinations import is_array
 from .mapped.carry import Means, begun
 from .mapped.copies import Shards
 from .mapped.work import Leaf, Work, Works, works_of
+from .move import has_devices, move_of
 
 
 # Moves arrays as they are: a tree, its shardings, the limit, whether to give the arrays up, and whether by copies.
@@ -56,6 +57,11 @@ def journey_of(tree: Any, dst: Any, map: TreeMap, copies: bool) -> Journey:
             raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to move.")
     target = target_of(dst, "reshard")
     sources = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype, _sharding(leaf)) for path, leaf in arrays.items())
+    for path, leaf in target.arrays:
+        if not has_devices(leaf.sharding):
+            raise MeshError(
+                f"leaf `{path}`: the target's mesh has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
+            )
     targets = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in target.arrays)
     return Journey(arrays, target, works_of(map, sources, targets, copies))
 
@@ -202,8 +208,12 @@ def _moved_as_they_are(
         made |= reshard(tree, wanted, limit_bytes, donate)
         for work in group if given_up is not None else ():
             assert given_up is not None
-            # Where nothing had to move, the result has the source's buffers.
-            given_up.keep(journey.arrays[work.sources[0]])
+            array = journey.arrays[work.sources[0]]
+            if isinstance(array, jax.Array) and work.leaf.sharding is not None:
+                # Where nothing had to move, the result has the source's buffers.
+                ends = (array.sharding, work.leaf.sharding)
+                if move_of(tuple(array.shape), array.dtype, *ends).idle:
+                    given_up.keep(array)
             given_up.read(work)
     return made
 

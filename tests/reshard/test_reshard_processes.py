@@ -57,3 +57,23 @@ def test_errors_come_on_every_process_before_anything_hangs(job):
     for result in job:
         assert "leaf `odd`: dim 0 of shape (8, 8) does not divide into the 3 pieces" in result["error"]
         assert "elements are on lost devices only" in result["lost"]
+
+
+@pytest.fixture(scope="module")
+def mapping(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("maps")
+    outcomes = _processes.run("through_maps", 4, 2, folder, worker=Path(moving_worker.__file__))
+    for outcome in outcomes:
+        assert outcome.returncode == 0, outcome.log[-4000:]
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.mark.parametrize("name", [*moving_worker.MAPPED, "limited"])
+def test_every_process_gets_what_a_map_makes_for_it(mapping, name):
+    assert [result[name]["wrong"] for result in mapping] == [[]] * 4
+
+
+def test_processes_give_up_and_refuse_alike(mapping):
+    assert [result["disjoint"]["deleted"] for result in mapping] == [True] * 4
+    assert "is too little. Nothing was moved" in mapping[0]["error"]
+    assert all(result["error"] == mapping[0]["error"] for result in mapping)

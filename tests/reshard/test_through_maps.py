@@ -12,7 +12,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from maps import maps, same, written
 
 import shardfx
-from shardfx import From, LeafTypeError, MapError, MeshError, MeshSpec, MoveError, PathRules, TreeMap
+from shardfx import (
+    From,
+    LeafTypeError,
+    MapError,
+    MeshError,
+    MeshSpec,
+    MoveError,
+    PathRules,
+    TreeMap,
+    plan_reshard,
+)
 from shardfx._reshard.mapped.exchange import program
 from shardfx._reshard.reshard import reshard, resharded
 from shardfx._reshard.through_map import journey_of
@@ -113,9 +123,11 @@ def trainer(layers=LAYERS, dtype=np.float32):
     return {path: numbers.normal(size=shape).astype(dtype) for path, shape in shapes.items()}
 
 
+RULES = PathRules([("embed", P("a")), ("norm", P()), ("layers", P(None, "a", "b"))])
+
+
 def trained(where, arrays) -> Any:
-    rules = PathRules([("embed", P("a")), ("norm", P()), ("layers", P(None, "a", "b"))])
-    return shardfx.shard(arrays, shardfx.plan(arrays, where, paths=rules))
+    return shardfx.shard(arrays, shardfx.plan(arrays, where, paths=RULES))
 
 
 def engine(where, arrays):
@@ -143,9 +155,7 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     arrays = trainer()
     where = mesh(0, 8, 2, 4)
     # Both trees are cut alike along heads, so that each device has what it needs of its half of the width.
-    rules = PathRules([("norm", P()), ("embed", P("a")), ("layers", P(None, "a", "b"))])
-    tree = shardfx.shard(arrays, shardfx.plan(arrays, where, paths=rules))
-    plan = engine(where, arrays)
+    tree, plan = trained(where, arrays), engine(where, arrays)
     works = journey_of(tree, plan, ENGINE, False).works
     for work in works.works:
         if work.way == "plain":
@@ -166,6 +176,46 @@ def lower_bound(work, arrays, tree, sharding):
     for device, index in sharding.devices_indices_map(whole.shape).items():
         count += len(set(whole[index].ravel().tolist()) - held[device])
     return count * work.leaf.dtype.itemsize
+
+
+def test_a_plan_through_a_map_says_what_will_move():
+    arrays, where = trainer(), mesh(0, 8, 2, 4)
+    tree, plan = trained(where, arrays), engine(where, arrays)
+    made = plan_reshard(tree, plan, map=ENGINE)
+    works = {work.leaf.path: work for work in journey_of(tree, plan, ENGINE, False).works.works}
+    assert [leaf.path for leaf in made.leaves] == list(works)
+    for leaf in made.leaves:
+        if leaf.how == "pieces":
+            bound = lower_bound(works[leaf.path], arrays, tree, leaf.dst)
+            assert leaf.wire_bytes == leaf.lower_bound_bytes == -(-bound // 8) and leaf.copied
+            assert sum(leaf.links.values()) == bound and leaf.rounds > 0
+    by_path = {leaf.path: leaf for leaf in made.leaves}
+    assert by_path["model.embed"].how == "steps" and by_path["model.embed"].made_of == ("embed",)
+    assert by_path["model.layers.1.qkv"].made_of == ("layers/q", "layers/k", "layers/v")
+    # Stacks count once, for the last of their layers.
+    held = [sum(shard.data.nbytes for shard in leaf.addressable_shards) // 8 for leaf in tree.values()]
+    assert sum(leaf.source_bytes for leaf in made.leaves) == sum(held)
+    assert [by_path[f"model.layers.{i}.norm"].source_bytes > 0 for i in range(3)] == [False, False, True]
+    assert made.peak_bytes_donated < made.peak_bytes
+    assert "rounds of pieces" in str(made) and "model.layers.{0..2}.qkv" in str(made)
+    # Plans alone are enough, of meshes without devices too.
+    ours = shardfx.plan(arrays, where, paths=RULES)
+    for abstract in (plan_reshard(ours, plan, map=ENGINE), plan_reshard(ours.off(), plan.off(), map=ENGINE)):
+        assert abstract.wire_bytes == made.wire_bytes and abstract.links == made.links
+    with pytest.raises(MapError, match="no rule makes it"):
+        plan_reshard(ours, ours, map=ENGINE)
+    with pytest.raises(LeafTypeError, match="with a map takes no `lost`"):
+        plan_reshard(ours, plan, map=ENGINE, lost=jax.devices()[:1])
+
+
+def test_an_element_that_is_needed_twice_has_a_bound_below_what_travels():
+    arrays = {"w": np.arange(64, dtype=np.float32).reshape(8, 8)}
+    first, last = mesh(0, 4, 2, 2), mesh(4, 8, 2, 2)
+    twice = TreeMap({"w": From.concat([From("w"), From("w").slice(0, 4)])})
+    src = shardfx.plan(arrays, first, paths=PathRules([(".*", P("a"))]))
+    dst = shardfx.plan({"w": np.zeros((12, 8), np.float32)}, last, paths=PathRules([(".*", P())]))
+    made = plan_reshard(src, dst, map=twice)
+    assert made.wire_bytes == 12 * 8 * 4 and made.lower_bound_bytes <= 8 * 8 * 4
 
 
 def test_layers_and_leaves_of_one_kind_share_a_program():

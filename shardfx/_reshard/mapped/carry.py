@@ -65,15 +65,23 @@ def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
     """
     arrays = means.arrays
     data = {name: data_of_keys(arrays[name]) for name in work.sources}
-    if 0 not in work.shape and work.way == "copies":
+    if work.is_elsewhere:
+        there = ft.partial(_itself, _made_of(work, []))
+    elif 0 in work.shape or work.way == "host":
+        there = ft.partial(_itself, _by_host(work, data))
+    elif work.way == "copies":
         there = _by_copies(work, data, means).there
     else:
-        is_one_program = 0 not in work.shape and work.way == "programs"
-        made = _by_programs(work, data, means) if is_one_program else _by_host(work, data)
-        there = ft.partial(_itself, made)
+        there = ft.partial(_itself, _by_programs(work, data, means))
     if jnp.issubdtype(work.leaf.dtype, jax.dtypes.prng_key):
         return ft.partial(_keys, there, arrays[work.sources[0]])
     return there
+
+
+def _made_of(work: Work, shards: Sequence[jax.Array]) -> jax.Array:
+    sharding = work.leaf.sharding
+    assert sharding is not None
+    return jax.make_array_from_single_device_arrays(work.shape, sharding, shards, dtype=work.dtype)
 
 
 def _itself(made: jax.Array) -> jax.Array:
@@ -157,7 +165,7 @@ def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array
     parts = {shard.device: shard.data for shard in out.addressable_shards}
     mine = [parts[device] for device in sharding.addressable_devices_indices_map(work.leaf.shape)]
     mine = [part if part.shape == target else part.reshape(target) for part in mine]
-    return jax.make_array_from_single_device_arrays(work.shape, sharding, mine, dtype=work.dtype)
+    return _made_of(work, mine)
 
 
 def _block(

@@ -6,6 +6,7 @@ import functools as ft
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
@@ -61,6 +62,8 @@ class Work:
     - `fillings`: what each of them is made of.
     - `cuts`: for "programs", who takes what from whom.
     - `devices`: for "programs", those of both sides.
+    - `source_shapes`: for "programs", shape and dtype of a shard of each array that is read.
+    - `kind`: for "programs", what arrays have in common whose cuts differ in the names of what they read alone.
     """
 
     leaf: Leaf
@@ -75,18 +78,32 @@ class Work:
     cuts: Cuts = Cuts(())
     devices: tuple[Any, ...] = ()
     source_shapes: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
+    kind: Any = None
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that enter all devices of the target together."""
         return self.cuts.wire_bytes
 
+    @ft.cached_property
+    def sharers(self) -> int:
+        """How many devices allocate from one memory; those of a mesh without any have memories of their own."""
+        return sharers([device for device in self.devices if isinstance(device, jax.Device)])
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process has no part in it."""
+        own = jax.process_index()
+        if self.way == "programs":
+            return all(device.process_index != own for device in self.devices)
+        return self.leaf.sharding is not None and not self.leaf.sharding.addressable_devices
+
     def exchanges(self, limit_bytes: int | None) -> list[Exchange]:
         """The programs, in order, with pieces that leave room for themselves within a limit."""
         pieces = [cut for cut in self.cuts.made if cut.piece.value.path is not None]
         if limit_bytes is None:
             return exchanges(pieces, len(self.devices))
-        room = max(1, (limit_bytes - self.fixed_bytes) // (3 * sharers(self.devices)))
+        room = max(1, (limit_bytes - self.fixed_bytes) // (3 * self.sharers))
         return exchanges([part for cut in pieces for part in smaller(cut, room)], len(self.devices), room)
 
     @ft.cached_property
@@ -95,18 +112,17 @@ class Work:
         block of the other's shape too."""
         if self.way != "programs":
             return 0
-        target = array_bytes(self.leaf.sharding.shard_shape(self.shape), self.dtype) if self.leaf.sharding else 0
-        known = self.leaf.sharding.device_set if self.leaf.sharding else set()
-        alone = [array_bytes(*one) for one in self.source_shapes.values()]
-        missing = target if any(device not in known for device in self.devices) else 0
-        return (max([missing, *alone]) if len(known) < len(self.devices) else 0) * sharers(self.devices)
+        if self.leaf.sharding is None or self.leaf.sharding.num_devices == len(self.devices):
+            return 0
+        target = array_bytes(self.leaf.sharding.shard_shape(self.shape), self.dtype)
+        return max([target, *[array_bytes(*one) for one in self.source_shapes.values()]]) * self.sharers
 
     @ft.cached_property
     def least_bytes(self) -> int:
         """The least memory limit under which it can be made."""
         if self.way != "programs":
             return 0
-        return self.fixed_bytes + 3 * sharers(self.devices) * max(
+        return self.fixed_bytes + 3 * self.sharers * max(
             [1, *[cut.bytes for one in self.cuts.made for cut in smaller(one, 1)]]
         )
 
@@ -137,7 +153,7 @@ def works_of(map: TreeMap, sources: tuple[Leaf, ...], targets: tuple[Leaf, ...],
     there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
     made = bound(map, here, there).made
     by_path = {leaf.path: leaf for leaf in sources}
-    known: dict[Any, Any] = {}
+    known: dict[Any, tuple[tuple[str, ...], Any]] = {}
     works = [_work(leaf, made[leaf.path], by_path, copies, known) for leaf in targets]
     readers = collections.Counter(path for work in works for path in work.sources)
     return Works(tuple(works), readers)
@@ -147,7 +163,6 @@ def _work(leaf: Leaf, made: Made, sources: Mapping[str, Leaf], copies: bool, kno
     names = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
     assert leaf.sharding is not None
     try:
-        _require_there(leaf.sharding)
         require_movable(leaf.shape, leaf.dtype, leaf.sharding)
         require_reduced(leaf.sharding, *[end for name in names if (end := sources[name].sharding) is not None])
     except (SpecError, MeshError, LeafTypeError) as error:
@@ -169,22 +184,19 @@ def _as_it_is(leaf: Leaf) -> Made:
     return Made(made.shape, made.dtype, tuple(simplified(piece) for piece in made.pieces))
 
 
-def _require_there(target: Sharding) -> None:
-    if not has_devices(target):
-        raise MeshError("the target's mesh has no devices; use `plan.on(plan.mesh.build(jax.devices()))`.")
-
-
 def _way(leaf: Leaf, sources: Sequence[Sharding | None], copies: bool) -> Way:
+    """How an array is made: the same on every process, whichever devices are its own."""
     ends = [end for end in (*sources, leaf.sharding) if end is not None]
-    platforms = {device.platform for end in ends for device in end.device_set}
-    is_here = all(end.is_fully_addressable for end in ends)
-    if is_here and platforms == {"cpu"} and copies:
+    if not all(map(has_devices, ends)):
+        return "programs" if sources else "host"
+    devices = {device for end in ends for device in end.device_set}
+    platforms = {device.platform for device in devices}
+    is_in_one = len({device.process_index for device in devices}) == 1
+    if is_in_one and platforms == {"cpu"} and copies:
         return "copies"
     if len(platforms) == 1 and len(ends) == len(sources) + 1 and sources:
         return "programs"
-    if is_here:
-        return "host"
-    if not sources or len(ends) == 1:
+    if is_in_one or len(ends) == 1:
         return "host"
     raise MeshError(
         f"leaf `{leaf.path}` is made of arrays on {' and '.join(sorted(platforms))} devices of several processes, or "
@@ -193,7 +205,12 @@ def _way(leaf: Leaf, sources: Sequence[Sharding | None], copies: bool) -> Way:
     )
 
 
-def _holders(leaf: Leaf, place: Mapping[Any, int]) -> dict[Box, list[int]]:
+def _number(device: Any) -> int:
+    """A device's id; on a mesh without devices they have numbers alone. Programs are of one platform, as ids are."""
+    return getattr(device, "id", device)
+
+
+def _holders(leaf: Leaf, place: Mapping[int, int]) -> dict[Box, list[int]]:
     """Who holds which box of an array, bits of keys included."""
     shape, _ = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
@@ -201,7 +218,7 @@ def _holders(leaf: Leaf, place: Mapping[Any, int]) -> dict[Box, list[int]]:
     held: dict[Box, list[int]] = {}
     more = tuple((0, size) for size in shape[len(leaf.shape) :])
     for device, box in boxes(leaf.sharding, leaf.shape).items():
-        held.setdefault((*box, *more), []).append(place[device])
+        held.setdefault((*box, *more), []).append(place[_number(device)])
     return held
 
 
@@ -209,6 +226,8 @@ def _by_copies(
     leaf: Leaf, way: Way, made: Made, names: tuple[str, ...], sources: Mapping[str, Leaf], known: dict[Any, Any]
 ) -> Work:
     assert leaf.sharding is not None
+    if not leaf.sharding.addressable_devices:  # another process makes it
+        return Work(leaf, way, made.shape, made.dtype, made, names)
     # Devices are numbered by their place in each array, which is how its shards are found.
     more = tuple((0, size) for size in made.shape[len(leaf.shape) :])
     mine = leaf.sharding.addressable_devices
@@ -240,9 +259,9 @@ def _shard_of(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
     return (*own, *shape[len(leaf.shape) :]), dtype
 
 
-def _numbers(leaf: Leaf) -> dict[Any, int]:
+def _numbers(leaf: Leaf) -> dict[int, int]:
     assert leaf.sharding is not None
-    return {device: at for at, device in enumerate(leaf.sharding.addressable_devices_indices_map(leaf.shape))}
+    return {_number(device): at for at, device in enumerate(leaf.sharding.addressable_devices_indices_map(leaf.shape))}
 
 
 def _kind(made: Made, names: tuple[str, ...], sources: Mapping[str, Leaf]) -> tuple[Any, ...]:
@@ -284,25 +303,24 @@ def _by_programs(
     read = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
     ends = [end for name in read if (end := every[name].sharding) is not None]
     devices = tuple(dict.fromkeys(device for end in (*ends, leaf.sharding) for device in _ordered(end)))
-    place = {device: number for number, device in enumerate(devices)}
+    place = {number: at for at, number in enumerate(dict.fromkeys(map(_number, devices)))}
     more = tuple((0, size) for size in made.shape[len(leaf.shape) :])
-    targets = [(place[device], (*box, *more)) for device, box in boxes(leaf.sharding, leaf.shape).items()]
+    targets = [(place[_number(device)], (*box, *more)) for device, box in boxes(leaf.sharding, leaf.shape).items()]
     key = ("programs", leaf.sharding, *_kind(made, read, every))
     if key not in known:
         held = {name: (data_of((), every[name].dtype)[1], _holders(every[name], place)) for name in read}
-        process_of = {place[device]: device.process_index for device in devices}
+        process_of = {place[_number(d)]: d.process_index for d in devices if isinstance(d, jax.Device)}
         known[key] = (read, cuts_of(made, targets, held, process_of))
     cuts = _renamed(known[key][1], known[key][0], read)
     shapes = {name: _shard_of(every[name]) for name in read}
-    return Work(
-        leaf, "programs", made.shape, made.dtype, made, names, scaled, cuts=cuts, devices=devices, source_shapes=shapes
-    )
+    plain = {"cuts": cuts, "devices": devices, "source_shapes": shapes, "kind": key}
+    return Work(leaf, "programs", made.shape, made.dtype, made, names, scaled, **plain)
 
 
 def _ordered(end: Sharding) -> list[Any]:
-    """Devices in an order that is the same on every process."""
-    if isinstance(end, NamedSharding) and isinstance(end.mesh, Mesh):
-        return list(end.mesh.devices.flat)
+    """Devices in an order that is the same on every process; of a mesh without any, their places in it."""
+    if isinstance(end, NamedSharding):
+        return list(end.mesh.devices.flat if isinstance(end.mesh, Mesh) else range(end.mesh.size))
     return sorted(end.device_set, key=lambda device: device.id)
 
 

@@ -1,0 +1,73 @@
+"""What it costs to make one array of others: bytes, rounds and memory, from what was planned for it alone."""
+
+import itertools as it
+from collections.abc import Mapping
+from typing import Any
+
+from ..._convert import Piece
+from ..._convert.pieces import hull, once, swapped
+from .exchange import exchanges
+from .work import Work
+
+
+def costs_of(work: Work, known: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The costs of an array that programs make, or would make if its devices had memories of their own.
+
+    **Arguments:**
+
+    - `work`: how it is made; "programs" or "host".
+    - `known`: the costs of arrays of other kinds; filled on the way.
+
+    **Returns:**
+
+    `wire_bytes` and `lower_bound_bytes` of all devices together, `links`, `rounds`, and `extra_bytes` per memory beside
+    the shards of both sides.
+    """
+    if work.kind not in known or work.kind is None:
+        known[work.kind] = _costs(work)
+    return known[work.kind]
+
+
+def _costs(work: Work) -> dict[str, Any]:
+    links: dict[tuple[int, int], int] = {}
+    for cut in work.cuts.made:
+        if cut.sender != cut.receiver:
+            pair = tuple(getattr(work.devices[at], "id", work.devices[at]) for at in (cut.sender, cut.receiver))
+            links[pair] = links.get(pair, 0) + cut.bytes
+    pieces = [cut for cut in work.cuts.made if cut.piece.value.path is not None]
+    steps = exchanges(pieces, len(work.devices))
+    # A piece is cut, received, and put in the order of the target.
+    extra = work.fixed_bytes + 3 * work.sharers * max([0, *[cut.bytes for cut in pieces]])
+    return {
+        "wire_bytes": work.wire_bytes,
+        "lower_bound_bytes": _least_bytes(work),
+        "links": links,
+        "rounds": sum(len(step.rounds) for step in steps),
+        "extra_bytes": extra,
+    }
+
+
+def _least_bytes(work: Work) -> int:
+    """The bytes that devices need and do not hold, each once; at most what travels."""
+    total = 0
+    by_receiver: dict[tuple[int, str | None], list[Any]] = {}
+    for cut in work.cuts.made:
+        if cut.sender != cut.receiver:
+            by_receiver.setdefault((cut.receiver, cut.piece.value.path), []).append(cut)
+    overlaps = _overlapping(work)
+    for (_, path), cuts in by_receiver.items():
+        # Where two pieces may be of the same elements, no less than the largest of them is needed.
+        total += max(cut.bytes for cut in cuts) if path in overlaps else sum(cut.bytes for cut in cuts)
+    return total
+
+
+def _overlapping(work: Work) -> Mapping[str | None, None]:
+    """The arrays of which two pieces may have elements in common."""
+    by_path: dict[str | None, list[Piece]] = {}
+    for piece in work.made.pieces:
+        by_path.setdefault(piece.value.path, []).append(swapped(once(piece)))
+    return {path: None for path, own in by_path.items() if any(it.starmap(_meet, it.combinations(own, 2)))}
+
+
+def _meet(one: Piece, two: Piece) -> bool:
+    return all(low < stop and start < high for (low, high), (start, stop) in zip(hull(one), hull(two), strict=True))
