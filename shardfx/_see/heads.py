@@ -48,6 +48,13 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     projections, norms = _attentions(subject.groups)
     for (prefix, suffix), found in projections.items():
         first = {role: group for role, group in reversed(found)}
+        if _has_inner_dimension(first):
+            inner = [(group, -2 if role == "o" else -1) for role, group in found]
+            # Names that stand on it in one leaf only are in the wrong order: that is said elsewhere.
+            if len({None if group.row.names is None else group.row.names[dim] for group, dim in inner}) == 1:
+                for group, dim in inner:
+                    yield from _cut_within(subject, group, dim)
+            continue
         dim = _head_dimension(suffix, first)
         if dim is None:
             continue
@@ -56,6 +63,35 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
             at = dim if role != "o" else _output_dimension(first, group, dim)
             if at is not None and width is not None:
                 yield from _cut(subject, group, at, width)
+
+
+def _has_inner_dimension(roles: Mapping[str, Group]) -> bool:
+    """Whether heads and their elements are dimensions of their own: the query ends in both, the output begins so."""
+    if "q" not in roles or "o" not in roles:
+        return False
+    query, output = roles["q"].row.shape, roles["o"].row.shape
+    return len(query) == len(output) >= 3 and query[-2:] == output[-3:-1]
+
+
+def _cut_within(subject: Subject, group: Group, dim: int) -> Iterator[Finding]:
+    """The dimension of the elements of one head that is cut, while that of the heads could be."""
+    row, rank = group.row, len(group.row.shape)
+    counts = shard_counts(row.spec, rank, subject.content.mesh.shape)
+    heads, count = row.shape[dim - 1], counts[dim]
+    if count == 1 or counts[dim - 1] > 1 or heads % count:
+        return
+    message = (
+        f"dim {rank + dim} of size {row.shape[dim]} is the elements of one head, and is cut into {count} pieces; dim "
+        f"{rank + dim - 1} of {heads} heads is whole, and could be cut so"
+    )
+    if subject.flat is not None and subject.is_named(group.paths[0]):
+        names = row.names or (None,) * rank
+        fix = subject.renamed(group.paths, _without(names, rank + dim))
+    else:
+        entries = [*entries_of(row.spec), *[None] * rank][:rank]
+        entries[dim - 1], entries[dim] = entries[dim], None
+        fix = subject.ruled(group.paths, trimmed(entries))
+    yield Finding("cut-head", "warning", group.where, 0, message, fix)
 
 
 def _attentions(

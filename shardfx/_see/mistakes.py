@@ -220,11 +220,31 @@ def unused_findings(
         where = f"paths[{why.number}] {rules[why.number][0]!r}"
         code = "unused-rule" if why.nearest is not None else "shadowed-rule"
         yield Finding(code, severity, where, 0, f"the rule {unused_text(why)}", _used(subject, why))
+    yield from _shadowed_optionals(subject, draft)
     for why in unused_rules(draft.kinds.rules, draft.kinds.used, subject.flat):
         rest = tuple(pair for at, pair in enumerate(kinds) if at != why.number)
         where = f"memory_kinds[{why.number}] {kinds[why.number][0]!r}"
         code = "unused-rule" if why.nearest is not None else "shadowed-rule"
         yield Finding(code, severity, where, 0, f"the entry {unused_text(why)}", f"memory_kinds = {rest!r}")
+
+
+def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
+    """Rules that may be without an array, but are not: others before them take all that they match."""
+    assert subject.flat is not None
+    rules, used = draft.paths.rules, draft.paths.used
+    spare = [n for n, (_, target) in enumerate(rules) if isinstance(target, Optional) and n not in used]
+    # One path of each group tells which of them match at all; a preset has many that do not.
+    patterns = subject.patterns
+    matching = [n for n in spare if any(patterns[n].search(group.paths[0]) for group in subject.groups)]
+    if not matching:
+        return
+    others = dict.fromkeys(n for n in range(len(rules)) if n not in matching)
+    plain = [(regex, target.target if isinstance(target, Optional) else target) for regex, target in rules]
+    for why in unused_rules(plain, others, subject.flat, subject.given, NAMES):
+        where = f"paths[{why.number}] {rules[why.number][0]!r}"
+        if not subject.are_wider(why.arrays):
+            continue  # what takes these arrays is for them alone: rules of one's own, put before those of a preset
+        yield Finding("shadowed-rule", "info", where, 0, f"the rule {unused_text(why)}", _used(subject, why))
 
 
 def _used(subject: Subject, why: Unused) -> str:

@@ -4,10 +4,11 @@ import collections
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from .._ground.spec import entry_axes
 from .._ground.text import between_numbers
+from .._plan.leaf import Row
 from .._rules.axis_rules import AxisRules, alias_chain
 from .finding import Finding
 from .subject import Group, Subject
@@ -16,32 +17,34 @@ from .subject import Group, Subject
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
     """Names that stand on sizes that cannot be one axis: neither divides the other.
 
-    A name may stand for axes that are alike, as the inner widths of dense layers and of experts are. So it is none of
-    these: a size on which leaves of one module agree, and a name that no mesh axis cuts.
+    A name may stand for axes that are alike, as the inner widths of dense layers and of experts are. So these are none:
+    a size on which leaves of one module agree, and on which no other name stands; and a name that no mesh axis cuts.
     """
-    counts: dict[str, collections.Counter[int]] = {}
+    counts: _Counts = {}
     for number, row in enumerate(subject.rows):
         if row.names is not None:
             for name, size in zip(row.names, row.shape, strict=False):
                 if isinstance(name, str) and size:
                     counts.setdefault(name, collections.Counter())[size] += subject.uses[number]
-    usual = {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
+    swapped = {number: other for number, row in enumerate(subject.rows) if (other := _swapped(row, counts)) is not None}
+    for number, other in swapped.items():  # what they say of sizes is no evidence
+        _recount(counts, subject.rows[number], other, subject.uses[number])
+    usual = _usual(counts)
     odd = {
-        name: [size for size in sizes if not _one_axis(size, usual[name])]
+        name: [size for size in sizes if sizes[size] and not _one_axis(size, usual[name])]
         for name, sizes in counts.items()
         if len(sizes) > 1 and _is_cut(name, subject.axes)
     }
-    agreed = _agreed(subject, odd)
+    agreed = {(name, size) for name, size in _agreed(subject, odd) if not _is_of_another(name, size, counts)}
     odd = {name: [size for size in sizes if (name, size) not in agreed] for name, sizes in odd.items()}
     for number, row in enumerate(subject.rows):
-        swapped = _swapped(row.names or (), row.shape, usual)
-        if swapped is not None:
+        if number in swapped:
             for group in subject.groups_of([number]):
                 message = (
                     f"the names {row.names} stand on shape {row.shape}; elsewhere these names have the sizes that they "
-                    f"would have here in the order {swapped}"
+                    f"would have here in the order {swapped[number]}"
                 )
-                fix = _swap(subject, group, swapped)
+                fix = _swap(subject, group, swapped[number])
                 yield Finding("contradicted-name", "warning", group.where, subject.excess(group), message, fix)
             continue
         for name, size in _contradictions(row.names, row.shape, odd):
@@ -62,6 +65,11 @@ def _is_cut(name: str, axes: AxisRules | None) -> bool:
         return False
     of = alias_chain(name, axes)[-1]
     return any(entry_axes(target) for _, rules in ((None, axes.rules), *axes.modes) for to, target in rules if to == of)
+
+
+def _is_of_another(name: str, size: int, counts: Mapping[str, Mapping[int, int]]) -> bool:
+    """Whether another name stands on this size, as where two have changed places."""
+    return any(size in sizes for other, sizes in counts.items() if other != name)
 
 
 # What ends the path of a projection: the leaf of a module that is one matrix.
@@ -89,16 +97,46 @@ def _contradictions(
     return [(name, size) for name, size in pairs if isinstance(name, str) and size in odd.get(name, ())]
 
 
-def _swapped(names: tuple[Any, ...], shape: tuple[int, ...], usual: Mapping[str, int]) -> tuple[Any, ...] | None:
-    """The names in another order, in which each stands on its usual size; `None` if they do, or there is none."""
-    pairs = zip(names, shape, strict=False)
-    if len(names) > 4 or all(usual.get(name, size) == size for name, size in pairs if isinstance(name, str)):
+_Counts: TypeAlias = dict[str, collections.Counter[int]]
+
+
+def _usual(counts: _Counts) -> dict[str, int]:
+    return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
+
+
+def _recount(counts: _Counts, row: Row, other: tuple[Any, ...], uses: int) -> None:
+    for name, size in _pairs(row.names or (), row.shape):
+        counts[name][size] -= uses
+    for name, size in _pairs(other, row.shape):
+        counts[name][size] += uses
+
+
+def _pairs(names: tuple[Any, ...], shape: tuple[int, ...]) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in zip(names, shape, strict=False) if isinstance(name, str) and size]
+
+
+def _swapped(row: Row, counts: _Counts) -> tuple[Any, ...] | None:
+    """The names in another order, for which far more of the other arrays speak; `None` if there is none."""
+    names = row.names or ()
+    given = _pairs(names, row.shape)
+    if len(names) > 4 or all(counts[name].most_common(1)[0][0] == size for name, size in given):
         return None
-    for other in itertools.permutations(names):
-        pairs = [(name, size) for name, size in zip(other, shape, strict=True) if isinstance(name, str)]
-        if all(usual.get(name) == size for name, size in pairs):
-            return other
-    return None
+    best = max(itertools.permutations(names), key=lambda other: _support(_pairs(other, row.shape), counts))
+    wanted = _pairs(best, row.shape)
+    if all(counts[name].most_common(1)[0][0] == size for name, size in wanted):
+        return best
+    apart = any(not _one_axis(size, counts[name].most_common(1)[0][0]) for name, size in given)
+    return best if apart and _support(wanted, counts) > _CLEARLY * _support(given, counts) else None
+
+
+# How much more must speak for another order than for the given one.
+_CLEARLY = 1.5
+
+
+def _support(pairs: list[tuple[str, int]], counts: _Counts) -> int:
+    """How often the names have these sizes in the tree; nothing if one of them never does."""
+    found = [counts[name][size] for name, size in pairs]
+    return sum(found) if all(found) else 0
 
 
 def _swap(subject: Subject, group: Group, names: tuple[Any, ...]) -> str:

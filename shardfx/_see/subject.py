@@ -189,6 +189,12 @@ class Subject:
         (number,) = numbers
         return number if self._decided[number] == len(set(paths)) else None
 
+    def are_wider(self, paths: Sequence[str]) -> bool:
+        """Whether one of the rules that decide about these leaves decides about others too."""
+        own = dict.fromkeys(paths)
+        numbers = dict.fromkeys(self._deciding[path] for path in paths if path in self._deciding)
+        return any(number in numbers and path not in own for path, number in self._deciding.items())
+
     @ft.cached_property
     def _deciding(self) -> dict[str, int | None]:
         """By the path of each leaf without names of its own, the number of the rule that decides about it."""
