@@ -156,18 +156,18 @@ class ReshardPlan:
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
         """Bytes per (sender, receiver) between device sets, over all arrays."""
-        links: dict[tuple[int, int], int] = {}
+        links: dict[tuple[int, int], int] = collections.Counter()
         for leaf in self.leaves:
             for pair, count in leaf.links.items():
-                links[pair] = links.get(pair, 0) + count
-        return links
+                links[pair] += count
+        return dict(links)
 
     @property
     def busiest_sender(self) -> tuple[int, int] | None:
         """The device that sends most between device sets, and its bytes; `None` if there is no such traffic."""
-        sent: dict[int, int] = {}
+        sent: dict[int, int] = collections.Counter()
         for (sender, _), count in self.links.items():
-            sent[sender] = sent.get(sender, 0) + count
+            sent[sender] += count
         return max(sent.items(), key=lambda item: item[1]) if sent else None
 
     @property

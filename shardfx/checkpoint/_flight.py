@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from .._ground.boxes import Box
+from .._ground.buffers import buffers
 from .._ground.errors import CheckpointError
 from .._ground.text import printable
 from ._progress import Progress
-from ._reader import FilePiece, buffers
+from ._reader import FilePiece, memory_to_fill
 from ._units import Host, Unit
 
 
@@ -68,7 +69,8 @@ class Flight:
         coming = sum(unit.kind.staging_bytes for unit in units)
         while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > _MOST_OPEN):
             self._land_one()
-        memory = iter(buffers([(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]))
+        wanted = [(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]
+        memory = iter(buffers(wanted, memory_to_fill))
         pairs = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
         pieces, tasks = _pieces(pairs), []
         for unit, filled in pairs:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools as ft
-import math
 import os
 import queue
 from collections.abc import Sequence
@@ -36,27 +35,12 @@ _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_s
 _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
 
 
-def buffers(wanted: Sequence[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
-    """Uninitialised arrays of these shapes and dtypes, side by side in one piece of memory that lives while one does.
-
-    They are aligned so that JAX takes them over on a CPU without a copy.
-    """
-    made, start = [], 0
-    for shape, dtype in wanted:
-        size = math.prod(shape) * dtype.itemsize
-        made.append((start, size, dtype, shape))
-        start += -(-size // _ALIGNMENT) * _ALIGNMENT
-    memory = _memory(start)
-    return [memory[at : at + size].view(dtype).reshape(shape) for at, size, dtype, shape in made]
-
-
-def _memory(nbytes: int) -> np.ndarray:
+def memory_to_fill(nbytes: int) -> np.ndarray:
+    """Uninitialised memory for arrays that are read."""
     # Not numpy's own memory: of that it asks for large pages, which cost three times as much to touch first on virtual
     # machines whose host takes back the large blocks that the guest has free. This is from `malloc`, uninitialised,
     # and a process that loads again finds it touched already.
-    raw = np.frombuffer(_uninitialised(None, nbytes + _ALIGNMENT), np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes]
+    return np.frombuffer(_uninitialised(None, nbytes), np.uint8)
 
 
 class FilePiece(NamedTuple):

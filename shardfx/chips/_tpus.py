@@ -25,8 +25,9 @@ def _tpu(
     """A row of the table below: memory, bytes a second (of memory, of a link, to other slices), and the torus."""
     sizes = {"hbm_bytes": hbm, "usable_hbm_bytes": usable, "torus_dims": dims, "island_chips": chips}
     names = ("hbm_bytes_per_second", "link_bytes_per_second", "dcn_bytes_per_second")
-    given = {**sizes, **dict(zip(names, speeds, strict=True)), "tile": (8, 128), **other}
-    return Chip(name=name, **given | {"sources": tuple((_SHARED_SOURCES | given["sources"]).items())})
+    told = _SHARED_SOURCES | other.pop("sources")
+    given: dict[str, Any] = {**sizes, **dict(zip(names, speeds, strict=True)), "tile": (8, 128), **other}
+    return Chip(name=name, sources=tuple(told.items()), **given)
 
 
 TPUS: tuple[Chip, ...] = (

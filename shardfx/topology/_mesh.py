@@ -399,8 +399,8 @@ class MeshSpec(eqx.Module):
 def _made(
     names: tuple[str, ...], sizes: tuple[int, ...], kinds: tuple[AxisType, ...], slices: tuple[int, ...]
 ) -> MeshSpec:
-    by_axis = [dict(zip(names, values, strict=True)) for values in (kinds, slices)]
-    return MeshSpec(zip(names, sizes, strict=True), axis_types=by_axis[0], dcn=by_axis[1])
+    by_axis = ft.partial(zip, names, strict=True)
+    return MeshSpec(by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices)))
 
 
 def _is_integer(text: str) -> bool:

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import MeshSpec, PathRules, PlanMismatchError, checkpoint
 from shardfx._ground.boxes import boxes_here
+from shardfx._ground.buffers import buffers
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import FileArray, Take, _reader
 from shardfx.checkpoint._load import How, load_index
@@ -291,7 +292,7 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
         assert isinstance(entry, FileArray)
         box = ((0, array.shape[0]), (3 * width, 4 * width))
         expected = sum(span.nbytes for span in _reader.spans_of(entry, (box,), True))
-        [out] = _reader.buffers([((array.shape[0], width), array.dtype)])
+        [out] = buffers([((array.shape[0], width), array.dtype)])
         reads.clear()
         with _reader.Files(index.place, [entry.file], 1) as files:
             files.read(entry, list(_reader.spans_of(entry, (box,), True)), [box], [out])

@@ -51,6 +51,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from .factors import End, levels
 from .lower_bound import Dims, Holdings, LowerBound
@@ -132,7 +133,7 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, flo
     Those are about `most` at most, unless without a limit no path was found among so many.
     """
     permutations = PermutationPrices(problem.source)
-    best = _Best(_forward(problem, permutations), _homeward(problem, permutations), permutations, limit)
+    best = _Best(_side(problem, permutations, "target"), _side(problem, permutations, "source"), permutations, limit)
     for side, end in ((best.forward, problem.source), (best.homeward, problem.target)):
         side.reach(end.layout.dims, 0.0, None, limit)
     while side := best.next_side():
@@ -146,38 +147,27 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, flo
     return _path(problem, best), best.cost, best.looked
 
 
-def _forward(problem: Problem, permutations: PermutationPrices) -> "_Side":
-    """The side of the source, which takes steps in the direction of the move."""
-    near, far = problem.source, problem.target
+def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Side":
+    """The side of the source, which takes steps in the direction of the move, as far as the target; or that of the
+    target, which finds the steps that lead to a layout.
+    """
+    ends = (problem.source, problem.target)
+    near, far = ends if far_is == "target" else ends[::-1]
     held = Holdings(near)
     steps = Neighbours(problem.room, near, far, held, permutations)
+    first, early, each = steps.slices_from, steps.gathers_from, STEP_BEFORE_PERMUTATION
+    if far_is == "source":
+        first, early, each = steps.gathers_into, steps.slices_into, STEP
 
     def next_layouts(dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
-        yield from steps.slices_from(dims)
+        yield from first(dims)
         if problem.early_gathers:
-            yield from steps.gathers_from(dims)
+            yield from early(dims)
         if problem.permutes_anywhere:
             yield from steps.permutes(dims, spare)
-        yield from steps.all_to_alls(dims, STEP_BEFORE_PERMUTATION, spare)
+        yield from steps.all_to_alls(dims, each, spare)
 
-    return _Side(held, LowerBound(held, near, far, "target"), next_layouts, far.layout.counts)
-
-
-def _homeward(problem: Problem, permutations: PermutationPrices) -> "_Side":
-    """The side of the target, which finds the steps that lead to a layout."""
-    near, far = problem.target, problem.source
-    held = Holdings(near)
-    steps = Neighbours(problem.room, near, far, held, permutations)
-
-    def next_layouts(dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
-        yield from steps.gathers_into(dims)
-        if problem.early_gathers:
-            yield from steps.slices_into(dims)
-        if problem.permutes_anywhere:
-            yield from steps.permutes(dims, spare)
-        yield from steps.all_to_alls(dims, STEP, spare)
-
-    return _Side(held, LowerBound(held, near, far, "source"), next_layouts, far.layout.counts)
+    return _Side(held, LowerBound(held, near, far, far_is), next_layouts, far.layout.counts)
 
 
 class _Frontier:

@@ -4,6 +4,7 @@ On the CPU backend a shard is host memory that NumPy can look at, and an aligned
 look at, so each byte is copied once, from the old shard to the new one.
 """
 
+import collections
 import dataclasses
 import functools as ft
 import itertools as it
@@ -17,12 +18,12 @@ import jax
 import numpy as np
 
 from ..._ground.boxes import Box, as_box, volume
+from ..._ground.buffers import buffers
 from .tile_map import Tile, TileMap
 
 
 Order = Literal["target", "source", "staged"]
 
-_ALIGNMENT = 64  # what XLA's CPU client asks of a buffer that it takes over without a copy
 _PARALLEL_BYTES = 8 << 20
 _BLOCK_BYTES = 1 << 20
 # The kernel backs large buffers with huge pages, so a smaller piece touches a whole one.
@@ -70,14 +71,10 @@ class Assembly:
 
     def peak_bytes(self, order: Order) -> int:
         """The most bytes beside the source's own, when each of its shards is freed after its last use."""
-        shards = {tile.sender: 0 for tiles in self.tiles for tile in tiles}
-        for tiles in self.tiles:
-            for tile in tiles:
-                shards[tile.sender] += tile.bytes
-        held = peak = 0
-        if order in ("source", "staged"):
-            for count in shards.values():
-                peak = max(peak, held + count)
+        shards: dict[int, int] = collections.Counter()
+        for tile in it.chain.from_iterable(self.tiles):
+            shards[tile.sender] += tile.bytes
+        held, peak = 0, 0 if order == "target" else max(shards.values(), default=0)
         if order == "source":
             return peak
         left = dict(self.readers)
@@ -102,11 +99,7 @@ def assembly(tile_map: TileMap, targets: Sequence[tuple[int, Box]]) -> Assembly:
             wanted[tile.receiver].append(tile)
     boxes = tuple(dict.fromkeys(box for _, box in targets))
     tiles = tuple(tuple(wanted[first[box]]) for box in boxes)
-    readers: dict[int, int] = {}
-    for each in tiles:
-        for tile in each:
-            readers[tile.sender] = readers.get(tile.sender, 0) + 1
-    return Assembly(boxes, tiles, readers)
+    return Assembly(boxes, tiles, collections.Counter(tile.sender for each in tiles for tile in each))
 
 
 def assemble(
@@ -169,12 +162,16 @@ def _in_one_go(plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any]) -> li
         [(buffer[target], views[sender][source]) for sender, target, source in copies]
         for buffer, copies in zip(built, plan.copies, strict=True)
     ]
+    _run(shared_out(tasks, os.cpu_count() or 1))
+    return built
+
+
+def shared_out(tasks: list[Any], threads: int) -> list[Any]:
+    """The copies for threads to take in turn, from lists of those for each new shard."""
     # Two threads that fill one new shard often touch the same large page first, and the kernel clears it for both. But
     # where the shards do not come out even, the last ones would leave threads without work.
-    threads = os.cpu_count() or 1
     even = len(tasks) % threads == 0 or len(tasks) >= 4 * threads
-    _run(tasks if even else [[pair] for task in tasks for pair in task])
-    return built
+    return tasks if even else [[pair] for task in tasks for pair in task]
 
 
 def _freeing(
@@ -188,12 +185,12 @@ def _freeing(
     # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
     built = [aligned(_sizes(box), dtype) for box in plan.targets]
     if plan.order == "source":
-        _source_by_source(_parts(plan, built), shards, free)
+        _source_by_source(_by_sender(plan, map(_parts, built, plan.tiles)), shards, free)
         return built
-    _source_by_source(_pieces(plan, built), shards, free)
+    _source_by_source(_by_sender(plan, map(_split, built, plan.tiles)), shards, free)
     for place, (box, tiles) in enumerate(plan.pairs):
         buffer = aligned(_sizes(box), dtype)
-        _copy_all(list(zip([buffer[slices(t.target)] for t in tiles], _split(built[place], tiles), strict=True)))
+        _copy_all(list(zip(_parts(buffer, tiles), _split(built[place], tiles), strict=True)))
         built[place] = buffer
     return built
 
@@ -208,25 +205,22 @@ def _source_by_source(
         free(sender)
 
 
-def _parts(plan: Assembly, built: list[np.ndarray]) -> dict[int, list[tuple[Tile, np.ndarray]]]:
-    """Per sender its tiles, each with the part of the new shard where it belongs."""
-    parts: dict[int, list[tuple[Tile, np.ndarray]]] = {sender: [] for sender in plan.readers}
-    for buffer, tiles in zip(built, plan.tiles, strict=True):
-        for tile in tiles:
-            parts[tile.sender].append((tile, buffer[slices(tile.target)]))
-    return parts
+def _by_sender(plan: Assembly, places: Iterable[Iterable[np.ndarray]]) -> dict[int, list[tuple[Tile, np.ndarray]]]:
+    """Per sender its tiles, each with its place; `places` has those of each target's tiles."""
+    found: dict[int, list[tuple[Tile, np.ndarray]]] = {sender: [] for sender in plan.readers}
+    for tiles, those in zip(plan.tiles, places, strict=True):
+        for tile, place in zip(tiles, those, strict=True):
+            found[tile.sender].append((tile, place))
+    return found
 
 
-def _pieces(plan: Assembly, built: list[np.ndarray]) -> dict[int, list[tuple[Tile, np.ndarray]]]:
-    """As `_parts`, but each tile's bytes lie together: one tile after another in the memory of its new shard."""
-    pieces: dict[int, list[tuple[Tile, np.ndarray]]] = {sender: [] for sender in plan.readers}
-    for buffer, tiles in zip(built, plan.tiles, strict=True):
-        for tile, piece in zip(tiles, _split(buffer, tiles), strict=True):
-            pieces[tile.sender].append((tile, piece))
-    return pieces
+def _parts(buffer: np.ndarray, tiles: Sequence[Tile]) -> list[np.ndarray]:
+    """The part of a new shard where each tile belongs."""
+    return [buffer[slices(tile.target)] for tile in tiles]
 
 
 def _split(buffer: np.ndarray, tiles: Sequence[Tile]) -> list[np.ndarray]:
+    """As `_parts`, but each tile's bytes lie together: one tile after another in the memory of the new shard."""
     flat, start, pieces = buffer.reshape(-1), 0, []
     for tile in tiles:
         stop = start + volume(tile.box)
@@ -271,21 +265,14 @@ def _copy(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
 
 def _buffers(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
     """Memory for several shards; those of a small array lie in one block."""
-    counts = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    if sum(counts) > _BLOCK_BYTES:
+    if sum(math.prod(shape) for shape in shapes) * dtype.itemsize > _BLOCK_BYTES:
         return [aligned(shape, dtype) for shape in shapes]
-    room = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
-    block = aligned((sum(room),), np.dtype(np.uint8))
-    starts = it.accumulate(room, initial=0)
-    return [np.ndarray(shape, dtype, block, start) for shape, start in zip(shapes, starts, strict=False)]
+    return buffers([(shape, dtype) for shape in shapes])
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory for a shard, at an address that XLA takes without copying it."""
-    count = math.prod(shape) * dtype.itemsize
-    memory = np.empty(count + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    return np.ndarray(shape, dtype, memory, start)
+    """Memory for a shard."""
+    return buffers([(shape, dtype)])[0]
 
 
 def _sizes(box: Box) -> tuple[int, ...]:

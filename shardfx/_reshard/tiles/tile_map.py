@@ -1,6 +1,7 @@
 """Which piece of which shard each device has to get, where an array moves to other devices. Pure: integers only."""
 
 import bisect
+import collections
 import dataclasses
 import functools as ft
 import heapq
@@ -52,19 +53,18 @@ class TileMap:
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
         """Bytes per (sender, receiver), in order of the receivers; what a device takes from itself is left out."""
-        links: dict[tuple[int, int], int] = {}
+        links: dict[tuple[int, int], int] = collections.Counter()
         for tile in self.tiles:
             if tile.sender != tile.receiver:
-                pair = (tile.sender, tile.receiver)
-                links[pair] = links.get(pair, 0) + tile.bytes
-        return links
+                links[tile.sender, tile.receiver] += tile.bytes
+        return dict(links)
 
     @ft.cached_property
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that leave each sender, in order of the device numbers."""
-        totals: dict[int, int] = {}
+        totals: dict[int, int] = collections.Counter()
         for (sender, _), count in self.links.items():
-            totals[sender] = totals.get(sender, 0) + count
+            totals[sender] += count
         return dict(sorted(totals.items()))
 
     @property

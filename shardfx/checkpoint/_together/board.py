@@ -5,6 +5,7 @@ It needs no devices and runs no program, so that nothing waits for ever where on
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,43 +29,33 @@ class Board:
 
     def put(self, name: str, text: str) -> None:
         """Leaves a note, in the place of an older one."""
-        try:
-            self.client.key_value_set(_ROOT + name, text, True)
-        except jax.errors.JaxRuntimeError as error:
-            raise _gone(error) from error
+        self._asked(self.client.key_value_set, name, text, True)
 
     def get(self, name: str, seconds: float) -> str | None:
         """The note, waited for so long."""
-        try:
-            return self.client.blocking_key_value_get(_ROOT + name, max(1, math.ceil(seconds * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            # The service tells by words alone why it has no answer.
-            if str(error).startswith("DEADLINE_EXCEEDED"):
-                return None
-            raise _gone(error) from error
+        milliseconds = max(1, math.ceil(seconds * 1000))
+        return self._asked(self.client.blocking_key_value_get, name, milliseconds, absent="DEADLINE_EXCEEDED")
 
     def find(self, name: str) -> str | None:
         """The note, if it is there now."""
-        try:
-            return self.client.key_value_try_get(_ROOT + name)
-        except jax.errors.JaxRuntimeError as error:
-            if str(error).startswith("NOT_FOUND"):
-                return None
-            raise _gone(error) from error
+        return self._asked(self.client.key_value_try_get, name, absent="NOT_FOUND")
 
     def look(self, folder: str) -> dict[str, str]:
         """All notes of a folder that are there now."""
-        try:
-            found = self.client.key_value_dir_get(_ROOT + folder)
-        except jax.errors.JaxRuntimeError as error:
-            raise _gone(error) from error
+        found = self._asked(self.client.key_value_dir_get, folder)
         return {name.rpartition("/")[2]: text for name, text in found}
 
     def remove(self, name: str) -> None:
         """Takes away a note, or all that lie in the folder of that name."""
+        self._asked(self.client.key_value_delete, name)
+
+    def _asked(self, call: Callable[..., Any], name: str, *args: Any, absent: str | None = None) -> Any:
+        """What the service answers; `None` where its error begins with `absent`: it tells by words alone why."""
         try:
-            self.client.key_value_delete(_ROOT + name)
+            return call(_ROOT + name, *args)
         except jax.errors.JaxRuntimeError as error:
+            if absent is not None and str(error).startswith(absent):
+                return None
             raise _gone(error) from error
 
 

@@ -264,18 +264,21 @@ def test_rounds_send_no_more_than_the_tile_map():
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 16])
 @pytest.mark.parametrize("count", [1, 2, 4, 6])
-def test_large_arrays_are_copied_on_all_cores(monkeypatch, cores, count):
-    tasks = []
-    run = host_copies._run
-    monkeypatch.setattr(host_copies, "_PARALLEL_BYTES", 0)
-    monkeypatch.setattr(host_copies, "_run", lambda given: tasks.append([len(task) for task in given]) or run(given))
-    monkeypatch.setattr(host_copies.os, "cpu_count", lambda: cores)
-    x = np.arange(48 * 48, dtype=np.float32).reshape(48, 48)
+def test_copies_are_shared_out_among_all_cores(cores, count):
+    shards = [[(shard, piece) for piece in range(8)] for shard in range(count)]
+    tasks = host_copies.shared_out(shards, cores)
+    assert [pair for task in tasks for pair in task] == [pair for shard in shards for pair in shard]
+    # A new shard each, where that gives every core the same; else its pieces.
+    alone = count % cores == 0 or count >= 4 * cores
+    assert [len(task) for task in tasks] == ([8] * count if alone else [1] * 8 * count)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_large_arrays_are_copied_on_all_cores(count):
+    x = np.arange(3072 * 1536, dtype=np.float32).reshape(3072, 1536)
     source = jax.device_put(x, NamedSharding(mesh(range(8), (8,)), P("a")))
     moved = transfer(source, NamedSharding(mesh(range(count), (count,)), P(None, "a")))
     np.testing.assert_array_equal(moved, x)
-    # A new shard each, where that gives every core the same; else its pieces.
-    assert tasks == [[8] * count if count % cores == 0 or count >= 4 * cores else [1] * 8 * count]
 
 
 @pytest.mark.parametrize("given_up", ["source", "result", "source deleted"])
