@@ -1,6 +1,7 @@
 """What a plan holds: its rows, shared by the leaves that are planned alike, and what is worked out from them."""
 
 import collections
+import dataclasses
 import functools as ft
 import hashlib
 from collections.abc import Sequence
@@ -18,31 +19,29 @@ from . import codec, plan_json
 from .leaf import LeafPlan, Row, canonical_dtype, named_sharding
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Content:
     """What a plan holds: compared and hashed by its digest, so that an equal plan costs JAX nothing.
 
     Leaves that are planned alike share one row; `index` says which row each leaf of the tree has, and is -1 at
-    leaves that are no arrays. Everything below is made on first use.
+    leaves that are no arrays. Everything below the fields is made on first use.
     """
 
-    def __init__(
-        self,
-        mesh: MeshSpec,
-        jax_mesh: Mesh | None,
-        axes: AxisRules | None,
-        mode: str | None,
-        rows: Sequence[Row],
-        index: Sequence[int],
-        paths: Sequence[str],
-        treedef: Any,
-        order: Sequence[int] | None = None,
-        structure: Any = None,
-        strict: bool = False,
-    ):
-        self.mesh, self.jax_mesh, self.axes, self.mode = mesh, jax_mesh, axes, mode
-        self.rows, self.index = _in_order_of_use(rows, index)
-        self.paths, self.treedef, self.order, self._structure = tuple(paths), treedef, order, structure
-        self.strict = strict
+    mesh: MeshSpec
+    jax_mesh: Mesh | None
+    axes: AxisRules | None
+    mode: str | None
+    rows: Sequence[Row]
+    index: Sequence[int]
+    paths: Sequence[str]
+    treedef: Any
+    order: Sequence[int] | None = None
+    read_structure: Any = None
+    strict: bool = False
+
+    def __post_init__(self):
+        self.rows, self.index = _in_order_of_use(self.rows, self.index)
+        self.paths = tuple(self.paths)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -67,7 +66,7 @@ class Content:
 
     @ft.cached_property
     def structure(self) -> Any:
-        return codec.encode_structure(self.treedef) if self._structure is None else self._structure
+        return codec.encode_structure(self.treedef) if self.read_structure is None else self.read_structure
 
     @ft.cached_property
     def digest(self) -> str:
@@ -122,8 +121,7 @@ class Content:
         return jax.tree.unflatten(self.treedef, column)
 
     def replaced(self, **changes: Any) -> "Content":
-        names = ("mesh", "jax_mesh", "axes", "mode", "rows", "index", "paths", "treedef", "order", "strict")
-        return Content(**{**{name: vars(self)[name] for name in names}, "structure": self._structure, **changes})
+        return dataclasses.replace(self, **changes)
 
 
 def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[Row, ...], tuple[int, ...]]:
@@ -176,7 +174,7 @@ def shaped_like(content: Content, like: Any) -> Content:
     index = rows_of(content, flat)
     if flat.paths == content.paths:
         return content.replaced(treedef=flat.treedef, order=None)
-    return content.replaced(treedef=flat.treedef, order=None, paths=flat.paths, index=index, structure=None)
+    return content.replaced(treedef=flat.treedef, order=None, paths=flat.paths, index=index, read_structure=None)
 
 
 def rows_of(content: Content, flat: Flat) -> Sequence[int]:

@@ -47,16 +47,11 @@ def written(payload: dict[str, Any]) -> str:
 
 
 def _encode_row(row: Row) -> dict[str, Any]:
-    return {
-        "shape": list(row.shape),
+    return {name: codec.encode_entry(value) for name, value in row._asdict().items()} | {
         "dtype": codec.encode_dtype(row.dtype),
-        "names": None if row.names is None else codec.encode_entry(row.names),
         "requested": codec.encode_spec(row.requested),
         "spec": codec.encode_spec(row.spec),
-        "rule": row.rule,
         "reasons": [codec.encode_reason(why) for why in row.reasons],
-        "memory_kind": row.memory_kind,
-        "units": row.units if row.units is None else list(row.units),
         "strategies": [codec.encode_strategy(strategy) for strategy in row.strategies],
     }
 
@@ -144,5 +139,5 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
         "paths": paths,
         "treedef": treedef,
         "order": order,
-        "structure": data["structure"],
+        "read_structure": data["structure"],
     }
