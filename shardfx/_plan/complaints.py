@@ -44,6 +44,14 @@ def raise_repeated(flat: Flat) -> None:
             seen.add(path)
 
 
+class Decided(NamedTuple):
+    """The leaves of a tree, for each the number of its row (below 0 at those that have none), and the rows."""
+
+    flat: Flat
+    index: Sequence[int]
+    rows: Sequence[Row]
+
+
 class Uncovered(NamedTuple):
     """An array that neither names nor a path rule covers."""
 
@@ -52,8 +60,9 @@ class Uncovered(NamedTuple):
     row: Row
 
 
-def uncovered(flat: Flat, index: Sequence[int], rows: Sequence[Row]) -> list[Uncovered]:
+def uncovered(decided: Decided) -> list[Uncovered]:
     """The arrays that no rule covers, largest first."""
+    flat, index, rows = decided
     open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
     if not open_rows:
         return []
@@ -65,8 +74,8 @@ def uncovered(flat: Flat, index: Sequence[int], rows: Sequence[Row]) -> list[Unc
     return sorted(found, key=lambda leaf: -leaf.bytes)
 
 
-def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[Row], rules: Sequence[Any]) -> None:
-    found = uncovered(flat, index, rows)
+def raise_unmatched(decided: Decided, rules: Sequence[Any]) -> None:
+    found = uncovered(decided)
     if not found:
         return
     patterns = [pattern for pattern, _ in rules]
@@ -76,7 +85,7 @@ def raise_unmatched(flat: Flat, index: Sequence[int], rows: Sequence[Row], rules
         hint = f"; the nearest rule is {near[0]!r}" if near else ""
         lines.append(f"  `{path}`: {row.dtype}{list(row.shape)}, {nbytes} bytes{hint}")
     head = (
-        f"no rule covers {len(found)} of {sum(flat.is_array)} leaves; add path rules or names for them, end "
+        f"no rule covers {len(found)} of {sum(decided.flat.is_array)} leaves; add path rules or names for them, end "
         'the path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:'
     )
     raise UnmatchedError(_listed(head, lines, len(found)))
@@ -95,9 +104,7 @@ def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str
     return {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
 
 
-def raise_unknown(
-    flat: Flat, index: Sequence[int], rows: Sequence[Row], axes: AxisRules | None, mesh: MeshSpec
-) -> None:
+def raise_unknown(decided: Decided, axes: AxisRules | None, mesh: MeshSpec) -> None:
     """Raises if an array has a logical name that no rule is about, in any mode."""
     if axes is None:
         return
@@ -106,6 +113,7 @@ def raise_unknown(
             f"`units` has {name!r}{near(name, axes.names)}, and no rule of `axes` is about that name, so it keeps "
             f"nothing together. The rules have {axes.names}; correct the name, or take its unit out."
         )
+    flat, index, rows = decided
     unknown = unknown_of_rows(rows, axes)
     if not unknown:
         return
@@ -123,15 +131,9 @@ def raise_unknown(
     raise UnmatchedError(_listed(f'{head}{fix}, or pass `unmatched="replicate"`:', lines))
 
 
-def absent_axes(
-    flat: Flat,
-    index: Sequence[int],
-    rows: Sequence[Row],
-    mesh: MeshSpec,
-    axes: AxisRules | None,
-    declared: tuple[str, ...],
-) -> dict[str, str]:
+def absent_axes(decided: Decided, mesh: MeshSpec, axes: AxisRules | None, declared: tuple[str, ...]) -> dict[str, str]:
     """The mesh axes of rules that the mesh lacks and that nobody has declared, and who uses each of them first."""
+    flat, index, rows = decided
     wrong: dict[str, str] = {}
     if axes is not None:
         declared += axes.axes
@@ -147,16 +149,9 @@ def absent_axes(
     return {axis: who for axis, who in wrong.items() if axis not in declared}
 
 
-def raise_absent(
-    flat: Flat,
-    index: Sequence[int],
-    rows: Sequence[Row],
-    mesh: MeshSpec,
-    axes: AxisRules | None,
-    declared: tuple[str, ...],
-) -> None:
+def raise_absent(decided: Decided, mesh: MeshSpec, axes: AxisRules | None, declared: tuple[str, ...]) -> None:
     """Raises if rules name a mesh axis that the mesh lacks and that nobody has declared."""
-    wrong = absent_axes(flat, index, rows, mesh, axes, declared)
+    wrong = absent_axes(decided, mesh, axes, declared)
     missing = tuple(wrong)
     lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
     if lines:
@@ -195,16 +190,8 @@ def unused_rules(
     return [why for why in found if why is not None]
 
 
-def raise_unused(
-    what: str,
-    rules: Sequence[tuple[str, Any]],
-    used: Mapping[Any, Any],
-    flat: Flat,
-    given: Sequence[Any] | None = None,
-    giver: str = "",
-) -> None:
+def raise_unused(what: str, rules: Sequence[tuple[str, Any]], found: Sequence[Unused]) -> None:
     """Raises if a rule decides about no array."""
-    found = unused_rules(rules, used, flat, given, giver)
     lines = [f"  {what} {why.number}, the regex {rules[why.number][0]!r}, {unused_text(why)}." for why in found]
     if lines:
         head = (
@@ -260,8 +247,9 @@ def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
     return "\n".join([head, *lines[:_SHOWN], *([f"  and {more} more"] if more > 0 else [])])
 
 
-def raise_cut(flat: Flat, index: Sequence[int], rows: Sequence[Row], refined: MeshSpec | None) -> None:
+def raise_cut(decided: Decided, refined: MeshSpec | None) -> None:
     """Raises if any array is not sharded as asked; `refined` is the mesh, if its axes have been split."""
+    flat, index, rows = decided
     whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(rows)}
     lines = [
         f"  leaf `{path}`, shape {rows[i].shape}: {why}"

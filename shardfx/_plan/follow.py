@@ -16,7 +16,16 @@ from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules, near
 from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match
 from .._rules.strategies import Fsdp, fsdp
-from .complaints import raise_absent, raise_errors, raise_loose, raise_repeated, raise_unknown, raise_unused
+from .complaints import (
+    Decided,
+    raise_absent,
+    raise_errors,
+    raise_loose,
+    raise_repeated,
+    raise_unknown,
+    raise_unused,
+    unused_rules,
+)
 from .content import Content
 from .correct import axes_of
 from .decide import Request, row_of
@@ -107,12 +116,14 @@ def follow(
             used_kinds[kind] = None
             rows.append(follower.row(path, leaf, None if kind is None else kinds[kind][1]))
     raise_errors(follower.errors)
-    raise_unknown(flat, index, rows, follower.axes, plan.mesh)
-    raise_absent(flat, index, rows, plan.mesh, axes, follower.declared)
+    decided = Decided(flat, index, rows)
+    raise_unknown(decided, follower.axes, plan.mesh)
+    raise_absent(decided, plan.mesh, axes, follower.declared)
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
-        raise_unused("rule", follower.paths.rules, follower.used, flat, followed, "what they follow")
-        raise_unused("`memory_kinds` entry", kind_rules.rules, used_kinds, flat)
+        rules, given_kinds = follower.paths.rules, kind_rules.rules
+        raise_unused("rule", rules, unused_rules(rules, follower.used, flat, followed, "what they follow"))
+        raise_unused("`memory_kinds` entry", given_kinds, unused_rules(given_kinds, used_kinds, flat))
     if plan.strict:
         raise_loose(follower.loose)
     content = plan.content

@@ -14,6 +14,7 @@ from .._rules.axis_rules import AxisRules, check_axis_rules
 from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
 from ..topology._mesh import MeshSpec
 from .complaints import (
+    Decided,
     raise_absent,
     raise_cut,
     raise_errors,
@@ -21,6 +22,7 @@ from .complaints import (
     raise_unknown,
     raise_unmatched,
     raise_unused,
+    unused_rules,
 )
 from .content import Content
 from .correct import axes_of
@@ -120,17 +122,18 @@ def plan(
     flat = flatten(tree)
     raise_repeated(flat)
     given = names_of_leaves(names, tree, flat, axes)
-    kinds = memory_kind_pairs(memory_kinds)
-    found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
+    found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, memory_kind_pairs(memory_kinds))
     index, rows, mesh_spec = found.numbers, found.rows, found.mesh
     raise_errors(found.errors)
     if unmatched == "raise":
-        raise_unmatched(flat, index, rows, found.paths.rules)
-        raise_unknown(flat, index, rows, axes, mesh_spec)
-        raise_absent(flat, index, rows, mesh_spec, axes, found.declared)
+        decided = Decided(flat, index, rows)
+        raise_unmatched(decided, found.paths.rules)
+        raise_unknown(decided, axes, mesh_spec)
+        raise_absent(decided, mesh_spec, axes, found.declared)
     if unused == "raise":
-        raise_unused("rule", found.paths.rules, found.paths.used, flat, given, NAMES)
-        raise_unused("`memory_kinds` entry", found.kinds.rules, found.kinds.used, flat)
+        paths, kinds = found.paths, found.kinds
+        raise_unused("rule", paths.rules, unused_rules(paths.rules, paths.used, flat, given, NAMES))
+        raise_unused("`memory_kinds` entry", kinds.rules, unused_rules(kinds.rules, kinds.used, flat))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, flat.paths, flat.treedef, strict=strict))
     if refine:
@@ -138,7 +141,7 @@ def plan(
         rows = [row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows]
         made = ShardPlan(content.replaced(rows=rows))
     if strict:
-        raise_cut(flat, made.content.index, made.content.rows, None if made.mesh == mesh_spec else made.mesh)
+        raise_cut(Decided(flat, made.content.index, made.content.rows), None if made.mesh == mesh_spec else made.mesh)
     return made
 
 

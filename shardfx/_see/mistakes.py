@@ -8,7 +8,16 @@ from jax.sharding import PartitionSpec
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, joined
-from .._plan.complaints import Unused, absent_axes, uncovered, unknown_of_rows, unknown_units, unused_rules, unused_text
+from .._plan.complaints import (
+    Decided,
+    Unused,
+    absent_axes,
+    uncovered,
+    unknown_of_rows,
+    unknown_units,
+    unused_rules,
+    unused_text,
+)
 from .._plan.planner import NAMES, Draft
 from .._rules.axis_rules import near, nearest
 from .._rules.path_rules import PathRules
@@ -105,7 +114,7 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
     """Leaves that no rule covers."""
     assert subject.flat is not None
     groups: dict[Any, list[Any]] = {}
-    for leaf in uncovered(subject.flat, draft.numbers, draft.rows):
+    for leaf in uncovered(Decided(subject.flat, draft.numbers, draft.rows)):
         groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
     for number, leaves in enumerate(groups.values()):
@@ -159,7 +168,8 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
     """Mesh axes of rules that the mesh lacks and that nobody declares."""
     assert subject.flat is not None
     known = subject.mesh.axis_names
-    found = absent_axes(subject.flat, draft.numbers, draft.rows, subject.mesh, subject.axes, draft.declared)
+    decided = Decided(subject.flat, draft.numbers, draft.rows)
+    found = absent_axes(decided, subject.mesh, subject.axes, draft.declared)
     for axis, who in found.items():
         message = f"{who} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
         meant = next(iter(nearest(axis, known)), None)

@@ -149,7 +149,7 @@ def join_primes(layouts: Sequence[Layout], keys: Sequence[Sequence[bytes]], spli
 
     The coarser splits.
     """
-    ends = [_Primes(*one) for one in zip(layouts, keys, splits, strict=True)]
+    ends = [_Primes(*one) for one in zip(layouts, keys, strict=True)]
     # A factor in `kept` is the last of those that are joined. It need not be asked for twice.
     kept = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
     asked = True
@@ -166,7 +166,7 @@ def join_primes(layouts: Sequence[Layout], keys: Sequence[Sequence[bytes]], spli
 class _Primes:
     """The prime factors of one end, each with its key and with the cut that it makes."""
 
-    def __init__(self, layout: Layout, keys: Sequence[bytes], split: Split):
+    def __init__(self, layout: Layout, keys: Sequence[bytes]):
         self.keys = keys
         self.factors = {key: factor for factor, key in enumerate(keys)}
         # For each factor that cuts a dimension: which one, and into how many pieces it and those before it cut it.
