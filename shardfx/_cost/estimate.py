@@ -25,7 +25,11 @@ from .walk import Habits, sent
 
 
 Compiler = Literal["tpu", "gpu", "cpu"]
-HABITS: Mapping[str, Habits] = {"tpu": Habits(), "gpu": Habits(), "cpu": Habits(scatters=False, adds_first=False, sends_twice=True)}
+HABITS: Mapping[str, Habits] = {
+    "tpu": Habits(),
+    "gpu": Habits(),
+    "cpu": Habits(scatters=False, adds_first=False, sends_twice=True),
+}
 
 
 def estimate(

@@ -82,17 +82,18 @@ class _Match:
         # Devices that share a batch are told apart first, and those that share a sum last.
         among: dict[int, bool] = {}
         is_apart = any(factor in found for factor in self.both if factor not in self.summed)
-        matching = [self.matching(side) for side in (0, 1)]
-        for side in self.order_of(matching):
-            own = self.matching(side)
-            parts = tuple(part for factor in own for part in self.wanted[factor])
-            if parts:
-                for factor in own:
-                    found[factor] = self.wanted[factor]
-                    if not set(self.wanted[factor]) <= set(self.sides[side][factor]):
-                        self.sides[side][factor] = self.wanted[factor]
-                self.taken.update(parts)
-                if self.give_up(1 - side, parts):
+        # The same devices first, then as many.
+        for exact in (True, False):
+            for side in self.order_of([self.matching(side, exact=exact) for side in (0, 1)]):
+                own = {f: parts for f, parts in self.matching(side, exact=exact).items() if f not in found}
+                if not own:
+                    continue
+                found.update(own)
+                for factor, wanted in own.items():
+                    if not set(wanted) <= set(self.sides[side][factor]):
+                        self.sides[side][factor] = wanted
+                self.taken.update(_all(own))
+                if self.give_up(1 - side, _all(own)):
                     among[1 - side] = is_apart
                 is_apart = True
         for factor in self.both:
@@ -109,19 +110,30 @@ class _Match:
             found[factor] = left
             self.taken.update(left)
 
-    def matching(self, side: int) -> list[int]:
-        """The factors that one operand cuts into as many pieces as the result, or into a multiple."""
-        found = []
+    def matching(self, side: int, *, exact: bool) -> Cut:
+        """What is to cut the factors that one operand cuts into as many pieces as the result, or into finer ones.
+
+        Where the devices that the result wants are taken by a sum, it is those of the operand. `exact` asks for the same
+        devices, not for as many.
+        """
+        found: Cut = {}
         for factor in self.free[side]:
             own, parts = self.sides[side].get(factor, ()), self.wanted.get(factor, ())
-            fits = parts and own and (self.axes.count(own) == self.axes.count(parts) or set(parts) < set(own))
-            if fits and self.taken.isdisjoint(parts):
-                found.append(factor)
+            if not own or not parts:
+                continue
+            is_free = self.taken.isdisjoint(parts)
+            if exact:
+                if is_free and own == parts:
+                    found[factor] = parts
+            elif is_free and (self.axes.count(own) == self.axes.count(parts) or set(parts) < set(own)):
+                found[factor] = parts
+            elif not is_free and self.taken.isdisjoint(own) and self.axes.count(own) % self.axes.count(parts) == 0:
+                found[factor] = own
         return found
 
-    def order_of(self, matching: Sequence[Sequence[int]]) -> tuple[int, int]:
+    def order_of(self, matching: Sequence[Cut]) -> tuple[int, int]:
         """The operand whose match counts first: one whose free dimensions all match, or that costs the other less."""
-        counts = [self.axes.count(part for f in own for part in self.wanted[f]) for own in matching]
+        counts = [self.axes.count(_all(own)) for own in matching]
         held = [self.axes.count(part for f in self.free[at] for part in self.sides[at].get(f, ())) for at in (0, 1)]
         fits = [bool(matching[at]) and counts[at] == held[at] for at in (0, 1)]
         if fits[0] != fits[1]:
@@ -185,6 +197,10 @@ class _Match:
             if parts and self.taken.isdisjoint(parts) and (is_bare or self.axes.count(parts) == left):
                 found.update({factor: self.wanted.get(factor, ()) for factor in own})
                 self.taken.update(parts)
+
+
+def _all(cut: Cut) -> Parts:
+    return tuple(part for parts in cut.values() for part in parts)
 
 
 def _another(part: int, gone: Parts, free: list[int], axes: MeshParts) -> int:
