@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ._case import Value
-from ._hlo import lowered, planned, steps_program, wire_bytes
 from ._pairs import MESHES, emulated, every_layout, placed, sharding_of
+from ._programs import lowered, planned, steps_program, wire_bytes
 
 
 # Pointers of tuples and scalars are allocations, but no copies of the array.

@@ -21,10 +21,10 @@ from shardfx._reshard.steps.redistribute import layout, redistribute
 from shardfx.topology._mesh import MeshSpec
 
 from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
-from ._hlo import planned
 from ._machine import fresh_process
 from ._pairs import compiled, placed, simulated
 from ._peers import device_put, eformer, scalax, whole_jit
+from ._programs import planned
 from ._runner import Options
 from ._states import equals, state_cases
 

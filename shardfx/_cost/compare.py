@@ -11,7 +11,13 @@ from .traffic_rows import Traffic, TrafficRow, place_text
 
 
 Why = Literal[
-    "reduces whole", "gathers for an exchange", "sums instead of gathering", "more often", "not expected", "otherwise"
+    "reduces whole",
+    "gathers for an exchange",
+    "sums instead of gathering",
+    "more often",
+    "not expected",
+    "otherwise",
+    "less",
 ]
 _SUMS = ("all-reduce", "reduce-scatter")
 _SAYS: Mapping[Why, tuple[str, str]] = {
@@ -43,17 +49,18 @@ _SAYS: Mapping[Why, tuple[str, str]] = {
         "more is sent, and in another way",
         "constrain the operands and the result of this line, so that nothing is left to choose.",
     ),
+    "less": ("less is sent than was estimated", "There is nothing to mend."),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Surplus:
-    """A line at which a compiled step sends more than its estimate.
+    """A line at which a compiled step sends more than its estimate, or less.
 
     **Arguments:**
 
     - `why`: what the difference is like.
-    - `extra_bytes`: how much more enters a device in one step.
+    - `extra_bytes`: how much more enters a device in one step; negative where it is less.
     - `source`: the line.
     - `axes`: the mesh axes along which it is sent.
     - `leaf`: the parameters that it is about, or `None`.
@@ -81,11 +88,20 @@ class Comparison:
 
     - `rows`: a [`shardfx.Surplus`][] for each line, the largest first.
     - `estimated`, `compiled`: what was compared.
+    - `less`: one for each line at which less is sent than was estimated.
     """
 
     rows: tuple[Surplus, ...]
     estimated: Traffic
     compiled: Traffic
+    less: tuple[Surplus, ...] = ()
+
+    @property
+    def explained(self) -> float:
+        """Which share of the difference the lines in `rows` and `less` make up, 1 where there is none."""
+        total = abs(self.extra_bytes)
+        named = sum(row.extra_bytes for row in (*self.rows, *self.less) if row.source is not None)
+        return max(0.0, 1 - abs(self.extra_bytes - named) / total) if total else 1.0
 
     @property
     def extra_bytes(self) -> int:
@@ -152,8 +168,10 @@ def compare(estimated: Traffic, compiled: Any) -> Comparison:
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
     places = [*_paired(_sent(estimated, {}), _sent(found, _sums_by_leaf(estimated)))]
     least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
-    rows = [_surplus(place) for place in _settled(places) if place.extra >= least]
-    return Comparison(tuple(sorted(rows, key=lambda row: -row.extra_bytes)), estimated, found)
+    settled = [_surplus(place) for place in _settled(places) if abs(place.extra) >= least]
+    rows = sorted((row for row in settled if row.extra_bytes > 0), key=lambda row: -row.extra_bytes)
+    less = sorted((row for row in settled if row.extra_bytes < 0), key=lambda row: row.extra_bytes)
+    return Comparison(tuple(rows), estimated, found, tuple(less))
 
 
 @dataclasses.dataclass
@@ -208,7 +226,10 @@ def _paired(
 
 
 def _settled(places: list[_Place]) -> list[_Place]:
-    """The places, where what one sends less along some axes is taken off what others send more along the same."""
+    """The places, where what one sends less along some axes is taken off what others send more along the same.
+
+    Places that send less come after those that send more.
+    """
     less = [place for place in places if place.extra < 0]
     more = sorted((place for place in places if place.extra > 0), key=lambda place: -place.extra)
     for place in more:
@@ -216,12 +237,12 @@ def _settled(places: list[_Place]) -> list[_Place]:
             if place.axes() == other.axes():
                 moved = min(place.extra, -other.extra)
                 place.extra, other.extra = place.extra - moved, other.extra + moved
-    return more
+    return [*more, *less]
 
 
 def _surplus(place: _Place) -> Surplus:
     expected, found = place.kinds(0), place.kinds(1)
-    why = _why(expected, found)
+    why = "less" if place.extra < 0 else _why(expected, found)
     message, fix = _SAYS[why]
     leaves = [row.leaf for row, count in place.rows[1] if row.leaf and count]
     return Surplus(

@@ -1,7 +1,7 @@
 """How rows are looked up by number, and added up where numbers say, as XLA's partitioner does it.
 
-A table that is cut along its rows is asked by every device, and the answers are added up. Where the width of a table and
-the numbers are cut by the same devices, the numbers give them up: to others if they are whole along as many.
+A table that is cut along its rows is asked by every device, and the answers are added up. Where the width of a table
+and the numbers are cut by the same devices, the numbers give them up: to others if they are whole along as many.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

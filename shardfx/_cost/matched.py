@@ -113,8 +113,8 @@ class _Match:
     def matching(self, side: int, *, exact: bool) -> Cut:
         """What is to cut the factors that one operand cuts into as many pieces as the result, or into finer ones.
 
-        Where the devices that the result wants are taken by a sum, it is those of the operand. `exact` asks for the same
-        devices, not for as many.
+        Where the devices that the result wants are taken by a sum, it is those of the operand. `exact` asks for the
+        same devices, not for as many.
         """
         found: Cut = {}
         for factor in self.free[side]:
@@ -141,7 +141,7 @@ class _Match:
         return (0, 1) if counts[0] * self.bytes[1] < counts[1] * self.bytes[0] or not matching[1] else (1, 0)
 
     def give_up(self, side: int, parts: Parts) -> bool:
-        """Brings an operand off the devices that the other one's match takes; onto others, if it is whole along as many.
+        """Brings an operand off the devices that the other one's match takes: onto others, if there are as many.
 
         Returns whether it was on any of them.
         """
@@ -188,7 +188,7 @@ class _Match:
         self.taken.update(found[factor])
 
     def follow(self, found: Cut) -> None:
-        """What the result wants cut and no operand has so: where it takes nothing but to leave out, or cuts all there is."""
+        """What only the result cuts: where nothing has to move for it, or all devices are cut so."""
         left = self.axes.count(part for part in range(len(self.axes.sizes)) if part not in self.taken)
         rest = [[factor for factor in own if factor not in found] for own in self.free]
         wanted = [tuple(part for factor in own for part in self.wanted.get(factor, ())) for own in rest]

@@ -68,7 +68,7 @@ class Prices:
         is_forked = len(ways) > 1 and any(len({way[end] for way in ways}) < len(ways) for end in (0, 1))
         gone = [tuple(part for part in parts if part not in wanted) for parts in source]
         new = [tuple(part for part in parts if part not in held and part not in partial) for parts in target]
-        local /= math.prod(count(own) if not less else max(1, count(own) / count(less)) for own, less in zip(new, gone))
+        local /= math.prod(max(1, count(more) / count(less)) for more, less in zip(new, gone, strict=True))
         parts, share = self._traded(source, target, gone, new)
         if share:
             made.append(self.made("collective-permute", parts, local, share * count(parts)))
@@ -84,11 +84,8 @@ class Prices:
             left = max(1, count(less) / count(more)) * count(forked)
             if left > 1:
                 local *= left
-                made.append(
-                    self.made(
-                        "all-gather", (*less, *forked), local * (1 - 1 / left) / (1 - 1 / count((*less, *forked)))
-                    )
-                )
+                less = (*less, *forked)
+                made.append(self.made("all-gather", less, local * (1 - 1 / left) / (1 - 1 / count(less))))
         return made
 
     def _traded(
@@ -114,9 +111,8 @@ class Prices:
         moved = [pair for pair in orders if pair[0] != pair[1]]
         parts = tuple(dict.fromkeys(part for pair in moved for order in pair for part in order))
         if least:
-            parts = tuple(
-                dict.fromkeys((*parts, *(p for less, more in zip(gone, new) if less and more for p in (*less, *more))))
-            )
+            traded = (part for less, more in zip(gone, new, strict=True) if less and more for part in (*less, *more))
+            parts = tuple(dict.fromkeys((*parts, *traded)))
         return parts, max(least, self._moving(parts, moved))
 
     def _moving(self, parts: Parts, orders: Sequence[tuple[Parts, Parts]]) -> float:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks._hlo import lowered, steps_program
+from benchmarks._programs import lowered, steps_program
 from shardfx._ground.errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
 from shardfx._plan.planner import plan
 from shardfx._reshard.carry_out import carry_out, slices_within

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks._hlo import lowered, planned, steps_program, wire_bytes
+from benchmarks._programs import lowered, planned, steps_program, wire_bytes
 from shardfx import reshard, topology
 from shardfx._ground.errors import LeafTypeError, MeshError, SpecError
 from shardfx._reshard.move import move_of
@@ -447,9 +447,8 @@ def test_between_slices_the_planned_steps_cross_less_than_xla(monkeypatch):
     ours, theirs = (
         lowered(fn, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text() for fn in (steps, lambda x: x)
     )
-    slices = [0, 0, 0, 0, 1, 1, 1, 1]
-    assert wire_bytes(ours, 8) == plan.wire_bytes and wire_bytes(ours, 8, slices) == 0
-    assert wire_bytes(theirs, 8, slices) == 256 * 256 * 4 // 8
+    assert wire_bytes(ours, 8) == plan.wire_bytes and wire_bytes(ours, 8, slices=2) == 0
+    assert wire_bytes(theirs, 8, slices=2) == 256 * 256 * 4 // 8
     assert_lies(move(put(VALUES, src), dst), VALUES, dst)
 
 
@@ -481,7 +480,7 @@ def test_a_sample_of_all_moves_on_16_devices_in_a_process_of_its_own():
         import jax, numpy as np
         jax.config.update("jax_num_cpu_devices", 16)
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-        from benchmarks._hlo import steps_program
+        from benchmarks._programs import steps_program
         from shardfx._reshard.reshard import resharded
 
         devices = np.array(jax.devices())
