@@ -11,7 +11,7 @@ from typing import Any
 from shardfx import compile_for, fit
 
 from . import _cost_oracles
-from ._case import Entry, Finding, Limit, Value
+from ._case import Apart, Entry, Finding, Limit, Value
 from ._runner import Options
 from ._step_plans import LAYOUTS, Layout, Planned, planned
 from ._steps import STUDY, STUDY_EXPERTS, Way
@@ -30,16 +30,23 @@ def cases(options: Options) -> list[Entry]:
     limits = (Limit("arguments_off_percent", at_most=0.01), Limit("off_percent", at_most=15))
     rows = [row for row in DATA["rows"] if not options.quick or (row["plan"] in _QUICK and row["remat"])]
     found: list[Entry] = [
-        Finding(f"{row['plan']}{'' if row['remat'] else ', no remat'}", ft.partial(_memory, row, options), limits)
-        for row in rows
+        Finding(f"{row['plan']}{_how(row)}", ft.partial(_memory, row, options), limits) for row in rows
     ]
-    return [*found, *_cost_oracles.cases()]
+    compiled = Apart("suggestions, each compiled", "benchmarks._cost_suggestions:on_eight", 8)
+    return [*found, compiled, *_cost_oracles.cases()]
+
+
+def _how(row: Mapping[str, Any]) -> str:
+    told = [f"{row['layers']} layers"] if row["layers"] != STUDY.layers else []
+    told += [] if row.get("scan", True) else ["unrolled"]
+    told += [] if row["remat"] else ["no remat"]
+    return "".join(f", {one}" for one in told)
 
 
 def _step(row: Mapping[str, Any]) -> tuple[Layout, Planned]:
     layout = LAYOUTS[row["plan"]]
     sizes = dataclasses.replace(STUDY_EXPERTS if layout.experts else STUDY, layers=row["layers"])
-    return layout, planned(sizes, Way(remat=row["remat"]), layout)
+    return layout, planned(sizes, Way(scan=row.get("scan", True), remat=row["remat"]), layout)
 
 
 def _memory(row: Mapping[str, Any], options: Options) -> Mapping[str, Value]:

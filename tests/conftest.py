@@ -21,7 +21,7 @@ _STANDARD_PROMOTION = {
         "test_interop_flax",
         "test_jit",
     ),
-    *("test_messages", "test_presets", "test_hf_presets", "test_replan", "test_types"),
+    *("test_messages", "test_presets", "test_hf_presets", "test_replan", "test_suggestions", "test_types"),
 }
 
 

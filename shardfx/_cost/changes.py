@@ -20,7 +20,7 @@ from .nested import scan_parts
 
 
 # How often a batch that the line says is tried.
-_TRIES = 8
+_TRIES = 16
 # What saves less of the peak than this is not told.
 _WORTH = 0.01
 
@@ -74,7 +74,7 @@ class Traced:
             tile=self.chip.tile,
             changed=changed,
             on_host=[leaf.on_host for leaf in given.leaves],
-            ahead=self.chip.torus_dims > 0,
+            tpu=self.chip.torus_dims > 0,
         )
 
     def again(self, given: Arguments) -> "Traced":
@@ -176,13 +176,17 @@ def _of_moments(given: Arguments, known: Traced | None, chip: chips.Chip, made: 
     found = []
     if wide:
         less = sum(saved(leaf, held_bytes(leaf, given, chip, jnp.bfloat16)) for leaf in wide)
-        found.append(made("moments in bfloat16", before - less, "init=lambda p: cast(optimizer.init(p), jnp.bfloat16)"))
+        how = "lambda moment: moment.astype(jnp.bfloat16), on the state that the step returns"
+        found.append(made("moments in bfloat16", before - less, how))
     if moments:
         here = sum(held_bytes(leaf, given, chip) for leaf in moments)
         less = sum(saved(leaf, 0) for leaf in moments)
         # One array at a time is on the device while it is updated.
         less -= max(held_bytes(leaf, given, chip) for leaf in moments)
-        how = 'follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")])'
+        how = (
+            'follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")]); in the step '
+            "jax.device_put(state, jax.memory.Space.Device), and .Host for what it returns"
+        )
         found.append(made("moments in host memory", before - less, how, here))
     return found
 
@@ -271,8 +275,8 @@ def batch_of(given: Arguments) -> int | None:
 def largest_batch(known: Traced, chip: chips.Chip, peak_bytes: int) -> tuple[int | None, int | None]:
     """How many examples there are, and how many would fit, in steps that the mesh divides.
 
-    What a step needs grows with its batch along a line, nearly: the line says where to look, and the step is traced
-    there.
+    What a step needs grows with its batch along lines: flat while all lies where results will, then steeper. The line
+    between what fits and what does not says where to look, the middle every other time; the step is traced there.
     """
     batch = batch_of(known.given)
     if not batch:
@@ -286,29 +290,27 @@ def largest_batch(known: Traced, chip: chips.Chip, peak_bytes: int) -> tuple[int
     )
     unit = unit if batch % unit == 0 else 1
     needs = {batch: now + offset}
-    for _ in range(_TRIES):
+    for tried in range(_TRIES):
         fits = max((count for count, need in needs.items() if need <= usable), default=0)
         over = min((count for count, need in needs.items() if need > usable), default=None)
         if over is not None and over - fits <= unit:
             break
-        guess = _next_batch(needs, usable, fits, over, unit)
-        other = None if guess is None else _with_batch(known, guess)
-        if guess is None or other is None:
+        guess = _next_batch(needs, usable, fits, over, unit, halves=tried % 2 == 1)
+        other = _with_batch(known, guess)
+        if other is None:
             return batch, fits if fits and len(needs) > 1 else None
         needs[guess] = other.usage().bytes + offset
     return batch, max((count for count, need in needs.items() if need <= usable), default=0)
 
 
-def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int) -> int | None:
-    """Where the line through the two nearest batches meets what is usable; `None` if that line does not rise."""
-    if len(needs) == 1:
-        return 2 * fits if over is None else max(unit, over // 2 // unit * unit)
-    (first, low), (second, high) = sorted(needs.items(), key=lambda one: abs(one[1] - usable))[:2]
-    slope = (high - low) / (second - first)
-    if slope <= 0:
-        return None
-    guess = int(first + (usable - low) / slope) // unit * unit
-    return max(fits + unit, guess if over is None else min(guess, over - unit))
+def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
+    """Where to look next: between what fits and what does not, or twice as far."""
+    if over is None:
+        return 2 * fits
+    if fits == 0:
+        return max(unit, over // 2 // unit * unit)
+    share = 0.5 if halves else (usable - needs[fits]) / (needs[over] - needs[fits])
+    return min(max(fits + int((over - fits) * share) // unit * unit, fits + unit), over - unit)
 
 
 def _with_batch(known: Traced, batch: int) -> Traced | None:

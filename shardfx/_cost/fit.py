@@ -296,8 +296,10 @@ def _offender(held: Held, usage: Usage, given: Arguments) -> Offender:
     value, dims = usage.program.values[held.number], usage.layouts.dims[held.number]
     cut = ",".join("+".join(axes) or "-" for axes in dims)
     what = f"{array_text(value.dtype, value.shape)} cut {cut}" if any(dims) else array_text(value.dtype, value.shape)
-    ours = {leaf.struct.shape for leaf in given.leaves if leaf.group == "parameters" and len(leaf.struct.shape) > 1}
-    group = "copies in other layouts" if held.copy else "gradients" if value.shape in ours else "activations"
+    # A gradient has the dimensions of a parameter; those of stacked layers may come in another order.
+    ours = [leaf.struct.shape for leaf in given.leaves if leaf.group == "parameters" and len(leaf.struct.shape) > 1]
+    is_ours = sorted(value.shape) in map(sorted, ours)
+    group = "copies in other layouts" if held.copy else "gradients" if is_ours else "activations"
     return Offender(what, held.bytes, group, _line_of(held.op))
 
 

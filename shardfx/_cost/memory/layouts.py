@@ -52,9 +52,9 @@ class Layouts:
             self._settle(these)
 
     def bytes_of(self, number: int, dims: Dims | None = None) -> int:
-        """The bytes of a value on one device, as it lies or as it would."""
+        """The bytes of a value in a device's memory, as it lies or as it would."""
         value = self.values[number]
-        if value.dtype is None:
+        if value.dtype is None or value.on_host:
             return 0
         own = self.dims[number] if dims is None else dims
         shard = tuple(-(-size // self.count(axes)) for size, axes in zip(value.shape, own, strict=True))

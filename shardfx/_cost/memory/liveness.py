@@ -5,6 +5,7 @@ use it, as compilers do, unless a product, a loop or the caller wants it as an a
 computed again is in the program twice.
 """
 
+import bisect
 import dataclasses
 
 from ..nested import scan_parts
@@ -65,16 +66,17 @@ def peak_of(
     changed: Changed | None = None,
     *,
     aliased: frozenset[int] = frozenset(),
-    ahead: bool = False,
+    tpu: bool = False,
 ) -> Peak:
     """The worst moment of a step, its arguments and results aside.
 
     **Arguments:**
 
     - `aliased`: results that take over the memory of arguments. Nothing else can lie there before them.
-    - `ahead`: whether the compiler gathers the weights of the next layer while a loop computes one, as the TPU's does.
+    - `tpu`: whether it is the TPU's compiler, which gathers the weights of the next layer while a loop computes one.
+        Those for CPUs and GPUs do not, and put also what is inside of loops where results will lie.
     """
-    return _Timeline(program.block, layouts, changed, aliased=aliased, ahead=ahead, outermost=True).peak()
+    return _Timeline(program.block, layouts, changed, aliased=aliased, tpu=tpu, outermost=True).peak()
 
 
 # A value, or a copy of it in another layout.
@@ -91,11 +93,11 @@ class _Timeline:
         changed: Changed | None = None,
         *,
         aliased: frozenset[int] = frozenset(),
-        ahead: bool = False,
+        tpu: bool = False,
         outermost: bool = False,
     ):
         self.block, self.layouts, self.changed, self.outermost = block, layouts, changed, outermost
-        self.aliased, self.ahead = aliased, ahead
+        self.aliased, self.tpu = aliased, tpu
         self.made = {out: op for op in block.ops for out in op.outs}
         self.uses: dict[int, list[Op]] = {}
         for op in block.ops:
@@ -109,7 +111,7 @@ class _Timeline:
     def peak(self) -> Peak:
         """The worst moment."""
         begins, ends = self.lifetimes()
-        homes = self.results_homes(begins, ends) if self.outermost else set()
+        homes, rooms = self.results_homes(begins, ends) if self.outermost else (set(), [])
         born: dict[int, list[_Key]] = {}
         dies: dict[int, list[_Key]] = {}
         for key, at in begins.items():
@@ -125,9 +127,15 @@ class _Timeline:
                 live[key] = self.bytes_of(key)
                 total += live[key]
             inner = self.inside(op)
-            if total + inner.bytes - spare > best.bytes:
+            needed = total + inner.bytes - spare
+            if needed > best.bytes:
+                waiting = [(size, ends.get(key, at)) for key, size in live.items()]
+                if not self.tpu:  # whose compiler places what is inside of loops elsewhere
+                    waiting += [(one.bytes, at) for one in inner.held]
+                needed -= _hosted(waiting, rooms, at)
+            if needed > best.bytes:
                 held = tuple(self.held(key, size) for key, size in live.items())
-                best = Peak(total + inner.bytes - spare, held + inner.held, op)
+                best = Peak(needed, held + inner.held, op)
             for key in dies.get(at, ()):
                 total -= live.pop(key)
         return best
@@ -150,9 +158,9 @@ class _Timeline:
         """The worst moment of a body, or of the branch that takes most."""
         peaks = []
         for block in op.blocks:
-            timeline = _Timeline(block, self.layouts, self.changed, ahead=self.ahead)
+            timeline = _Timeline(block, self.layouts, self.changed, tpu=self.tpu)
             peak = timeline.peak()
-            if self.ahead and op.name == "scan" and op.params["length"] > 1:
+            if self.tpu and op.name == "scan" and op.params["length"] > 1:
                 peak = timeline.with_next(peak, block.ins[sum(scan_parts(op.params)) :])
             again = 0 if self.changed is None else self.changed.inside.get(id(block), 0)
             peaks.append(dataclasses.replace(peak, bytes=peak.bytes + again))
@@ -197,11 +205,18 @@ class _Timeline:
                 begins.setdefault(key, at)
                 self.copiers.setdefault(key, op)
                 ends[key] = at
-            begins.update({(out, None): at for out in outs})
+            begins.update({(out, None): self.first_use(op, at) for out in outs})
         for result in self.results:
             for source in self.behind(result, set()):
                 ends[source, None] = len(self.block.ops) - 1
         return begins, ends
+
+    def first_use(self, op: Op, at: int) -> int:
+        """From when on the results of an operation are in memory; what comes from the host comes when it is read."""
+        if op.name != "device_put":
+            return at
+        users = {id(user) for out in op.outs for user in self.uses.get(out, ())}
+        return next((later for later, one in enumerate(self.block.ops) if id(one) in users), at)
 
     def copies(self, op: Op) -> list[_Key]:
         """Copies that an operation needs: operands gathered to how it computes, results before they are spread."""
@@ -226,16 +241,24 @@ class _Timeline:
                 spare += size
         return spare
 
-    def results_homes(self, begins: dict[_Key, int], ends: dict[_Key, int]) -> set[int]:
-        """The values that lie where a result will: the results, and what they are made of element by element."""
+    def results_homes(self, begins: dict[_Key, int], ends: dict[_Key, int]) -> tuple[set[int], list[tuple[int, int]]]:
+        """The values that lie where a result will: the results, and what they are made of element by element.
+
+        Also each result's memory, by its size and the first moment at which one of these is there; before that, it
+        is room for others. An argument that a result takes over is read until then: nothing else lies there.
+        """
         found: set[int] = set()
-        for result in self.results:
+        rooms: list[tuple[int, int]] = []
+        for result in sorted(self.results):
             number: int | None = result
+            first = len(self.block.ops)
             while number is not None and number not in found and number in self.made:
                 found.add(number)
-                # An argument that a result takes over is read until then: a gradient waits elsewhere.
+                first = min(first, begins.get((number, None), first))
                 number = None if number in self.aliased else self.predecessor(number, begins, ends, found)
-        return found
+            if result in self.made and result not in self.aliased:
+                rooms.append((self.layouts.bytes_of(result), first))
+        return found, sorted(rooms)
 
     def predecessor(self, number: int, begins: dict[_Key, int], ends: dict[_Key, int], taken: set[int]) -> int | None:
         """The array whose memory a value takes over: of its size, and read for the last time on the way to it."""
@@ -300,6 +323,26 @@ class _Timeline:
             if source is not None and source not in found:
                 self.behind(source, found)
         return found
+
+
+def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int) -> int:
+    """Bytes of arrays that lie where results will, as compilers place them: one array in the memory of one result.
+
+    **Arguments:**
+
+    - `arrays`: by size, and by the moment at which they are read last.
+    - `rooms`: the results, by size, smallest first, and by the moment from which they need their memory.
+    - `at`: the moment.
+    """
+    free = [room for room in rooms if room[1] > at]
+    hosted = 0
+    for size, until in sorted(arrays, reverse=True):
+        start = bisect.bisect_left(free, (size, 0))
+        taken = next((i for i in range(start, len(free)) if free[i][1] > until), None)
+        if size and taken is not None:
+            del free[taken]
+            hosted += size
+    return hosted
 
 
 def _swallows(op: Op) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from ..nested import scan_parts
@@ -21,6 +22,11 @@ class Value(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     aval: Any
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it lies in a host's memory."""
+        return getattr(self.aval, "memory_space", None) == jax.memory.Space.Host
 
 
 @dataclasses.dataclass

@@ -53,7 +53,7 @@ def usage_of(
     tile: tuple[int, int] | None = None,
     changed: Changed | None = None,
     on_host: Sequence[bool] = (),
-    ahead: bool = False,
+    tpu: bool = False,
 ) -> Usage:
     """The bytes of a program under the shardings of its arguments.
 
@@ -66,7 +66,7 @@ def usage_of(
     - `tile`: what the chip pads the last two dimensions of an array to.
     - `changed`: what is to be taken as other than it is written.
     - `on_host`: which of its arguments lie in a host's memory and count for nothing here.
-    - `ahead`: whether the compiler gathers what the next turn of a loop needs, as the TPU's does.
+    - `tpu`: whether it is the TPU's compiler that will place its arrays.
     """
     ins, (given, results) = program.block.ins, program.given
     known: dict[int, Dims] = {}
@@ -91,7 +91,7 @@ def usage_of(
     away = on_host or (False,) * len(ins)
     arguments = tuple(0 if host else layouts.bytes_of(number) for number, host in zip(ins, away, strict=True))
     outputs = sum(map(layouts.bytes_of, outs))
-    peak = peak_of(program, layouts, changed, aliased=frozenset(aliased), ahead=ahead)
+    peak = peak_of(program, layouts, changed, aliased=frozenset(aliased), tpu=tpu)
     return Usage(arguments, outputs, sum(map(layouts.bytes_of, aliased)), peak, program, layouts)
 
 
