@@ -123,8 +123,8 @@ def _narrowed(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     def cast(state: Any, dtype: Any) -> Any:
         return jax.tree.map(lambda moment: moment.astype(dtype) if moment.ndim else moment, state)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = optimizer.update(grads, cast(state, jnp.float32), params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(updates, cast(state, jnp.float32), params)
         return updates, cast(state, jnp.bfloat16)
 
     return optax.GradientTransformation(lambda params: cast(optimizer.init(params), jnp.bfloat16), update)
