@@ -18,7 +18,7 @@ from shardfx._search.emulated import EMULATED
 from shardfx._search.limits import Limits
 from shardfx._search.search import Searched
 
-from . import search_hands
+from . import search_hands, search_order
 from ._case import Entry, Finding, Limit, Value
 from ._llama import llama
 from ._runner import Options
@@ -44,7 +44,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def cases(options: Options) -> list[Entry]:
     if options.flags.hands:
         return search_hands.cases(options.flags.slice, options.flags.models)
-    few = 6 if options.quick else options.flags.candidates
     found: list[Entry] = [
         Finding("speed of the core, 256 devices", _speed, (Limit("million candidates per second", at_least=1.0),)),
         Finding(
@@ -62,11 +61,7 @@ def cases(options: Options) -> list[Entry]:
     found.append(Finding("known answers", _known, (Limit("right", at_least=4.0),)))
     if len(options.devices) >= 8 and not options.quick:
         found += [
-            Finding(
-                f"order of {few} candidates against compiled programs",
-                ft.partial(_order, few, options.devices[:8]),
-                (Limit("spearman of bytes", at_least=0.9),),
-            ),
+            *search_order.cases(options.flags.candidates, options.devices[:8]),
             Finding(
                 "chosen plan against plans by hand, step times on 8 devices",
                 ft.partial(_against_hands, options),
@@ -160,44 +155,6 @@ def _crossover() -> int:
     return int(cuts == sorted(cuts, reverse=True) and cuts[0] > cuts[-1])
 
 
-def _order(few: int, devices: Any) -> dict[str, Value]:
-    """Candidates drawn from all places of the order, by bytes that their compiled programs send."""
-    step, *args = _small()
-    made = Searched(step, args, 8, Limits())
-    machine = machine_of(EMULATED, 8, CostModel(), "float32", math.inf)
-    found, _ = find(made.terms, machine, 8, keep=2000)
-    rng = np.random.default_rng(0)
-    drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 4 * few])]
-    candidates = [made.candidate(one, built, machine, 2**62) for one, built in made.diverse(drawn, few)]
-    sent, compiled, estimated = [], [], []
-    for one in candidates:
-        estimated.append(sfx.estimate(step, *args, plans=one.plans).wire_bytes)
-        mesh = one.mesh.build(devices)
-        plans = tuple(plan.on(mesh) for plan in one.plans)
-        program = sfx.filter_jit(step, in_shardings=plans, out_shardings=plans[:3]).lower(*args).compile()
-        compiled.append(sfx.traffic(program, mesh).wire_bytes)
-        sent.append(one.wire_bytes)
-    ratios = [a / b for a, b in zip(sent, compiled, strict=True)]
-    return {
-        "spearman of bytes": _spearman(sent, compiled),
-        "spearman of the estimate": _spearman(estimated, compiled),
-        "candidates": len(sent),
-        "median of bytes over compiled": statistics.median(ratios),
-        "least": min(ratios),
-        "most": max(ratios),
-    }
-
-
-def _spearman(a: list[float], b: list[float]) -> float:
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: list[float]) -> np.ndarray:
-    """Ranks, with the mean of those that are equal."""
-    array = np.array(values)
-    return np.array([(np.sum(array < v) + np.sum(array <= v) - 1) / 2 for v in array])
-
-
 def _against_hands(options: Options) -> dict[str, Value]:
     """Step times on emulated devices, each way in turn; the machine's constants are fitted to the plans by hand."""
     model = _small()
@@ -215,7 +172,7 @@ def _against_hands(options: Options) -> dict[str, Value]:
     predicted = [one.seconds for one in by_hand.values()] + [one.seconds for one in chosen]
     return {
         "best by hand over chosen": best / times["choice 1"],
-        "spearman of times": _spearman(predicted[: len(by_hand)], [times[name] for name in by_hand]),
+        "spearman of times": search_order.spearman(predicted[: len(by_hand)], [times[name] for name in by_hand]),
         **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
         "chosen": chosen[0].title,
         "best by hand": min(by_hand, key=lambda name: times[name]),

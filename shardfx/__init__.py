@@ -98,11 +98,14 @@ if _typing.TYPE_CHECKING:
         Candidate as Candidate,
         Check as Check,
         CostModel as CostModel,
+        Frontier as Frontier,
+        FrontierPoint as FrontierPoint,
         Limits as Limits,
         NamedAxes as NamedAxes,
         NamedAxis as NamedAxis,
         SentRow as SentRow,
         fit_chip as fit_chip,
+        frontier as frontier,
         lay_out as lay_out,
         name_axes as name_axes,
         search as search,
@@ -139,7 +142,10 @@ _LATE = {
             traffic zero_table
         """,
         "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
-        "_search": "Candidate Check CostModel Limits NamedAxes NamedAxis SentRow fit_chip lay_out name_axes search",
+        "_search": """
+            Candidate Check CostModel Frontier FrontierPoint Limits NamedAxes NamedAxis SentRow fit_chip frontier
+            lay_out name_axes search
+        """,
         "_see": """
             Attempt AxisMove Diff DimExplanation Explanation Finding Findings LeafDiff assert_same_plan_text
             diff explain html_report lint plan_text report_data
@@ -149,14 +155,14 @@ _LATE = {
 }
 __all__ = """
     Attempt AxisMove AxisRules Candidate Change Check CheckpointError ChipError Code Comparison CompiledFor
-    CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Layout
-    LeafDiff LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError MeshSpec MoveError
+    CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Frontier
+    FrontierPoint Layout LeafDiff LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError MeshSpec MoveError
     NamedAxes NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan
     ReportRow ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus Traffic
     TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
     assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches compare compile_for
-    constrain correct diff differences estimate explain field filter_jit fit fit_chip follow fsdp gather
-    hosts html_report interop lay_out lint match name_axes optional plan plan_reshard plan_text presets renamed
+    constrain correct diff differences estimate explain field filter_jit fit fit_chip follow frontier
+    fsdp gather hosts html_report interop lay_out lint match name_axes optional plan plan_reshard plan_text presets renamed
     replan replicate report report_data report_rows reshard resolve search seconds shard shardings_of
     specs_of topology traffic zero_table
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]

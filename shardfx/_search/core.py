@@ -244,7 +244,7 @@ def find(
     roles = tuple(range(terms.divides.shape[1])) if only is None else only
     # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
     nothing = terms.divides.shape[1]
-    by_count = [_with_slices(shares(devices, number), slices) for number in range(axes + 1)]
+    by_count = [shares_of(devices, number, slices) for number in range(axes + 1)]
     room = max(8, max(len(sizes) for sizes, _ in by_count))
     room += -room % 8
     block = min(_SETS, max(1, _BLOCK // room))
@@ -308,6 +308,13 @@ def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.
     """With further axes of size 1, and the first row again until there are as many as ever."""
     wide = np.pad(sizes, ((0, 0), (0, axes - sizes.shape[1])), constant_values=1)
     return np.concatenate([wide, np.repeat(wide[:1], most - len(wide), axis=0)])
+
+
+def shares_of(
+    devices: int, axes: int, slices: int
+) -> tuple[Int[np.ndarray, "shares axes"], Int[np.ndarray, "shares axes"]]:
+    """All ways to share out the devices, and how many slices each axis spans."""
+    return _with_slices(shares(devices, axes), slices)
 
 
 def _with_slices(sizes: Int[np.ndarray, "shares axes"], slices: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import chips
-from .._cost.estimate import Prepared
+from .._cost.estimate import HABITS, Prepared
+from .._cost.walk import Habits
 from .._ground.errors import MeshError, RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
@@ -22,6 +23,7 @@ from .candidate import Candidate
 from .checked import Verifier, as_priced, devices_for, estimated, fitting, in_order, with_check
 from .classes import Classes
 from .core import AXES, CostModel, Found, costs, find, machine_of, shares
+from .emulated import EMULATED
 from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
@@ -130,7 +132,7 @@ def search(
         raise MeshError(f"`slices={slices}` does not divide {count} devices; each slice has equally many.")
     require_arrays(args)
     with Tracing(args):
-        made = Searched(step, args, count, limits, also)
+        made = Searched(step, args, count, limits, also, HABITS["cpu" if kind == EMULATED else "tpu"])
     prepared = Prepared(step, args)
 
     def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -155,11 +157,19 @@ def search(
 class Searched:
     """A step that has been laid out under all roles worth a look, ready to be priced for any machine."""
 
-    def __init__(self, step: Any, args: Sequence[Any], devices: int, limits: Limits, also: Sequence[AxisRules] = ()):
+    def __init__(
+        self,
+        step: Any,
+        args: Sequence[Any],
+        devices: int,
+        limits: Limits,
+        also: Sequence[AxisRules] = (),
+        habits: Habits = HABITS["tpu"],
+    ):
         self.devices = devices
         self.step, self.args, self.limits = step, args, limits
         self.classes = Classes(trace(step, *args))
-        self.layouts = Layouts(self.classes, devices)
+        self.layouts = Layouts(self.classes, devices, habits)
         if devices == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")
         never = frozenset(numbers_of(limits.never, self.classes).values())
@@ -256,7 +266,7 @@ class Searched:
     def can(self, chip: chips.Chip, slices: int, limits: Limits, model: CostModel, least_memory: bool) -> bool:
         """Whether there is a candidate within other limits: one that fits, if `least_memory` is false."""
         try:
-            other = Searched(self.step, self.args, self.devices, limits)
+            other = Searched(self.step, self.args, self.devices, limits, habits=self.layouts.habits)
         except (SpecError, RuleError):
             return False
         limit = math.inf if least_memory else chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes

@@ -1,0 +1,62 @@
+"""Time against memory, and devices against time, from one compiled function over batches and devices."""
+
+import jax.numpy as jnp
+import pytest
+from models import f32, sgd
+
+import shardfx
+from shardfx import Limits, MeshError, RuleError, frontier, search
+
+
+def step(p, x):
+    return sgd(lambda p, x: jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]) ** 2))(p, x)
+
+
+ARGS = {"up": f32(256, 1024), "down": f32(1024, 256)}, f32(512, 256)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return frontier(step, *ARGS, devices=(4, 16), chip="v5e", batches=(512, 4096))
+
+
+def test_each_point_is_smaller_than_all_that_are_faster(drawn):
+    assert {(point.devices, point.batch) for point in drawn.points} == {(4, 512), (4, 4096), (16, 512), (16, 4096)}
+    for devices in (4, 16):
+        for batch in (512, 4096):
+            points = drawn.of(devices, batch)
+            assert len(points) >= 1 and all(point.mesh.size == devices for point in points)
+            for faster, smaller in zip(points, points[1:], strict=False):
+                assert faster.seconds < smaller.seconds and faster.memory_bytes > smaller.memory_bytes
+
+
+def test_the_fastest_is_what_a_search_prices_first(drawn):
+    """The same function, mapped: the fastest mesh of up to three axes is the search's."""
+    best = search(step, *ARGS, devices=16, chip="v5e", limits=Limits(most_axes=3), laid_out=True)[0]
+    (first,) = (point for point in drawn.fastest() if (point.devices, point.batch) == (16, 512))
+    assert first.seconds == pytest.approx(best.seconds, rel=1e-3)
+    larger = search(step, ARGS[0], f32(4096, 256), devices=16, chip="v5e", laid_out=True)[0]
+    assert drawn.of(16, 4096)[0].seconds == pytest.approx(larger.seconds, rel=1e-3)
+
+
+def test_more_devices_take_less_time_and_print(drawn):
+    assert drawn.of(16, 4096)[0].seconds < drawn.of(4, 4096)[0].seconds
+    point = drawn.of(4, 512)[0]
+    assert point.per_second == pytest.approx(512 / point.seconds)
+    assert "examples/s" in str(drawn) and point.title in str(drawn)
+    assert shardfx.plan(ARGS[0], point.mesh, names=shardfx.name_axes(step, *ARGS).names[0], axes=point.rules)
+
+
+def test_slices_and_what_does_not_fit():
+    limits = Limits(free_bytes=shardfx.chips.find("v5e").usable_hbm_bytes - 1000)
+    points = frontier(step, *ARGS, devices=(8,), chip="v5e", slices=2, limits=limits).points
+    assert points and not any(point.fits for point in points) and points[0].mesh.dcn_sizes.count(2) == 1
+
+
+def test_what_cannot_be_drawn():
+    with pytest.raises(MeshError, match="`devices` is empty; give numbers or slices"):
+        frontier(step, *ARGS, devices=(), chip="v5e")
+    with pytest.raises(MeshError, match="`slices=3` does not divide 8 devices"):
+        frontier(step, *ARGS, devices=(8,), chip="v5e", slices=3)
+    with pytest.raises(RuleError, match='`batches` needs a dimension called "batch", and the step has .*mlp'):
+        frontier(lambda p: jnp.tanh(p["up"] @ p["down"]), ARGS[0], devices=(8,), chip="v5e", batches=(8,))
