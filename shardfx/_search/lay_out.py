@@ -147,6 +147,10 @@ class _Carrier:
             else:
                 outs = _applied(jaxpr, equation, ins)
             for var, value, out in zip(equation.outvars, visit.outs, outs, strict=True):
+                if name == "gather" and any(value in made.summed for made in self.chosen):
+                    # XLA's partitioner fails where a lookup in a cut dimension is to be cut along the same axis at
+                    # once: "Slice dim size 128 greater than dynamic slice dimension: 64".
+                    out = self.constrained(out, self.spec(value, whole_where_summed=True))
                 arrays[var], values[var] = self.constrained(out, self.spec(value)), value
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -177,12 +181,14 @@ class _Carrier:
         made = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
-    def spec(self, value: int, operation: int | None = None) -> PartitionSpec:
+    def spec(self, value: int, operation: int | None = None, *, whole_where_summed: bool = False) -> PartitionSpec:
         """How a value lies, or how an operation takes it."""
         dims = self.layouts.parts[value]
         flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
         found: list[list[tuple[int, int, int]]] = [[] for _ in dims]
         for number, made in enumerate(self.chosen):
+            if whole_where_summed and value in made.summed:
+                continue
             position = made.cuts[value]
             if operation is not None:
                 position = made.moved.get((value, operation), position)

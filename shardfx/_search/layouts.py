@@ -55,6 +55,8 @@ class Layout:
     used: frozenset[int]
     # How an operation takes a value that it cannot take as it lies: by value and operation, the position of the cut.
     moved: Mapping[tuple[int, int], int]
+    # Values that were sums of parts when they were made.
+    summed: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class _Run:
         self.shared: list[bool] = []
         self.used: set[int] = set()
         self.moved_at: dict[tuple[int, int], int] = {}
+        self.summed: set[int] = set()
 
     def layout(self) -> Layout:
         program = self.layouts.program
@@ -193,10 +196,13 @@ class _Run:
             tuple(self.shared),
             frozenset(self.used),
             self.moved_at,
+            frozenset(self.summed),
         )
 
     def set(self, value: int, state: int) -> None:
         self.state[value] = state
+        if state == PARTIAL:
+            self.summed.add(value)
         # What is partial will be cut as the role prefers, once it is whole.
         cut = self.layouts.preferred(value, self.role) if state == PARTIAL else state
         self.cuts[value] = cut

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from models import MODELS
+from models import MODELS, f32
 
 import shardfx
 from shardfx import AxisRules, MeshError, MeshSpec, lay_out, name_axes, plan
@@ -113,6 +113,23 @@ def test_less_is_sent_and_remat_stays():
     assert sent["laid"] < 0.5 * sent["free"]
     text = str(jax.make_jaxpr(lay_out(step, mesh, rules))(*structs))
     assert text.count("prevent_cse") == str(jax.make_jaxpr(step)(*structs)).count("prevent_cse") > 0
+
+
+def test_a_lookup_that_is_summed_and_cut_along_one_axis():
+    """Compiled at once, XLA's partitioner fails: "Slice dim size 128 greater than dynamic slice dimension: 64"."""
+
+    def step(p, tokens):
+        return jnp.sum(jnp.tanh(p["embedding"][tokens] @ p["out"]), axis=-1)
+
+    args = {"embedding": f32(1024, 128), "out": f32(128, 64)}, jax.ShapeDtypeStruct((16, 64), "int32")
+    names = [axis.name for axis in name_axes(step, *args).axes]
+    vocab, embed = name_axes(step, *args).names[0]["embedding"]
+    assert {"batch", vocab, embed} <= set(names)
+    rules = rules_for(step, args, a=("batch",), b=(embed, "batch"), c=(vocab, "batch"))
+    mesh = MeshSpec({"a": 2, "b": 2, "c": 2}).build(jax.devices()[:8])
+    laid = jax.jit(lay_out(step, mesh, rules))
+    values = tuple(map(filled, args))
+    np.testing.assert_allclose(laid(*placed(step, values, mesh, rules)), step(*values), rtol=2e-3, atol=1e-4)
 
 
 def test_axes_that_are_typed_cannot_be_constrained():
