@@ -27,7 +27,7 @@ class Fused:
 
         gate_up = Fused("gate: hidden embed", "up: hidden embed", shards=2)
         engine = TreeLayout({"layers.{layers}.gate_up": gate_up})
-        mine = TreeLayout({"gate": "gate: layers embed hidden", "up": "up: layers embed hidden"})
+        mine = TreeLayout({one: f"{one}: layers embed hidden" for one in ("gate", "up")})
         print(mine.to(engine))
         ```
     """
