@@ -153,7 +153,8 @@ def rules_of(
     - `plans`: what `plans_in` or `plans_of` gives, or a tensor parallel plan alone.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism: then the plan for experts goes before the other one.
-    - `prefix`: what the names of the model's parameters begin with; they may lack it.
+    - `prefix`: what the names of the model's parameters begin with, which is the `base_model_prefix` of its class:
+        `"model"` for most, `"gpt_neox"` for GPT-NeoX. They may lack it.
     - `units`: by the last name of a module (`k_proj`) how many elements of the dimension that is cut stay together:
         `head_dim`. Hugging Face checks only that heads divide.
     - `rest`: the target for parameters that the plan does not name, which Hugging Face replicates.

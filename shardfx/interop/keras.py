@@ -75,7 +75,7 @@ def rules_of(layout_map: Mapping[str, Any]) -> PathRules:
     axes = {key: _axes(key, layout) for key, layout in layout_map.items()}
     exact = [(rf"\A{re.escape(key)}\Z", optional(Layout(key, value))) for key, value in axes.items()]
     matched = [
-        (rf"\A(?:{key})\Z", optional(Layout(key, value, tuple(other for other in axes if other != key))))
+        (rf"\A{_grouped(key)}\Z", optional(Layout(key, value, tuple(other for other in axes if other != key))))
         for key, value in axes.items()
     ]
     return PathRules([*exact, *matched, (".*", replicate)])
@@ -111,6 +111,15 @@ def layout_of(rules: PathRules) -> dict[str, tuple[Any, ...]]:
                 "axis or none to each dimension, and replicates the rest."
             )
     return found
+
+
+def _grouped(key: str) -> str:
+    """A regex that may stand within another one: flags at its start are those of a group."""
+    found = re.match(r"\(\?([aiLmsux]+)\)", key)
+    if found is None:
+        return f"(?:{key})"
+    # A comment in the verbose form goes on to the end of its line.
+    return f"(?{found[1]}:{key[found.end() :]}{chr(10) if 'x' in found[1] else ''})"
 
 
 def _axes(key: str, layout: Any) -> tuple[Any, ...]:

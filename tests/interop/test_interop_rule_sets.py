@@ -62,7 +62,7 @@ def test_every_class_of_transformers_converts(classes):
 def test_plans_of_real_architectures(classes, name):
     (plans,) = [plans for (_, owner), plans in classes.items() if owner == name]
     tree = {path: struct(shape) for path, (shape, _) in DATA[name].items()}
-    rules = huggingface.rules_of(plans, expert="expert")
+    rules = huggingface.rules_of(plans, expert="expert", prefix=next(iter(tree)).partition(".")[0])
     assert specs_of(tree, rules) == {path: P(*spec) for path, (_, spec) in DATA[name].items()}
 
 

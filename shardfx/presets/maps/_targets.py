@@ -144,6 +144,9 @@ def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
 def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
     """The layout of MaxText's parameters with scanned layers: heads apart, and the layers are the second axis.
 
+    A map moves numbers as they are. MaxText also divides the query of Llama and Mistral by the square root of the
+    head's size; do that to the array that comes out, and undo it before the way back.
+
     **Arguments:**
 
     - `config`: as of [`shardfx.presets.maps.hugging_face`][].

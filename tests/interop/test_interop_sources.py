@@ -1,0 +1,148 @@
+"""What the tests of other libraries' rules take for granted, compared with the libraries' own sources."""
+
+import ast
+import collections
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+
+from shardfx import MeshSpec, RuleError, plan
+from shardfx.interop import keras
+from shardfx.presets import maps
+
+
+PLANS = json.loads(Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text())
+
+
+def folder_of(library):
+    found = importlib.util.find_spec(library)
+    if found is None or found.origin is None:
+        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
+    return Path(found.origin).parent
+
+
+def attributes(source):
+    """The names of modules and parameters that a source gives to `self`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(ast.Name("self"), name, ast.Store()):
+                found.add(name)
+            case ast.Call(ast.Attribute(ast.Name("self"), "register_buffer" | "register_parameter"), [name, *_]):
+                found.add(ast.literal_eval(name))
+    return found
+
+
+def modeling(folder):
+    return attributes("".join(file.read_text() for file in sorted(folder.glob("modeling_*.py"))))
+
+
+def unknown(paths, known):
+    """The parts of paths that no module has for a name."""
+    parts = [part for path in paths for part in re.sub(r"\{[^}]*\}", "0", path).split(".")]
+    return sorted({part for part in parts if not part.isdigit()} - known - {"weight", "bias"})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_trees_of_the_hand_checked_plans_have_the_names_of_transformers(name):
+    folders = [
+        file.parent
+        for file in (folder_of("transformers") / "models").glob("*/configuration_*.py")
+        if re.search(rf"^class {name}\(", file.read_text(), re.MULTILINE)
+    ]
+    assert len(folders) == 1 and unknown(PLANS[name], modeling(folders[0])) == []
+    # Of the whole model: a plan's names begin where the model without its head does.
+    (text,) = [file.read_text() for file in folders[0].glob("modeling_*.py")]
+    prefix = re.findall(r'base_model_prefix = "(\w+)"', text)[0]
+    assert {path.split(".")[0] for path in PLANS[name]} <= {prefix, "lm_head"}
+
+
+# What checkpoints call otherwise than the module that loads them.
+ON_DISK = {
+    "mixtral": {"block_sparse_moe", "w1", "w2", "w3"},
+    "gemma3": {"model"},
+}
+CONFIG = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "num_experts": 2}
+CONFIG |= {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 8}
+FAMILIES = "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3 gpt2 deepseek_v2 deepseek_v3 bert".split()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layouts_of_checkpoints_have_the_names_of_transformers(family):
+    folder = folder_of("transformers") / "models" / family
+    config = {"model_type": family, **CONFIG, "first_k_dense_replace": 1, "attention_bias": True}
+    paths = [path for path, _ in maps.hugging_face(config).weights]
+    conversions = (folder_of("transformers") / "conversion_mapping.py").read_text()
+    on_disk = {name for name in ON_DISK.get(family, ()) if re.search(rf"\b{name}\b", conversions)}
+    assert unknown(paths, modeling(folder) | on_disk) == []
+
+
+def test_the_layer_after_the_last_is_what_transformers_leaves_out():
+    text = (folder_of("transformers") / "models" / "deepseek_v3" / "modeling_deepseek_v3.py").read_text()
+    assert r"model\.layers\.61.*" in text
+    ahead = {"model_type": "deepseek_v3", **CONFIG, "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
+    assert "model.layers.61.{rest*}" in maps.hugging_face(ahead).rest
+
+
+@pytest.fixture(scope="module")
+def layout_map():
+    """Keras's own LayoutMap, taken out of its source: the library itself wants a backend."""
+    text = (folder_of("keras") / "src" / "distribution" / "distribution_lib.py").read_text()
+    (found,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "LayoutMap"]
+    found.decorator_list = []
+    namespace = {"collections": collections, "re": re, "TensorLayout": Layout}
+    exec(compile(ast.Module([found], []), "keras", "exec"), namespace)
+    return namespace["LayoutMap"]
+
+
+class Layout:
+    """As Keras's TensorLayout."""
+
+    def __init__(self, axes, device_mesh=None):
+        self.axes, self.device_mesh = axes, device_mesh
+
+
+KEYS = (
+    *(".*", ".*kernel", "dense.*", r"dense_\d/kernel", "dense_1/kernel", "(out|dense).*bias", "kernel", "dense_1/.*"),
+    *(
+        "(?ix) dense_1 . kernel  # both flags",
+        "a|b",
+        "dense_1",
+        ".*/kernel$",
+        "^out/.*",
+        "(?i)DENSE.*",
+        r"out/dense\.x/bias",
+        "dense.1/kernel",
+        "",
+    ),
+)
+PATHS = ("dense_1/kernel", "dense_12/kernel", "out/dense_1/bias", "dense_1/kernel_scale", "out/dense.x/bias", "b")
+AXES = st.sampled_from([(None, "model"), ("model", None), ("data", "model"), ()])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), AXES, max_size=5))
+def test_a_layout_map_decides_as_keras_does(layout_map, layouts):
+    theirs = layout_map(object())
+    for key, axes in layouts.items():
+        theirs[key] = axes
+    ours = keras.rules_of(theirs)
+    mesh = MeshSpec({"data": 2, "model": 4})
+    for path in PATHS:
+        tree = {path: jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+        try:
+            layout = theirs[path]
+        except ValueError:
+            with pytest.raises(RuleError, match="in a LayoutMap it may match one key only"):
+                plan(tree, mesh, paths=ours)
+            continue
+        expected = P() if layout is None else P(*layout.axes)
+        (leaf,) = plan(tree, mesh, paths=ours).leaves
+        assert tuple(leaf.spec) == tuple(expected)[: len(leaf.spec)] and not any(expected[len(leaf.spec) :]), path
