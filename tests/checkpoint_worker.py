@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import MeshSpec, PathRules, checkpoint
+from shardfx import From, MapError, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx.checkpoint._together.board import board_of_this_job
 
 
@@ -71,7 +71,33 @@ def saves_and_loads():
             result[f"right.{name}.{other}"] = right(loaded)
             planned = checkpoint.plan_reads(index, wanted).processes[jax.process_index()]
             result[f"read.{name}.{other}"] = (sum(read), planned.read_bytes, planned.needed_bytes)
+    result |= through_a_map(plans)
     result["errors"] = errors(plans["rows"])
+    return result
+
+
+EXPORT = TreeMap(
+    {
+        "r.{i}": From("rows").split(0, 2, -1).at("i").T,
+        "columns_and_both": From.concat([From("columns").T, From("both").merge(0).reshape(64, 12)], dim=1),
+        "whole": From("whole").reshape(4, 8),
+        "wide": From("wide").slice(0, 4),
+    }
+)
+
+
+def through_a_map(plans):
+    """Another layout is written under each plan, and read back under the other."""
+    result, shapes = {}, {path: one.shape for path, one in tree().items()}
+    for (name, made), other in zip(plans.items(), reversed(plans.values()), strict=True):
+        checkpoint.save(FOLDER / f"{name}-mapped", shardfx.shard(tree(), made), made, map=EXPORT)
+        loaded = checkpoint.load(FOLDER / f"{name}-mapped", other, EXPORT.inverse())
+        result[f"right.{name}.mapped"] = right(loaded) and {path: one.shape for path, one in loaded.items()} == shapes
+    try:
+        made = plans["rows"]
+        checkpoint.save(FOLDER / "no", shardfx.shard(tree(), made), made, map=TreeMap({"x": "row"}))
+    except MapError as error:
+        result["map error"] = str(error)
     return result
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._convert import Made, Piece, Struct, TreeMap, bound, tree_structs
-from .._convert.pieces import dense, hull, swapped, within
+from .._convert.pieces import dense, extended, hull, swapped, within
 from .._convert.values import constant
 from .._convert.views import landings, seen
 from .._ground.boxes import Box, as_box
@@ -85,19 +85,28 @@ def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
     """The arrays that a map makes of a tree's, in the place of those."""
     source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
     made = bound(map, source, None if like is None else tree_structs(like)).made
+    arrays, kinds, found = dict(leaves.arrays), {}, []
     for path, one in made.items():
-        if prng.is_key(one.dtype):
-            raise LeafTypeError(f"`{printable(path)}` is made of PRNG keys, which no other layout has; drop them.")
         if any(piece.value.scale is not None for piece in one.pieces):
             raise LeafTypeError(
                 f"`{printable(path)}` is scaled, which takes two arrays at a time; use `reshard(tree, plan, map=...)` "
                 "first, and save what comes out."
             )
-        if safetensors.stored_name(one.dtype) is None:
+        if prng.is_key(one.dtype):
+            kinds[path], one = prng.key_name(one.dtype), _bits_of(one)
+        elif safetensors.stored_name(one.dtype) is None:
             raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
-    arrays = dict(leaves.arrays)
-    kinds = {path: np.dtype(one.dtype).name for path, one in made.items() if one.dtype not in safetensors.NAMES}
-    return Leaves([(path, Exported(one, arrays)) for path, one in made.items()], kinds, {})
+        elif one.dtype not in safetensors.NAMES:
+            kinds[path] = np.dtype(one.dtype).name
+        found.append((path, Exported(one, arrays)))
+    return Leaves(found, kinds, {})
+
+
+def _bits_of(made: Made) -> Made:
+    """Keys as the integers that they are saved as, which are those that the tree's keys are there."""
+    one = prng.bits_of(made.dtype)
+    pieces = tuple(extended(piece, one.shape) for piece in made.pieces)
+    return Made((*made.shape, *one.shape), np.dtype(one.dtype), pieces)
 
 
 def _struct(value: Any, kind: str | None) -> Struct:

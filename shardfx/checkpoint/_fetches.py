@@ -1,12 +1,13 @@
 """Which boxes of which arrays fill a leaf, and where in its memory each belongs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from .._convert.pieces import Piece, within
-from .._convert.views import Landing, landing_count, landings, seen
+from .._convert.pieces import Piece, hull, shifted, within
+from .._convert.views import Landing, landing_count, landings, seen, strides_of
 from .._ground.boxes import Box
 from ._entry import FileArray, StoreArray
 from ._wanted import Wanted
@@ -71,17 +72,45 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathe
     found: dict[str, tuple[list[Box], list[tuple[int, Landing | None]]]] = {}
     gathered = []
     entries = {entry.path: entry for entry in leaf.entries}
+    known: dict[Any, list[tuple[Landing, ...] | Piece]] = {}
     for piece in leaf.pieces:
+        ends = hull(piece)
         for number, box in enumerate(boxes):
-            for part in within(piece, box):
-                if not _is_plain(part, leaf) or landing_count(part, box) > _MOST_LANDINGS:
-                    gathered.append(Gathered(number, part))
+            first, by = _first_like(piece, ends, box)
+            key = (number, first.source, first.target, first.factors, _is_plain(piece, leaf))
+            if key not in known:
+                known[key] = list(_landed(first, box, key[-1]))
+            strides = strides_of([stop - start for start, stop in box])
+            offset = sum(more * stride for more, stride in zip(by, strides, strict=True))
+            for part in known[key]:
+                if isinstance(part, Piece):
+                    gathered.append(Gathered(number, shifted(part, by)._replace(value=piece.value)))
                     continue
-                own, homes = found.setdefault(str(part.value.path), ([], []))
-                for landing in landings(part, box):
-                    own.append(landing.source)
-                    homes.append((number, landing))
+                own, homes = found.setdefault(str(piece.value.path), ([], []))
+                own += [landing.source for landing in part]
+                homes += [(number, landing._replace(offset=landing.offset + offset)) for landing in part]
     return [Fetch(entries[path], tuple(own), tuple(homes)) for path, (own, homes) in found.items()], gathered
+
+
+def _first_like(piece: Piece, ends: Box, box: Box) -> tuple[Piece, tuple[int, ...]]:
+    """A piece at the start of a box, along the dimensions in which it lies inside; and how far it is from there.
+
+    The layers of a stack are alike in all else.
+    """
+    by = tuple(
+        low - start if start <= low and high <= stop else 0
+        for (low, high), (start, stop) in zip(ends, box, strict=True)
+    )
+    return shifted(piece, [-more for more in by]), by
+
+
+def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
+    """The parts of a piece in a box: as landings, or as they are, where they are looked at on the way."""
+    for part in within(piece, box):
+        if not is_plain or landing_count(part, box) > _MOST_LANDINGS:
+            yield part
+        else:
+            yield tuple(landings(part, box))
 
 
 def _is_plain(piece: Piece, leaf: Wanted) -> bool:

@@ -95,7 +95,7 @@ def save(
     **Raises:**
 
     `MapError` that lists all of a map that does not fit; `PlanMismatchError` if the tree is not the planned one;
-    `LeafTypeError` for a dtype that safetensors cannot hold, or
+    `LeafTypeError` for a dtype that safetensors cannot hold, for what a map scales, or for a dtype
     of which `load` could not give back the values under this plan (NumPy's int64 where the plan has int32);
     `CheckpointError` if `path` exists, or another process failed, died, did not come, or has other arguments, which
     names that process; `OSError` with the path where the disk is full or

@@ -185,8 +185,11 @@ def test_keys_are_stacked_whole(tmp_path):
     found = checkpoint.load(tmp_path / "keys", made, stacked)["k"]
     expected = jnp.stack([jax.random.key_data(keys["k.0"]), jax.random.key_data(keys["k.1"])]).transpose(1, 0, 2)
     np.testing.assert_array_equal(np.asarray(jax.random.key_data(found)), np.asarray(expected))
-    with pytest.raises(LeafTypeError, match="made of PRNG keys"):
-        checkpoint.save(tmp_path / "no", {"k": found}, made, map=TreeMap({"x": "k"}))
+    checkpoint.save(tmp_path / "again", {"k": found}, made, map=stacked.inverse(), like=keys)
+    again = checkpoint.load(tmp_path / "again", shardfx.plan(keys, mesh, paths=PathRules([(".*", ())])))
+    for path, one in keys.items():
+        assert again[path].dtype == one.dtype
+        np.testing.assert_array_equal(jax.random.key_data(again[path]), jax.random.key_data(one))
 
 
 def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import _processes
+import checkpoint_worker
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from safetensors.numpy import load_file
 
 import shardfx
 from shardfx import PathRules, checkpoint
@@ -38,6 +40,17 @@ def test_every_process_reads_its_shards_and_they_are_right(job):
             assert read == planned >= needed, name
             # Of 4 MiB each reads about its quarter: some columns are short, and what is between is read along.
             assert read < 1.03 * needed
+
+
+def test_processes_write_another_layout_together_and_read_it_back(job):
+    folder, results = job
+    arrays = checkpoint_worker.EXPORT.apply(expected())
+    for name in ("rows", "others"):
+        found = load_file(folder / f"{name}-mapped" / "model.safetensors")
+        assert found.keys() == arrays.keys() and all((found[path] == one).all() for path, one in arrays.items())
+        assert all(result[f"right.{name}.mapped"] for result in results)
+    assert all("the source has no `row`" in result["map error"] for result in results)
+    assert not (folder / "no").exists()
 
 
 def test_a_quarter_of_the_shards_is_a_quarter_of_the_bytes(job):
