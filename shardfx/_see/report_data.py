@@ -7,7 +7,7 @@ from typing import Any
 
 from .._cost.fit import Fit
 from .._cost.traffic_rows import Traffic, TrafficRow
-from .._ground.reason import Reason
+from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
 from .._ground.text import array_text, entry_text
 from .._plan.facts import ReportRow, report_rows_of
@@ -98,7 +98,7 @@ def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, Any]:
         "bytes_per_device": plan.bytes_per_device,
         "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
         "replicated_bytes": sum(row.bytes for row in whole),
-        "corrected_arrays": sum(row.count for row in rows if row.leaf.requested != row.leaf.spec),
+        "corrected_arrays": sum(row.count for row in rows if _is_less(row.leaf)),
     }
 
 
@@ -113,12 +113,29 @@ def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, Any]:
         "names": None if leaf.names is None else [entry_text(name) for name in leaf.names],
         "requested": _axes(leaf, leaf.requested),
         "spec": _axes(leaf, leaf.spec),
+        "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
+        "less": _is_less(leaf),
         "rule": leaf.rule,
         "reasons": [_reason(reason) for reason in leaf.reasons],
         "memory_kind": leaf.memory_kind,
         "bytes": row.bytes,
         "bytes_per_device": row.bytes_per_device,
     }
+
+
+def _lost(leaf: LeafPlan) -> list[list[str]]:
+    """For each dimension the mesh axes that a rule asked for and that do not cut it; a strategy may add others."""
+    asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
+    pairs = zip(asked[: len(given)], given, strict=True)
+    return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]
+
+
+# Why a strategy, which asks for no dimension, could not cut what it was to cut.
+_CUT_SHORT = (Code.indivisible, Code.unit, Code.duplicate)
+
+
+def _is_less(leaf: LeafPlan) -> bool:
+    return any(_lost(leaf)) or any(reason.code in _CUT_SHORT for reason in leaf.reasons)
 
 
 def _axes(leaf: LeafPlan, spec: Any) -> list[list[str] | None]:

@@ -99,6 +99,16 @@ def test_the_rows_are_those_of_the_report():
     assert (data["title"], data["digest"]) == ("three layers", made.digest)
 
 
+def test_what_a_strategy_adds_is_not_less_than_was_asked():
+    rules = PathRules([("norm", fsdp("data")), ("odd", fsdp("data")), ("w", P("tensor") | fsdp("data"))])
+    made = plan({"norm": struct(8), "odd": struct(7), "w": struct(8, 6), "w_odd": struct(7, 6)}, MESH, paths=rules)
+    data = report_data(made)
+    rows = {row["path"]: (row["less"], row["lost"], row["spec"]) for row in data["rows"]}
+    assert rows["norm"] == (False, [], [["data"]]) and rows["odd"] == (True, [], [[]])
+    assert rows["w"][:2] == (False, [])
+    assert data["totals"]["corrected_arrays"] == sum(less for less, _, _ in rows.values())
+
+
 def test_everything_that_a_plan_can_hold_is_json():
     class Odd:
         pass

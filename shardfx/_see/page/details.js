@@ -33,7 +33,7 @@ function dimensionTable(row) {
       specText([row.spec[at]]),
       numberText(row.shard_shape[at]),
     ];
-    const less = cells[2] !== cells[3];
+    const less = row.lost.includes(at);
     return el('tr', { class: less ? 'less' : null }, cells.map((text) => el('td', {}, el('bdi', {}, text))));
   });
   return el('table', { class: 'dims' }, el('thead', {}, el('tr', {}, header.map((text) => el('th', {}, text)))),
