@@ -3,11 +3,12 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from .. import chips
 from .._arrays.entries import Donate
 from .._ground.errors import LeafTypeError
+from .._ground.html import html_table
 from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, table
 from .arguments import Arguments, arguments_of
 from .changes import Change, Traced, changes_of, held_bytes, largest_batch, traced_step
@@ -126,7 +127,13 @@ class Fit:
         return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        # A blank line between one table, with what is said below it, and the next.
+        parts = ["\n".join([*table(rows, right=_NUMBERS), *below]) for rows, below in _tables(self)]
+        return "\n\n".join(parts) + "".join(f"\n{printable(note)}" for note in self.notes)
+
+    def _repr_html_(self) -> str:
+        parts = [html_table(rows, right=_NUMBERS, below=below) for rows, below in _tables(self)]
+        return "\n".join([*parts, html_table((), below=self.notes)])
 
 
 def fit(
@@ -310,34 +317,42 @@ def _line_of(op: Op | None) -> Frame | None:
     return next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
 
 
-def _lines(found: Fit) -> list[str]:
-    header = ("group", "bytes/device", "share", "how")
-    cells = []
+_NUMBERS = {"bytes/device", "share", "largest", "saves", "then"}
+_Rows: TypeAlias = list[tuple[str, ...]]
+
+
+def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
+    """The groups, the largest arrays and the changes that save memory: each a header and rows, and what is below it."""
+    groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"
         host = f", {bytes_text(row.host_bytes)} in host memory" if row.host_bytes else ""
-        cells.append((row.group, bytes_text(max(row.bytes, 0)), share, ("exact" if row.exact else "estimated") + host))
-    lines = table([header, *cells], right={"bytes/device", "share"})
-    verdict = "fits" if found.fits else "does not fit"
-    left = f"{bytes_text(abs(found.headroom_bytes))} {'left' if found.fits else 'too much'}"
-    lines.append(
-        f"{bytes_text(found.peak_bytes)} at the worst moment: it {verdict} {found.chip.name}, of which a program may "
-        f"fill {bytes_text(found.usable_bytes)} ({left})."
-    )
-    if found.is_close:
-        lines.append("That is close for an estimate; `compile_for(step, plans, ...)` decides.")
-    if found.batch is not None and found.largest_batch is not None:
-        lines.append(f"The largest batch that fits: {found.largest_batch} (now {found.batch}).")
+        groups.append((row.group, bytes_text(max(row.bytes, 0)), share, ("exact" if row.exact else "estimated") + host))
+    tables = [(groups, _verdict(found))]
     if found.largest:
-        cells = [(bytes_text(one.bytes), one.group, one.what, _place(one.source)) for one in found.largest]
-        lines += ["", *table([("largest", "group", "array", "line"), *cells], right={"largest"})]
+        cells: _Rows = [(bytes_text(one.bytes), one.group, one.what, _place(one.source)) for one in found.largest]
+        tables.append(([("largest", "group", "array", "line"), *cells], []))
     if found.changes:
         cells = [
             (bytes_text(one.saves_bytes), bytes_text(one.peak_bytes), "yes" if one.fits else "no", one.what, one.how)
             for one in found.changes
         ]
-        lines += ["", *table([("saves", "then", "fits", "one change", "as code"), *cells], right={"saves", "then"})]
-    return [*lines, *map(printable, found.notes)]
+        tables.append(([("saves", "then", "fits", "one change", "as code"), *cells], []))
+    return tables
+
+
+def _verdict(found: Fit) -> list[str]:
+    verdict = "fits" if found.fits else "does not fit"
+    left = f"{bytes_text(abs(found.headroom_bytes))} {'left' if found.fits else 'too much'}"
+    lines = [
+        f"{bytes_text(found.peak_bytes)} at the worst moment: it {verdict} {found.chip.name}, of which a program may "
+        f"fill {bytes_text(found.usable_bytes)} ({left})."
+    ]
+    if found.is_close:
+        lines.append("That is close for an estimate; `compile_for(step, plans, ...)` decides.")
+    if found.batch is not None and found.largest_batch is not None:
+        lines.append(f"The largest batch that fits: {found.largest_batch} (now {found.batch}).")
+    return lines
 
 
 def _place(source: Frame | None) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from .._cost import Comparison
+from .._ground.html import html_table
 from .._ground.text import bytes_text, table
 from .._plan import ShardPlan
 from .._rules.axis_rules import AxisRules
@@ -114,12 +115,21 @@ class Candidate:
         return tuple(sorted(found, key=lambda axes: (len(axes), axes)))
 
     def __str__(self) -> str:
-        parts = [
+        first, rows, below = self._parts()
+        return "\n".join([first, *table(rows, right=_NUMBERS), *below])
+
+    def _repr_html_(self) -> str:
+        first, rows, below = self._parts()
+        return html_table(rows, right=_NUMBERS, below=[first, *below])
+
+    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+        """What it costs in a line, a table of what it sends, and what is said below it."""
+        first = (
             f"{self.title}: {ms(self.seconds)} a step (computation {ms(self.compute_seconds)}, sending "
             f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside computation), "
             f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}"
-        ]
-        rows = [("axis", "collective", "array", "MB", "calls", "at")]
+        )
+        rows: list[tuple[str, ...]] = [("axis", "collective", "array", "MB", "calls", "at")]
         rows += [
             (row.axis, row.kind, row.array, f"{row.wire_bytes / 1e6:.4g}", f"{row.calls:g}", row.source)
             for row in self.traffic[:6]
@@ -130,7 +140,10 @@ class Candidate:
             + f", {ms(check.seconds)}"
             for check in self.checks
         ]
-        return "\n".join([*parts, *table(rows, right={"MB", "calls"}), *checks, *self.reasons])
+        return first, rows, [*checks, *self.reasons]
+
+
+_NUMBERS = {"MB", "calls"}
 
 
 def ms(seconds: float) -> str:

@@ -1,4 +1,5 @@
 import dataclasses
+import html
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ def test_compiled_programs_send_what_the_search_says(compiled):
         assert sum(sent for _, sent in program.axis_bytes) == program.wire_bytes
         assert program.memory_bytes is not None and 0 < program.memory_bytes < one.limit_bytes
         assert "by compile:" in str(one) and "by its compiled program" in one.code()
+        assert "<table>" in one._repr_html_() and html.escape(one.title) in one._repr_html_()
     assert [one.checks[-1].seconds for one in compiled] == sorted(one.checks[-1].seconds for one in compiled)
 
 

@@ -230,7 +230,8 @@ def test_hostile_names_stay_text(kind):
 
 
 def test_what_a_notebook_shows_has_the_rows_of_the_text():
-    for shown in (diff(BEFORE, AFTER), sfx.explain(BEFORE, "embed"), sfx.lint(planned(".*->fsdp", {"w": leaf(7, 8)}))):
+    found = sfx.lint(planned(".*->fsdp", {"w": leaf(7, 8)}))
+    for shown in (diff(BEFORE, AFTER), sfx.explain(BEFORE, "embed"), found, sfx.fit(BEFORE, chip="v5e")):
         cells = re.findall(r"<td[^>]*>([^<]*)</td>", shown._repr_html_())
         text = " ".join(str(shown).split())
         assert len(cells) > 5
