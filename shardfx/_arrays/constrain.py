@@ -178,7 +178,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
 
 def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
     """The mesh on which `x` is typed, or else the plan's."""
-    planned = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
+    planned = plan.content.any_mesh
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return planned

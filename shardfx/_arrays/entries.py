@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from .._ground.errors import PlanMismatchError
 from .._ground.tree import flatten
 from .._plan.content import aligned, rows_of
-from .._plan.shard_plan import ShardPlan, row_shardings
+from .._plan.shard_plan import ShardPlan
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
@@ -48,7 +48,7 @@ def shardings_in(form: Any) -> Iterator[Any]:
     """All that a form may give an array, `None` for "as it comes" first."""
     yield None
     for entry in jax.tree.leaves(form, is_leaf=_is_entry):
-        yield from row_shardings(entry) if isinstance(entry, ShardPlan) else (entry,)
+        yield from entry.content.row_shardings if isinstance(entry, ShardPlan) else (entry,)
 
 
 def spread(form: Any, tree: Any, what: str, *, shapes: bool = True) -> list[Any]:
@@ -85,7 +85,7 @@ def _below(entry: Any, part: Any, what: str, shapes: bool) -> list[Any]:
             index = (rows_of if shapes else aligned)(entry.content, flat)
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{what} is not the tree that its plan is for: {error}") from error
-        table = [*row_shardings(entry), None]
+        table = [*entry.content.row_shardings, None]
         return [table[i] for i in index]
     if shapes and isinstance(entry, NamedSharding):
         flat = flatten(part)

@@ -123,8 +123,7 @@ def _constrained_leaf(leaf: Any, row: Row, plan: ShardPlan) -> Any:
     x = constrain(leaf, row.spec, plan, strict=True)
     if row.memory_kind is None:
         return x
-    mesh = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
-    return jax.device_put(x, named_sharding(mesh, row.spec, row.memory_kind))
+    return jax.device_put(x, named_sharding(plan.content.any_mesh, row.spec, row.memory_kind))
 
 
 def _gathered_leaf(path: Any, leaf: Any) -> Any:

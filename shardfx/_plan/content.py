@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import PlanFormatError, PlanMismatchError
 from .._ground.tree import Flat, flatten
@@ -103,10 +103,20 @@ class Content:
     def by_path(self) -> dict[str, LeafPlan]:
         return {leaf.path: leaf for leaf in self.leaves}
 
+    @property
+    def any_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh of devices, or else an abstract one."""
+        return self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
+
+    @property
+    def row_shardings(self) -> list[NamedSharding]:
+        """The sharding of each row, on the plan's devices if it has some."""
+        mesh = self.any_mesh
+        return [named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows]
+
     @ft.cached_property
     def shardings(self) -> Any:
-        mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
-        return self.tree([named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows])
+        return self.tree(self.row_shardings)
 
     @ft.cached_property
     def specs(self) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from .._ground.tree import Flat
@@ -14,7 +14,7 @@ from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from .content import Content, read_json, rows_of, shaped_like
 from .facts import html_of
-from .leaf import LeafPlan, Row, named_sharding
+from .leaf import LeafPlan, named_sharding
 from .replaced import replaced
 from .single import decision_for, require_pinned
 
@@ -77,8 +77,8 @@ class ShardPlan(eqx.Module):
     @property
     def structs(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` at each array that has the array's sharding."""
-        mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
-        return self.content.tree([_struct(row, mesh) for row in self.content.rows])
+        pairs = zip(self.content.rows, self.content.row_shardings, strict=True)
+        return self.content.tree([jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=one) for row, one in pairs])
 
     @property
     def bytes_total(self) -> int:
@@ -261,8 +261,7 @@ class ShardPlan(eqx.Module):
         strict = self.strict if strict is None else strict
         found = decision_for(names_or_spec, sizes, self.content, self.mesh, strict, unmatched)
         require_pinned(names_or_spec, found.spec)
-        mesh = self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
-        return named_sharding(mesh, found.spec, None)
+        return named_sharding(self.content.any_mesh, found.spec, None)
 
     def replace(self, where: str, target: Any) -> "ShardPlan":
         """The plan with another sharding for some of its arrays: checked, and corrected to their shapes, like every.
@@ -402,11 +401,6 @@ def _type_names(mesh: MeshSpec) -> str:
     return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"
 
 
-def _struct(row: Row, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
-    sharding = named_sharding(mesh, row.spec, row.memory_kind)
-    return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
-
-
 def _compile(regex: str) -> re.Pattern[str]:
     try:
         return re.compile(regex)
@@ -426,11 +420,5 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
         raise PlanMismatchError(
             f"the plan is for the mesh {plan.mesh} and has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
         )
-    table = [*row_shardings(plan), None]
+    table = [*plan.content.row_shardings, None]
     return [table[i] for i in index]
-
-
-def row_shardings(plan: ShardPlan) -> list[NamedSharding]:
-    """The sharding of each row of a plan, on its devices if it has some."""
-    mesh = plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
-    return [named_sharding(mesh, row.spec, row.memory_kind) for row in plan.content.rows]

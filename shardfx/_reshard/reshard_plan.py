@@ -15,7 +15,6 @@ from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecEr
 from .._ground.spec import array_bytes
 from .._ground.text import between_numbers, joined, table
 from .._ground.tree import flatten
-from .._plan.leaf import named_sharding
 from .._plan.shard_plan import ShardPlan
 from ..topology._mesh import MeshSpec
 from .destinations import leaf_name, lost_devices, targets
@@ -299,13 +298,10 @@ class _Leaf(NamedTuple):
 
 def _columns(form: Any, what: str) -> list[_Leaf]:
     if isinstance(form, ShardPlan):
-        mesh = form.mesh.abstract() if form.jax_mesh is None else form.jax_mesh
-        rows = [(row, named_sharding(mesh, row.spec, row.memory_kind)) for row in form.content.rows]
-        return [
-            _Leaf(path, rows[at][0].shape, rows[at][0].dtype, rows[at][1], None if form.jax_mesh else form.mesh)
-            for path, at in zip(form.content.paths, form.content.index, strict=True)
-            if at >= 0
-        ]
+        mesh, index = None if form.jax_mesh else form.mesh, zip(form.content.paths, form.content.index, strict=True)
+        rows = list(zip(form.content.rows, form.content.row_shardings, strict=True))
+        found = [(path, *rows[at]) for path, at in index if at >= 0]
+        return [_Leaf(path, row.shape, row.dtype, sharding, mesh) for path, row, sharding in found]
     flat = flatten(form)
     arrays = [(path, leaf) for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if shaped]
     for path, leaf in arrays:
