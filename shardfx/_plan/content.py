@@ -36,7 +36,7 @@ class Content:
     paths: Sequence[str]
     treedef: Any
     order: Sequence[int] | None = None
-    read_structure: Any = None
+    structure: Any = None
     strict: bool = False
 
     def __post_init__(self):
@@ -65,8 +65,8 @@ class Content:
         return _unpickled, (self.to_json(), skeleton, self.order, devices)
 
     @ft.cached_property
-    def structure(self) -> Any:
-        return codec.encode_structure(self.treedef) if self.read_structure is None else self.read_structure
+    def encoded_structure(self) -> Any:
+        return codec.encode_structure(self.treedef) if self.structure is None else self.structure
 
     @ft.cached_property
     def digest(self) -> str:
@@ -77,7 +77,9 @@ class Content:
 
     def _payload(self) -> dict[str, Any]:
         leaves = zip(self.paths, self.index, strict=True)
-        return plan_json.payload(self.mesh, self.axes, self.mode, self.rows, leaves, self.structure, self.strict)
+        return plan_json.payload(
+            self.mesh, self.axes, self.mode, self.rows, leaves, self.encoded_structure, self.strict
+        )
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
@@ -184,7 +186,7 @@ def shaped_like(content: Content, like: Any) -> Content:
     index = rows_of(content, flat)
     if flat.paths == content.paths:
         return content.replaced(treedef=flat.treedef, order=None)
-    return content.replaced(treedef=flat.treedef, order=None, paths=flat.paths, index=index, read_structure=None)
+    return content.replaced(treedef=flat.treedef, order=None, paths=flat.paths, index=index, structure=None)
 
 
 def rows_of(content: Content, flat: Flat) -> Sequence[int]:

@@ -139,5 +139,5 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
         "paths": paths,
         "treedef": treedef,
         "order": order,
-        "read_structure": data["structure"],
+        "structure": data["structure"],
     }
