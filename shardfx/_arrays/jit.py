@@ -131,7 +131,7 @@ class _Layout:
     """Where arrays and static leaves are among the leaves of all arguments, for one structure of these."""
 
     def __init__(self, treedef: Any, kinds: tuple[type, ...], groups: list[list[int]]):
-        self.groups = groups
+        self.treedef, self.given, self.groups = treedef, kinds, groups
         self.kinds = tuple([None if is_traced(kind) else kind for kind in kinds])
         self.parts = [_part(group) for group in groups]
         self.statics = [at for at, kind in enumerate(self.kinds) if kind is not None]
@@ -198,6 +198,7 @@ class Jitted(Generic[P, R]):
         self._fn_leaves, self._fn_treedef = jax.tree.flatten(fn)
         self._fn_arrays = [leaf for leaf in self._fn_leaves if is_traced(type(leaf))]
         self._layout = ft.lru_cache(maxsize=_LAYOUTS)(self._layout_of)
+        self._last: _Layout | None = None
         self._run = self._jitted(getattr(fn, "__name__", type(fn).__name__))
         ft.update_wrapper(self, fn, updated=())
 
@@ -254,7 +255,10 @@ class Jitted(Generic[P, R]):
             args, kwargs = bound.args, bound.kwargs
         arguments = args, kwargs
         leaves, treedef = jax.tree.flatten(arguments)
-        layout = self._layout(treedef, tuple(map(type, leaves)))
+        # Most calls are like the one before: to compare with it is cheaper than to hash.
+        kinds, layout = tuple(map(type, leaves)), self._last
+        if layout is None or kinds != layout.given or treedef != layout.treedef:
+            layout = self._last = self._layout(treedef, kinds)
         static = layout.alone
         if static is None:
             static = self._static(treedef, layout, tuple([leaves[at] for at in layout.statics]))
