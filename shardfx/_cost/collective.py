@@ -91,9 +91,10 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
     if kind not in KINDS:
         _require_local(instruction)
         return None
-    arrays = [(dtype, _array_bytes(dtype, dims)) for dtype, dims in _ARRAY.findall(instruction.result)]
-    if instruction.opcode.endswith("-start") and len(arrays) > 1 and kind != "all-reduce":
-        arrays = [max(arrays, key=lambda array: array[1])]  # it names its operand too
+    result = instruction.result
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        result = _of_start(result)
+    arrays = [(dtype, _array_bytes(dtype, dims)) for dtype, dims in _ARRAY.findall(result)]
     dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in arrays))
     groups = _pairs(instruction) if kind == "collective-permute" else _groups(instruction, devices)
     return Collective(kind, dtypes, tuple(count for _, count in arrays), groups)
@@ -103,6 +104,18 @@ def channel_of(instruction: Instruction) -> int | None:
     """The number by which the compiler tells collectives apart."""
     found = re.search(r"\bchannel_id=(\d+)", instruction.attributes)
     return int(found[1]) if found else None
+
+
+def _of_start(result: str) -> str:
+    """The result among what a collective that only begins gives out: its operands, its results, and what it notes."""
+    depth, parts = 0, [""]
+    for letter in result[1:-1] if result.startswith("(") else result:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1] if len(parts) > 1 else result
 
 
 def _require_local(instruction: Instruction) -> None:

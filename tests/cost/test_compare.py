@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,6 +53,19 @@ def test_sums_that_the_compiler_joined_are_told_apart_by_leaf():
     joined = row("all-reduce", 30, line=9, leaf="up, down", shares=(("up", 10 * KIB), ("down", 20 * KIB)))
     (found,) = compared(ours, [joined]).rows
     assert (found.source and found.source.line, found.leaf, found.extra_bytes) == (2, "down", 10 * KIB)
+
+
+def test_lines_that_send_less_are_named_too_and_the_rows_make_up_the_difference():
+    ours = [row("all-gather", 40, line=1), row("all-gather", 10, line=2, axes=("data",))]
+    theirs = [row("all-gather", 10, line=1), row("all-gather", 30, line=2, axes=("data",))]
+    made = compared(ours, theirs)
+    (more,), (less,) = made.rows, made.less
+    assert (more.extra_bytes, less.extra_bytes, less.why) == (20 * KIB, -30 * KIB, "less")
+    assert made.extra_bytes == -10 * KIB and made.explained == 1
+    assert compared([], []).explained == 1
+    # What no line is known of explains nothing.
+    unknown = compared([], [row("all-gather", 30), dataclasses.replace(row("all-gather", 10), source=None)])
+    assert unknown.explained == 0.75
 
 
 def test_the_same_traffic():

@@ -269,10 +269,75 @@ def test_a_step_of_training_sends_what_is_estimated(name, most):
 
 
 def test_many_scanned_layers_take_no_longer():
-    sizes = Sizes(126, 16384, 53248, 128, 8, 128, 128256, 256, 8192, dtype=jnp.bfloat16)
-    made = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
-    begin = time.process_time()
-    rows = estimate(made.step, *made.args, plans=made.plans)
-    assert time.process_time() - begin < 2
-    gathers = [row for row in rows.rows if row.leaf == "layers/mlp/up" and row.kind == "all-gather"]
-    assert sum(row.calls or 0 for row in gathers) == 2 * 126
+    seconds = {}
+    for layers in (2, 126):
+        sizes = Sizes(layers, 16384, 53248, 128, 8, 128, 128256, 256, 8192, dtype=jnp.bfloat16)
+        made = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
+        begin = time.process_time()
+        rows = estimate(made.step, *made.args, plans=made.plans)
+        seconds[layers] = time.process_time() - begin
+        gathers = [row for row in rows.rows if row.leaf == "layers/mlp/up" and row.kind == "all-gather"]
+        assert sum(row.calls or 0 for row in gathers) == 2 * layers
+    assert seconds[126] < 3 * seconds[2]
+
+
+# Compiled for 16 devices of a CPU, in bytes that enter a device: what the partitioner makes of products and lookups.
+MESH_16 = MeshSpec({"a": 2, "b": 2, "c": 4}).abstract()
+
+
+def at_16(shape, *spec, dtype=jnp.float32):
+    return struct(shape, *spec, dtype=dtype, mesh=MESH_16)
+
+
+def made_16(step, *spec):
+    return lambda *args: jax.lax.with_sharding_constraint(step(*args), NamedSharding(MESH_16, P(*spec)))
+
+
+@pytest.mark.parametrize(
+    "x, w, out, right",
+    [
+        # As many pieces on both sides: the smaller one changes places, and the products are added up.
+        (
+            (("a", "b"), None, "c"),
+            (("a", "b"),),
+            (("a", "b"),),
+            {"collective-permute": 2**18 * 3 // 4, "all-reduce": 6 * 2**20},
+        ),
+        (("c", None, "a"), ("b",), ("c",), {"collective-permute": 2**18, "all-reduce": 4 * 2**20}),
+        # The weight gives up what the rows have, for as many devices along which it is whole.
+        (("a", None, "c"), ("a", "b"), ("a", None, "b"), {"collective-permute": 98304, "all-reduce": 6 * 2**20}),
+        # Four pieces and two are gathered.
+        ((None, "b", "c"), ("a",), (None, "b"), {"all-gather": 2 * 2**20}),
+        # An axis that cuts both ways is given up by the operand that is smaller.
+        (("c", None, "a"), ("c", "b"), ("c", None, "b"), {"all-gather": 2**19 + 3 * 2**17}),
+    ],
+)
+def test_products_meet_as_the_partitioner_has_them_meet(x, w, out, right):
+    step = made_16(lambda x, w: x @ w, *out)
+    made = estimate(step, at_16((16, 256, 256), *x), at_16((256, 1024), *w), compiler="cpu")
+    assert made.by("kind") == right
+
+
+def test_a_gather_among_all_devices_and_one_among_some_are_sent_twice_by_a_cpu():
+    mesh = MeshSpec({"x": 4, "y": 4}).abstract()
+    x, w = struct((16, 256, 256), "x", None, "y", mesh=mesh), struct((256, 1024), "x", "y", mesh=mesh)
+    dy = struct((16, 256, 1024), "x", None, "y", mesh=mesh)
+
+    def step(x, w, dy):
+        hidden = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("x", None, "y")))
+        gradient = jnp.einsum("bsd,bsf->df", x, dy)
+        return hidden, jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh, P("x", "y")))
+
+    def gathered(compiler):
+        rows = estimate(step, x, w, dy, out=None, compiler=compiler).rows
+        return sum(row.wire_bytes for row in rows if row.kind == "all-gather" and row.axes == ("y",))
+
+    assert gathered("cpu") == 2 * gathered("tpu") == 2 * 2**20 * 3 // 4
+
+
+def test_numbers_give_up_the_devices_that_cut_the_width_of_a_table():
+    table, at = at_16((2048, 256), "c", ("a", "b")), at_16((16, 256), ("a", "b"), dtype=jnp.int32)
+    step = made_16(lambda t, i: t[i], ("a", "b"), None, "c")
+    made = estimate(step, table, at, compiler="cpu").by("kind")
+    assert made["all-reduce"] == 2 * 2**20 * 3 // 4  # all rows, a quarter of the width
+    assert made.keys() <= {"all-reduce", "all-to-all", "all-gather", "collective-permute"}

@@ -119,6 +119,22 @@ ONE = "HloModule m, num_partitions={n}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n
         ("%r = s4[8]{0} reduce-scatter(%x), replica_groups={{0,1}}, to_apply=%add", 2, 4),
         ("%b = f32[8]{0} collective-broadcast(%x), replica_groups={{0,1,2,3}}", 4, 24),
         ("%h = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true", 2, 0),
+        # What a GPU begins gives out its operands, then its results.
+        ("%s = ((f32[64]{0}), f32[16]{0}) reduce-scatter-start(%x), replica_groups=[1,4]<=[4], to_apply=%add", 4, 192),
+        ("%s = ((f32[2], s8[3]), (f32[8], s8[12])) all-gather-start(%x, %y), replica_groups=[1,4]<=[4]", 4, 33),
+        ("%s = ((f32[8]{0}), f32[8]{0}, u32[]) all-to-all-start(%x), replica_groups=[2,2]<=[4]", 4, 16),
+        ("%s = (bf16[8]{0:T(8,128)(2,1)S(1)}, bf16[32]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4]", 4, 48),
+        ("%b = ((f32[8]{0}), f32[8]{0}) collective-broadcast-start(%x), replica_groups={{0,1,2,3}}", 4, 24),
+        ("%a = ((s8[16]{0}, s8[16]{0}), s8[16]{0}) ragged-all-to-all-start(%x, %y), replica_groups={}", 4, 12),
+        ("%g = f4e2m1fn[4,8]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 12),
+        ("%g = s4[32]{0:E(4)} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 12),
+        ("%g = f8e4m3fn[32]{0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 24),
+        ("%g = f8e8m0fnu[32]{0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 24),
+        ("%g = c64[4]{0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 24),
+        ("%r = (f32[8]{0}, token[]) all-reduce(%x, %t), replica_groups={{0,1}}, to_apply=%add", 2, 32),
+        ("%r = f32[] all-reduce(%x), replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add", 2, 4),
+        ("%g = f32[0,4]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={1}", 4, 0),
+        ("%g = f32[4]{0} all-gather(%p), replica_groups={{0},{1}}, dimensions={0}", 2, 0),
     ],
 )
 def test_bytes_of_one_instruction(line, devices, right):
@@ -320,6 +336,80 @@ def test_the_bytes_are_those_that_a_brute_force_count_of_a_gather_gives():
         pieces = 2 ** len(axes)
         assert row.wire_bytes == 64 * 8 * 4 * (pieces - 1) // pieces
         assert set(row.axes) == set(axes) and row.group_size == pieces
+
+
+@pytest.mark.parametrize("name, itemsize", [("cpu_shard_map", 4), ("tpu_shard_map", 2)])
+def test_collectives_of_one_channel_are_as_many_as_are_named(name, itemsize):
+    # All that a `shard_map` sends by its own word has one channel: two sums and two gathers of the rows of 8 devices,
+    # and on the TPU a gather in a loop over two layers.
+    made = traffic((HLO / f"{name}.txt").read_text(), MeshSpec({"x": 8}))
+    rows = {4: 8 * 128 * 4, 2: 1024 * 2048 * 2}[itemsize]
+    right = [("all-gather", 7 * rows, 1)] * 2 + [("all-reduce", 2 * rows * 7 // 8, 1)] * 2
+    if itemsize == 2:
+        right = [("all-gather", 2 * 2048 * 2048 * 2 * 7 // 8, 2), *right]
+    assert sorted((row.kind, row.wire_bytes, row.calls) for row in made.rows) == sorted(right)
+
+
+def test_a_permute_is_a_window_only_where_all_devices_take_part():
+    line = (
+        "%c = f32[8]{{0}} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,{}}},{{2,3}},{{3,{}}}}}, "
+        'metadata={{op_name="jit(f)/dot_general"}}'
+    )
+    (ring,) = traffic(ONE.format(n=4, line=line.format(0, 2))).rows
+    assert ring.windowed and ring.kind != "collective-permute"
+    swap = (
+        "%c = f32[8]{0} collective-permute(%x), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}, "
+        'metadata={op_name="jit(f)/dot_general"}'
+    )
+    (row,) = traffic(ONE.format(n=4, line=swap)).rows
+    assert (row.kind, row.windowed, row.wire_bytes) == ("collective-permute", False, 16)
+
+
+def test_conditionals_in_conditionals_and_calls():
+    gather = "all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}"
+    text = f"""HloModule m, num_partitions=4
+
+%big (p: f32[4]) -> f32[64] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %g = f32[64]{{0}} {gather}
+}}
+
+%small (p: f32[4]) -> f32[64] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %h = f32[16]{{0}} {gather}
+}}
+
+%inner (p: f32[4]) -> f32[64] {{
+  %p = f32[4]{{0}} parameter(0)
+  %k = pred[] constant(true)
+  ROOT %c = f32[64]{{0}} conditional(%k, %p, %p), true_computation=%small, false_computation=%big
+}}
+
+%other (p: f32[4]) -> f32[64] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %a = f32[40]{{0}} {gather}
+}}
+
+%twice (p: f32[4]) -> f32[64] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %t = f32[8]{{0}} {gather}
+}}
+
+ENTRY %main (p: f32[4]) -> f32[64] {{
+  %p = f32[4]{{0}} parameter(0)
+  %i = s32[] constant(0)
+  %x = f32[8]{{0}} call(%p), to_apply=%twice
+  %y = f32[8]{{0}} call(%p), to_apply=%twice
+  ROOT %d = f32[64]{{0}} conditional(%i, %p, %p), branch_computations={{%inner, %other}}
+}}
+"""
+    made = traffic(text)
+    assert sorted((row.wire_bytes, row.calls) for row in made.rows) == [
+        (0, 0),  # the small one in the inner conditional
+        (0, 0),  # the other branch sends less than the inner conditional can
+        (2 * 8 * 4 * 3 // 4, 2),
+        (64 * 4 * 3 // 4, 1),
+    ]
 
 
 SCATTER = """HloModule m, num_partitions=8
