@@ -198,7 +198,7 @@ class _Reader:
         if is_transfer(instruction):
             ways = [transfer_bytes(instruction, self.where.devices, by_slice=by_slice) for by_slice in (False, True)]
             wire, dcn = (round(runs.count * way) for way in ways)
-            return self.made(instruction, runs, kind="transfer", wire_bytes=wire, dcn_bytes=dcn, group_size=2)
+            return self.made(name, instruction, runs, kind="transfer", wire_bytes=wire, dcn_bytes=dcn, group_size=2)
         collective = collective_of(instruction, self.where.devices)
         if collective is None:
             return None
@@ -227,6 +227,7 @@ class _Reader:
         kind = self.replaced(name, instruction, collective)
         shares = self.shares(name, instruction, collective, round(wire))
         return self.made(
+            name,
             instruction,
             runs,
             kind=kind,
@@ -240,8 +241,12 @@ class _Reader:
             windowed=kind != collective.kind,
         )
 
-    def made(self, instruction: Instruction, runs: Runs, **fields: Any) -> TrafficRow:
+    def made(self, name: str, instruction: Instruction, runs: Runs, **fields: Any) -> TrafficRow:
         stack = self.module.frames(instruction)
+        if not stack and instruction.operands:
+            # What lays a result out is no line's: it came from the line that made what is sent.
+            made_by = self.module.computations[name].get(instruction.operands[0])
+            stack = () if made_by is None else self.module.frames(made_by)
         calls, note = runs.count, ""
         if runs.unknown:
             calls, note = None, f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"

@@ -350,6 +350,14 @@ def test_collectives_of_one_channel_are_as_many_as_are_named(name, itemsize):
     assert sorted((row.kind, row.wire_bytes, row.calls) for row in made.rows) == sorted(right)
 
 
+def test_what_lays_a_result_out_has_the_line_that_made_it():
+    gather = "  ROOT %g = f32[4,16]{1,0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}\n}"
+    made = "  %p = f32[2,16]{1,0} parameter(0), metadata={stack_frame_id=1}\n"
+    text = SCATTER[: SCATTER.index("%all-reduce-scatter.1 (")] + "ENTRY %main (p: f32[2,16]) -> f32[4,16] {\n"
+    (row,) = traffic(text + made + gather).rows
+    assert row.source is not None and (row.source.line, row.source.function) == (7, "mlp")
+
+
 def test_a_permute_is_a_window_only_where_all_devices_take_part():
     line = (
         "%c = f32[8]{{0}} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,{}}},{{2,3}},{{3,{}}}}}, "
