@@ -186,8 +186,8 @@ def _parameters(step: Any) -> tuple[str, ...]:
         signature = inspect.signature(step)
     except (TypeError, ValueError):
         return ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, one in signature.parameters.items() if one.kind in kinds)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(name for name, one in signature.parameters.items() if one.kind not in kinds)
 
 
 def _meshes(entry: Any) -> list[MeshSpec]:

@@ -300,13 +300,18 @@ def largest_batch(known: Traced, chip: chips.Chip, peak_bytes: int) -> tuple[int
         if other is None:
             return batch, fits if fits and len(needs) > 1 else None
         needs[guess] = other.usage().bytes + offset
+    if all(need <= usable for need in needs.values()):
+        return batch, None  # however large it is: nothing that the step keeps grows with it
     return batch, max((count for count, need in needs.items() if need <= usable), default=0)
 
 
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
     """Where to look next: between what fits and what does not, or twice as far."""
     if over is None:
-        return 2 * fits
+        before = max((count for count in needs if count < fits), default=None)
+        slope = 0.0 if before is None else (needs[fits] - needs[before]) / (fits - before)
+        further = int((usable - needs[fits]) / slope) if slope > 0 else 0
+        return max(2 * fits, fits + further // unit * unit + unit)
     if fits == 0:
         return max(unit, over // 2 // unit * unit)
     share = 0.5 if halves else (usable - needs[fits]) / (needs[over] - needs[fits])

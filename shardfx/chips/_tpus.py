@@ -110,6 +110,9 @@ TPUS: tuple[Chip, ...] = (
         devices_per_chip=2,
         host_bytes=240_000_000_000,
         kinds=("TPU7x", "TPU7", "TPU v7", "TPU v7x"),
-        sources={"usable_hbm_bytes": f"{_OOM}: 94.75 GiB a device"} | _LINKS,
+        sources={
+            "usable_hbm_bytes": f"{_OOM}: 94.75 GiB a device",
+            "link_bytes_per_second": "secondary: 1,200 GB/s both ways, of which 90 % are taken as for the others",
+        },
     ),
 )

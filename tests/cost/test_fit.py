@@ -175,6 +175,36 @@ def test_an_operand_that_must_be_gathered_counts_whole_while_it_is_used():
     assert copy.source is not None and copy.source.file == __file__ and copy.what == "f32[128,32] cut data,-"
 
 
+def test_a_result_is_whole_before_it_is_added_up_and_spread():
+    mesh = MeshSpec({"data": 4})
+    x = plan(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, paths=PathRules([(".*", P(None, "data"))]))
+    w = plan(jax.ShapeDtypeStruct((512, 128), jnp.float32), mesh, paths=PathRules([(".*", P("data"))]))
+    spread = jax.NamedSharding(mesh.abstract(), P("data"))
+
+    def step(x, weights):
+        return jax.lax.with_sharding_constraint(x @ weights, spread)
+
+    found = fit({"x": x, "weights": w}, step=step, chip="h100")
+    assert groups(found)["results"] == 64 * 128 * 4 // 4
+    arguments = sum(row.bytes for row in found.rows if row.exact)
+    assert found.peak_bytes >= arguments + 64 * 128 * 4
+
+
+@pytest.mark.parametrize("returned", [lambda w, x: None, lambda w, x: {}, lambda w, x: jnp.sum(w["w"]) + jnp.sum(x)])
+def test_steps_that_return_little_and_take_their_arguments_by_name(returned):
+    w = plan({"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, MESH, paths=PathRules([("w", P())]))
+    x = plan(jax.ShapeDtypeStruct((32, 64), jnp.float32), MESH, paths=PathRules([(".*", P("data"))]))
+
+    def step(*, params, batch):
+        return returned(params, batch)
+
+    found = fit({"batch": x, "params": w}, step=step, chip="h100")
+    assert found.bytes_of("parameters") == 64 * 64 * 4 and found.peak_bytes < 64 * 64 * 4 + 32 * 64 + 1024
+    # As many as fit, beside parameters that do not grow.
+    room = found.usable_bytes - found.bytes_of("parameters")
+    assert found.largest_batch == pytest.approx(room // (64 * 4) * 4, rel=0.01)
+
+
 def by_words(found, words):
     (change,) = [change for change in found.changes if words in change.what]
     return change

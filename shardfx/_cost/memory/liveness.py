@@ -115,7 +115,7 @@ class _Timeline:
         born: dict[int, list[_Key]] = {}
         dies: dict[int, list[_Key]] = {}
         for key, at in begins.items():
-            if key[0] not in homes:
+            if key[1] is not None or key[0] not in homes:
                 born.setdefault(at, []).append(key)
                 dies.setdefault(max(ends.get(key, at), at), []).append(key)
         live: dict[_Key, int] = {}
