@@ -139,8 +139,8 @@ class Classes:
 def _model_arguments(traced: Traced) -> tuple[int, set[int]]:
     """Which argument is the model, and the program's arguments that belong to it or its optimizer, and are no data.
 
-    The first argument with many arrays is the model. Another belongs to it if all its dimensions do: moments have
-    the parameters' dimensions, a batch has one of its own.
+    The first argument with many arrays is the model. Another belongs to it if all dimensions do of most of its arrays:
+    moments have the parameters' dimensions, and a frozen base those of its adapters; a batch has one of its own.
     """
     counts = [0] * len(traced.flats)
     for which, _ in traced.places:
@@ -149,14 +149,14 @@ def _model_arguments(traced: Traced) -> tuple[int, set[int]]:
     model = next((which for which, count in enumerate(counts) if _COPIES * count >= max(counts)), 0)
     leaves = traced.program.parts.leaves
     owned: set[int] = set()
-    of: dict[int, set[int]] = {}
+    of: dict[int, list[set[int]]] = {}
     for argument, (which, _) in enumerate(traced.places):
         value = traced.program.values[traced.program.arguments[argument]]
         dims = {leaf for part in value.parts for leaf in leaves(part)}
-        of.setdefault(which, set()).update(dims)
+        of.setdefault(which, []).append(dims)
         if which == model:
             owned |= dims
-    members = {which for which, dims in of.items() if dims <= owned}
+    members = {which for which, each in of.items() if 2 * sum(dims <= owned for dims in each) > len(each)}
     return model, {argument for argument, (which, _) in enumerate(traced.places) if which in members}
 
 
@@ -164,6 +164,7 @@ _VOCAB = re.compile(r"vocab|emb|wte|lm_head|logits|unembed|tok|shared", re.IGNOR
 _POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ffn|ff|feed|gate|up_|down|\bw[io]\b|hidden|swiglu", re.IGNORECASE)
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
+_ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
 _DULL = frozenset("weight kernel w params bias scale value".split())
 _SMALL_VOCAB = 1000
 _COPIES = 4
@@ -185,6 +186,7 @@ class _Namer:
         self.heads()
         self.looked_up()
         self.width()
+        self.routers()
         self.by_path()
 
     def groups(self) -> list[tuple[int, Group]]:
@@ -239,15 +241,22 @@ class _Namer:
                 self.give(number, _DATA[rank][-dim - 1])
 
     def looked_up(self) -> None:
+        vocabs: set[int] = set()
+        others: list[tuple[int, Group]] = []
         for number, group in self.groups():
             paths = self.paths(self.in_model(group))
             if not self.is_marked(group, "looked_up") or not paths:
                 continue
             if any(map(_POSITIONS.search, paths)):
                 self.give(number, "positions")
+            elif group.size >= _SMALL_VOCAB or any(map(_VOCAB.search, paths)):
+                vocabs.add(group.size)
+                self.give(number, "vocab")
             else:
-                known = group.size >= _SMALL_VOCAB or any(map(_VOCAB.search, paths))
-                self.give(number, "vocab" if known else "classes")
+                others.append((number, group))
+        for number, group in others:
+            # Logits of as many classes as there are tokens are of tokens.
+            self.give(number, "vocab" if group.size in vocabs else "classes")
 
     def heads(self) -> None:
         """Parts that products run over in batches: heads where a unit follows them, experts where none does."""
@@ -284,17 +293,39 @@ class _Namer:
                     self.give(after, "head_dim")
 
     def width(self) -> None:
-        """What residual sums have, and most arrays of the model, is its width."""
+        """What residual sums have, and most arrays of the model, is its width; beside a vocabulary it always is."""
         residual = self.residual()
         counts = {
             number: len({place.argument for place in self.in_model(group)})
             for number, group in self.groups()
-            if not residual.isdisjoint(group.roots)
+            if not residual.isdisjoint(group.roots) and self.is_marked(group, "contracted")
         }
+        beside = self.beside_vocabulary()
+        if len(beside) == 1:
+            self.give(beside.pop(), "embed")
+            return
         most = max(counts.values(), default=0)
         winners = [number for number, count in counts.items() if count == most]
         if most >= 2 and len(winners) == 1:
             self.give(winners[0], "embed")
+
+    def beside_vocabulary(self) -> set[int]:
+        """The unnamed dimensions of tables in which tokens are looked up."""
+        groups, found = self.classes.of_root, set()
+        for dims in self.classes.dims:
+            flat = [groups[leaf] for leaves in dims for leaf in leaves]
+            if len(flat) == 2 and any(self.classes.groups[number].name == "vocab" for number in flat):
+                found |= self.left.intersection(flat)
+        return found
+
+    def routers(self) -> None:
+        """What scores as many things as there are experts scores them, though choosing the best ties nothing."""
+        sizes = {group.size for group in self.classes.live() if group.name == "experts"}
+        for number, group in self.groups():
+            places = self.in_model(group)
+            if group.size in sizes and places and all(self.rank(place) <= 2 and place.of == 1 for place in places):
+                if any(map(_ROUTERS.search, self.paths(places))):
+                    self.give(number, "experts")
 
     def residual(self) -> set[int]:
         """The classes in sums of two activations of which neither was spread from something smaller."""

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import P
-from models import MODELS, Struct, equinox_mlp, f32
+from models import MODELS, Struct, equinox_mlp, f32, sgd
 
 import shardfx
 from shardfx import AxisRules, LeafTypeError, MeshSpec, atomic, name_axes, plan
@@ -98,6 +98,67 @@ def test_convolutions_keep_their_windows_whole_and_tie_their_channels():
 def test_experts_are_found(name):
     found = name_axes(*MODELS[name]())
     assert found.names[0]["wi"] == ("experts", "embed", "mlp") and found.names[0]["wo"] == ("experts", "mlp", "embed")
+
+
+def token_loss(logits, tokens):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
+
+
+def test_adapters_of_a_frozen_base():
+    """The adapters are what is trained; the base is no data, though it has a dimension that they lack."""
+
+    def loss(adapters, base, tokens):
+        x = base["wte"][tokens]
+        for a, w in zip(adapters, base["h"], strict=True):
+            x = x + jax.nn.relu(x @ w["up"] + x @ a["down"] @ a["up"]) @ w["back"]
+        return token_loss(x @ base["wte"].T, tokens)
+
+    adapters = [{"down": f32(64, 8), "up": f32(8, 256)}] * 2
+    base = {"wte": f32(1000, 64), "h": [{"up": f32(64, 256), "back": f32(256, 64)}] * 2}
+    found = name_axes(sgd(loss), adapters, base, Struct((16, 32), "int32"))
+    assert found.names[1]["wte"] == ("vocab", "embed") and found.names[2] == ("batch", "sequence")
+    assert found.names[0][0]["down"][0] == "embed" and found.names[0][0]["up"][1] == found.names[1]["h"][0]["up"][1]
+
+
+def test_a_router_scores_experts_though_nothing_ties_them():
+    def loss(p, x):
+        rows = x.reshape(-1, 64)
+        _, chosen = jax.lax.top_k(jax.nn.softmax(rows @ p["gate"]), 2)
+        sent = jnp.einsum("tkx,te->xte", jax.nn.one_hot(chosen, 8), rows)
+        hidden = jax.nn.silu(jnp.einsum("xte,xef->xtf", sent, p["w_in"]))
+        return jnp.mean((x + jnp.einsum("xtf,xfe->te", hidden, p["w_out"]).reshape(x.shape)) ** 2)
+
+    found = name_axes(
+        sgd(loss), {"gate": f32(64, 8), "w_in": f32(8, 64, 128), "w_out": f32(8, 128, 64)}, f32(4, 32, 64)
+    )
+    assert found.names[0] == {
+        "gate": ("embed", "experts"), "w_in": ("experts", "embed", "mlp"), "w_out": ("experts", "mlp", "embed"),
+    }  # fmt: skip
+
+
+def test_a_state_space_layer():
+    """The width is what tokens are looked up into, though more arrays have the inner dimension."""
+
+    def loss(p, tokens):
+        x = p["embed"][tokens]
+        inner, gate = jnp.split(x @ p["in_proj"], 2, -1)
+        into, out, step = inner @ p["B"], inner @ p["C"], jax.nn.softplus(inner @ p["dt"])
+
+        def cell(h, row):
+            x, d, b, c = row
+            h = h * jnp.exp(d[..., None] * p["A"]) + (d * x)[..., None] * b[:, None, :]
+            return h, jnp.einsum("bdn,bn->bd", h, c)
+
+        rows = jax.tree.map(lambda a: a.swapaxes(0, 1), (inner, step, into, out))
+        _, y = jax.lax.scan(cell, jnp.zeros((x.shape[0], 256, 16)), rows)
+        x = x + ((y.swapaxes(0, 1) + inner * p["D"]) * jax.nn.silu(gate)) @ p["out_proj"]
+        return token_loss(x @ p["embed"].T, tokens)
+
+    inner = {"A": f32(256, 16), "B": f32(256, 16), "C": f32(256, 16), "D": f32(256), "dt": f32(256, 256)}
+    p = {"embed": f32(512, 128), "in_proj": f32(128, 512), "out_proj": f32(256, 128), **inner}
+    names = name_axes(sgd(loss), p, Struct((8, 32), "int32")).names[0]
+    assert names["embed"] == ("vocab", "embed") and names["out_proj"][1] == names["in_proj"][0] == "embed"
+    assert names["A"] == names["B"] == names["C"] and names["A"][0] == names["D"][0] == names["out_proj"][0]
 
 
 @pytest.mark.parametrize("name", MODELS)
