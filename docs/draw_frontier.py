@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
-
 import shardfx
 
 
@@ -128,7 +127,8 @@ def drawn() -> str:
         )
     parts += ticks(times, y, 0, "", True) + ticks(held, x, top + HEIGHT, " GiB", False)
     size = top + HEIGHT + 34
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {size}" font-family="sans-serif" font-size="12">'
+    box = f'viewBox="0 0 {WIDTH} {size}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="12">'
     return "\n".join(
         [
             head,

@@ -22,6 +22,8 @@ from .trace import Traced, trace
 
 # Calls whose own rules of differentiation are kept, so that what they hold is left to the compiler.
 _CUSTOM = frozenset(name for name in CALLS if name.startswith("custom_"))
+# A cut of one dimension: which part of it, how late the axis prefers it, how much the axis moves, and which axis it is.
+_Cut = tuple[int, int, int, int]
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 
@@ -185,7 +187,7 @@ class _Carrier:
         """How a value lies, or how an operation takes it."""
         dims = self.layouts.parts[value]
         flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
-        found: list[list[tuple[int, int, int]]] = [[] for _ in dims]
+        found: list[list[_Cut]] = [[] for _ in dims]
         for number, made in enumerate(self.chosen):
             if whole_where_summed and value in made.summed:
                 continue
@@ -195,19 +197,20 @@ class _Carrier:
             if position >= 0:
                 dim, at = flat[position]
                 place = self.places[number].get(self.layouts.flat[value][position][0], 0)
-                # What an axis cuts as its last resort it gives up first, so it stands innermost.
-                found[dim].append((at, place, number))
+                # What an axis cuts as its last resort it gives up first, so it stands innermost; of two that are
+                # alike, the one that moves more.
+                found[dim].append((at, place, len(made.moved), number))
         return PartitionSpec(*(self.entry(leaves, sorted(cut)) for leaves, cut in zip(dims, found, strict=True)))
 
-    def entry(self, leaves: Sequence[int], cut: Sequence[tuple[int, int, int]]) -> Any:
+    def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> Any:
         """What cuts a dimension, slowest first; left to the compiler where its parts cannot be cut so."""
         sizes = [self.layouts.program.parts.sizes[leaf] for leaf in leaves]
-        counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, number in cut if at == part)
+        counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, _, number in cut if at == part)
                   for part in range(len(leaves))]  # fmt: skip
-        last = max((at for at, _, _ in cut), default=0)
+        last = max((at for at, *_ in cut), default=0)
         if any(counts[at] != sizes[at] for at in range(last)) or (cut and sizes[last] % counts[last]):
             return PartitionSpec.UNCONSTRAINED
-        return tuple(self.axes[number] for _, _, number in cut) or None
+        return tuple(self.axes[number] for *_, number in cut) or None
 
     def constrained(self, array: Any, spec: PartitionSpec) -> Any:
         shaped = getattr(array, "shape", ())
