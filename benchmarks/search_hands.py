@@ -111,6 +111,7 @@ def _measured(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
             "MB": one.checks[-1].wire_bytes / 1e6,
             "estimated MB": one.checks[0].wire_bytes / 1e6,
             "GiB": (one.checks[-1].memory_bytes or 0) / 2**30,
+            "laid out": one.laid_out,
             "fits": fits(one),
         }
         for one in looked

@@ -38,9 +38,8 @@ def hardware(devices: int | str | Sequence[Any], chip: str | chips.Chip | None) 
     here = tuple(devices)
     if not here:
         raise MeshError("`devices` is empty; give JAX's devices, as `devices=jax.devices()`, or how many there are.")
-    if chip is None:
-        chip = EMULATED if here[0].platform == "cpu" else here[0].device_kind
-    return len(here), chips.find(chip), None
+    of_these = EMULATED if here[0].platform == "cpu" else here[0].device_kind
+    return len(here), chips.find(of_these if chip is None else chip), None
 
 
 def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | None = None) -> int:

@@ -41,7 +41,8 @@ class Candidate:
     what is sent while computation waits, then what of the rest computation does not hide. `axis_seconds` are pairs of
     a mesh axis and the seconds that it sends. `memory_bytes` is per device, of `limit_bytes`. `traffic` says what is
     sent, per device and step. `reasons` say what the next candidates, and near ones, cost instead. `checks` hold what
-    a closer look found, the last of which decided the order.
+    a closer look found, the last of which decided the order. With `laid_out` that is for the step by
+    [`shardfx.lay_out`][] with this mesh and these rules: left to itself, the compiler does worse.
     """
 
     mesh: MeshSpec
@@ -58,6 +59,7 @@ class Candidate:
     traffic: tuple[SentRow, ...]
     reasons: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
+    laid_out: bool = False
 
     @property
     def wire_bytes(self) -> float:
@@ -84,6 +86,7 @@ class Candidate:
         head = (
             f"Chosen by shardfx.search: {ms(seconds)} a step {how}, {bytes_text(held)} a device.",
             *(f"{axis}={size} cuts {', '.join(dict(self.roles)[axis])}." for axis, size in self.mesh.shape.items()),
+            *(["Lay the step out, too: `step = shardfx.lay_out(step, MESH, RULES)`."] if self.laid_out else []),
             *(f"Not {reason}." for reason in self.reasons[:1] if self.fits),
         )
         return code_of(self.mesh, self.rules, head)
@@ -108,6 +111,12 @@ class Candidate:
             rows.append((*told, *(_mb(sent.get(axes, 0.0)) for axes in self._axis_sets())))
         compared = [str(look.comparison) for look in self.checks if look.by == "compile" and look.comparison]
         return "\n".join([self.title, *table(rows, right=set(rows[0][1:])), *compared])
+
+    def _told(self, look: Check) -> str:
+        laid = ", the step laid out" if self.laid_out and look.by != "estimate" else ""
+        held = "" if look.memory_bytes is None else f", {bytes_text(look.memory_bytes)} held"
+        sent = f"{_mb(look.wire_bytes)} MB sent (here {_mb(self.wire_bytes)})"
+        return f"by {look.by}{laid}: {sent}{held}, {ms(look.seconds)}"
 
     def _axis_sets(self) -> tuple[tuple[str, ...], ...]:
         """The sets of mesh axes that something is sent along, single ones first."""
@@ -134,12 +143,7 @@ class Candidate:
             (row.axis, row.kind, row.array, f"{row.wire_bytes / 1e6:.4g}", f"{row.calls:g}", row.source)
             for row in self.traffic[:6]
         ]
-        checks = [
-            f"by {check.by}: {check.wire_bytes / 1e6:.4g} MB sent (here {self.wire_bytes / 1e6:.4g})"
-            + ("" if check.memory_bytes is None else f", {bytes_text(check.memory_bytes)} held")
-            + f", {ms(check.seconds)}"
-            for check in self.checks
-        ]
+        checks = [self._told(look) for look in self.checks]
         return first, rows, [*checks, *self.reasons]
 
 

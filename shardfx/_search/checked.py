@@ -4,13 +4,12 @@ import dataclasses
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from .. import chips
 from .._arrays import filter_jit
@@ -28,6 +27,8 @@ from .lay_out import lay_out
 Progress = Callable[[str], None]
 # In how many rounds candidates are run in turn, and how many steps each turn has.
 _ROUNDS, _STEPS = 3, 3
+# A program that sends so many times what was expected is compiled again with the step laid out.
+_ASTRAY = 1.1
 # Products that a core's units make in one cycle, for the chips whose clock this tells.
 _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
@@ -41,7 +42,8 @@ class Verifier:
     - `chip`, `model`: by which bytes and operations become seconds.
     - `cache`: a directory that keeps programs, or `None`.
     - `progress`: is told what is being done.
-    - `laid_out`: whether each candidate is compiled as [`shardfx.lay_out`][] makes it.
+    - `laid_out`: whether each candidate is compiled as [`shardfx.lay_out`][] makes it; else those are whose programs send
+        clearly more than they should.
     """
 
     step: Any
@@ -53,47 +55,39 @@ class Verifier:
     progress: Progress
     laid_out: bool = False
 
-    def step_of(self, one: Candidate, mesh: Mesh) -> Any:
-        """What is compiled for a candidate."""
-        return lay_out(self.step, mesh, one.rules) if self.laid_out else self.step
-
     def compiled(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """The candidates with what their programs send, compute and hold; the fastest first."""
-        prepared = Prepared(self.step, self.args)
-        found = []
-        for number, one in enumerate(candidates, start=1):
-            self.progress(f"compiling candidate {number} of {len(candidates)}: {one.title}")
-            out = _as_they_came(self.step, self.args, one.plans)
-            mesh = one.mesh.build(self.devices)
-            program = compile_for(
-                self.step_of(one, mesh),
+
+        def program_of(one: Candidate, step: Any) -> Any:
+            return compile_for(
+                step,
                 one.plans,
-                mesh,
+                one.mesh.build(self.devices),
                 args=self.args,
-                out_shardings=out,
+                out_shardings=_as_they_came(self.step, self.args, one.plans),
                 cache=self.cache,
                 progress=lambda _: None,
             )
-            found.append(with_check(one, self._check(one, program, prepared)))
-        return in_order(found)
+
+        return in_order(one for one, _ in self._looked_at(candidates, program_of))
 
     def ran(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
-        prepared = Prepared(self.step, self.args)
-        looked, steps = [], []
-        for number, one in enumerate(candidates, start=1):
-            self.progress(f"compiling candidate {number} of {len(candidates)}: {one.title}")
-            program, run = self._runnable(one)
-            looked.append(with_check(one, self._check(one, program, prepared)))
-            steps.append(run)
+
+        def program_of(one: Candidate, step: Any) -> Any:
+            plans = self._placed(one)
+            out = _as_they_came(self.step, self.args, plans)
+            return filter_jit(step, in_shardings=plans, out_shardings=out).lower(*self.args).compile()
+
+        looked = list(self._looked_at(candidates, program_of))
         # What does not fit cannot run.
-        kept = [(one, run) for one, run in zip(looked, steps, strict=True) if fits(one)]
+        kept = [(one, program) for one, program in looked if fits(one)]
         taken: list[list[float]] = [[] for _ in kept]
         order = list(range(len(kept)))
         for turn in range(_ROUNDS):
             for number in order if turn % 2 else reversed(order):
                 self.progress(f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of {_ROUNDS}")
-                taken[number] += kept[number][1]()
+                taken[number] += self._timed(*kept[number])
             # Only the faster half can still be the fastest.
             order = sorted(order, key=lambda number: statistics.median(taken[number]))[: max(2, (len(order) + 1) // 2)]
         found = [
@@ -102,7 +96,44 @@ class Verifier:
         ]
         # Those that were run in the last round stand first: the others had fewer steps, and might have had better luck.
         last = in_order(found[number] for number in order)
-        return (*last, *in_order(one for at, one in enumerate(found) if at not in order)) or fitting(looked)
+        others = in_order(one for at, one in enumerate(found) if at not in order)
+        return (*last, *others) or fitting([one for one, _ in looked])
+
+    def _looked_at(self, candidates: Sequence[Candidate], program_of: Any) -> Iterator[tuple[Candidate, Any]]:
+        """Each candidate with its program: as it is, or laid out where the compiler does worse than was expected."""
+        prepared = Prepared(self.step, self.args)
+        for number, one in enumerate(candidates, start=1):
+            self.progress(f"compiling candidate {number} of {len(candidates)}: {one.title}")
+            looked, program = self._look(one, program_of, prepared, laid_out=self.laid_out)
+            expected = min(one.wire_bytes, one.checks[0].wire_bytes)
+            if not self.laid_out and looked.checks[-1].wire_bytes > _ASTRAY * expected:
+                self.progress(f"compiling candidate {number} of {len(candidates)}, laid out: {one.title}")
+                other, laid = self._look(one, program_of, prepared, laid_out=True)
+                if other.checks[-1].seconds < looked.checks[-1].seconds:
+                    looked, program = other, laid
+            yield looked, program
+
+    def _look(self, one: Candidate, program_of: Any, prepared: Prepared, *, laid_out: bool) -> tuple[Candidate, Any]:
+        """One candidate's program, and what it says."""
+        step = lay_out(self.step, one.mesh.build(self.devices), one.rules) if laid_out else self.step
+        program = program_of(one, step)
+        marked = dataclasses.replace(one, laid_out=laid_out)
+        return with_check(marked, self._check(marked, program, prepared)), program
+
+    def _placed(self, made: Candidate) -> tuple[ShardPlan, ...]:
+        mesh = made.mesh.build(self.devices)
+        return tuple(plan.on(mesh) for plan in made.plans)
+
+    def _timed(self, made: Candidate, program: Any) -> list[float]:
+        """The seconds of some steps, on arrays that only this turn has: those of one candidate are there at a time."""
+        values = [_filled(arg, plan) for arg, plan in zip(self.args, self._placed(made), strict=True)]
+        _wait(program(*values))
+        taken = []
+        for _ in range(_STEPS):
+            begin = time.perf_counter()
+            _wait(program(*values))
+            taken.append(time.perf_counter() - begin)
+        return taken
 
     def _check(self, made: Candidate, program: Any, prepared: Prepared) -> Check:
         """What a compiled program says."""
@@ -123,7 +154,7 @@ class Verifier:
             axis_bytes=_by_axes(found),
             compute_seconds=compute,
             # The estimate of each operation follows the step as it is written.
-            comparison=None if self.laid_out else compare(prepared.under(made.plans, compiler=compiler), found),
+            comparison=None if made.laid_out else compare(prepared.under(made.plans, compiler=compiler), found),
         )
 
     def _compute_seconds(self, made: Candidate, text: str) -> float:
@@ -134,28 +165,6 @@ class Verifier:
             return work.cycles / clock
         peak = float(self.chip.flops("bfloat16")) / self.chip.devices_per_chip * self.model.compute
         return max(made.compute_seconds, work.flops / peak)
-
-    def _runnable(self, made: Candidate) -> tuple[Any, Callable[[], list[float]]]:
-        """The program, and what runs it a few times and returns the seconds of each."""
-        mesh = made.mesh.build(self.devices)
-        plans = tuple(plan.on(mesh) for plan in made.plans)
-        out = _as_they_came(self.step, self.args, plans)
-        program = (
-            filter_jit(self.step_of(made, mesh), in_shardings=plans, out_shardings=out).lower(*self.args).compile()
-        )
-
-        def run() -> list[float]:
-            # Made anew for each turn, so that only one candidate has its arrays on the devices.
-            values = [_filled(arg, plan) for arg, plan in zip(self.args, plans, strict=True)]
-            _wait(program(*values))
-            taken = []
-            for _ in range(_STEPS):
-                begin = time.perf_counter()
-                _wait(program(*values))
-                taken.append(time.perf_counter() - begin)
-            return taken
-
-        return program, run
 
 
 def as_priced(made: Candidate) -> Check:

@@ -29,8 +29,8 @@ from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
 from .priced import sent_rows
 from .reasons import by_look, difference, more, parts_of, without_twins
-from .roles import layouts_of
-from .seeds import distinct, roles_of, seeds
+from .roles import layouts_of, roles_of_rules
+from .seeds import distinct, seeds
 from .terms import Terms, has_data, padded, terms_of
 from .trace import trace
 from .written import axis_name, mesh_and_rules
@@ -173,12 +173,12 @@ class Searched:
         if devices == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")
         never = frozenset(numbers_of(limits.never, self.classes).values())
-        given = [roles_of(rules, self.classes) for rules in also]
+        given = [tuple(roles_of_rules(rules, self.classes).values()) for rules in also]
         if limits.rules is None:
             self.made = layouts_of(self.layouts, never=never)
             known = seeds(self.layouts, never)
         else:
-            self.made = [self.layouts.under(role) for role in roles_of(limits.rules, self.classes)]
+            self.made = [self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes).values()]
             known = []
         self.asked = self.numbered(given)
         self.known = self.numbered(known)

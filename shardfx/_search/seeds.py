@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable
 
-from .._ground.spec import entry_axes
-from .._rules.axis_rules import AxisRules
 from .classes import Classes
 from .layouts import Layouts, Role
+from .roles import is_behind
 
 
 # What Megatron, T5X and MaxText cut by tensor parallelism, in the order in which an axis prefers them.
@@ -31,11 +30,10 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> list[tuple[R
     classes = layouts.classes
     free = set(layouts.numbers.values()) - never
     known = {classes.groups[number].name: number for number in sorted(free, reverse=True)}
-    behind = {part[0] for parts in layouts.flat for part in parts if part[1]}
 
     def role(*names: str) -> Role | None:
         order = tuple(dict.fromkeys(known[name] for name in names if name in known))
-        return Role(order, behind=not behind.isdisjoint(order)) if order else None
+        return Role(order, any(is_behind(classes, number) for number in order)) if order else None
 
     own = [name for name in known if _is_model(classes, known[name]) and name not in (*_TENSOR, *_NEVER)]
     tensor = (*(name for name in _TENSOR[1:] if name in known), *sorted(own))
@@ -47,17 +45,6 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> list[tuple[R
     ways = [*((one,) for one in alone), *pairs, (stored, experts, cut), (batch, by_sequence, cut)]
     made = [tuple(role for role in way if role is not None) for way in ways]
     return list(dict.fromkeys(way for way, asked in zip(made, ways, strict=True) if way and len(way) == len(asked)))
-
-
-def roles_of(rules: AxisRules, classes: Classes) -> tuple[Role, ...]:
-    """The roles that the mesh axes of given rules have."""
-    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
-    orders: dict[str, dict[int, None]] = {}
-    for name, target in rules.rules:
-        for axis in entry_axes(target):
-            if name in known:
-                orders.setdefault(axis, {})[known[name]] = None
-    return tuple(Role(tuple(order)) for order in orders.values())
 
 
 def distinct(ways: Iterable[tuple[Role, ...]]) -> list[Role]:

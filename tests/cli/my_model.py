@@ -11,6 +11,7 @@ RULES = PathRules([("up", ("embed", "mlp")), ("down", ("mlp", "embed"))])
 AXES = AxisRules([("batch", ("data", "fsdp")), ("mlp", "tensor"), ("embed", "fsdp")], axes=("data", "fsdp", "tensor"))
 BOTH = (RULES, AXES)
 STACKED = TreeMap({f"layers/{name}": From(f"layer_{{i}}.{name}").T.stack("i") for name in ("up", "down")})
+BY_HAND = AxisRules([("batch", "rows"), ("mlp", "columns")])
 OPTIMIZER = optax.adamw(1e-3)
 
 

@@ -1,3 +1,4 @@
+import importlib
 import importlib.util
 import json
 import re
@@ -350,6 +351,31 @@ def test_search_chooses_mesh_and_rules_that_run(here, capsys):
     assert "add one, as --chip h100" in failure(capsys, *words[:2], "--devices", "16")
     assert "is no slice; write it as `tpu:v5p:4x4x4`" in failure(capsys, *words[:2], "--devices", "v5e")
     assert "takes a `mesh`" in failure(capsys, "search", "my_model:train_step", "--devices", "tpu:v5e:2x4")
+    assert "say what the devices are: --target tpu:v5e:4x4, or --devices" in failure(capsys, *words[:2])
+    assert "is None; name AxisRules" in failure(capsys, *words, "--rules", "my_model:loss.__doc__")
+
+
+def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
+    words = ("search", "my_model:plain_step", "--target", "cpu:4", "--kwargs", "width=64,rows=64")
+    verified = ("--verify", "--closely", "1", "--rules", "my_model:BY_HAND", "--write", "chosen.py")
+    assert run(*words, *verified) == 0
+    out = capsys.readouterr().out
+    assert (
+        re.search(r"^\[1\] +\S.* +compile +[\d.]+ ", out, re.MULTILINE) and "rows=" not in out
+    )  # axes get usual names
+    assert "by its compiled program" in Path("chosen.py").read_text()
+    space = {}
+    exec(Path("chosen.py").read_text(), space)
+    step, args = importlib.import_module("my_model").plain_step(width=64, rows=64)
+    names = shardfx.name_axes(step, *args).names
+    plans = [
+        shardfx.plan(arg, space["MESH"], names=tree, axes=space["RULES"]) for arg, tree in zip(args, names, strict=True)
+    ]
+    assert all(made.mesh.size == 4 for made in plans)
+    assert run(*words, *verified, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [look["by"] for look in found[0]["checks"]] == ["estimate", "compile"]
+    assert len(found) > 1 and str(space["MESH"]) in [one["mesh"] for one in found]
 
 
 def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):

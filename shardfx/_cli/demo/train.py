@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 
-from shardfx import Candidate, MeshSpec, ShardPlan, filter_jit, follow, plan, search, shard
+from shardfx import AxisRules, Candidate, MeshSpec, ShardPlan, filter_jit, follow, lay_out, plan, search, shard
 
 from .data import batch
 from .model import AXIS_RULES, KV_HEADS, Transformer, loss
@@ -38,12 +38,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """The plans of all that a training step takes, and whether the step lays out activations by the model's, too."""
+    """The plans of all that a training step takes.
+
+    With `constrains`, the step lays out activations by the model's plan, by names that the model's code has; with
+    `rules`, by [`shardfx.lay_out`][].
+    """
 
     model: ShardPlan
     optimizer: ShardPlan
     batch: ShardPlan
     constrains: bool = True
+    rules: AxisRules | None = None
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
@@ -94,8 +99,10 @@ def search_plans(
     step = make_step(optimizer, None)
     how: dict[str, Any] = {"verify": "run", "also": [AXIS_RULES], "closely": closely, "keep": 3, "progress": progress}
     found = search(step, model, state, text, devices=devices, **how)
-    mesh = found[0].mesh.build(devices)
-    return Plans(*(made.on(mesh) for made in found[0].plans), constrains=False), found
+    best = found[0]
+    mesh = best.mesh.build(devices)
+    rules = best.rules if best.laid_out else None
+    return Plans(*(made.on(mesh) for made in best.plans), constrains=False, rules=rules), found
 
 
 def step_seconds(ways: Mapping[str, Plans], text: UInt8[np.ndarray, " bytes"], run: Run) -> dict[str, float]:
@@ -107,7 +114,7 @@ def step_seconds(ways: Mapping[str, Plans], text: UInt8[np.ndarray, " bytes"], r
     - `text`: see `stdlib_text`.
     - `run`: `run.steps` steps are timed of each.
     """
-    ready = {name: [*start_sharded(plans, run)] for name, plans in ways.items()}
+    ready = {name: start_sharded(plans, run) for name, plans in ways.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number, tokens in enumerate(_batches(text, run)):
         names = list(ways) if number % 2 else list(ways)[::-1]
@@ -118,7 +125,7 @@ def step_seconds(ways: Mapping[str, Plans], text: UInt8[np.ndarray, " bytes"], r
             model, state, value = step(model, state, placed)
             jax.block_until_ready(value)
             taken[name].append(time.perf_counter() - begin)
-            ready[name] = [step, model, state]
+            ready[name] = step, model, state
     # The first step compiles.
     return {name: statistics.median(seconds[1:] or seconds) for name, seconds in taken.items()}
 
@@ -143,8 +150,11 @@ def start_sharded(plans: Plans, run: Run) -> tuple[Any, Transformer, optax.OptSt
     init_state = filter_jit(
         lambda model: optimizer.init(model), in_shardings=(plans.model,), out_shardings=plans.optimizer
     )
+    train_step = make_step(optimizer, plans.model if plans.constrains else None)
+    if plans.rules is not None:
+        train_step = lay_out(train_step, plans.model.mesh, plans.rules)
     step = filter_jit(
-        make_step(optimizer, plans.model if plans.constrains else None),
+        train_step,
         in_shardings=(plans.model, plans.optimizer, plans.batch),
         out_shardings=(plans.model, plans.optimizer, None),
         donate=(0, 1),

@@ -26,7 +26,7 @@ _LOOK = ("by", "seconds", "compute_seconds", "wire_bytes", "memory_bytes", "axis
     examples=(
         "shardfx search my_model:plain_step --target tpu:v5e:2x4",
         "shardfx search my_model:plain_step --devices 16 --chip h100 --keep 2 --write chosen.py --json",
-        "shardfx search my_model:plain_step --target cpu:4 --kwargs width=64,rows=64 --keep 1 --verify",
+        "shardfx search my_model:plain_step --target cpu:4 --kwargs width=64,rows=64 --verify --closely 1",
     ),
     exits="0; 1 if nothing fits in memory",
 )
@@ -45,6 +45,9 @@ _LOOK = ("by", "seconds", "compute_seconds", "wire_bytes", "memory_bytes", "axis
     help="Compile the best and the usual ways by hand, order them by their programs, and drop what does not fit: with "
     "the TPU's compiler where libtpu is installed, else for emulated CPU devices. Or run them on the devices here.",
 )
+@click.option(
+    "--closely", type=Whole(positive=True), default=12, show_default=True, help="How many to compile, at most."
+)
 @click.option("--cache", metavar="DIRECTORY", help="Keeps compiled programs.")
 @click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
 @click.option("--write", "code_file", metavar="FILE", help="Write the best mesh and rules as Python.")
@@ -58,6 +61,7 @@ def search(
     keep: int,
     rules: tuple[str, ...],
     verify: str | None,
+    closely: int,
     cache: str | None,
     kwargs: str | None,
     code_file: str | None,
@@ -74,7 +78,14 @@ def search(
     if verify is not None:
         emulate(calling("reading --target", lambda: _count(hardware)))
     with working(f"searching for {step}") as work:
-        more = {"slices": slices, "verify": verify, "cache": cache, "progress": work.tell, "also": also}
+        more = {
+            "slices": slices,
+            "verify": verify,
+            "cache": cache,
+            "closely": closely,
+            "progress": work.tell,
+            "also": also,
+        }
         found = calling("searching", lambda: search_of(function, *args, keep=keep, **hardware, **more))
     if json_file != "-":
         show("\n\n".join([_table(found), *map(str, found)]))
