@@ -110,7 +110,8 @@ def _int(value: Any) -> int | None:
 
 def _dtype(value: Any) -> str | None:
     try:
-        return jnp.dtype(value).name
+        # NumPy takes None for float64.
+        return None if value is None else jnp.dtype(value).name
     except TypeError:
         return None
 

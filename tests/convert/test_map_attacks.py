@@ -37,6 +37,7 @@ WRONG = {
     "two": ("x", lambda: From.constant(2, (2,), bool), {}, r"2 is neither 0 nor 1, as an array of bool holds"),
     "sizes": ("x", lambda: From.constant(2, (-2,), "int8"), {}, r"`constant` takes the sizes of an array, not \(-2,\)"),
     "dtype": ("x", lambda: leaf().cast("float99"), W, r"`cast` takes a dtype, not 'float99'"),
+    "no dtype": ("x", lambda: leaf().cast(None), W, r"`cast` takes a dtype, not None"),
     "complex": ("x", lambda: leaf().cast("int8"), {"w": np.ones(3, np.complex64)}, r"to int8, which has no imaginary"),
     "ranks": ("x", lambda: From.concat([leaf(), leaf("v")], dim=1), V, r"`concat` of different shapes, \[\(3,\), "),
     "block": ("x", lambda: leaf().scale("v", block=(0, 1)), V, r"`scale` takes the size of a block, 1 or more, not 0"),
