@@ -15,6 +15,7 @@ from .._convert import TreeMap
 from .._ground.errors import LeafTypeError, MeshError, MoveError
 from .._ground.tree import flatten
 from .._plan.target import Target, target_of
+from .carry_out import least_limit_bytes
 from .destinations import is_array
 from .mapped.carry import Means, begun
 from .mapped.copies import Shards
@@ -81,7 +82,7 @@ def through_map(
     """
     journey = journey_of(tree, dst, map, copies)
     if limit_bytes is not None:
-        _require_room(journey.works, limit_bytes)
+        _require_room(journey, limit_bytes, copies)
     works = journey.works.works
     given_up = _Donation(journey, collections.Counter(journey.works.readers)) if donate else None
     plain, others = ([work for work in works if (work.way == "plain") is is_plain] for is_plain in (True, False))
@@ -218,14 +219,24 @@ def _moved_as_they_are(
     return made
 
 
-def _require_room(works: Works, limit_bytes: int) -> None:
-    worst = max(works.works, key=lambda work: work.least_bytes, default=None)
-    if worst is not None and worst.least_bytes > limit_bytes:
+def _require_room(journey: Journey, limit_bytes: int, copies: bool) -> None:
+    """Raises where some array cannot be made within the limit, before any is."""
+    least = {work.leaf.path: _least_bytes(work, journey.arrays, copies) for work in journey.works.works}
+    worst = max(journey.works.works, key=lambda work: least[work.leaf.path], default=None)
+    if worst is not None and least[worst.leaf.path] > limit_bytes:
+        bound = least[worst.leaf.path]
         raise MoveError(
-            f"leaf `{worst.leaf.path}`, {worst.dtype}{list(worst.shape)}, needs {worst.least_bytes} bytes beside its "
-            f"source and target, in the finest of pieces; `memory_limit_bytes={limit_bytes}` is too little. Nothing "
-            f"was moved; pass `memory_limit_bytes={worst.least_bytes}` or more."
+            f"leaf `{worst.leaf.path}`, {worst.dtype}{list(worst.shape)}, needs {bound} bytes beside its source and "
+            f"target, in the finest of pieces; `memory_limit_bytes={limit_bytes}` is too little. Nothing was moved; "
+            f"pass `memory_limit_bytes={bound}` or more."
         )
+
+
+def _least_bytes(work: Work, arrays: Mapping[str, Any], copies: bool) -> int:
+    array = arrays[work.sources[0]] if work.way == "plain" else None
+    if not isinstance(array, jax.Array) or work.leaf.sharding is None:
+        return work.least_bytes
+    return least_limit_bytes(move_of(tuple(array.shape), array.dtype, array.sharding, work.leaf.sharding, (), copies))
 
 
 def _stopped(path: str, made: Mapping[str, Any], total: int, error: Exception, donate: bool) -> MoveError:

@@ -261,6 +261,12 @@ def test_a_limit_on_memory_is_kept(move):
     if move is through_programs:
         with pytest.raises(MoveError, match="is too little. Nothing was moved; pass `memory_limit_bytes="):
             move(tree, plan, map=ENGINE, memory_limit_bytes=10)
+        # Arrays that move as they are are asked before any moves, too.
+        as_they_are = TreeMap({path: path for path in arrays})
+        turned = shardfx.plan(arrays, mesh(0, 8, 4, 2), paths=RULES)
+        with pytest.raises(MoveError, match="is too little. Nothing was moved; pass `memory_limit_bytes="):
+            move(tree, turned, map=as_they_are, memory_limit_bytes=10, donate=True)
+        assert not any(leaf.is_deleted() for leaf in tree.values())
 
 
 @both_ways
@@ -288,6 +294,38 @@ def test_casts_constants_and_blocks_of_scales(move):
         for path, one in whole.items()
     }
     equal(move(tree, target, map=made), whole, target)
+
+
+@both_ways
+def test_host_memory_at_either_end(move):
+    where, turned = mesh(0, 8, 2, 4), TreeMap({"w": From("w").T})
+    w = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
+    for ours, theirs in (("device", "pinned_host"), ("pinned_host", "device")):
+        tree = {"w": placed(w, NamedSharding(where, P("a"), memory_kind=ours))}
+        target = {
+            "w": jax.ShapeDtypeStruct((8, 16), w.dtype, sharding=NamedSharding(where, P("b"), memory_kind=theirs))
+        }
+        equal(move(tree, target, map=turned), {"w": w.T}, target)
+
+
+@both_ways
+@pytest.mark.parametrize("keys,sizes", [(1, (2, 4)), (2, (2, 3))])
+def test_fewer_key_heads_than_devices(move, keys, sizes):
+    where, count = mesh(0, sizes[0] * sizes[1], *sizes), sizes[0] * sizes[1]
+    numbers = np.random.default_rng(0)
+    arrays = {
+        name: numbers.normal(size=(12, heads * 4)).astype(np.float32) for name, heads in (("q", count), ("k", keys))
+    }
+    repeated = From("k").T.repeat(count // keys, unit=4)
+    fused = TreeMap({"qk": From.concat([From("q").T, repeated], shards=count), "padded": From("q").pad_to(50, dim=1)})
+    tree = {path: placed(one, NamedSharding(where, P("a"))) for path, one in arrays.items()}
+    whole = fused.apply(arrays)
+    specs = {"qk": P(("a", "b")), "padded": P("a")}
+    target = {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(where, specs[path]))
+        for path, one in whole.items()
+    }
+    equal(move(tree, target, map=fused), whole, target)
 
 
 @both_ways
