@@ -67,6 +67,8 @@ COMMANDS = {
     "chips": ("chips v5e v5p v7x h100 b200", 24),
     "demo": ("demo --cpu-devices 8 --steps 20 --batch 8", 40),
 }
+# Of a line, in characters: beyond it a picture gets too small to read.
+WIDEST = 132
 _FORMAT = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <style>
@@ -144,7 +146,7 @@ def shown(verb: str) -> list[str]:
     if len(lines) > most:
         last = most // 3
         lines = [*lines[: most - last - 1], "...", *lines[-last:]]
-    return lines
+    return [line if len(line) <= WIDEST else f"{line[: WIDEST - 1]}…" for line in lines]
 
 
 def drawn(verb: str) -> str:
