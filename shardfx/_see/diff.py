@@ -230,7 +230,7 @@ def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
     """The plan of a flat tree that has these arrays, in this order."""
     numbers = dict(zip(plan.content.paths, plan.content.index, strict=True))
     index, treedef = [numbers[path] for path in paths], jax.tree.structure([*range(len(paths))])
-    return ShardPlan(plan.content.replaced(index=index, paths=paths, treedef=treedef, order=None, read_structure=None))
+    return ShardPlan(plan.content.replaced(index=index, paths=paths, treedef=treedef, order=None, structure=None))
 
 
 _HEADER = ("path", "arrays", "shape", "before", "after", "bytes/device", "what", "wire/device", "how")
