@@ -100,8 +100,8 @@ class _Match:
             if factor not in found:
                 self.meet(factor, found)
         self.follow(found)
-        among = tuple(among.get(side, bool(is_apart or found)) for side in (0, 1))
-        return Matched({factor: parts for factor, parts in found.items() if parts}, self.sides, among)
+        apart = tuple(among.get(side, bool(is_apart or found)) for side in (0, 1))
+        return Matched({factor: parts for factor, parts in found.items() if parts}, self.sides, apart)
 
     def agree(self, factor: int, found: Cut) -> None:
         """What both operands have cut alike stays."""

@@ -78,7 +78,7 @@ class _Bring(NamedTuple):
 
     layout: Layout
     through: Layout | None = None
-    among: bool | None = False
+    among: bool = False
 
 
 def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits) -> list[Sent]:
@@ -126,8 +126,10 @@ class _Walk:
             self.send_by_word(at, op)
         partial = self.carried(op)
         way = self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
-        for value, *how in itertools.zip_longest(op.operands, way.operands, way.through, way.among):
-            self.bring(value, _Bring(*how), partial, at, op)
+        for number, (value, layout) in enumerate(zip(op.operands, way.operands, strict=True)):
+            is_led = number < len(way.through)
+            how = _Bring(layout, way.through[number], way.among[number]) if is_led else _Bring(layout)
+            self.bring(value, how, partial, at, op)
         # A sum that waits is still that of the operation which left it so.
         made_by = self.states[op.operands[0]].op if partial else at
         for value, layout in zip(op.results, way.results, strict=True):
@@ -312,7 +314,7 @@ class _Walk:
 
     def is_apart(self, how: _Bring) -> bool:
         """Whether a compiler does not see that this is what it sends elsewhere."""
-        return self.habits.sends_twice and bool(how.among)
+        return self.habits.sends_twice and how.among
 
     def make(self, value: int, layout: Layout, partial: Parts, at: int, op: Op) -> None:
         if self.traced.values[value].is_free:
