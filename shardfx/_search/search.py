@@ -40,6 +40,8 @@ from .written import axis_name, mesh_and_rules
 _LOOKED_AT = 32
 # With how many sizes each way that is written by hand is looked at.
 _SIZES = 2
+# With so many roles all searches share one compiled core.
+_ROLES = 79
 # How many candidates are compiled where that is asked for.
 COMPILED = 12
 _NO_LIMITS, _USUAL = Limits(), CostModel()
@@ -173,15 +175,20 @@ class Searched:
         if devices == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")
         never = frozenset(numbers_of(limits.never, self.classes).values())
-        given = [tuple(roles_of_rules(rules, self.classes).values()) for rules in also]
-        if limits.rules is None:
-            self.made = layouts_of(self.layouts, never=never)
-            known = seeds(self.layouts, never)
-        else:
-            self.made = [self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes).values()]
-            known = []
+        given = [
+            tuple(
+                Role(tuple(number for number in role.order if number not in never), role.behind)
+                for role in roles_of_rules(rules, self.classes).values()
+            )
+            for rules in also
+        ]
+        self.made: list[Layout] = []
         self.asked = self.numbered(given)
-        self.known = self.numbered(known)
+        self.known = self.numbered(seeds(self.layouts, never) if limits.rules is None else [])
+        if limits.rules is None:
+            self.add(layouts_of(self.layouts, never=never))
+        else:
+            self.add(self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes).values())
         if not self.made:
             raise SpecError(
                 f"no dimension of the step's arguments has a factor in common with {devices} devices; "
@@ -191,6 +198,12 @@ class Searched:
         self.arrays = {name: jnp.asarray(array) for name, array in padded(self.terms).items()}
         self.names = names_trees(self.classes)
         self.data = has_data(self.layouts)
+
+    def add(self, layouts: Iterable[Layout]) -> None:
+        """Takes these beside what there is, without twins."""
+        keys = {(made.events, made.cuts, made.shared) for made in self.made}
+        new = [made for made in layouts if (made.events, made.cuts, made.shared) not in keys]
+        self.made += new[: max(0, _ROLES - len(self.made))]
 
     def numbered(self, ways: Sequence[tuple[Role, ...]]) -> list[tuple[int, ...]]:
         """The numbers of the roles of each way, which are laid out if they were not; ways that cut nothing left out."""

@@ -58,7 +58,7 @@ class _Net(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(1000, 64)(tokens)
         x = x + self.param("pos", nn.initializers.zeros, (16, 64))
-        for _ in range(3):
+        for _ in range(2):
             x = Block()(x)
         return nn.Dense(1000)(x)
 
