@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import shardfx as sfx
-from shardfx._cost.estimate import Prepared
+from shardfx._cost.estimate import HABITS, Prepared
 from shardfx._search.asked import hardware
 from shardfx._search.checked import Verifier, devices_for, estimated, fits, in_order, with_check
 from shardfx._search.core import CostModel
@@ -84,7 +84,8 @@ def _measured(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its program's text.
     costs = CostModel(overlap=0.0)
     begin = time.process_time()
-    searched, prepared = Searched(step, args, count, Limits()), Prepared(step, args)
+    habits = HABITS["cpu" if slice_ is None else "tpu"]
+    searched, prepared = Searched(step, args, count, Limits(), (), habits), Prepared(step, args)
 
     def priced(found: Any) -> Any:
         return in_order(with_check(one, estimated(prepared, one, costs.overlap)) for one in found)

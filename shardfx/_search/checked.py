@@ -42,8 +42,8 @@ class Verifier:
     - `chip`, `model`: by which bytes and operations become seconds.
     - `cache`: a directory that keeps programs, or `None`.
     - `progress`: is told what is being done.
-    - `laid_out`: whether each candidate is compiled as [`shardfx.lay_out`][] makes it; else those are whose programs send
-        clearly more than they should.
+    - `laid_out`: whether each candidate is compiled as [`shardfx.lay_out`][] makes it; else those are whose programs
+        send clearly more than they should.
     """
 
     step: Any

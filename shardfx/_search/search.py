@@ -426,10 +426,10 @@ class Searched:
             arrays = {**arrays, "sent": arrays["sent"] * sends[:, None, None], "calls": arrays["calls"] * sends}
         rest = AXES - len(roles)
         sets = np.array([[*roles, *[len(self.made)] * rest]], np.int32)
-        shares = np.array([[*sizes, *[1] * rest]], np.int32)
+        share = np.array([[*sizes, *[1] * rest]], np.int32)
         spans = np.array([[*slices, *[1] * rest]], np.int32)
         islands = bool(np.isfinite(machine["island"]))
-        return [float(part[0, 0]) for part in costs(arrays, machine, sets, shares, spans, islands=islands)]
+        return [float(part[0, 0]) for part in costs(arrays, machine, sets, share, spans, islands=islands)]
 
     def reasons(
         self, at: int, made: list[Candidate], ones: list[Found], machine: dict[str, Any], hint: str
