@@ -315,10 +315,12 @@ class Searched:
     def would_fit(self, chip: chips.Chip, slices: int, limits: Limits, model: CostModel) -> str:
         """How many more devices would be enough, in words."""
         limit = chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
+        # The usual ways are few, and one of them cuts all that can be cut.
+        roles = tuple(sorted({number for way in self.known for number in way})) or None
         for times in (2, 4, 8, 16, 32, 64):
             count = self.devices * times
             machine = machine_of(chip, count, model, self.dtype(), float(limit))
-            found, _ = find(self.terms, machine, count, slices, axes=min(limits.most_axes, AXES), keep=1)
+            found, _ = find(self.terms, machine, count, slices, axes=min(limits.most_axes, AXES), keep=1, only=roles)
             if found:
                 held = bytes_text(round(found[0].memory_bytes))
                 return f"{count} devices would do, with {held} on each; or use a smaller batch or remat"
