@@ -107,8 +107,10 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
     dim = whole.dims.index((axis,))
     made = From.concat([_taken(one._replace(range=None), whole, sizes) for one in ordered], dim=dim)
     if axis in want.in_path:
-        return made.at(axis)
-    return made if want.range is None else made.slice(want.range.start, want.range.stop, dim=dim)
+        made = made.at(axis)
+    if want.range is None:
+        return made
+    return made.slice(want.range.start, want.range.stop, dim=want.dims.index((want.range.axis,)))
 
 
 class _Way:

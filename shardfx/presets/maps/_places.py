@@ -133,7 +133,7 @@ def _place(path: str, text: str, entry: Entry, number: int) -> Place:
     line = _LINE.fullmatch(text)
     dims: list[tuple[str, ...]] = []
     parts: list[Range] = []
-    at, axes = 0, line[2] if line else ""
+    at, axes = 0, line[2].strip() if line else ""
     while line and at < len(axes) and (found := _DIM.match(axes, at)):
         at = found.end()
         dims.append(tuple(found[1].split()) if found[1] is not None else (found[2],))
