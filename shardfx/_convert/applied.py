@@ -61,5 +61,5 @@ def _assembled(made: Made, arrays: Mapping[str, Any]) -> Any:
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)
     for piece in made.pieces:
-        fill(out, whole, piece, lambda path, box: np.asarray(arrays[path])[tuple(slice(*ends) for ends in box)])
+        fill(out, whole, piece, lambda path, box: np.asarray(arrays[path])[(..., *[slice(*ends) for ends in box])])
     return out

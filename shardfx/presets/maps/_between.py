@@ -215,8 +215,11 @@ def _merged(made: From, cores: Sequence[Group], kept: Sequence[Group]) -> From:
 
 def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> From:
     """Axes that only the target has: each entry so many times in a row."""
+    is_number = all(axis in more for axis in want.axes)
+    if is_number and want.dims:
+        made = made.reshape(*[1] * len(want.dims))
     for dim, group in enumerate(want.dims):
-        if all(axis in more for axis in group):
+        if not is_number and all(axis in more for axis in group):
             rank = len(want.dims)
             made = made.split(dim, 1, -1) if dim < rank - 1 else made.split(dim - 1, -1, 1)
         for at in reversed(range(len(group))):

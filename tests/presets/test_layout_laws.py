@@ -1,0 +1,108 @@
+"""Laws of layouts: between any two of one array the map makes what NumPy makes, there and back."""
+
+import itertools as it
+import math
+
+import numpy as np
+from hypothesis import Phase, assume, given, settings, strategies as st
+
+from shardfx.presets import maps
+
+
+@st.composite
+def sizes(draw):
+    return {axis: draw(st.integers(1, 3)) for axis in "abcd"[: draw(st.integers(1, 4))]}
+
+
+@st.composite
+def forms(draw, axes, cuts=True):
+    """Where the axes are: in the path, in which dimensions, and the parts of one axis that are arrays of their own."""
+    order = draw(st.permutations(sorted(axes)))
+    path, rest = order[: draw(st.integers(0, min(2, len(order))))], []
+    for axis in order[len(path) :]:
+        if rest and draw(st.booleans()):
+            rest[-1].append(axis)
+        else:
+            rest.append([axis])
+    alone = [group[0] for group in rest if len(group) == 1 and axes[group[0]] > 1]
+    cut = draw(st.sampled_from([None, *alone])) if cuts else None
+    return path, rest, cut, draw(st.integers(1, max(1, axes[cut] - 1))) if cut else 0
+
+
+def layout(form, axes):
+    path, rest, cut, at = form
+    rows = {}
+    for part in ("",) if cut is None else (f"[:{at}]", f"[{at}:]"):
+        text = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in rest)
+        name = ".".join(["w", *[f"{{{axis}}}" for axis in path]]) + part.strip("[]").replace(":", "-")
+        rows[name] = "w: " + " ".join(f"{one}{part}" if one == cut else one for one in text.split(" "))
+    return maps.TreeLayout(rows, sizes=axes)
+
+
+def arrays(form, axes, whole):
+    """The arrays of a layout, out of one that has its axes in alphabetical order."""
+    path, rest, cut, at = form
+    found = {}
+    order = [*path, *[axis for group in rest for axis in group]]
+    turned = whole.transpose([sorted(axes).index(axis) for axis in order])
+    for numbers in it.product(*[range(axes[axis]) for axis in path]):
+        one = turned[numbers].reshape([math.prod(axes[axis] for axis in group) for group in rest])
+        name = ".".join(["w", *map(str, numbers)])
+        if cut is None:
+            found[name] = one
+            continue
+        first, second = np.split(one, [at], axis=[group[0] for group in rest].index(cut))
+        found |= {f"{name}-{at}": first, f"{name}{at}-": second}
+    return found
+
+
+def equal(one, two):
+    assert one.keys() == two.keys()
+    assert all(one[path].shape == two[path].shape and (one[path] == two[path]).all() for path in two)
+
+
+@settings(max_examples=15, deadline=None, phases=(Phase.generate,))
+@given(st.data())
+def test_any_two_layouts_of_an_array_lead_to_each_other(data):
+    axes = data.draw(sizes())
+    one, two = data.draw(forms(axes)), data.draw(forms(axes))
+    # What comes in parts is put together along a dimension of its own, or is in the path.
+    for cut, other in ((one[2], two), (two[2], one)):
+        assume(cut is None or cut in other[0] or [cut] in other[1])
+    whole = np.arange(math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
+    source, target = arrays(one, axes, whole), arrays(two, axes, whole)
+    there = layout(one, axes).to(layout(two, axes))
+    equal(there.apply(source, like=target), target)
+    equal(layout(two, axes).to(layout(one, axes)).apply(target, like=source), source)
+    equal(there.inverse().apply(target, like=source), source)
+
+
+@settings(max_examples=15, deadline=None, phases=(Phase.generate,))
+@given(st.data())
+def test_axes_are_padded_and_cut_off_again(data):
+    axes = data.draw(sizes())
+    one, two = data.draw(forms(axes, cuts=False)), data.draw(forms(axes, cuts=False))
+    # Of an axis that both have in their paths there is nothing to pad: the arrays are not there.
+    own = {axis: size for axis, size in axes.items() if axis not in one[0] or axis not in two[0]}
+    more = axes | {axis: size + data.draw(st.integers(0, 2)) for axis, size in own.items()}
+    whole = np.arange(1, 1 + math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
+    padded = np.pad(whole, [(0, more[axis] - axes[axis]) for axis in sorted(axes)])
+    source, target = arrays(one, axes, whole), arrays(two, more, padded)
+    there, back = (layout(one, axes), layout(two, more)), (layout(two, more), layout(one, axes))
+    equal(there[0].to(there[1]).apply(source, like=target), target)
+    equal(back[0].to(back[1]).apply(target, like=source), source)
+
+
+@settings(max_examples=15, deadline=None, phases=(Phase.generate,))
+@given(st.data())
+def test_a_repetition_is_there_so_many_times_and_taken_back(data):
+    axes = data.draw(sizes())
+    every = {**axes, "z": data.draw(st.integers(1, 3))}
+    one, two = data.draw(forms(axes, cuts=False)), data.draw(forms(every, cuts=False))
+    if "z" in two[0]:
+        two = ([axis for axis in two[0] if axis != "z"], [*two[1], ["z"]], None, 0)
+    whole = np.arange(math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
+    source = arrays(one, axes, whole)
+    target = arrays(two, every, np.stack([whole] * every["z"], axis=-1))
+    equal(layout(one, axes).to(layout(two, every)).apply(source, like=target), target)
+    equal(layout(two, every).to(layout(one, axes)).apply(target, like=source), source)
