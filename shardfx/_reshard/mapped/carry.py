@@ -167,10 +167,12 @@ def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array
     mine = [part if part.shape == target else part.reshape(target) for part in mine]
     # Programs compute in device memory; what shall lie in the host's goes there afterwards.
     kind = sharding.memory_kind
-    return _made_of(work, [part if part.sharding.memory_kind == kind else _in_memory(part, kind) for part in mine])
+    return _made_of(work, [_in_memory(part, kind) for part in mine])
 
 
 def _in_memory(shard: jax.Array, kind: str | None) -> jax.Array:
+    if kind is None or shard.sharding.memory_kind == kind:
+        return shard
     return jax.device_put(shard, shard.sharding.with_memory_kind(kind))
 
 
@@ -180,8 +182,7 @@ def _block(
     """The shards of an array as a program takes them; a stack that many leaves are made of is joined once."""
     if (path, devices) not in joined_up:
         shards = {shard.device: shard.data for shard in every[path].addressable_shards}
-        kinds = {device: device.default_memory().kind for device in shards}
-        here = {d: x if x.sharding.memory_kind == kinds[d] else _in_memory(x, kinds[d]) for d, x in shards.items()}
+        here = {device: _in_memory(shard, device.default_memory().kind) for device, shard in shards.items()}
         joined_up[path, devices] = blocks(devices, *source, here)
     return joined_up[path, devices]
 

@@ -15,7 +15,7 @@ from ..._convert.values import chunks, constant, fill, write
 from ..._convert.views import as_bits, source_view, strides_of, target_view
 from ..._ground.boxes import Box, as_box
 from ..._ground.copying import blocked, copy_along
-from ..tiles.host_copies import aligned
+from ..tiles.host_copies import memory_of
 from .cuts import Cut
 
 
@@ -191,7 +191,7 @@ def coming(
     - `read`: a box of a whole array, for what takes two.
     - `pool`: threads to copy with: NumPy lets others run meanwhile.
     """
-    built = [aligned(tuple(stop - start for start, stop in box), np.dtype(dtype)) for box in targets]
+    built = memory_of([tuple(stop - start for start, stop in box) for box in targets], np.dtype(dtype))
     pairs = list(zip(built, fillings, strict=True))
     batches = list(_batches(view for buffer, one in pairs for view in _views(buffer, one.copies, names, shards)))
     tasks = [pool.submit(_copy_all, batch) for batch in batches] if len(batches) > 1 else []

@@ -152,7 +152,7 @@ def slices(box: Box) -> tuple[Any, ...]:
 
 def _in_one_go(plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any]) -> list[np.ndarray]:
     views = {sender: np.asarray(shards[sender]) for sender in plan.readers}
-    built = _buffers(plan.sizes, dtype)
+    built = memory_of(plan.sizes, dtype)
     if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES:
         for buffer, copies in zip(built, plan.copies, strict=True):
             for sender, target, source in copies:
@@ -263,7 +263,7 @@ def _copy(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         np.copyto(target, source)
 
 
-def _buffers(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
+def memory_of(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
     """Memory for several shards; those of a small array lie in one block."""
     if sum(math.prod(shape) for shape in shapes) * dtype.itemsize > _BLOCK_BYTES:
         return [aligned(shape, dtype) for shape in shapes]
