@@ -156,14 +156,14 @@ _LATE = {
 __all__ = """
     Attempt AxisMove AxisRules Candidate Change Check CheckpointError ChipError Code Comparison CompiledFor
     CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Frontier
-    FrontierPoint Layout LeafDiff LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError MeshSpec MoveError
-    NamedAxes NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError Reason Replan
-    ReportRow ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus Traffic
-    TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
+    FrontierPoint Layout LeafDiff LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError
+    MeshSpec MoveError NamedAxes NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError
+    Reason Replan ReportRow ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus
+    Traffic TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
     assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches compare compile_for
-    constrain correct diff differences estimate explain field filter_jit fit fit_chip follow frontier
-    fsdp gather hosts html_report interop lay_out lint match name_axes optional plan plan_reshard plan_text presets renamed
-    replan replicate report report_data report_rows reshard resolve search seconds shard shardings_of
+    constrain correct diff differences estimate explain field filter_jit fit fit_chip follow frontier fsdp
+    gather hosts html_report interop lay_out lint match name_axes optional plan plan_reshard plan_text presets
+    renamed replan replicate report report_data report_rows reshard resolve search seconds shard shardings_of
     specs_of topology traffic zero_table
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
