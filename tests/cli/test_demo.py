@@ -190,7 +190,7 @@ def test_the_demo_trains_under_what_a_search_finds(text, unsharded):
     assert ("batch", "embed") in by_hand, "the rules by hand were tried too"
     assert [one.checks[-1].by for one in found] == ["run"] * len(found) and len(found) > 1
     assert found[0].checks[-1].seconds == min(one.checks[-1].seconds for one in found)
-    assert plans.model == found[0].plans[0].on(plans.model.mesh)
+    assert [leaf.spec for leaf in plans.model.leaves] == [leaf.spec for leaf in found[0].plans[0].leaves]
     started = start_sharded(plans, run)
     losses = train.train(started, text, run, place=lambda tokens: shard(tokens, plans.batch))
     assert losses == pytest.approx(unsharded[:2], abs=1e-5)
