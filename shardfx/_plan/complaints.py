@@ -48,7 +48,7 @@ class Decided(NamedTuple):
     """The leaves of a tree, for each the number of its row (below 0 at those that have none), and the rows."""
 
     flat: Flat
-    index: Sequence[int]
+    numbers: Sequence[int]
     rows: Sequence[Row]
 
 

@@ -131,8 +131,8 @@ def plan(
         raise_unknown(decided, axes, mesh_spec)
         raise_absent(decided, mesh_spec, axes, found.declared)
     if unused == "raise":
-        paths, kinds = found.paths, found.kinds
-        raise_unused("rule", paths.rules, unused_rules(paths.rules, paths.used, flat, given, NAMES))
+        by_path, kinds = found.paths, found.kinds
+        raise_unused("rule", by_path.rules, unused_rules(by_path.rules, by_path.used, flat, given, NAMES))
         raise_unused("`memory_kinds` entry", kinds.rules, unused_rules(kinds.rules, kinds.used, flat))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, flat.paths, flat.treedef, strict=strict))
