@@ -195,7 +195,9 @@ def test_a_refined_mesh_takes_what_it_can():
 
 
 @pytest.mark.parametrize(
-    "tree", [{}, {"f": jnp.tanh}, jax.ShapeDtypeStruct((), jnp.float32), jax.random.key(0)], ids=str
+    "tree",
+    [{}, {"f": jnp.tanh}, jax.ShapeDtypeStruct((), jnp.float32), jax.random.key(0)],
+    ids=["empty", "function", "scalar", "key"],
 )
 def test_trees_with_nothing_to_shard(tree):
     assert sfx.lint(tree, sfx.MeshSpec({})) == ()
