@@ -29,7 +29,7 @@ def cases() -> list[Finding]:
         Finding(
             "oracle: order of maxtext#2579",
             order,
-            (Limit("right_order", at_least=1), Limit("right_order_of_memory", at_least=1)),
+            (Limit("right_order", at_least=1),),
         ),
         *(
             Finding(f"oracle: {name}, scaling book", measure, (Limit("error_percent", at_most=1),))
