@@ -23,7 +23,7 @@ How = Literal["compiled", "estimated", "arguments"]
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)|^<frozen")
 _LARGEST = 8
 # An estimate that is nearer to the limit than this share of the peak does not decide: of the steps that the TPU's
-# compiler has counted for the benchmark suite `fit`, the worst is 12.5 % off.
+# compiler has counted for the benchmark suite `fit`, all but one are less than 12 % off.
 _CLOSE = 0.15
 _ARGUMENTS_ALONE = "no step was given, so activations are not counted; pass `step=`."
 
