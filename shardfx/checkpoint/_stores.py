@@ -11,7 +11,7 @@ import numpy as np
 
 from .._ground.errors import CheckpointError
 from .._ground.text import printable, quoted
-from ._casts import fill, may_overflow
+from ._casts import fill, may_change
 from ._chunks import Reader, chunk_files, look_in, require_bounded, touched_by
 from ._entry import StoreArray, itemsize
 from ._files import Place, inside, opened, parsed_json, read_json, require_plain_tree
@@ -213,7 +213,7 @@ def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any,
     """A read under way, and the memory that it goes to, where its values must be looked at before they are cast."""
     source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
     stored = source.dtype.numpy_dtype
-    if may_overflow(stored, target.dtype):
+    if may_change(stored, target.dtype):
         staged = np.empty(target.shape, stored)
         return ts.array(staged, copy=False).write(source), staged
     if stored != target.dtype:

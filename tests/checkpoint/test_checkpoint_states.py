@@ -288,6 +288,36 @@ def test_no_integer_changes_its_value(tmp_path, mesh, spec, stored, to, value, f
         checkpoint.load(tmp_path, structs, dtype="plan")
 
 
+@pytest.mark.parametrize(
+    ("stored", "to", "value", "fits"),
+    [
+        ("int32", "bfloat16", 1001, False),
+        ("int32", "bfloat16", 1008, True),
+        ("int32", "float32", 2**24 + 1, False),
+        ("int32", "float32", 2**31 - 1, False),
+        ("int32", "float32", -(2**31), True),
+        ("int32", "float8_e4m3fn", -(2**31), False),
+        ("int32", "float8_e5m2", -(2**31), False),
+        ("int8", "bfloat16", -128, True),
+        ("float32", "int32", 1.5, False),
+        ("bfloat16", "int8", -0.25, False),
+        ("bfloat16", "int8", -3.0, True),
+        ("float32", "bfloat16", 1.001, True),
+    ],
+)
+def test_no_integer_is_rounded_and_none_is_made_of_a_fraction(tmp_path, mesh, stored, to, value, fits):
+    array = np.zeros((8, 4), jnp.dtype(stored))
+    array[5, 2] = value
+    save_file({"n": array}, tmp_path / "x.safetensors")
+    structs = {"n": jax.ShapeDtypeStruct((8, 4), jnp.dtype(to), sharding=NamedSharding(mesh, P("b")))}
+    if fits:
+        loaded = checkpoint.load(tmp_path, structs, dtype="plan")["n"]
+        assert np.array_equal(np.asarray(loaded), array.astype(jnp.dtype(to)))
+        return
+    with pytest.raises(CheckpointError, match=f"array 'n' holds {value}, which is no number of {to}; plan a dtype"):
+        checkpoint.load(tmp_path, structs, dtype="plan")
+
+
 def test_no_integer_of_a_store_changes_its_value(tmp_path, mesh):
     import tensorstore as ts
 
@@ -296,4 +326,15 @@ def test_no_integer_of_a_store_changes_its_value(tmp_path, mesh):
     ts.open(spec, create=True, dtype=ts.int64, shape=[8]).result().write(array).result()
     structs = {"n": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(mesh, P("a")))}
     with pytest.raises(CheckpointError, match="array 'n' holds 3758096384, and int32 goes from"):
+        checkpoint.load(tmp_path, structs, dtype="plan")
+
+
+def test_no_integer_of_a_store_is_rounded(tmp_path, mesh):
+    import tensorstore as ts
+
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/n/"}}
+    array = np.arange(994, 1002, dtype=np.int32)
+    ts.open(spec, create=True, dtype=ts.int32, shape=[8]).result().write(array).result()
+    structs = {"n": jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))}
+    with pytest.raises(CheckpointError, match=r"array 'n' holds \d+, which is no number of bfloat16"):
         checkpoint.load(tmp_path, structs, dtype="plan")
