@@ -30,7 +30,8 @@ CODES: Final = MappingProxyType(
         "cut-head": "a dimension that is cut inside an attention head",
         "contradicted-name": "one logical name for sizes that cannot be one axis",
         "uneven-layers": "layers of one stack that are sharded differently",
-        "optimizer-state": "a state of an optimizer that is sharded less than its parameter, or than the other states",
+        "optimizer-state": "a state of an optimizer that is sharded less than its parameter, or otherwise, or less "
+        "than the others",
     }
 )
 

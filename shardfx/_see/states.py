@@ -44,6 +44,10 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
             message = f"it is sharded over {_told(row.spec)}, its parameter over {_told(state.follows)}"
             message += "" if state.is_whole else " in the dimensions that it has of it"
             yield _finding(subject, [state], message, {state.group.number: state.follows})
+        elif state.is_whole and not _keeps(row.spec, state.follows):
+            message = f"it lies as {_shown(row.spec)}, its parameter as {_shown(state.follows)}"
+            message += ": each step moves one to the other. Was it planned from another model's plan?"
+            yield _finding(subject, [state], message, {state.group.number: state.follows})
     # Statistics of rows and columns are small: they follow their parameter, and that is all.
     states = [state for state in states if state.is_whole]
     beside = {
@@ -142,6 +146,16 @@ def _pieces(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in _axes(spec))
 
 
+def _keeps(spec: PartitionSpec, follows: PartitionSpec) -> bool:
+    """Whether each dimension is cut over all axes that `follows` cuts it over, and perhaps over more."""
+    pairs = itertools.zip_longest(entries_of(spec), entries_of(follows))
+    return all(set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs)
+
+
+def _shown(spec: PartitionSpec) -> str:
+    return f"P({', '.join(map(repr, entries_of(spec)))})"
+
+
 def _told(spec: PartitionSpec) -> str:
     return " and ".join(f"`{axis}`" for axis in _axes(spec)) or "nothing"
 
@@ -168,5 +182,5 @@ def _finding(subject: Subject, states: list[_State], message: str, specs: dict[i
         saved += (subject.content.byte_counts[group.number][1] - row.byte_counts(sizes)[1]) * len(group.paths)
         lines.append(subject.ruled(group.paths, row.spec))
     where = states[0].group.where if len(states) == 1 else states[0].root
-    text = f"{message}; it costs each device {bytes_text(max(saved, 0))}"
+    text = f"{message}; it costs each device {bytes_text(saved)}" if saved > 0 else message
     return Finding("optimizer-state", "warning", where, max(saved, 0), text, "\n".join(lines))

@@ -1,5 +1,6 @@
 """`lint` finds what is planted, and nothing else; and each fix takes its finding away."""
 
+import functools as ft
 import itertools
 import re
 from collections.abc import Callable
@@ -110,6 +111,25 @@ def test_one_state_that_zero_left_out_is_told():
     (found,) = sfx.lint(plan)
     assert (found.code, found.severity, found.bytes) == ("optimizer-state", "warning", 8192 * 4096 * 4 // 2 * 3 // 4)
     assert sfx.lint(applied(found.fix, {"tree": plan})["tree"]) == ()
+
+
+def test_a_state_that_follows_another_plan_is_told():
+    params = {name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in ("up", "down")}
+    mesh = sfx.MeshSpec({"fsdp": 4, "tensor": 2})
+    ours = sfx.plan(params, mesh, paths=sfx.PathRules.parse("up->fsdp.tensor, down->tensor.fsdp"))
+    theirs = sfx.plan(params, mesh, paths=sfx.PathRules.parse("up->tensor.fsdp, down->tensor.fsdp"))
+    follow = ft.partial(sfx.follow, optax.adam(1e-3).init)
+    assert sfx.lint(sfx.ShardPlan.join(params=ours, opt=follow(ours))) == ()
+    plan = sfx.ShardPlan.join(params=ours, opt=follow(theirs))
+    found = sfx.lint(plan)
+    assert [(one.code, one.where) for one in found] == [
+        ("optimizer-state", "opt/0/mu/up"),
+        ("optimizer-state", "opt/0/nu/up"),
+    ]
+    assert found[0].message.startswith("it lies as P('tensor', 'fsdp'), its parameter as P('fsdp', 'tensor'): ")
+    for one in found:
+        plan = applied(one.fix, {"tree": plan})["tree"]
+    assert sfx.lint(plan) == ()
 
 
 def joined_with(optimizer: optax.GradientTransformation | optax.GradientTransformationExtraArgs) -> sfx.ShardPlan:
