@@ -133,7 +133,9 @@ def constrain(
     found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
     if isinstance(x, Tracer):
         found = _in_order(found, free, strict)
-        if isinstance(mesh, AbstractMesh) and jax.typeof(x).sharding.mesh.empty and _context_is_empty():
+        # A value that is computed with an array that the function closes over is typed on that array's mesh, and the
+        # program may be for one device all the same.
+        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and _context_is_empty():
             x = meant_for(x, tuple(mesh.shape.items()))
     constrained = _constrained(x, found.spec, mesh, free)
     return (constrained, found) if explain else constrained

@@ -38,9 +38,10 @@ def _lowered(ctx: Any, x: Any, *, sizes: tuple[tuple[str, int], ...]) -> list[An
 
 def _raise_for(aval: Any, mesh: str, count: int) -> NoReturn:
     raise PlanMismatchError(
-        f"an array of shape {aval.shape} is constrained by a plan for the mesh {mesh}, which has no devices, in a "
-        f"program for {count} device{'' if count == 1 else 's'}, where that does nothing: no argument lies on the "
-        "mesh. Use `plan.on(plan.mesh.build(jax.devices()))`, or place the arguments first."
+        f"an array of shape {aval.shape} is constrained on a mesh {mesh} without devices, in a program for {count} "
+        f"device{'' if count == 1 else 's'}, where that does nothing: no argument lies on the mesh. Use "
+        "`plan.on(plan.mesh.build(jax.devices()))`, and place the arguments first; pass arrays that the function "
+        "closes over as arguments."
     )
 
 

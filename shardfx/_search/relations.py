@@ -36,7 +36,9 @@ Shape = tuple[int, ...]
 Rule = Callable[[dict[str, Any], Sequence[Shape], Sequence[Shape]], Relation]
 
 ELEMENTWISE = BY_ELEMENT | {"device_put", "sharding_constraint", "threefry2x32"}
-LINEAR = frozenset("add add_any sub neg convert_element_type copy copy_p reduce_precision sharding_constraint".split())
+LINEAR = frozenset(
+    "add add_any sub neg convert_element_type copy copy_p meant_for reduce_precision sharding_constraint".split()
+)
 _WHOLE_DIMENSION = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort top_k approx_top_k argsort".split())
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce".split()

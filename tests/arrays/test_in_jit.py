@@ -191,7 +191,7 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
         lambda: jax.jit(jax.value_and_grad(lambda x: inside(x).sum()))(x),
         lambda: jax.jit(inside).lower(x),
     ):
-        with pytest.raises(PlanMismatchError, match="tensor=4, which has no devices, in a program for 1 device, where"):
+        with pytest.raises(PlanMismatchError, match="tensor=4 without devices, in a program for 1 device, where"):
             attempt()
     # Wherever the program is for the mesh, it does what it says, also to what lies on no mesh by itself.
     spec = P("data", "tensor")
@@ -206,6 +206,20 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
     # Without a program there is nothing to say: shapes, and exports for devices that are not there.
     assert jax.eval_shape(inside, x).shape == (8, 16)
     assert jax.jit(inside).trace(made.structs["w"]).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_constraint_of_what_a_closed_over_array_makes_is_no_silence(on):
+    made = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
+    there = made.on(made.mesh.build(jax.devices()))
+    w, x = shard(TREE, there)["w"], jnp.ones((8, 8))
+    inside = lambda w, x: constrain(x @ w, ("batch", "mlp"), there if on else made)
+    # JAX types the product on the mesh of `w`, runs it on the one device of `x`, and drops the constraint.
+    with pytest.raises(PlanMismatchError, match="pass arrays that the function closes over as arguments"):
+        jax.jit(lambda x: inside(w, x))(x)
+    product = jax.jit(inside)(w, x)
+    assert product.sharding.spec == P("data", "tensor") and np.allclose(product, x @ TREE["w"])
+    assert jax.jit(lambda x: inside(w, x))(jax.device_put(x, there.sharding(()))).sharding == product.sharding
 
 
 def test_gather_inside_jit_says_what_to_do():
