@@ -87,7 +87,7 @@ def test_where_one_process_fails_all_are_told_and_nothing_is_left(job):
             assert "failed on process 2, with OSError: [Errno 28] No space left on device; nothing was" in failed
         assert "the processes save with different `path`: " in elsewhere and "on processes 1, 3; give all" in elsewhere
     names = {path.name for path in folder.iterdir() if path.is_dir()}
-    assert names == {"rows", "others"}
+    assert names == {"rows", "others", "rows-mapped", "others-mapped"}
 
 
 @pytest.fixture(scope="module")
