@@ -83,7 +83,8 @@ def filter_jit(
 
     `PlanMismatchError` at once if a plan has no devices, or a bare PartitionSpec is given, which says nothing of the
     mesh: `jax.set_mesh` is not asked. When it is traced, if arguments or results are not the trees that their plans
-    are for, in paths, shapes or dtypes. `LeafTypeError` for a static argument that cannot be hashed.
+    are for, in paths, shapes or dtypes. When it is called, if `*args` or `**kwargs` take what entries are about in
+    another way than the entries say. `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
 
@@ -282,6 +283,7 @@ class Jitted(Generic[P, R]):
         numbers = {slot: number for number, slot in enumerate(self._slots)}
         groups: list[list[int]] = [[] for _ in numbers]
         at = 0
+        self._check_taken(args, kwargs)
         for position, (which, arg, entry) in enumerate(self._in.of(args, kwargs)):
             is_donated = (position if position < len(args) else None) in self._donated
             for sharding in spread(entry, arg, self._argument(which), shapes=False):
@@ -292,6 +294,18 @@ class Jitted(Generic[P, R]):
 
     def _argument(self, which: str) -> str:
         return f"argument {which} of `{self._name}`"
+
+    def _check_taken(self, args: Any, kwargs: Any) -> None:
+        """Raises where an entry is for an argument that the call lacks, and another argument has no entry."""
+        untaken = self._in.untaken(args, kwargs)
+        given = self._in.of(args, kwargs) if untaken else ()
+        bare = [which for which, arg, entry in given if entry is None and _ARRAY in jax.tree.leaves(arg)]
+        if bare:
+            raise PlanMismatchError(
+                f"`in_shardings` has an entry for argument {untaken[0]} of `{self._name}{self._signature}`, which this "
+                f"call lacks, and none for argument {bare[0]}, which it has. Pass arguments by position for a tuple, "
+                "by name for a dict, or name them in the signature, which `functools.wraps` keeps for decorators."
+            )
 
     def _check(self, args: Any, kwargs: Any) -> None:
         """Raises unless the arguments have the shapes and dtypes that are planned for them."""

@@ -238,11 +238,36 @@ def test_keyword_only_and_variadic_parameters_are_sharded_too():
     assert spec(filter_jit(lambda *args: args[2], in_shardings=batch)(data, data, data)) == wanted
     assert spec(filter_jit(lambda a, *args: args[1], in_shardings={"args": batch})(1, data, data)) == wanted
     assert spec(filter_jit(lambda **named: named["z"], in_shardings={"z": batch})(y=2, z=data)) == wanted
+    # An entry may go without an argument, as long as no array goes without an entry.
+    assert spec(filter_jit(lambda x, **_: x, in_shardings={"x": batch, "z": batch})(data)) == wanted
+    assert spec(filter_jit(lambda *args: args[0], in_shardings=(batch, batch))(data)) == wanted
     assert spec(filter_jit(lambda **named: named["z"], in_shardings={"named": batch})(z=data)) == wanted
     loose = filter_jit(lambda a, *, b: (a, b), in_shardings=(batch,))(data, b=jnp.ones(3))
     assert spec(loose[0]) == wanted and specs_of(loose[1]) == P()
     with pytest.raises(PlanMismatchError, match="argument `b` of .* is not the tree that its plan is for"):
         filter_jit(lambda *, b: b, in_shardings={"b": batch})(b={"x": X})
+
+
+def test_an_entry_that_misses_its_argument_is_an_error():
+    _, _, batch = plans(AxisType.Auto)
+    data = {"x": X, "y": X}
+
+    def decorated(*args, **kwargs):
+        return args, kwargs
+
+    def named(batch, **kwargs):
+        return batch, kwargs
+
+    by_name, by_place = (filter_jit(decorated, in_shardings=form) for form in ({"batch": batch}, (batch,)))
+    assert specs_of(by_name(batch=data))[1]["batch"]["x"] == specs_of(by_place(data))[0][0]["x"] == P("data")
+    with pytest.raises(PlanMismatchError, match="entry for argument `batch` of .* lacks, and none for argument 0"):
+        by_name(data)
+    with pytest.raises(PlanMismatchError, match="entry for argument 0 of .* lacks, and none for argument `batch`"):
+        by_place(batch=data)
+    with pytest.raises(PlanMismatchError, match="entry for argument `bacth` of .* lacks, and none for argument 0"):
+        filter_jit(named, in_shardings={"bacth": batch})(data)
+    with pytest.raises(PlanMismatchError, match="entry for argument `bacth`"):
+        filter_jit(named, in_shardings={"bacth": batch}).lower(batch=data)
 
 
 def test_more_entries_than_parameters_are_an_error():
