@@ -3,6 +3,7 @@
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree
@@ -43,7 +44,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
     **Raises:**
 
-    `PlanMismatchError` that names the leaf whose shape or dtype is not this process's part of the plan.
+    `PlanMismatchError` that names the leaf whose shape or dtype is not this process's part of the plan, or whose dtype
+    cannot hold `pad`.
 
     !!! Example
 
@@ -82,6 +84,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
     if pad is None:
         return treedef.unflatten(map(_global, arrays, shardings, [leaf.shape for leaf in leaves]))
     rows = _same_rows(leaves, loaded)
+    for leaf, array in zip(leaves, arrays, strict=True):
+        _check_pad(leaf.path, pad, array.dtype)
     padded = [_padded(array, part, pad) for array, part in zip(arrays, parts, strict=True)]
     batch = treedef.unflatten(map(_global, padded, shardings, [leaf.shape for leaf in leaves]))
     size, entry = leaves[0].shape[0], (*entries_of(leaves[0].spec), None)[0]
@@ -130,6 +134,19 @@ def _same_rows(leaves: list[Any], loaded: list[int]) -> int:
                 "same rows in all."
             )
     return loaded[0]
+
+
+def _check_pad(path: str, pad: int | float, dtype: np.dtype) -> None:
+    """Raises for a value that NumPy would make another integer of. Floats may round it."""
+    is_bool = jnp.issubdtype(dtype, jnp.bool_)
+    if not (is_bool or jnp.issubdtype(dtype, jnp.integer)):
+        return
+    low, high = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+    if not low <= pad <= high or pad != int(pad):
+        raise PlanMismatchError(
+            f"leaf `{path}` is {dtype}, which cannot hold `pad={pad}`; pad with an integer from {low} to {high}, or "
+            "plan the leaf as floats."
+        )
 
 
 def _padded(array: np.ndarray, part: tuple[int, ...], value: int | float) -> np.ndarray:

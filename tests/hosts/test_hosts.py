@@ -276,6 +276,9 @@ def test_a_ragged_batch_is_padded_with_a_mask(rows):
             {"pad": 0},
             "leaf `y` has 4 rows here.*one mask needs the same rows",
         ),
+        (batch(5), {"pad": 0.5}, r"leaf `y` is int32, which cannot hold `pad=0.5`; pad with an integer from -2147"),
+        (batch(5), {"pad": float("nan")}, "leaf `y` is int32, which cannot hold `pad=nan`"),
+        (batch(5), {"pad": 2**31}, "leaf `y` is int32, which cannot hold `pad=2147483648`"),
     ],
 )
 def test_global_batch_refuses(local, keywords, message):
