@@ -191,7 +191,9 @@ def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
             f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is for {plan.mesh}; use the plan "
             "that its step was compiled with, or `reshard` it first."
         )
-    return sharding.mesh
+    # The types of a trace have no devices. Where the plan has some, JAX compares them with those of the program.
+    is_typed_so = plan.jax_mesh is not None and sharding.mesh == plan.jax_mesh.abstract_mesh
+    return planned if is_typed_so else sharding.mesh
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:

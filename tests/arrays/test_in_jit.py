@@ -17,6 +17,7 @@ from shardfx import (
     SpecError,
     UnmatchedError,
     constrain,
+    filter_jit,
     gather,
     plan,
     shard,
@@ -214,12 +215,25 @@ def test_a_constraint_of_what_a_closed_over_array_makes_is_no_silence(on):
     there = made.on(made.mesh.build(jax.devices()))
     w, x = shard(TREE, there)["w"], jnp.ones((8, 8))
     inside = lambda w, x: constrain(x @ w, ("batch", "mlp"), there if on else made)
-    # JAX types the product on the mesh of `w`, runs it on the one device of `x`, and drops the constraint.
-    with pytest.raises(PlanMismatchError, match="pass arrays that the function closes over as arguments"):
-        jax.jit(lambda x: inside(w, x))(x)
     product = jax.jit(inside)(w, x)
     assert product.sharding.spec == P("data", "tensor") and np.allclose(product, x @ TREE["w"])
+    if on:  # the devices of the plan are those of the program
+        closed = jax.jit(lambda x: inside(w, x))(x)
+        assert closed.sharding == product.sharding and np.allclose(closed, product)
+    else:  # JAX types the product on the mesh of `w`, runs it on the one device of `x`, and drops the constraint
+        with pytest.raises(PlanMismatchError, match="pass arrays that the function closes over as arguments"):
+            jax.jit(lambda x: inside(w, x))(x)
     assert jax.jit(lambda x: inside(w, x))(jax.device_put(x, there.sharding(()))).sharding == product.sharding
+
+
+def test_a_plan_on_other_devices_is_an_error():
+    made = plan({"w": jnp.ones((8, 8))}, MeshSpec({"d": 4}), paths=PathRules([("w", P("d"))]))
+    here, there = (made.on(made.mesh.build(devices)) for devices in (jax.devices()[:4], jax.devices()[4:]))
+    step = lambda tree: constrain(tree["w"] * 2, P(None, "d"), there)
+    placed = shard({"w": jnp.ones((8, 8))}, here)
+    for call in (filter_jit(step, in_shardings=(here,)), jax.jit(step)):
+        with pytest.raises(ValueError, match="incompatible devices"):
+            call(placed)
 
 
 def test_gather_inside_jit_says_what_to_do():
