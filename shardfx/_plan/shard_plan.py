@@ -2,13 +2,14 @@ import collections
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
+from .._ground.reason import Decision
 from .._ground.tree import Flat
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
@@ -214,6 +215,7 @@ class ShardPlan(eqx.Module):
         columns = (rows, index, paths, treedef)
         return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, *columns, strict=strict))
 
+    @overload
     def sharding(
         self,
         names_or_spec: Any,
@@ -221,7 +223,27 @@ class ShardPlan(eqx.Module):
         *,
         strict: bool | None = None,
         unmatched: Literal["raise", "replicate"] = "raise",
-    ) -> NamedSharding:
+        explain: Literal[False] = False,
+    ) -> NamedSharding: ...
+    @overload
+    def sharding(
+        self,
+        names_or_spec: Any,
+        shape: Sequence[int] | None = None,
+        *,
+        strict: bool | None = None,
+        unmatched: Literal["raise", "replicate"] = "raise",
+        explain: Literal[True],
+    ) -> tuple[NamedSharding, Decision]: ...
+    def sharding(
+        self,
+        names_or_spec: Any,
+        shape: Sequence[int] | None = None,
+        *,
+        strict: bool | None = None,
+        unmatched: Literal["raise", "replicate"] = "raise",
+        explain: bool = False,
+    ) -> NamedSharding | tuple[NamedSharding, Decision]:
         """The sharding of a batch or an activation, for `jax.device_put`, `jax.jit` and [`shardfx.filter_jit`][].
 
         It is what [`shardfx.constrain`][] gives to an array of this shape.
@@ -231,12 +253,15 @@ class ShardPlan(eqx.Module):
         - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
             PartitionSpec.
         - `shape`: of the array, to which the sharding is corrected. Without it the sharding is for arrays of any shape
-            whose sizes it divides, and dimensions beyond the end of the names are whole.
+            whose sizes it divides, and dimensions beyond the end of the names are whole; heads stay whole only if
+            there are as many as pieces, which the shape tells.
         - `strict`, `unmatched`: as in [`shardfx.constrain`][].
+        - `explain`: return the decision too.
 
         **Returns:**
 
-        A NamedSharding on the plan's jax Mesh, or else on an AbstractMesh.
+        A NamedSharding on the plan's jax Mesh, or else on an AbstractMesh. With `explain=True` a pair of it and the
+        [`shardfx.Decision`][], which holds a reason for each axis that was dropped.
 
         **Raises:**
 
@@ -261,7 +286,8 @@ class ShardPlan(eqx.Module):
         strict = self.strict if strict is None else strict
         found = decision_for(names_or_spec, sizes, self.content, self.mesh, strict, unmatched)
         require_pinned(names_or_spec, found.spec)
-        return named_sharding(self.content.any_mesh, found.spec, None)
+        made = named_sharding(self.content.any_mesh, found.spec, None)
+        return (made, found) if explain else made
 
     def replace(self, where: str, target: Any) -> "ShardPlan":
         """The plan with another sharding for some of its arrays: checked, and corrected to their shapes, like every.

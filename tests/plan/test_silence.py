@@ -7,7 +7,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, RuleError, ShardPlan, SpecError, UnmatchedError, optional, plan
+from shardfx import (
+    AxisRules,
+    Code,
+    MeshSpec,
+    PathRules,
+    RuleError,
+    ShardPlan,
+    SpecError,
+    UnmatchedError,
+    optional,
+    plan,
+)
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
@@ -356,6 +367,16 @@ def test_replace_says_what_is_wrong():
 
 
 # --- what a second stranger found
+
+
+def test_a_sharding_says_what_it_dropped():
+    axes = AxisRules([("batch", ("data", "tensor")), ("embed", "tensor")])
+    made = plan({}, MeshSpec({"data": 2, "tensor": 4}), axes=axes)
+    sharding, decision = made.sharding(("batch", "embed"), explain=True)
+    assert sharding == made.sharding(("batch", "embed")) and sharding.spec == P(("data", "tensor"))
+    assert [(why.dim, why.code) for why in decision.reasons] == [(1, Code.blocked)]
+    _, decision = made.sharding(("batch", None), (6, 3), explain=True)
+    assert [(why.dim, why.code) for why in decision.reasons] == [(0, Code.indivisible)]
 
 
 def test_a_sharding_leaves_nothing_to_the_compiler():
