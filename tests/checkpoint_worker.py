@@ -165,7 +165,7 @@ def disagreements():
     def cut(name, odd, after_seconds, late=None):
         """On the process `odd` somebody presses Ctrl-C."""
         multihost_utils.sync_global_devices(name)
-        pwrite = slowed(0.5)
+        pwrite = slowed(2.0)  # even the process with the fewest writes is still at it when the key is pressed
         if me == odd:
             interrupted(after_seconds)
         if me == late:
