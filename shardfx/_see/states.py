@@ -67,13 +67,15 @@ def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
     branches: dict[str, list[Group]] = {}
     for group in subject.groups:
         branches.setdefault(group.paths[0].partition("/")[0], []).append(group)
-    if len(branches) < 2 or not any(map(_is_of_an_optimizer, branches.values())):
+    # One letter alone is a module as well as a moment (values beside queries, for one); a moment comes with the other.
+    likely = {root: groups for root, groups in branches.items() if root not in _MOMENTS or _MOMENTS <= {*branches}}
+    if len(branches) < 2 or not any(map(_is_of_an_optimizer, likely.values())):
         return []
     best: list[_State] = []
     for root, params in branches.items():
         known = {path.removeprefix(f"{root}/"): group.row for group in params for path in group.paths}
         found = [
-            state for other, groups in branches.items() if other != root for state in _of(other, groups, known, sizes)
+            state for other, groups in likely.items() if other != root for state in _of(other, groups, known, sizes)
         ]
         best = max(best, found, key=len)
     return best
@@ -83,6 +85,7 @@ def _is_of_an_optimizer(groups: list[Group]) -> bool:
     return any(_names_a_state(group.paths[0].split("/")) for group in groups)
 
 
+_MOMENTS = {"m", "v"}
 # What libraries call the states of an optimizer, and copies of parameters.
 _CALLED = re.compile(r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|param_states$|mu$|nu$|m$|v$)")
 

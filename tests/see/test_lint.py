@@ -243,3 +243,12 @@ def test_thousands_of_findings_are_made_fast_and_shown_in_part():
     assert found._repr_html_().count("<tr>") == 101
     again = sfx.lint(tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))]))
     assert sum(one.code == "unmatched" for one in again) == 1000
+
+
+@pytest.mark.parametrize("roots, count", [(("q", "k", "v"), 0), (("g", "m"), 0), (("params", "m", "v"), 1)])
+def test_one_letter_is_a_moment_only_beside_the_other(roots, count):
+    tree = {root: {"w": jax.ShapeDtypeStruct((8192, 32768), jnp.float32)} for root in roots}
+    names = {root: {"w": ("embed", "heads")} for root in roots}
+    axes = sfx.AxisRules([("heads", "tensor"), ("embed", None), ("batch", "data")])
+    found = sfx.lint(tree, sfx.MeshSpec({"data": 2, "tensor": 4}), names=names, axes=axes)
+    assert [one.code for one in found] == ["optimizer-state"] * count
