@@ -135,7 +135,7 @@ def search(
     require_arrays(args)
     with Tracing(args):
         made = Searched(step, args, count, limits, also, HABITS["cpu" if kind == EMULATED else "tpu"])
-    prepared = Prepared(step, args)
+    prepared = Prepared(step, made.args)
 
     def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         looks = (as_priced(one) if laid_out else estimated(prepared, one, model.overlap) for one in found)
@@ -146,7 +146,7 @@ def search(
         return found[:keep]
     targets = devices_for(verify, count, target, None if isinstance(devices, int | str) else devices)
     tell = progress or (lambda _: None)
-    verifier = Verifier(step, args, targets, kind, model, cache, tell, laid_out)
+    verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)
     asked, known = (priced(made.by_hand(ways, kind, slices, limits, model)) for ways in (made.asked, made.known))
     closer = without_twins([*found[: (closely + 1) // 2], *asked, *known], closely + len(asked))
     looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))
@@ -169,8 +169,9 @@ class Searched:
         habits: Habits = HABITS["tpu"],
     ):
         self.devices = devices
-        self.step, self.args, self.limits = step, args, limits
         self.classes = Classes(trace(step, *args))
+        # Without the shardings that arrays have: where they lie now is another question.
+        self.step, self.args, self.limits = step, self.classes.traced.structs, limits
         self.layouts = Layouts(self.classes, devices, habits)
         if devices == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")

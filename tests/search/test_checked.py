@@ -4,9 +4,10 @@ import html
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 from models import MODELS, f32
 
-from shardfx import AxisRules, CostModel, LeafTypeError, Limits, MeshError, fit_chip, plan, search
+from shardfx import AxisRules, CostModel, LeafTypeError, Limits, MeshError, MeshSpec, fit_chip, plan, search
 from shardfx._search.search import Searched
 
 
@@ -119,6 +120,15 @@ def test_programs_of_other_models_compile(name):
     with jax.numpy_dtype_promotion("standard"):
         (best,) = search(*MODELS[name](), devices=8, chip="v5e", keep=1, closely=1, verify=jax.devices())
     assert best.checks[-1].by == "compile"
+
+
+def test_arrays_that_lie_on_a_mesh_are_searched_as_their_structs():
+    """The mesh that they are on is what is looked for: no constraint, and no error."""
+    mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices()[:8])
+    placed = jax.device_put(jnp.ones((64, 256)), NamedSharding(mesh, P(None, "tensor")))
+    asked = {"devices": 8, "chip": "v5e", "keep": 2}
+    found = search(step, {"up": placed, "down": ARGS[0]["down"]}, ARGS[1], **asked)
+    assert [one.title for one in found] == [one.title for one in search(step, *ARGS, **asked)]
 
 
 def test_measured_steps_fit_a_machine():
