@@ -245,8 +245,9 @@ def _rows(
             sums[one.group] = sums.get(one.group, 0) + one.bytes
         over = sum(sums.values()) - usage.peak.bytes
         # Results that take over the memory of operands are listed beside them: what is shared counts once.
-        if over and sums:
-            sums[max(sums, key=lambda group: sums[group])] -= over
+        for group in sorted(sums, key=lambda group: -sums[group]):
+            shared = min(over, sums[group])
+            sums[group], over = sums[group] - shared, over - shared
         rows += [FitRow(group, count) for group, count in sums.items()]
         offenders += held
     else:

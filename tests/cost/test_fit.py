@@ -422,3 +422,19 @@ def test_a_state_comes_back_as_it_came():
     assert "results" not in groups(found)
     kept = fit(plans(over="data"), step=make_step(), chip="h100")
     assert groups(kept)["results"] == sum(plans(over="data")[name].bytes_per_device for name in ("params", "opt"))
+
+
+def test_no_group_takes_less_than_nothing_where_arrays_lie_in_the_memory_of_results():
+    weights = {"up": jax.ShapeDtypeStruct((64, 255), jnp.float32), "down": jax.ShapeDtypeStruct((255, 64), jnp.float32)}
+    cut = PathRules([("up", P("fsdp")), ("down", P(None, "fsdp"))])
+    params = plan(weights, MeshSpec({"data": 2, "fsdp": 2}), paths=cut)
+    batch = plan(jax.ShapeDtypeStruct((16, 64), jnp.float32), params.mesh, paths=PathRules([("", P(("data", "fsdp")))]))
+
+    def step(params, opt, batch):
+        grads = jax.grad(lambda p: jnp.mean((jax.nn.relu(batch @ p["up"]) @ p["down"] - batch) ** 2))(params)
+        new = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, opt["mu"], grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, new), {**opt, "mu": new}
+
+    found = fit([params, follow(adam, params), batch], step=step, chip=SMALL)
+    assert min(row.bytes for row in found.rows) > 0
+    assert sum(row.bytes for row in found.rows) == found.peak_bytes
