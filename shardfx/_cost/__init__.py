@@ -13,7 +13,7 @@ from .compile_for import (
 )
 from .estimate import estimate as estimate
 from .fit import Fit as Fit, FitRow as FitRow, Offender as Offender, fit as fit
-from .hlo_text import Frame as Frame
+from .frames import Frame as Frame
 from .seconds import Seconds as Seconds, SecondsRow as SecondsRow, seconds as seconds
 from .traffic import traffic as traffic
 from .traffic_rows import (

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from .._ground.text import bytes_text, table
-from .hlo_text import Frame
+from .frames import Frame, place_text
 from .traffic import traffic
-from .traffic_rows import Traffic, TrafficRow, place_text
+from .traffic_rows import Traffic, TrafficRow
 
 
 Why = Literal[

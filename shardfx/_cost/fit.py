@@ -1,7 +1,6 @@
 """Whether a step fits a chip: bytes per device by what they are for, and what would make it fit."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -12,7 +11,7 @@ from .._ground.html import html_table
 from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, table
 from .arguments import Arguments, arguments_of
 from .changes import Change, Traced, changes_of, held_bytes, largest_batch, traced_step
-from .hlo_text import Frame
+from .frames import Frame, frames_of, is_library
 from .memory.liveness import Held
 from .memory.program import Op
 from .memory.usage import Usage
@@ -20,7 +19,6 @@ from .memory.usage import Usage
 
 How = Literal["compiled", "estimated", "arguments"]
 
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)|^<frozen")
 _LARGEST = 8
 # An estimate that is nearer to the limit than this share of the peak does not decide: of the steps that the TPU's
 # compiler has counted for the benchmark suite `fit`, all but one are less than 12 % off.
@@ -313,9 +311,8 @@ def _offender(held: Held, usage: Usage, given: Arguments) -> Offender:
 
 def _line_of(op: Op | None) -> Frame | None:
     """The innermost line of the user's own program."""
-    traceback = None if op is None or op.source is None else op.source.traceback
-    frames = [] if traceback is None else [Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
-    return next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
+    frames = () if op is None or op.source is None else frames_of(op.source.traceback)
+    return next((frame for frame in frames if not is_library(frame)), None)
 
 
 _NUMBERS = {"bytes/device", "share", "largest", "saves", "then"}
@@ -331,7 +328,10 @@ def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
         groups.append((row.group, bytes_text(max(row.bytes, 0)), share, ("exact" if row.exact else "estimated") + host))
     tables = [(groups, _verdict(found))]
     if found.largest:
-        cells: _Rows = [(bytes_text(one.bytes), one.group, one.what, _place(one.source)) for one in found.largest]
+        cells: _Rows = [
+            (bytes_text(one.bytes), one.group, one.what, "-" if one.source is None else one.source.place)
+            for one in found.largest
+        ]
         tables.append(([("largest", "group", "array", "line"), *cells], []))
     if found.changes:
         cells = [
@@ -354,7 +354,3 @@ def _verdict(found: Fit) -> list[str]:
     if found.batch is not None and found.largest_batch is not None:
         lines.append(f"The largest batch that fits: {found.largest_batch} (now {found.batch}).")
     return lines
-
-
-def _place(source: Frame | None) -> str:
-    return "-" if source is None else f"{source.file.replace(chr(92), '/').rpartition('/')[2]}:{source.line}"

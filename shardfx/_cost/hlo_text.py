@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._ground.errors import ProgramError
+from .frames import Frame
 
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
@@ -20,14 +21,6 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
 _OPENING, _CLOSING = "([{", ")]}"
-
-
-class Frame(NamedTuple):
-    """A line of a program that was traced."""
-
-    file: str
-    line: int
-    function: str
 
 
 class Instruction(NamedTuple):

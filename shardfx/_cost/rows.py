@@ -1,16 +1,15 @@
 """The rows of an estimate: what is sent, with the lines that it was traced from and the leaf that it is about."""
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from .frames import Frame, frames_of, own_line
 from .graph import Op, Traced
-from .hlo_text import Frame
 from .layout import MeshParts
-from .traffic import is_library
+from .traffic import IDLE
 from .traffic_rows import TrafficRow
 from .walk import Sent
 
@@ -77,13 +76,10 @@ class _Writer:
         if not known:
             note = note or "the trips of a loop are not known and count once."
         if is_idle:
-            note = (
-                "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
-            )
+            note = IDLE
         sums = move.kind in ("all-reduce", "reduce-scatter")
         leaf = (self.goals if sums else self.origins).get(one.value)
         stack = self.stack(one)
-        own = [frame for frame in stack if not is_library(frame)]
         wire = round(count * move.wire_bytes)
         return TrafficRow(
             kind=move.kind,
@@ -93,7 +89,7 @@ class _Writer:
             dtype=_hlo_dtype(self.traced.values[one.value].dtype),
             group_size=2 if move.kind == "collective-permute" else self.axes.count(move.parts),
             axes=self.axes.names(move.parts),
-            source=next(iter(own or stack), None),
+            source=own_line(stack),
             stack=stack,
             leaf=leaf,
             shares=((leaf, wire),),
@@ -103,17 +99,8 @@ class _Writer:
     def stack(self, one: Sent) -> tuple[Frame, ...]:
         if one.op < 0:
             return ()
-        stacks = [_frames(info.traceback) for info in self.traced.ops[one.op].sources]
+        stacks = [frames_of(info.traceback) for info in self.traced.ops[one.op].sources]
         return tuple(dict.fromkeys(frame for stack in stacks for frame in stack))
-
-
-@ft.lru_cache(maxsize=4096)
-def _frames(traceback: Any) -> tuple[Frame, ...]:
-    """The lines of a trace that are not JAX's own, innermost first; all of them if there are no others."""
-    if traceback is None:
-        return ()
-    frames = [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in traceback.frames]
-    return tuple(frame for frame in frames if not is_library(frame)) or tuple(frames)
 
 
 def _hlo_dtype(dtype: Any) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -12,15 +12,14 @@ from .._ground.errors import LeafTypeError, MeshError, ProgramError
 from ..topology._mesh import MeshSpec
 from .between_hosts import is_transfer, slice_count, transfer_bytes
 from .collective import Collective, channel_of, collective_of
-from .hlo_text import Frame, HloModule, Instruction, parse_hlo
+from .frames import own_line
+from .hlo_text import HloModule, Instruction, parse_hlo
 from .origin import Origins, path_of
 from .runs import Runs, runs_of
 from .traffic_rows import Traffic, TrafficRow
 from .where import Where
 
 
-# Frames of these are not the user's own program; the demo is a user's program like any other.
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)")
 # Said of the rows of a branch that sends less than another one.
 IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
@@ -107,16 +106,6 @@ class _Program(NamedTuple):
     text: str
     mesh: Mesh | AbstractMesh | None = None
     paths: Mapping[str, str] = {}
-
-
-def _own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line that is the user's own, or else any."""
-    return next((frame for frame in stack if not is_library(frame)), next(iter(stack), None))
-
-
-def is_library(frame: Frame) -> bool:
-    """Whether a line is not the user's own."""
-    return _LIBRARY.search(frame.file) is not None
 
 
 def _program(compiled: Any) -> _Program:
@@ -221,7 +210,7 @@ class _Reader:
             if name in [called for _, called in other.called]
         )
         stack = row.stack or next(filter(None, callers), ())
-        return dataclasses.replace(row, stack=stack, source=_own_line(stack))
+        return dataclasses.replace(row, stack=stack, source=own_line(stack))
 
     def counted(self, name: str, instruction: Instruction, collective: Collective, runs: Runs, wire: Any) -> TrafficRow:
         kind = self.replaced(name, instruction, collective)
@@ -251,7 +240,7 @@ class _Reader:
         if runs.unknown:
             calls, note = None, f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
         defaults = {"dtype": "", "axes": (), "leaf": None, "shares": ((None, fields["wire_bytes"]),)}
-        source = _own_line(stack)
+        source = own_line(stack)
         return TrafficRow(**{**defaults, **fields}, calls=calls, source=source, stack=stack, note=note)
 
     def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from .._ground.html import html_table
 from .._ground.text import bytes_text, printable, table
-from .hlo_text import Frame
+from .frames import Frame, place_text
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
@@ -184,13 +184,6 @@ def _cells(row: TrafficRow) -> tuple[str, ...]:
         printable(row.leaf or "-"),
         place_text(row.source),
     )
-
-
-def place_text(source: Frame | None) -> str:
-    if source is None:
-        return "-"
-    function = f" {source.function}" if source.function else ""
-    return printable(f"{source.file.replace(chr(92), '/').rpartition('/')[2]}:{source.line}{function}")
 
 
 def _signed(count: int) -> str:

@@ -4,9 +4,8 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.extend as jex
-import jax.extend.source_info_util  # pyright: ignore[reportUnusedImport]
 
+from .._cost.frames import frames_of, own_line
 from .._ground.text import between_numbers, joined, table
 from .classes import Classes, Group
 from .trace import Traced, trace
@@ -141,23 +140,14 @@ def _joins(group: Group, traced: Traced) -> tuple[tuple[str, str], ...]:
         if roots.isdisjoint(parts.leaves(join.first)):
             continue
         operation = traced.program.operations[join.operation]
-        found[operation.primitive, str(jex.source_info_util.summarize(operation.source))] = None
-    # Lines of the model tell more than those of an optimizer or a library.
-    ranked = sorted(found, key=lambda join: any(word in join[1] for word in _LIBRARIES))
-    return tuple(dict.fromkeys((what, _short_line(where)) for what, where in ranked))
+        found[operation.primitive, source_line(operation.source)] = None
+    return tuple(found)
 
 
 def source_line(source: Any) -> str:
-    """The file and line of the program that an equation comes from, without the folder."""
-    return _short_line(str(jex.source_info_util.summarize(source)))
-
-
-def _short_line(where: str) -> str:
-    file, *rest = where.split(" ")[0].split(":")
-    return ":".join([file.rsplit("/", 1)[-1], *rest[:1]])
-
-
-_LIBRARIES = ("site-packages", "dist-packages")
+    """The file and line of the user's program that an equation comes from, without the folder."""
+    frame = own_line(frames_of(source.traceback))
+    return "-" if frame is None else frame.place
 
 
 def _some(texts: Any, most: int = 4) -> str:
