@@ -17,6 +17,7 @@ from .._plan.shard_plan import ShardPlan
 from ..topology._mesh import MeshSpec
 from .graph import Pin, Traced
 from .layout import MeshParts
+from .nested import without_dead
 from .propagate import propagated
 from .rows import rows_of
 from .trace import constrained_results, traced
@@ -91,7 +92,7 @@ class Prepared:
         self.arrays = [at for at, leaf in enumerate(self.leaves) if is_traced(type(leaf))]
         self.result: Any = None
         closed = jax.make_jaxpr(self._run)([self.leaves[at] for at in self.arrays])
-        self.graph = traced(closed, [self.paths[at] for at in self.arrays])
+        self.graph = traced(without_dead(closed), [self.paths[at] for at in self.arrays])
 
     def _run(self, arrays: list[Any]) -> list[Any]:
         leaves = list(self.leaves)

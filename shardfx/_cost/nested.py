@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.extend.core as jex
+from jax.interpreters import partial_eval
+
 
 # Primitives that are calls of one jaxpr, and the parameter that holds it.
 CALLS = {
@@ -28,3 +31,13 @@ def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carried, _ = params["ft_in"].unpack()
     return len(consts), len(carried)
+
+
+def without_dead(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """A program without what nothing reads, in its loops and calls too, as compilers leave it out.
+
+    Traces hold such values: the backward pass of a masked attention hands the mask's filling to a loop that does not
+    use it, an array as large as all scores. All arguments and results stay.
+    """
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return jex.ClosedJaxpr(jaxpr, closed.consts)

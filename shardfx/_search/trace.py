@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._cost.nested import without_dead
 from .._ground.errors import LeafTypeError
 from .._ground.tree import Flat, flatten
 from .program import Program, program_of
@@ -45,7 +46,8 @@ def trace(step: Any, *args: Any) -> Traced:
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
     flats = tuple(map(flatten, args))
     structs = tuple(map(_struct_tree, flats))
-    closed, *out = eqx.filter_make_jaxpr(step)(*structs)
+    made, *out = eqx.filter_make_jaxpr(step)(*structs)
+    closed = without_dead(made)
     places = tuple(
         (which, leaf) for which, flat in enumerate(flats) for leaf, shaped in enumerate(flat.is_array) if shaped
     )

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 from jax.sharding import NamedSharding
 
+from ..nested import without_dead
 from .layouts import Dims, Layouts, dims_of
 from .liveness import Changed, Peak, peak_of
 from .program import Program, program_of
@@ -41,7 +42,7 @@ class Usage:
 def traced(function: Callable[..., Any], trees: Sequence[Any]) -> Program:
     """The program of a function of trees of structs; what is no array is static."""
     closed, _, _ = eqx.filter_make_jaxpr(function)(*trees)
-    return program_of(closed)
+    return program_of(without_dead(closed))
 
 
 def usage_of(
