@@ -3,8 +3,10 @@ import gc
 import equinox as eqx
 import jax
 import pytest
+from signatures import check_every_call_of
 
 
+check_every_call_of("shardfx")
 # One process with eight emulated devices; tests that need more processes or devices start their own.
 jax.config.update("jax_num_cpu_devices", 8)
 # These run the code of optax, flax and others, which adds numbers of two dtypes.
