@@ -9,6 +9,9 @@ from signatures import check_every_call_of
 check_every_call_of("shardfx")
 # One process with eight emulated devices; tests that need more processes or devices start their own.
 jax.config.update("jax_num_cpu_devices", 8)
+# Machine code of a program that runs once need not be fast. What XLA makes of the program, its collectives and its
+# buffers among it, is the same.
+jax.config.update("jax_disable_most_optimizations", True)
 # These run the code of optax, flax and others, which adds numbers of two dtypes.
 _STANDARD_PROMOTION = {
     *("test_aot", "test_benchmarks", "test_benchmarks_gpu", "test_benchmarks_reshard", "test_cli", "test_demo"),
