@@ -180,8 +180,8 @@ def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> 
 
 @ft.lru_cache(maxsize=1024)
 def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The names that a module class declares for its attributes."""
-    if not issubclass(kind, eqx.Module):
+    """The names that a class declares for its attributes: a module, or any dataclass that is a pytree."""
+    if not dataclasses.is_dataclass(kind):
         return {}
     return {field.name: field.metadata[METADATA] for field in dataclasses.fields(kind) if METADATA in field.metadata}
 

@@ -51,7 +51,11 @@ def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -
             raise RuleError(
                 f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
             )
-    return [_hashable(node) if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+    given = [_hashable(node) if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+    if axes is None:
+        return given
+    # `None` says nothing, whether it stands for one array or, as where `names` is left out, for the whole tree.
+    return [own if node is None else node for node, own in zip(given, flat.names, strict=True)]
 
 
 def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
@@ -63,7 +67,7 @@ def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
 
     - `tree`: the tree of arrays.
     - `changes`: by the path of an array, or else a regex that is searched in each path, its names: a tuple as in
-        [`shardfx.plan`][], or `None`.
+        [`shardfx.plan`][], or `None`, so that path rules decide; not where a module declares names.
     - `names`: the names as [`shardfx.plan`][] takes them; without it those that modules declare.
 
     **Returns:**
@@ -73,7 +77,7 @@ def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
     **Raises:**
 
     `UnknownPathError` for a key that is the path of no array and matches none; `RuleError` for a regex that does not
-    compile, and for names that are no prefix of the tree.
+    compile, for names that are no prefix of the tree, and for `None` in the place of names that a module declares.
 
     !!! Example
 
@@ -95,6 +99,12 @@ def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
         if not _is_names(given):
             raise RuleError(f"`renamed`: {where!r} gets {given!r}; use a tuple with one name per dimension, or `None`.")
         for at in leaves_at(where, flat.paths, flat.is_array, f"`renamed({where!r}: ...)`: no array of the tree"):
+            if given is None and flat.names[at] is not None:
+                raise RuleError(
+                    f"`renamed`: {where!r} gets None, which leaves `{flat.paths[at]}` the names "
+                    f"{names_text(flat.names[at])} that its module declares; use `()` if it is whole, or change the "
+                    f"plan: `plan(...).replace({flat.paths[at]!r}, PartitionSpec(...))`."
+                )
             column[at] = _hashable(given)
     return jax.tree.unflatten(flat.treedef, column)
 
@@ -109,16 +119,28 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
         return [names] * len(jax.tree.leaves(node))
     if below is None:
         return [names]
-    given = jtu.default_registry.flatten_one_level(names)
-    if not container or given is None or (isinstance(node, dict) and set(names) != set(node)):
+    given = _in_order_of([key for key, _ in below], names) if container else None
+    if given is None:
         where = jtu.keystr(keys, simple=True, separator="/")
         raise RuleError(
             f"`names` is no prefix of the tree: {f'at `{where}`' if where else 'at its root'} it has {_kind(names)}, "
             f"and the tree has {_kind(node)}. At each array it must have a tuple of logical names, or `None` for a "
             "whole subtree without names."
         )
-    pairs = zip(given[0], below, strict=True)
+    pairs = zip(given, below, strict=True)
     return [entry for inner, (key, child) in pairs for entry in _broadcast(inner, child, (*keys, key))]
+
+
+def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
+    """What `names` has under each of these keys, in their order; `None` where its keys are others."""
+    if type(names) in (list, tuple):
+        return list(names)
+    pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
+    if keys == [key for key, _ in pairs]:
+        return [inner for _, inner in pairs]
+    # An OrderedDict of the same keys may have them in another order.
+    by_key = dict(pairs)
+    return [by_key[key] for key in keys] if len(by_key) == len(keys) and set(by_key) == set(keys) else None
 
 
 def _kind(node: Any) -> str:

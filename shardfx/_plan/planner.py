@@ -62,8 +62,8 @@ def plan(
     - `paths`: rules from a leaf's path to its sharding.
     - `names`: a tree, or prefix of one, of logical names: at each leaf a tuple with one entry per dimension as in
         [`shardfx.resolve`][], or `None`. One entry may be `...`, for all dimensions that are not named: they are whole,
-        as all are under `()`. Without it, the names that modules declare with [`shardfx.field`][] are used if `axes` is
-        given. A leaf that has names does not ask `paths`.
+        as all are under `()`. Without it, and below a `None` in it, the names that modules declare with
+        [`shardfx.field`][] are used if `axes` is given. A leaf that has names does not ask `paths`.
     - `axes`: rules from logical names to mesh axes.
     - `mode`: the mode in which `axes` are read.
     - `min_bytes`: arrays of fewer bytes are replicated.

@@ -1,0 +1,73 @@
+"""Names that classes declare, and names that are given beside them: none is lost, and none changes places."""
+
+import collections
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import struct
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+from shardfx import AxisRules, MeshSpec, PathRules, RuleError, field, plan, renamed
+
+
+MESH = MeshSpec({"fsdp": 2, "tensor": 4})
+AXES = AxisRules([("embed", "fsdp"), ("mlp", "tensor")])
+REST = PathRules([(".*", sfx.replicate)])
+
+
+class Linear(eqx.Module):
+    w: jax.Array = field(names=("embed", "mlp"))
+
+
+class Lora(eqx.Module):
+    base: Linear
+    a: jax.Array
+
+
+LORA = Lora(Linear(jnp.ones((16, 32))), jnp.ones((16, 4)))
+
+
+def test_names_in_an_ordered_dict_belong_to_their_keys():
+    ordered = collections.OrderedDict
+    tree = ordered([("up", jnp.ones((16, 16))), ("down", jnp.ones((16, 16)))])
+    names = ordered([("down", ("mlp", "embed")), ("up", ("embed", "mlp"))])
+    made = plan(tree, MESH, names=names, axes=AXES)
+    assert (made["up"].spec, made["down"].spec) == (P("fsdp", "tensor"), P("tensor", "fsdp"))
+    with pytest.raises(RuleError, match="no prefix of the tree.*'dwon', 'up'"):
+        plan(tree, MESH, names=ordered([("dwon", None), ("up", None)]), axes=AXES)
+
+
+class Flax(struct.PyTreeNode):
+    w: jax.Array = field(names=("embed", "mlp"))
+    width: int = struct.field(pytree_node=False, default=32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Plain:
+    layers: Flax = field(stacked=(None,))
+    b: jax.Array = field(names=("mlp",))
+
+
+def test_every_dataclass_declares_names():
+    tree = Plain(Flax(jnp.ones((3, 16, 32))), jnp.ones(32))
+    made = plan(tree, MESH, axes=AXES, paths=REST)
+    assert (made["layers/w"].spec, made["b"].spec) == (P(None, "fsdp", "tensor"), P("tensor"))
+
+
+@pytest.mark.parametrize("rules", [None, REST])
+def test_none_leaves_arrays_the_names_that_they_declare(rules):
+    made = plan(LORA, MESH, names=Lora(None, ("embed", None)), axes=AXES, paths=rules)  # pyright: ignore
+    assert made["base/w"].spec == P("fsdp", "tensor") and made["base/w"].rule == "names"
+    itself = plan(LORA, MESH, names=Lora(Linear(None), (None, None)), axes=AXES, paths=rules)  # pyright: ignore
+    assert itself["base/w"].spec == P("fsdp", "tensor") and itself["a"].spec == P()
+
+
+def test_declared_names_cannot_be_renamed_to_none():
+    with pytest.raises(RuleError, match=r"gets None, which leaves `base/w` the names \('embed', 'mlp'\)"):
+        renamed(LORA, {"base": None})
+    assert renamed(LORA, {"a": None, "base": ()}) == Lora(Linear(()), None)  # pyright: ignore
