@@ -2,6 +2,7 @@
 
 import functools as ft
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,10 @@ from ._order import DeviceOrder, device_order
 
 _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
 _EMULATE = ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the first use of JAX.'
+
+
+# `name=size`, and how many slices the axis spans.
+_PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]+)\s*(?:\(dcn=([0-9]+)\))?")
 
 
 class MeshSpec(eqx.Module):
@@ -92,11 +97,11 @@ class MeshSpec(eqx.Module):
 
     @classmethod
     def parse(cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto) -> "MeshSpec":
-        """Reads `"data=-1,fsdp=4,tensor=2"`; spaces are allowed round names and sizes.
+        """Reads `"data=-1,fsdp=4,tensor=2"`, as `str(mesh)` writes it; spaces are allowed round names and sizes.
 
         **Arguments:**
 
-        - `text`: `name=size` pairs joined by commas, slowest axis first.
+        - `text`: `name=size` pairs joined by commas, slowest axis first. `data=8(dcn=2)` spans two slices.
         - `axis_types`: as in `MeshSpec(...)`.
 
         **Returns:**
@@ -115,18 +120,21 @@ class MeshSpec(eqx.Module):
             assert MeshSpec.parse("data=-1, tensor=4").fit(32).axis_sizes == (8, 4)
             ```
         """
-        pairs = []
+        pairs, dcn = [], {}
         for part in text.split(","):
-            name, equals, size = (piece.strip() for piece in part.partition("="))
-            if not (name and equals and _is_integer(size)):
+            found = _PART.fullmatch(part.strip())
+            if found is None:
                 raise MeshError(
                     f"mesh {text!r}: {part.strip()!r} is not of the form `name=size`; "
-                    'write it as in "data=-1,fsdp=4,tensor=2".'
+                    'write it as in "data=-1,fsdp=4,tensor=2", or "data=8(dcn=2)" for an axis over two slices.'
                 )
-            if len(size) > len(str(_MOST_DEVICES)):
-                raise MeshError(f"mesh axis `{name}` has a size of {len(size)} digits; use one below 2**31.")
-            pairs.append((name, int(size)))
-        return cls(pairs, axis_types=axis_types)
+            name, *numbers = found.groups(default="1")
+            digits = max(map(len, numbers))
+            if digits > len(str(_MOST_DEVICES)):
+                raise MeshError(f"mesh axis `{name}` has a size of {digits} digits; use one below 2**31.")
+            size, dcn[name] = map(int, numbers)
+            pairs.append((name, size))
+        return cls(pairs, axis_types=axis_types, dcn=dcn)
 
     @classmethod
     def of(cls, mesh: "Mesh | AbstractMesh | MeshSpec") -> "MeshSpec":
@@ -392,7 +400,8 @@ class MeshSpec(eqx.Module):
         return self
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
+        columns = zip(self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True)
+        return ",".join(f"{name}={size}{'' if dcn == 1 else f'(dcn={dcn})'}" for name, size, dcn in columns)
 
 
 @ft.lru_cache(maxsize=256)
@@ -401,10 +410,6 @@ def _made(
 ) -> MeshSpec:
     by_axis = ft.partial(zip, names, strict=True)
     return MeshSpec(by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices)))
-
-
-def _is_integer(text: str) -> bool:
-    return text.lstrip("-").isdecimal() and text.count("-") <= 1
 
 
 def _require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:

@@ -31,7 +31,9 @@ def test_a_mesh_is_a_value():
     assert (mesh.axis_names, mesh.axis_sizes) == (("data", "tensor"), (2, 4))
     assert mesh.axis_types == (AxisType.Auto, EXPLICIT) and mesh.dcn_sizes == (2, 1)
     assert dict(mesh.shape) == {"data": 2, "tensor": 4} and mesh.size == 8
-    assert str(mesh) == "data=2,tensor=4" and MeshSpec.parse(str(mesh)).shape == mesh.shape
+    assert str(mesh) == "data=2(dcn=2),tensor=4" and MeshSpec.parse(str(mesh)).shape == mesh.shape
+    slices = MeshSpec({"data": 8, "fsdp": -1, "tensor": 2}, dcn={"data": 4, "tensor": 2})
+    assert str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)" and MeshSpec.parse(str(slices)) == slices
     for other in (MeshSpec({"tensor": 4, "data": 2}), MeshSpec({"data": 2, "tensor": 4})):
         assert mesh != other
 
@@ -52,6 +54,8 @@ def test_a_mesh_is_a_value():
         (lambda: MeshSpec.parse("a=" + "9" * 5000), "`a` has a size of 5000 digits; use one below"),
         (lambda: MeshSpec.parse("data=4,tensor"), "'tensor' is not of the form `name=size`"),
         (lambda: MeshSpec.parse("data=4.0"), "'data=4.0' is not of the form"),
+        (lambda: MeshSpec.parse("data=4(dcn=2"), r"'data=4\(dcn=2' is not of the form"),
+        (lambda: MeshSpec.parse("data=4(dcn=" + "9" * 5000 + ")"), "`data` has a size of 5000 digits; use one below"),
         (lambda: MeshSpec({"a": 4}).fit(8), r"a=4 has 4 devices, but there are 8; give one axis the size -1"),
         (lambda: MeshSpec({"a": 4, "b": -1}).fit(6), "give 4, which does not divide 6 devices"),
         (lambda: MeshSpec({"a": -1}).abstract(), r"axis of unknown size; call `.fit\(device_count\)` first"),
