@@ -7,12 +7,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._ground.errors import PlanMismatchError
+from .._ground.reason import Decision
 from .._ground.tree import flatten
 from .._plan.content import aligned, rows_of
+from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan
+from .._rules.axis_rules import AxisRules
+from .._rules.path_rules import PathRules
+from .._rules.resolve import names_text
+from ..topology._mesh import MeshSpec
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
@@ -23,13 +30,29 @@ def _is_entry(node: Any) -> bool:
     return node is None or isinstance(node, ShardPlan)
 
 
-def checked(form: Any) -> Any:
-    """The form itself, if every entry of it says on which devices arrays are to lie."""
-    for entry in jax.tree.leaves(form, is_leaf=_is_entry):
+# What is given in the place of a sharding by mistake. JAX knows further entries, layouts for one.
+_NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision)
+_NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+def checked(form: Any, what: str) -> Any:
+    """The form itself, if every entry of it says on which devices arrays are to lie; `what` is its name."""
+    for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
         if isinstance(entry, PartitionSpec):
             raise PlanMismatchError(
-                f"`in_shardings` or `out_shardings` holds the bare spec {entry}; say which mesh it is for: "
+                f"`{what}` holds the bare spec {entry}; say which mesh it is for: "
                 f"`NamedSharding(plan.jax_mesh, {entry})`."
+            )
+        if isinstance(entry, str | tuple | list):
+            names = (entry,) if isinstance(entry, str) else tuple(entry)
+            raise PlanMismatchError(
+                f"`{what}` holds logical names, {entry!r}, which do not say of which mesh; a plan resolves them: "
+                f"`plan.sharding({names_text(names)})`."
+            )
+        if isinstance(entry, _NO_ENTRIES):
+            raise PlanMismatchError(
+                f"`{what}` holds a value of type {type(entry).__name__}, which is no sharding; give a plan, "
+                "`plan.sharding(names)`, a `Sharding`, a tree of these, or `None` to take an array as it comes."
             )
         if isinstance(entry, ShardPlan) and entry.jax_mesh is None:
             raise PlanMismatchError(
@@ -37,6 +60,13 @@ def checked(form: Any) -> Any:
                 "`plan.on(plan.mesh.build(jax.devices()))`."
             )
     return form
+
+
+def _is_mistaken(node: Any) -> bool:
+    if isinstance(node, tuple | list):
+        has_names = any(isinstance(one, str) for one in node)
+        return has_names and all(one is None or one is ... or isinstance(one, str) for one in node)
+    return isinstance(node, _NO_ENTRIES)
 
 
 def key_of(sharding: Any) -> Any:

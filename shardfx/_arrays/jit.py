@@ -2,16 +2,17 @@ import functools as ft
 import inspect
 import itertools as it
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.tree import flatten, tree_paths
+from .devices import Place, in_order, lies_elsewhere, raise_apart
 from .entries import (
     Donate,
     by_parameter,
@@ -35,6 +36,8 @@ _LAYOUTS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
 # How JAX begins where arguments lie on devices of which no program could use all.
 _OTHER_DEVICES = "Received incompatible devices"
+# And where they lie otherwise than `in_shardings` says.
+_OTHER_LAYOUT = "Sharding passed to jit does not match"
 
 
 @overload
@@ -131,7 +134,7 @@ class Decorator(NamedTuple):
 class _Layout:
     """Where arrays and static leaves are among the leaves of all arguments, for one structure of these."""
 
-    def __init__(self, treedef: Any, kinds: tuple[type, ...], groups: list[list[int]]):
+    def __init__(self, treedef: Any, kinds: tuple[type, ...], groups: list[list[int]], with_entry: Sequence[int]):
         self.treedef, self.given, self.groups = treedef, kinds, groups
         self.kinds = tuple([None if is_traced(kind) else kind for kind in kinds])
         self.parts = [_part(group) for group in groups]
@@ -142,6 +145,11 @@ class _Layout:
         self.recent = Recent(treedef, self.has_data)
         # Where there are arrays alone, all calls have the same static part.
         self.alone = None if self.statics or self.has_data else Static(treedef, self, ())
+        # Whether all arrays lie on the devices of their entries is looked at once; at every call the first of each
+        # entry is, since JAX does not.
+        self.is_checked = False
+        placed = [[at for at in group if _is_placed(kinds[at])] for group in groups]
+        self.watched = [(slot, group[0]) for slot, group in enumerate(placed) if group and slot in with_entry]
 
     def joined(self, static: Static, lists: tuple[Sequence[Any], ...]) -> Any:
         leaves: list[Any] = [None] * len(self.kinds)
@@ -151,6 +159,10 @@ class _Layout:
             for at, array in zip(group, arrays, strict=True):
                 leaves[at] = array
         return jax.tree.unflatten(static.treedef, leaves)
+
+
+def _is_placed(kind: type) -> bool:
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
 def _part(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -191,7 +203,10 @@ class Jitted(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], in_shardings: Any, out_shardings: Any, donate: Donate):
         self._signature = inspect.signature(fn)
-        self._in, self._out = by_parameter(checked(in_shardings), self._signature), checked(out_shardings)
+        self._in, self._out = (
+            by_parameter(checked(in_shardings, "in_shardings"), self._signature),
+            checked(out_shardings, "out_shardings"),
+        )
         self._donated = donated(donate, self._signature)
         self._counts = counts_as_given(self._signature)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
@@ -208,6 +223,8 @@ class Jitted(Generic[P, R]):
         results = {key_of(one): one for one in shardings_in(self._out)}
         self._slots = list(it.product(wanted, (False, True) if self._donated.some else (False,)))
         self._out_slots = list(results)
+        self._wanted = [wanted[key] for key, _ in self._slots]
+        self._seen: list[Any] = [None] * len(self._slots)
 
         def traced(static: Static, fn_arrays: list[Any], *lists: Sequence[Any]) -> Any:
             return self._traced(static, fn_arrays, lists)
@@ -260,6 +277,13 @@ class Jitted(Generic[P, R]):
         kinds, layout = tuple(map(type, leaves)), self._last
         if layout is None or kinds != layout.given or treedef != layout.treedef:
             layout = self._last = self._layout(treedef, kinds)
+            if not layout.is_checked:
+                self._check_devices(zip(self._wanted, layout.groups, strict=True), leaves, arguments)
+                layout.is_checked = True
+        for slot, at in layout.watched:
+            if leaves[at].sharding is not self._seen[slot]:
+                self._check_devices([(self._wanted[slot], [at])], leaves, arguments)
+                self._seen[slot] = leaves[at].sharding
         static = layout.alone
         if static is None:
             static = self._static(treedef, layout, tuple([leaves[at] for at in layout.statics]))
@@ -290,7 +314,7 @@ class Jitted(Generic[P, R]):
                 if leaves[at] is _ARRAY:
                     groups[numbers[key_of(sharding), is_donated]].append(at)
                 at += 1
-        return _Layout(treedef, kinds, groups)
+        return _Layout(treedef, kinds, groups, [slot for slot, one in enumerate(self._wanted) if one is not None])
 
     def _argument(self, which: str) -> str:
         return f"argument {which} of `{self._name}`"
@@ -322,7 +346,13 @@ class Jitted(Generic[P, R]):
         except PlanMismatchError as mismatch:
             raise mismatch from error
         if str(error).startswith(_OTHER_DEVICES):
-            self._explain_devices(error, args, kwargs)
+            raise_apart(self._places(args, kwargs), error)
+            raise PlanMismatchError(
+                f"`{self._name}` runs on some devices, and a `constrain` or `shard` inside it is for others; use plans "
+                f"on one mesh inside one function, and `reshard` between functions. JAX says: {error}"
+            ) from error
+        if str(error).startswith(_OTHER_LAYOUT):
+            self._explain_layout(error, args, kwargs)
         for which, arg, entry in self._in.of(args, kwargs):
             for path in lacks(entry, arg)[:1]:
                 error.add_note(
@@ -330,24 +360,36 @@ class Jitted(Generic[P, R]):
                     "`equinox.combine(arrays, model)` puts what is no array back."
                 )
 
-    def _explain_devices(self, error: Exception, args: Any, kwargs: Any) -> None:
-        """Raises which two arrays lie on other devices; JAX calls them by their places in the program."""
-        first = None
-        for which, arg, _ in self._in.of(args, kwargs):
+    def _explain_layout(self, error: Exception, args: Any, kwargs: Any) -> None:
+        """Raises which array does not lie as its entry says."""
+        for which, arg, entry in self._in.of(args, kwargs):
+            flat = flatten(arg)
+            wanted = spread(entry, arg, self._argument(which))
+            for path, leaf, sharding in zip(flat.paths, flat.leaves, wanted, strict=True):
+                if isinstance(leaf, jax.Array) and leaf.committed and isinstance(sharding, Sharding):
+                    if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                        name = f"`{path}` of {self._argument(which)}" if path else self._argument(which)
+                        raise PlanMismatchError(
+                            f"{name}, {leaf.dtype}{list(leaf.shape)}, lies by {leaf.sharding}, but its entry of "
+                            f"`in_shardings` is {sharding}. Move it first: `shard(tree, plan)`, or `reshard(tree, "
+                            "plan)`; or leave the entry out, to take the argument as it comes."
+                        ) from error
+
+    def _places(self, args: Any, kwargs: Any) -> Iterator[Place]:
+        """Where the arrays of a call lie, and where they, and the results, are to lie."""
+        for which, arg, entry in self._in.of(args, kwargs):
             flat = flatten(arg)
             for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-                if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
-                    continue
-                name = f"`{path}` of {self._argument(which)}" if path else self._argument(which)
-                devices, where = _in_order(leaf.sharding), f"{name}, {leaf.dtype}{list(leaf.shape)}, lies on"
-                if first is None:
-                    first = devices, where
-                elif devices != first[0]:
-                    raise PlanMismatchError(
-                        f"{where} {_device_text(devices)}, and {first[1]} {_device_text(first[0])}; a compiled "
-                        "function runs on one set of devices in one order. Move one of them: `shard(tree, plan)`, "
-                        "or `reshard(tree, plan)`."
-                    ) from error
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
+                    name = f"`{path}` of {self._argument(which)}" if path else self._argument(which)
+                    yield Place(f"{name}, {leaf.dtype}{list(leaf.shape)}, lies on", in_order(leaf.sharding))
+            yield from _entry_places(f"the entry of `in_shardings` for {self._argument(which)} is on", entry)
+        yield from _entry_places(f"an entry of `out_shardings` of `{self._name}` is on", self._out)
+
+    def _check_devices(self, groups: Iterable[tuple[Any, list[int]]], leaves: list[Any], arguments: Any) -> None:
+        """Raises where an array lies on other devices than its entry says."""
+        if any(lies_elsewhere(leaves[at], wanted) for wanted, group in groups if wanted is not None for at in group):
+            raise_apart(self._places(*arguments), None)
 
     def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[Any], ...]) -> Any:
         args, kwargs = static.layout.joined(static, lists)
@@ -366,17 +408,10 @@ class Jitted(Generic[P, R]):
         return tuple([[leaves[at] for at in group] for group in groups.values()]), rest
 
 
-def _in_order(sharding: Sharding) -> tuple[Any, ...]:
-    """The devices of a sharding in the order in which a program takes them."""
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return tuple(sharding.mesh.devices.flat)
-    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
-
-
-def _device_text(devices: Sequence[Any]) -> str:
-    ids = [device.id for device in devices]
-    listed = f"{ids}" if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
-    return f"{'device' if len(ids) == 1 else 'devices'} {listed}"
+def _entry_places(what: str, entry: Any) -> Iterator[Place]:
+    for sharding in shardings_in(entry):
+        if isinstance(sharding, Sharding) and (devices := in_order(sharding)):
+            yield Place(what, devices)
 
 
 def _is_hashable(value: Any) -> bool:
