@@ -12,6 +12,8 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _ENDS = ("-done", "-update")
+# What hands a number on as it is.
+_MOVES = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
 _REDUCES = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
 
 
@@ -146,9 +148,7 @@ def _unwrapped(
 
 def _element(scope: Mapping[str, Instruction], outer: Mapping[str, Instruction], name: str) -> int | str | None:
     """What an operand of the comparison is: the number of a loop's variable, or the text of a constant."""
-    found = scope.get(name) or outer.get(name)
-    while found is not None and found.opcode in ("copy", "convert", "bitcast", "reshape"):
-        found = scope.get(found.operands[0]) or outer.get(found.operands[0])
+    found = _moved({**outer, **scope}, name)
     if found is None:
         return None
     if found.opcode == "get-tuple-element":
@@ -161,9 +161,7 @@ def _initial(module: HloModule, around: Mapping[str, Instruction], loop: Instruc
     given = around.get(loop.operands[0])
     if given is None or given.opcode != "tuple":
         return None
-    value = around.get(given.operands[index])
-    while value is not None and value.opcode in ("copy", "convert", "bitcast", "reshape"):
-        value = around.get(value.operands[0])
+    value = _moved(around, given.operands[index])
     return _integer(value.inside) if value is not None and value.opcode == "constant" else None
 
 
@@ -172,7 +170,8 @@ def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int
     root = _root(body)
     if root.opcode != "tuple":
         return None
-    made = _unwrapped(module, body, body[root.operands[index]])
+    last = _moved(body, root.operands[index])
+    made = None if last is None else _unwrapped(module, body, last)
     if made is None or made[0].opcode not in ("add", "subtract"):
         return None
     add, scope = made
@@ -181,6 +180,14 @@ def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int
     if index not in parts or len(moved) != 1 or moved[0] is None:
         return None
     return moved[0] if add.opcode == "add" else -moved[0]
+
+
+def _moved(scope: Mapping[str, Instruction], name: str) -> Instruction | None:
+    """What a name stands for, before it was copied from one memory to another."""
+    found = scope.get(name)
+    while found is not None and found.opcode in _MOVES:
+        found = scope.get(found.operands[0])
+    return found
 
 
 def _integer(text: str) -> int | None:

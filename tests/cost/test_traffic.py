@@ -230,6 +230,13 @@ ENTRY %main (x: f32[64]) -> f32[64] {
         }
     known = text.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
     assert {row.calls for row in traffic(known.replace("COUNT", "7")).rows} == {9}
+    # A TPU's compiler keeps the counter of some loops in another memory.
+    added = "%j = s32[] add(%i, %one)"
+    moved = ["%k = s32[] add(%i, %one)", "%c0 = (s32[], s32[], u32[]) copy-start(%k)", "%j = s32[] copy-done(%c0)"]
+    assert added in text
+    for copied in (moved, [moved[0], "%j = s32[] copy(%k)"]):
+        made = traffic(text.replace(added, "\n  ".join(copied)).replace("COUNT", "7"))
+        assert {row.calls for row in made.rows} == {5}
 
 
 @pytest.mark.parametrize(
