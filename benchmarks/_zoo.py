@@ -48,6 +48,26 @@ def models(dtype: Any) -> dict[str, Callable[[], Model]]:
     }
 
 
+def small_models() -> dict[str, Callable[[], Model]]:
+    """The same models at sizes that two cores run in seconds."""
+    made = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    dense = ft.partial(llama, _LAYERS, dtype=jnp.float32)
+    return {
+        "dense 0.1B": ft.partial(dense, 192, 512, 4, 1, 48, 4096, 16, 128),
+        "dense 1B": ft.partial(dense, 256, 704, 8, 1, 32, 4096, 16, 128),
+        "dense 8B, 8 of 32 heads for keys": ft.partial(dense, 256, 896, 8, 4, 8, 8192, 16, 64),
+        "dense 70B, 8 of 64 heads for keys": ft.partial(dense, 512, 1792, 8, 8, 8, 8192, 16, 32),
+        "dense, 4 long sequences": ft.partial(dense, 128, 512, 2, 4, 16, 2048, 4, 512),
+        "experts": ft.partial(_experts, made, 128, 256, 8, 16, 64),
+        "T5": ft.partial(_t5, made, 192, 512, 4, 48, 4096, 16, 64, 32),
+        "ViT": ft.partial(_vit, made, 192, 768, 4, 48, 16, 64, 1000),
+        "convolutions": ft.partial(_convolutions, made, 8),
+        "MLP-mixer": ft.partial(_mixer, made, 192, 768, 96, 64, 16),
+        "DiT": ft.partial(_dit, made, 256, 1024, 8, 32, 16, 64),
+        "U-Net": ft.partial(_unet, made, 8),
+    }
+
+
 def _attended(x: Any, y: Any, p: Any, heads: int, head: int) -> Any:
     (b, s, _), t = x.shape, y.shape[1]
     query = (x @ p["q"]).reshape(b, s, heads, head)

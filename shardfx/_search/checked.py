@@ -1,6 +1,7 @@
 """Candidates after a closer look: by the estimate of each operation, by the compiled program, or by the clock."""
 
 import dataclasses
+import functools as ft
 import importlib.util
 import statistics
 import time
@@ -25,6 +26,8 @@ from .lay_out import lay_out
 
 
 Progress = Callable[[str], None]
+# What compiles a step for a candidate.
+ProgramOf = Callable[[Candidate, Any], Any]
 # In how many rounds candidates are run in turn, and how many steps each turn has.
 _ROUNDS, _STEPS = 3, 3
 # A program that sends so many times what was expected is compiled again with the step laid out.
@@ -55,21 +58,14 @@ class Verifier:
     progress: Progress
     laid_out: bool = False
 
+    @ft.cached_property
+    def prepared(self) -> Prepared:
+        """The step, ready to be estimated operation by operation."""
+        return Prepared(self.step, self.args)
+
     def compiled(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """The candidates with what their programs send, compute and hold; the fastest first."""
-
-        def program_of(one: Candidate, step: Any) -> Any:
-            return compile_for(
-                step,
-                one.plans,
-                one.mesh.build(self.devices),
-                args=self.args,
-                out_shardings=_as_they_came(self.step, self.args, one.plans),
-                cache=self.cache,
-                progress=lambda _: None,
-            )
-
-        return in_order(one for one, _ in self._looked_at(candidates, program_of))
+        return in_order(one for one, _ in self.looked_at(candidates))
 
     def ran(self, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
@@ -79,7 +75,7 @@ class Verifier:
             out = _as_they_came(self.step, self.args, plans)
             return filter_jit(step, in_shardings=plans, out_shardings=out).lower(*self.args).compile()
 
-        looked = list(self._looked_at(candidates, program_of))
+        looked = list(self.looked_at(candidates, program_of))
         # What does not fit cannot run.
         kept = [(one, program) for one, program in looked if fits(one)]
         taken: list[list[float]] = [[] for _ in kept]
@@ -99,26 +95,47 @@ class Verifier:
         others = in_order(one for at, one in enumerate(found) if at not in order)
         return (*last, *others) or fitting([one for one, _ in looked])
 
-    def _looked_at(self, candidates: Sequence[Candidate], program_of: Any) -> Iterator[tuple[Candidate, Any]]:
+    def looked_at(
+        self, candidates: Sequence[Candidate], program_of: ProgramOf | None = None
+    ) -> Iterator[tuple[Candidate, Any]]:
         """Each candidate with its program: as it is, or laid out where the compiler does worse than was expected."""
-        prepared = Prepared(self.step, self.args)
+        # Where the compiler went astray once, though the estimate of each operation did not see it, it does so again.
+        surprised = False
         for number, one in enumerate(candidates, start=1):
-            self.progress(f"compiling candidate {number} of {len(candidates)}: {one.title}")
-            looked, program = self._look(one, program_of, prepared, laid_out=self.laid_out)
-            expected = min(one.wire_bytes, one.checks[0].wire_bytes)
-            if not self.laid_out and looked.checks[-1].wire_bytes > _ASTRAY * expected:
-                self.progress(f"compiling candidate {number} of {len(candidates)}, laid out: {one.title}")
-                other, laid = self._look(one, program_of, prepared, laid_out=True)
-                if other.checks[-1].seconds < looked.checks[-1].seconds:
-                    looked, program = other, laid
+            told = f"compiling candidate {number} of {len(candidates)}"
+            foreseen = one.checks[0].wire_bytes > _ASTRAY * one.wire_bytes
+            laid_out = self.laid_out or ((foreseen or surprised) and not _is_data(one))
+            self.progress(f"{told}{', laid out' * laid_out}: {one.title}")
+            looked, program = self._look(one, laid_out=laid_out, program_of=program_of)
+            if not self.laid_out and _is_astray(looked):
+                surprised |= not laid_out
+                self.progress(f"{told}, {'as it is' if laid_out else 'laid out'}: {one.title}")
+                other, its = self._look(one, laid_out=not laid_out, program_of=program_of)
+                # Of two that are as fast, the one that asks for nothing.
+                if (other.checks[-1].seconds, not laid_out) < (looked.checks[-1].seconds, laid_out):
+                    looked, program = other, its
             yield looked, program
 
-    def _look(self, one: Candidate, program_of: Any, prepared: Prepared, *, laid_out: bool) -> tuple[Candidate, Any]:
-        """One candidate's program, and what it says."""
+    def look(self, one: Candidate, *, laid_out: bool) -> Candidate:
+        """One candidate with what its program sends, computes and holds."""
+        return self._look(one, laid_out=laid_out)[0]
+
+    def _look(self, one: Candidate, *, laid_out: bool, program_of: ProgramOf | None = None) -> tuple[Candidate, Any]:
         step = lay_out(self.step, one.mesh.build(self.devices), one.rules) if laid_out else self.step
-        program = program_of(one, step)
+        program = (program_of or self._program_of)(one, step)
         marked = dataclasses.replace(one, laid_out=laid_out)
-        return with_check(marked, self._check(marked, program, prepared)), program
+        return with_check(marked, self._check(marked, program)), program
+
+    def _program_of(self, one: Candidate, step: Any) -> Any:
+        return compile_for(
+            step,
+            one.plans,
+            one.mesh.build(self.devices),
+            args=self.args,
+            out_shardings=_as_they_came(self.step, self.args, one.plans),
+            cache=self.cache,
+            progress=lambda _: None,
+        )
 
     def _placed(self, made: Candidate) -> tuple[ShardPlan, ...]:
         mesh = made.mesh.build(self.devices)
@@ -135,7 +152,7 @@ class Verifier:
             taken.append(time.perf_counter() - begin)
         return taken
 
-    def _check(self, made: Candidate, program: Any, prepared: Prepared) -> Check:
+    def _check(self, made: Candidate, program: Any) -> Check:
         """What a compiled program says."""
         compiler: Compiler = "tpu" if self.devices[0].platform == "tpu" else "cpu"
         memory, text = program.memory_analysis(), program.as_text()
@@ -154,7 +171,7 @@ class Verifier:
             axis_bytes=_by_axes(found),
             compute_seconds=compute,
             # The estimate of each operation follows the step as it is written.
-            comparison=None if made.laid_out else compare(prepared.under(made.plans, compiler=compiler), found),
+            comparison=None if made.laid_out else compare(self.prepared.under(made.plans, compiler=compiler), found),
         )
 
     def _compute_seconds(self, made: Candidate, text: str) -> float:
@@ -206,6 +223,16 @@ def in_order(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(sorted(found, key=lambda one: one.checks[-1].seconds))
 
 
+def promised(one: Candidate) -> float:
+    """Seconds by the better of two estimates: of the step as it is, and laid out as it was priced."""
+    return min(one.seconds, one.checks[0].seconds)
+
+
+def promising(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """By what they promise: which of the two a program will be like shows once it is compiled."""
+    return tuple(sorted(found, key=promised))
+
+
 def fits(one: Candidate) -> bool:
     """Whether its memory is within the limit by the last look."""
     return (one.checks[-1].memory_bytes or 0) <= one.limit_bytes
@@ -242,6 +269,16 @@ def devices_for(verify: Any, count: int, target: str | None, given: Sequence[Any
 def has_libtpu() -> bool:
     """Whether the TPU's compiler is installed."""
     return importlib.util.find_spec("libtpu") is not None
+
+
+def _is_astray(looked: Candidate) -> bool:
+    """Whether a program sends clearly more than either estimate."""
+    return looked.checks[-1].wire_bytes > _ASTRAY * min(looked.wire_bytes, looked.checks[0].wire_bytes)
+
+
+def _is_data(one: Candidate) -> bool:
+    """Whether no parameter is cut: then the compiler has nothing to get wrong."""
+    return all(names == ("batch",) for _, names in one.roles)
 
 
 def _step_seconds(made: Candidate, compute: float, sending: float, overlap: float) -> float:

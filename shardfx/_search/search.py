@@ -20,7 +20,7 @@ from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from .asked import Tracing, hardware, require_arrays
 from .candidate import Candidate
-from .checked import Verifier, as_priced, devices_for, estimated, fitting, in_order, with_check
+from .checked import Verifier, as_priced, devices_for, estimated, fitting, in_order, promising, with_check
 from .classes import Classes
 from .core import AXES, CostModel, Found, costs, find, machine_of, shares
 from .emulated import EMULATED
@@ -139,7 +139,8 @@ def search(
 
     def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         looks = (as_priced(one) if laid_out else estimated(prepared, one, model.overlap) for one in found)
-        return in_order(map(with_check, found, looks))
+        # What is compiled may turn out as either estimate says.
+        return (in_order if verify is None or laid_out else promising)(map(with_check, found, looks))
 
     found = priced(made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model))
     if verify is None or not found[0].fits:
