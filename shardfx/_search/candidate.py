@@ -140,20 +140,38 @@ class Candidate:
         )
         rows: list[tuple[str, ...]] = [("axis", "collective", "array", "MB", "calls", "at")]
         rows += [
-            (row.axis, row.kind, row.array, f"{row.wire_bytes / 1e6:.4g}", f"{row.calls:g}", row.source)
+            (row.axis, row.kind, row.array, _mb(row.wire_bytes), f"{row.calls:g}", row.source)
             for row in self.traffic[:6]
         ]
         checks = [self._told(look) for look in self.checks]
-        return first, rows, [*checks, *self.reasons]
+        return first, rows, [*checks, *self._worse_as_written(), *self.reasons]
+
+    def _worse_as_written(self) -> list[str]:
+        """What to do where the compiler is expected to lay activations out in a way that costs much more."""
+        look = self.checks[-1] if self.checks else None
+        if self.laid_out or look is None or look.by != "estimate" or look.seconds < _MUCH * self.seconds:
+            return []
+        return [
+            f"as the step is written, activations will not lie as they should: {ms(look.seconds)} and not "
+            f"{ms(self.seconds)}. Constrain them, or run `shardfx.lay_out(step, mesh, rules)`; `laid_out=True` "
+            "searches for that"
+        ]
 
 
 _NUMBERS = {"MB", "calls"}
+# How many times what was searched for the step as it is written may take before a candidate says so.
+_MUCH = 1.25
 
 
 def ms(seconds: float) -> str:
     """Seconds for a person."""
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{_number(seconds * 1e3, 3)} ms"
 
 
 def _mb(amount: float) -> str:
-    return f"{amount / 1e6:.4g}"
+    return _number(amount / 1e6, 4)
+
+
+def _number(value: float, digits: int) -> str:
+    """A number of so many digits, without an exponent where it is large."""
+    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
