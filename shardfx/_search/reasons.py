@@ -40,11 +40,6 @@ def by_look(mine: Candidate, others: Iterable[Candidate]) -> Iterable[str]:
         yield f"{other.title} by {look.by}: {more(theirs.seconds - look.seconds)}: {', '.join(told)}"
 
 
-def difference(mine: Candidate, other: Candidate) -> str:
-    parts = [0.0, other.seconds, other.compute_seconds, other.exposed_seconds, other.hidden_seconds, 0.0]
-    return parts_of(parts, mine)
-
-
 def parts_of(parts: Sequence[float], mine: Candidate) -> str:
     named = (
         ("computation", parts[2] - mine.compute_seconds),

@@ -28,7 +28,7 @@ from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
 from .priced import sent_rows
-from .reasons import by_look, difference, more, parts_of, without_twins
+from .reasons import by_look, more, parts_of, without_twins
 from .roles import layouts_of, roles_of_rules
 from .seeds import distinct, seeds
 from .terms import Terms, has_data, padded, terms_of
@@ -83,8 +83,8 @@ def search(
         and hold orders them anew, and what does not fit is dropped. Or the devices to compile for. "run" runs them on
         the devices too, in turn, with arrays that it makes, and the clock orders them. Loops are compiled once,
         however long they are.
-    - `also`: rules by hand, over names that [`shardfx.name_axes`][] finds, that are compiled too. The sizes of their
-        axes are chosen.
+    - `also`: rules by hand, over names that [`shardfx.name_axes`][] finds, that are looked at too, as the usual ones
+        are. The sizes of their axes are chosen.
     - `closely`: how many candidates to compile at most, beside those of `also`.
     - `limits`: see [`shardfx.Limits`][].
     - `laid_out`: whether the step will be run as [`shardfx.lay_out`][] makes it. Then candidates are ordered, and
@@ -143,14 +143,19 @@ def search(
         return (in_order if verify is None or laid_out else promising)(map(with_check, found, looks))
 
     found = priced(made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model))
-    if verify is None or not found[0].fits:
+    if not found[0].fits:
         return found[:keep]
-    targets = devices_for(verify, count, target, None if isinstance(devices, int | str) else devices)
-    tell = progress or (lambda _: None)
-    verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)
+    # The core prices steps that are laid out; as it is written, a step may be fastest under a plain way.
     asked, known = (priced(made.by_hand(ways, kind, slices, limits, model)) for ways in (made.asked, made.known))
-    closer = without_twins([*found[: (closely + 1) // 2], *asked, *known], closely + len(asked))
-    looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))
+    if verify is None:
+        every = in_order([*found, *asked, *known])
+        looked = tuple(without_twins(every, keep + 2))
+    else:
+        targets = devices_for(verify, count, target, None if isinstance(devices, int | str) else devices)
+        tell = progress or (lambda _: None)
+        verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)
+        closer = without_twins([*found[: (closely + 1) // 2], *asked, *known], closely + len(asked))
+        looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))
     return tuple(
         dataclasses.replace(one, reasons=(*by_look(one, looked[at + 1 : at + 3]), *one.reasons))
         for at, one in enumerate(looked[:keep])
@@ -309,9 +314,9 @@ class Searched:
                 f"({', '.join(f'{g.name}={g.size}' for g in self.classes.live())}); {culprits}."
             )
         made = [self.candidate(one, built, machine, limit) for one, built in pairs]
-        ones = [one for one, _ in pairs]
         return tuple(
-            dataclasses.replace(one, reasons=self.reasons(at, made, ones, machine, hint)) for at, one in enumerate(made)
+            dataclasses.replace(mine, reasons=self.reasons(one, mine, machine, hint))
+            for mine, (one, _) in zip(made, pairs, strict=True)
         )
 
     def would_fit(self, chip: chips.Chip, slices: int, limits: Limits, model: CostModel) -> str:
@@ -435,18 +440,13 @@ class Searched:
         islands = bool(np.isfinite(machine["island"]))
         return [float(part[0, 0]) for part in costs(arrays, machine, sets, share, spans, islands=islands)]
 
-    def reasons(
-        self, at: int, made: list[Candidate], ones: list[Found], machine: dict[str, Any], hint: str
-    ) -> tuple[str, ...]:
-        """Why this one stands before the next, and what moving a factor of two between its axes would cost."""
-        mine = made[at]
+    def reasons(self, one: Found, mine: Candidate, machine: dict[str, Any], hint: str) -> tuple[str, ...]:
+        """Why nothing fits, if so, and what moving a factor of two between its axes would cost."""
         found = []
         if not mine.fits:
             held = f"{bytes_text(mine.memory_bytes)} of {bytes_text(mine.limit_bytes)}"
             found.append(f"nothing fits: this takes least, {held}; {hint}")
-        for other in made[at + 1 : at + 3]:
-            found.append(f"{other.title} instead: {more(other.seconds - mine.seconds)}: {difference(mine, other)}")
-        return (*found, *self.near(ones[at], mine, machine))
+        return (*found, *self.near(one, mine, machine))
 
     def near(self, one: Found, mine: Candidate, machine: dict[str, Any]) -> Iterable[str]:
         """What it would cost to move a factor of two from one axis to another."""
