@@ -3,7 +3,7 @@ import gc
 import equinox as eqx
 import jax
 import pytest
-from signatures import check_every_call_of
+from import_hook import check_every_call_of
 
 
 check_every_call_of("shardfx")

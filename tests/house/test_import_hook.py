@@ -7,7 +7,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from beartype.roar import BeartypeCallHintViolation
-from signatures import Loader
+from import_hook import Loader
 
 from shardfx import MeshSpec
 
