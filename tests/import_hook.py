@@ -7,11 +7,12 @@ names arrays, since it alone compares the dimensions of several arguments.
 
 import ast
 import dataclasses
+import functools
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
@@ -26,16 +27,29 @@ _MARK = "__checked__"
 def checked(made: Any) -> Any:
     """This function, or this dataclass, so that each call is checked against its annotations."""
     if not inspect.isclass(made):
-        return jaxtyping.jaxtyped(made, typechecker=beartype) if _has_arrays(made) else beartype(made)
+        return _checked_function(made)
     if dataclasses.is_dataclass(made):
-        if _has_arrays(made.__init__):
-            return jaxtyping.jaxtyped(made, typechecker=beartype)
-        made.__init__ = beartype(made.__init__)
+        made.__init__ = _checked_function(made.__init__)
     return made
 
 
-def _has_arrays(function: Callable[..., Any]) -> bool:
-    return any(map(_names_arrays, function.__annotations__.values()))
+def _checked_function(function: Any) -> Any:
+    if _MARK in vars(function):
+        return function
+    # jaxtyping marks no function; what it has checked is checked once more, to the same end.
+    if any(map(_names_arrays, function.__annotations__.values())):
+        return jaxtyping.jaxtyped(function, typechecker=beartype)
+    check = beartype(function)
+    if check is function:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Tests of messages turn jaxtyping's checks off, and these with them.
+        return (function if jaxtyping.config.jaxtyping_disable else check)(*args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call
 
 
 def _names_arrays(hint: Any) -> bool:

@@ -88,7 +88,11 @@ class MeshParts:
 
     def layout(self, by_factor: dict[int, Parts], dims: Sequence[Dim], rule: Rule) -> Layout:
         """How an array lies where the factors are cut so."""
-        return tuple([self.joined(by_factor, dim, rule.sizes) for dim in dims])
+        if not by_factor:
+            return ((),) * len(dims)
+        # Most dimensions are one factor. This runs for every array of a step, under every plan that is estimated.
+        cut, sizes = by_factor.get, rule.sizes
+        return tuple([cut(dim[0], ()) if len(dim) == 1 else self.joined(by_factor, dim, sizes) for dim in dims])
 
 
 def _primes(count: int) -> list[int]:

@@ -120,8 +120,8 @@ class _Flow:
         layout, closed = self.layouts[value], self.closed.get(value)
         wanted = []
         for at, dim in enumerate(dims):
-            if dim and not (closed and closed[at]):
-                parts = self.axes.joined(found, dim, op.rule.sizes)
+            if not found.keys().isdisjoint(dim) and not (closed and closed[at]):
+                parts = found[dim[0]] if len(dim) == 1 else self.axes.joined(found, dim, op.rule.sizes)
                 if len(parts) > len(layout[at]) and parts[: len(layout[at])] == layout[at]:
                     weight = max(best[factor][0] for factor in dim if factor in best)
                     wanted.append((-weight, at, parts))

@@ -90,3 +90,12 @@ def test_dimensions_are_compared(module):
     for call in wrong:
         with pytest.raises(jaxtyping.TypeCheckError):
             call()
+
+
+def test_tests_of_messages_turn_the_checks_off(module):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        assert module.outer("3") == module.quoted("3") == module.Point("3").x == "3"
+        assert module.both(None, None) is None
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
