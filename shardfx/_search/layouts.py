@@ -88,47 +88,13 @@ class Layouts:
         self.labelled = [self._labelled(made) for made in self.program.operations]
 
     def _labelled(self, made: Operation) -> _Labelled:
-        numbers: dict[object, int] = {}
-        classes: list[int] = []
-        behind: set[int] = set()
-
-        def label(key: object, leaf: int, at: int) -> int:
-            if key not in numbers:
-                numbers[key] = len(classes)
-                classes.append(self.numbers.get(leaf, -1))
-            if at:
-                behind.add(numbers[key])
-            return numbers[key]
-
-        if made.kind == "reshape":
-            (a,), (b,) = made.ins, made.outs
-            left = [(leaf, at) for dim in self.parts[a] for at, leaf in enumerate(dim)]
-            right = [(leaf, at) for dim in self.parts[b] for at, leaf in enumerate(dim)]
-            same = 0
-            while same < min(len(left), len(right)) and left[same][0] == right[same][0]:
-                same += 1
-            sides = []
-            for flat in (left, right):
-                keys = [label(i, leaf, at) if i < same else -1 for i, (leaf, at) in enumerate(flat)]
-                sides.append((tuple(keys),))
-            return _Labelled(sides[0], sides[1], tuple(classes), frozenset(behind))
-        reference: dict[int, list[int]] = {}
-
-        def side(values: Sequence[int], labels: Sequence[tuple[int | None, ...]]) -> tuple[tuple[int, ...], ...]:
-            found = []
-            for value, dims in zip(values, labels, strict=True):
-                keys: list[int] = []
-                for leaves, dim in zip(self.parts[value], dims, strict=True):
-                    known = None if dim is None else reference.setdefault(dim, leaves)
-                    fits = dim is not None and known == leaves
-                    keys += [label((dim, at), leaf, at) if fits else -1 for at, leaf in enumerate(leaves)]
-                found.append(tuple(keys))
-            return tuple(found)
-
         if made.kind == "use":
             return _Labelled((), (), (), frozenset())
-        ins = side(made.ins, made.labels.ins)
-        return _Labelled(ins, side(made.outs, made.labels.outs), tuple(classes), frozenset(behind))
+        labels = _Labels(self)
+        if made.kind == "reshape":
+            return labels.reshaped(made)
+        ins = labels.side(made.ins, made.labels.ins)
+        return labels.labelled(ins, labels.side(made.outs, made.labels.outs))
 
     def under(self, role: Role) -> Layout:
         """The step under this role."""
@@ -158,6 +124,52 @@ def _shares_a_factor(size: int, devices: int) -> bool:
     while devices:
         size, devices = devices, size % devices
     return size > 1
+
+
+class _Labels:
+    """The labels of one operation while they are found."""
+
+    def __init__(self, layouts: Layouts):
+        self.layouts = layouts
+        self.numbers: dict[object, int] = {}
+        self.classes: list[int] = []
+        self.behind: set[int] = set()
+        self.reference: dict[int, list[int]] = {}
+
+    def label(self, key: object, leaf: int, at: int) -> int:
+        if key not in self.numbers:
+            self.numbers[key] = len(self.classes)
+            self.classes.append(self.layouts.numbers.get(leaf, -1))
+        if at:
+            self.behind.add(self.numbers[key])
+        return self.numbers[key]
+
+    def reshaped(self, made: Operation) -> _Labelled:
+        (a,), (b,) = made.ins, made.outs
+        left = [(leaf, at) for dim in self.layouts.parts[a] for at, leaf in enumerate(dim)]
+        right = [(leaf, at) for dim in self.layouts.parts[b] for at, leaf in enumerate(dim)]
+        same = 0
+        while same < min(len(left), len(right)) and left[same][0] == right[same][0]:
+            same += 1
+        sides = []
+        for flat in (left, right):
+            keys = [self.label(i, leaf, at) if i < same else -1 for i, (leaf, at) in enumerate(flat)]
+            sides.append((tuple(keys),))
+        return self.labelled(sides[0], sides[1])
+
+    def side(self, values: Sequence[int], labels: Sequence[tuple[int | None, ...]]) -> tuple[tuple[int, ...], ...]:
+        found = []
+        for value, dims in zip(values, labels, strict=True):
+            keys: list[int] = []
+            for leaves, dim in zip(self.layouts.parts[value], dims, strict=True):
+                known = None if dim is None else self.reference.setdefault(dim, leaves)
+                fits = dim is not None and known == leaves
+                keys += [self.label((dim, at), leaf, at) if fits else -1 for at, leaf in enumerate(leaves)]
+            found.append(tuple(keys))
+        return tuple(found)
+
+    def labelled(self, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple[int, ...], ...]) -> _Labelled:
+        return _Labelled(ins, outs, tuple(self.classes), frozenset(self.behind))
 
 
 class _Run:

@@ -59,11 +59,11 @@ def relation(name: str, params: dict[str, Any], ins: Sequence[Shape], outs: Sequ
 
 def _plain(found: Relation) -> Relation:
     """With Python's integers: parameters of primitives may hold NumPy's."""
+    return found._replace(ins=_integers(found.ins), outs=_integers(found.outs))
 
-    def side(labels: Any) -> tuple[Labels, ...]:
-        return tuple(tuple(None if label is None else int(label) for label in dims) for dims in labels)
 
-    return found._replace(ins=side(found.ins), outs=side(found.outs))
+def _integers(labels: Any) -> tuple[Labels, ...]:
+    return tuple(tuple(None if label is None else int(label) for label in dims) for dims in labels)
 
 
 def unknown(ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
@@ -78,15 +78,15 @@ def _elementwise(name: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> Rela
         labels = tuple(tuple(range(base, base + len(s))) for base, s in zip(bases, ins, strict=True))
         same = all(tuple(a) == tuple(b) for a, b in zip(ins, outs, strict=True))
         return Relation(labels, labels, linear=False) if same else unknown(ins, outs)
-    out = tuple(outs[0])
+    operands, results = (tuple(_like(outs[0], shape) for shape in shapes) for shapes in (ins, outs))
+    return Relation(operands, results, linear=name in LINEAR)
 
-    def of(shape: Shape) -> tuple[int | None, ...]:
-        # An operand may have one element where the others have more, and scalars have no dimensions.
-        if len(shape) != len(out):
-            return (None,) * len(shape)
-        return tuple(dim if size == out[dim] else None for dim, size in enumerate(shape))
 
-    return Relation(tuple(map(of, ins)), tuple(map(of, outs)), linear=name in LINEAR)
+def _like(out: Shape, shape: Shape) -> tuple[int | None, ...]:
+    # An operand may have one element where the others have more, and scalars have no dimensions.
+    if len(shape) != len(out):
+        return (None,) * len(shape)
+    return tuple(dim if size == out[dim] else None for dim, size in enumerate(shape))
 
 
 def _reduce(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:

@@ -92,15 +92,15 @@ def elementwise(
         return loops.rule(pairs, pairs, is_linear=is_linear, moves=moves, is_simple=True, **more)
     whole = max(made, key=len, default=())
     dims = loops.dims(whole)
+    operands, results = ([_like(loops, dims, whole, shape) for shape in shapes] for shapes in (given, made))
+    return loops.rule(operands, results, is_linear=is_linear, moves=moves, is_simple=True, **more)
 
-    def of(shape: Shape) -> list[Dim]:
-        if len(shape) != len(whole):
-            return loops.dims(shape)
-        return [dim if size == full else loops.new(size) for dim, size, full in zip(dims, shape, whole, strict=True)]
 
-    return loops.rule(
-        [of(s) for s in given], [of(s) for s in made], is_linear=is_linear, moves=moves, is_simple=True, **more
-    )
+def _like(loops: Loops, dims: Sequence[Dim], whole: Shape, shape: Shape) -> list[Dim]:
+    """The dimensions of an array beside one of the shape `whole`, which has the dimensions `dims`."""
+    if len(shape) != len(whole):
+        return loops.dims(shape)
+    return [dim if size == full else loops.new(size) for dim, size, full in zip(dims, shape, whole, strict=True)]
 
 
 def opaque(given: Sequence[Shape], made: Sequence[Shape], note: str) -> Rule:
