@@ -253,8 +253,8 @@ class ShardPlan(eqx.Module):
         - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
             PartitionSpec.
         - `shape`: of the array, to which the sharding is corrected. Without it the sharding is for arrays of any shape
-            whose sizes it divides, and dimensions beyond the end of the names are whole; heads stay whole only if
-            there are as many as pieces, which the shape tells.
+            whose sizes it divides, and dimensions beyond the end of the names are whole. Then names with units, as
+            heads, can be cut only if the plan's own arrays of these names can.
         - `strict`, `unmatched`: as in [`shardfx.constrain`][].
         - `explain`: return the decision too.
 
@@ -266,7 +266,7 @@ class ShardPlan(eqx.Module):
         **Raises:**
 
         As [`shardfx.constrain`][] does; `SpecError` also where a dimension is left to the compiler (UNCONSTRAINED), for
-        which JAX has no sharding outside a compiled function.
+        which JAX has no sharding outside a compiled function, and where without a shape a unit might be cut.
 
         !!! Example
 

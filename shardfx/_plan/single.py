@@ -1,5 +1,6 @@
 """One array under a plan that need not be a leaf of it: a batch, or an activation."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -47,6 +48,8 @@ def decision_for(
     spec = trimmed([_without(entry, held_back) for entry in entries_of(asked.spec)], asked.spec)
     if shape is None:
         units = units or (1,) * len(entries_of(spec))
+        if not isinstance(names_or_spec, PartitionSpec):
+            _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
         shape = tuple(mesh.size * unit for unit in units)  # every axis divides these sizes
     found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
     # The rules of a plan may be for axes of other meshes; `plan` has seen to that. A spec is written where it is used.
@@ -56,6 +59,28 @@ def decision_for(
     if strict and reasons:
         raise SpecError(f"`strict=True`, and {names_or_spec} would not shard as asked: {'; '.join(map(str, reasons))}")
     return Decision(found.spec, reasons)
+
+
+def _require_whole_units(
+    names: tuple[Any, ...], spec: PartitionSpec, units: tuple[int, ...], plan: Content, mesh: MeshSpec
+) -> None:
+    """Raises where no shape says how many heads there are, and the plan's arrays do not say that there are enough."""
+    for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
+        axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
+        pieces = math.prod(mesh.shape[axis] for axis in axes)
+        if unit == 1 or pieces == 1:
+            continue
+        sizes = [
+            size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name
+        ]
+        if sizes and not any(size % (unit * pieces) for size in sizes):
+            continue
+        counts = sorted({size // unit for size in sizes})
+        known = f"the plan's arrays have {' or '.join(map(str, counts))}" if counts else "no array of the plan has it"
+        raise SpecError(
+            f"{name!r} is made of units of {unit}, and {' x '.join(f'`{axis}`' for axis in axes)} ({pieces}) may cut "
+            f"inside one: {known}. Say how large the array is: `plan.sharding(names, shape)`."
+        )
 
 
 def require_pinned(asked: Any, spec: PartitionSpec) -> None:

@@ -312,8 +312,21 @@ def test_sharding_leaves_out_axes_of_other_meshes():
     made = plan({"w": jnp.ones(8)}, MESH, names={"w": ("batch",)}, axes=rules)
     assert made.sharding(("batch",)).spec == P("data")
     heads = AxisRules([("heads", "tensor")], units={"heads": 16})
-    assert plan({}, MESH, axes=heads).sharding(("heads",)).spec == P("tensor")
+    assert plan({}, MESH, axes=heads).sharding(("heads",), (64,)).spec == P("tensor")
     assert plan({}, MESH, axes=heads).sharding(("heads",), (32,)).spec == P()
+
+
+def test_a_sharding_without_a_shape_cuts_no_head():
+    rules = AxisRules([("heads", "tensor"), ("kv", "tensor")], units={"heads": 16, "kv": 16})
+    tree = {"q": jnp.ones((8, 128)), "k": jnp.ones((8, 32))}
+    made = plan(tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=rules)
+    assert made.sharding((None, "heads")).spec == P(None, "tensor")
+    with pytest.raises(SpecError, match=r"'kv' is made of units of 16, and `tensor` \(4\) may cut .* arrays have 2\."):
+        made.sharding((None, "kv"))
+    with pytest.raises(SpecError, match=r"no array of the plan has it. Say .*`plan.sharding\(names, shape\)`"):
+        plan({}, MESH, axes=rules).sharding(("heads",))
+    assert made.sharding((None, "kv"), (8, 32)).spec == P()
+    assert plan({}, MeshSpec({"data": 8, "tensor": 1}), axes=rules).sharding(("kv",)).spec == P("tensor")
 
 
 def test_sharding_says_what_is_wrong():
