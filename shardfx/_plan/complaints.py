@@ -74,15 +74,20 @@ def uncovered(decided: Decided) -> list[Uncovered]:
     return sorted(found, key=lambda leaf: -leaf.bytes)
 
 
-def raise_unmatched(decided: Decided, rules: Sequence[Any]) -> None:
+def raise_unmatched(decided: Decided, rules: Sequence[Any], axes: AxisRules | None) -> None:
     found = uncovered(decided)
     if not found:
         return
     patterns = [pattern for pattern, _ in rules]
+    declared = dict(zip(decided.flat.paths, decided.flat.names, strict=True))
     lines = []
     for nbytes, path, row in found[:_SHOWN]:
         near = difflib.get_close_matches(path, patterns, n=1, cutoff=0.0)
         hint = f"; the nearest rule is {near[0]!r}" if near else ""
+        # Without rules for names, those that modules declare are not read.
+        names = declared[path] if axes is None else None
+        if names is not None:
+            hint += f"; it declares the names {names_text(names)}, which need `axes=AxisRules(...)`"
         lines.append(f"  `{path}`: {row.dtype}{list(row.shape)}, {nbytes} bytes{hint}")
     head = (
         f"no rule covers {len(found)} of {sum(decided.flat.is_array)} leaves; add path rules or names for them, end "

@@ -250,8 +250,19 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     known, present = set(content.paths), set(flat.paths)
     extra = [path for path in given if path not in known]
     missing = [path for path in planned if path not in present]
-    found = [f"the plan has no `{path}`" for path in extra[:1]] + [f"the tree has no `{path}`" for path in missing[:1]]
+    found = [f"the plan has no `{path}`{_tied_to(path, flat)}" for path in extra[:1]]
+    found += [f"the tree has no `{path}`" for path in missing[:1]]
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({len(extra)} arrays more, {len(missing)} missing): "
         f"{'; '.join(found) or 'the arrays are in another order'}. Plan the tree that you use."
     )
+
+
+def _tied_to(path: str, flat: Flat) -> str:
+    """What to say of an array that the tree holds under another path as well."""
+    leaf = flat.leaves[flat.paths.index(path)]
+    pairs = zip(flat.paths, flat.leaves, strict=True)
+    other = next((name for name, one in pairs if one is leaf and name != path), None)
+    if other is None:
+        return ""
+    return f", which is the same array as `{other}`: give a tree that holds it once, as `nnx.state(module)` does"

@@ -13,6 +13,7 @@ from .._ground.tree import Flat, flatten, leaves_at
 from .._rules.axis_rules import AxisRules
 from .._rules.resolve import names_text
 from .._rules.strategies import Atomic
+from .boxes import raise_unread
 
 
 if TYPE_CHECKING:
@@ -43,8 +44,11 @@ def _is_name(entry: Any) -> bool:
 
 def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
     """The logical names of each leaf, from the names tree or from the modules' fields."""
+    if names is None and axes is None:
+        return [None] * len(flat.leaves)
     if names is None:
-        return flat.names if axes is not None else [None] * len(flat.leaves)
+        raise_unread(tree, flat)
+        return flat.names
     column = _broadcast(names, tree, ())
     for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
         if shaped and not _is_names(node):

@@ -13,6 +13,7 @@ from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules
 from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
 from ..topology._mesh import MeshSpec
+from .boxes import raise_tied
 from .complaints import (
     Decided,
     raise_absent,
@@ -121,13 +122,14 @@ def plan(
         check_axis_rules("axes", axes)
     flat = flatten(tree)
     raise_repeated(flat)
+    raise_tied(tree, flat)
     given = names_of_leaves(names, tree, flat, axes)
     found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, memory_kind_pairs(memory_kinds))
     index, rows, mesh_spec = found.numbers, found.rows, found.mesh
     raise_errors(found.errors)
     if unmatched == "raise":
         decided = Decided(flat, index, rows)
-        raise_unmatched(decided, found.paths.rules)
+        raise_unmatched(decided, found.paths.rules, axes)
         raise_unknown(decided, axes, mesh_spec)
         raise_absent(decided, mesh_spec, axes, found.declared)
     if unused == "raise":

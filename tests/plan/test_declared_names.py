@@ -7,11 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import struct
+from flax import linen as nn, nnx, struct
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, RuleError, field, plan, renamed
+from shardfx.interop import flax as interop
 
 
 MESH = MeshSpec({"fsdp": 2, "tensor": 4})
@@ -71,3 +72,43 @@ def test_declared_names_cannot_be_renamed_to_none():
     with pytest.raises(RuleError, match=r"gets None, which leaves `base/w` the names \('embed', 'mlp'\)"):
         renamed(LORA, {"base": None})
     assert renamed(LORA, {"a": None, "base": ()}) == Lora(Linear(()), None)  # pyright: ignore
+
+
+def test_declared_names_without_rules_for_them_are_shown():
+    with pytest.raises(
+        sfx.UnmatchedError, match=r"`w`: .* it declares the names \('embed', 'mlp'\), which need `axes="
+    ):
+        plan(Linear(jnp.ones((16, 32))), MESH)
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        init = nnx.with_partitioning(nnx.initializers.ones, ("mlp", "embed"), eager_sharding=False)
+        self.embed = nnx.Embed(32, 16, embedding_init=init, rngs=nnx.Rngs(0))
+        self.head = self.embed.embedding
+
+
+def test_names_of_flax_are_not_passed_over():
+    state = nnx.state(nnx.eval_shape(Tied))
+    with pytest.raises(
+        RuleError, match=r"`embed/embedding` carries the names \('mlp', 'embed'\) of Flax, as do 1 of 1"
+    ):
+        plan(state, MESH, axes=AXES, paths=REST)
+    made = plan(state, MESH, names=interop.names_of(state), axes=AXES)
+    assert made["embed/embedding/value"].spec == P("tensor", "fsdp")
+    assert plan(state, MESH, names=renamed(state, {}), axes=AXES, paths=REST)["embed/embedding/value"].spec == P()
+    assert plan(state, MESH, paths=REST)["embed/embedding/value"].spec == P()
+    boxed = {"kernel": nn.LogicallyPartitioned(jnp.ones((16, 32)), ("embed", "mlp"))}
+    with pytest.raises(RuleError, match="`kernel` carries the names"):
+        plan(boxed, MESH, axes=AXES, paths=REST)
+
+
+def test_a_variable_that_is_tied_is_no_tree():
+    module = Tied()
+    with pytest.raises(RuleError, match="`embed/embedding` and `head` are one variable .* plan `nnx.state"):
+        plan(module, MESH, paths=REST)
+    made = plan(nnx.state(module), MESH.build(jax.devices()), paths=REST)
+    with pytest.raises(
+        sfx.PlanMismatchError, match="no `head/value`, which is the same array as `embed/embedding/value`"
+    ):
+        sfx.shard(module, made)
