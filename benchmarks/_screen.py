@@ -13,7 +13,7 @@ from shardfx._search.checked import Verifier, fits
 # A TPU's compiler takes a fifth of its time so; what the program sends is the same, its cycles are more.
 _HURRY = -1.0
 # How many of a kind are compiled with care at most, and how much slower the next may seem and still be one of them.
-_MOST, _NEAR = 4, 1.25
+_MOST, _NEAR = 3, 1.2
 
 
 @dataclasses.dataclass(eq=False)

@@ -272,8 +272,9 @@ def has_libtpu() -> bool:
 
 
 def _is_astray(looked: Candidate) -> bool:
-    """Whether a program sends clearly more than either estimate."""
-    return looked.checks[-1].wire_bytes > _ASTRAY * min(looked.wire_bytes, looked.checks[0].wire_bytes)
+    """Whether a program sends clearly more than it should: laid out, than was priced; else, than it could at best."""
+    best = looked.wire_bytes if looked.laid_out else min(looked.wire_bytes, looked.checks[0].wire_bytes)
+    return looked.checks[-1].wire_bytes > _ASTRAY * best
 
 
 def _is_data(one: Candidate) -> bool:
