@@ -74,7 +74,7 @@ def cases(options: Options) -> list[Entry]:
         ),
         Finding(
             "calls with 38 arrays through filter_jit",
-            ft.partial(_calls, options.devices, 300 if options.quick else 3000),
+            ft.partial(_calls, options.devices, 1000 if options.quick else 3000),
             (
                 Limit("added us per call", at_most=10),
                 Limit("added us per call, a planned dict", at_most=10),
@@ -341,24 +341,30 @@ def _calls(devices: list[Any], number: int) -> dict[str, Value]:
         "flatten": lambda: jax.tree.flatten(model),
     }
     times = _alternating(calls, number)
+    wall = _alternating({name: calls[name] for name in ("plain", "flat")}, number, time.perf_counter)
     added = {name: _added(taken, times["plain"]) for name, taken in times.items()}
     typical = {name: statistics.median(taken) for name, taken in times.items()}
     return {
         "arrays": len(flat),
         "us per call of jax.jit": min(times["plain"]),
+        "us per call of jax.jit, median": typical["plain"],
         "added us per call": added["flat"],
         "added us per call, medians": typical["flat"] - typical["plain"],
+        "added us per call, by wall clock": _added(wall["flat"], wall["plain"]),
         "added us per call, a planned dict": added["named"],
         "added us per call, modules": added["model"],
         "us to flatten the modules": min(times["flatten"]),
+        "added us per call, modules, beyond flattening": added["model"] - min(times["flatten"]),
         "added us per call, equinox.filter_jit": added["equinox"],
         "added us per call, equinox.filter_jit, modules": added["equinox model"],
         "over equinox.filter_jit, modules": min(times["model"]) / min(times["equinox model"]),
     }
 
 
-def _alternating(calls: dict[str, Callable[[], Any]], number: int) -> dict[str, list[float]]:
-    """Microseconds that `number` calls of each take of the calling thread's processor time, one of each in turn.
+def _alternating(
+    calls: dict[str, Callable[[], Any]], number: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, list[float]]:
+    """Microseconds that `number` calls of each take, one of each in turn: of the calling thread's processor time.
 
     Only the call is timed: what it returns is waited for and freed outside. Calls in a row would fill the queues of
     the devices, and each would then wait for all before it: on emulated devices that takes longer than all else. Their
@@ -368,9 +374,9 @@ def _alternating(calls: dict[str, Callable[[], Any]], number: int) -> dict[str, 
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-3, number):
         for name in it.islice(it.cycle(calls), turn % len(calls), turn % len(calls) + len(calls)):
-            begin = time.thread_time()
+            begin = clock()
             result = calls[name]()
-            taken = time.thread_time() - begin
+            taken = clock() - begin
             jax.block_until_ready(result)
             del result
             if turn >= 0:
@@ -379,5 +385,8 @@ def _alternating(calls: dict[str, Callable[[], Any]], number: int) -> dict[str, 
 
 
 def _added(times: list[float], less: list[float]) -> float:
-    """What the quickest call takes more than the quickest of others that were made in turn with it."""
-    return min(times) - min(less)
+    """What calls take more than others that were made in turn with them: the quickest of 200 each, and of all such
+    differences the median, since one call that happened to be quick would decide over a single one.
+    """
+    starts = range(0, len(times), 200)
+    return statistics.median([min(times[at : at + 200]) - min(less[at : at + 200]) for at in starts])

@@ -1,7 +1,7 @@
+import dataclasses
 import functools as ft
 import inspect
 import itertools as it
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -24,7 +24,9 @@ from .entries import (
     shardings_in,
     spread,
 )
-from .static import Recent, Static, data_needs_marks, is_float, is_traced, marker
+from .layout import Layout
+from .shallow import form_of, leaves_in
+from .static import Static, is_traced
 
 
 P = ParamSpec("P")
@@ -131,74 +133,33 @@ class Decorator(NamedTuple):
         return Jitted(fn, self.in_shardings, self.out_shardings, self.donate)
 
 
-class _Layout:
-    """Where arrays and static leaves are among the leaves of all arguments, for one structure of these."""
-
-    def __init__(self, treedef: Any, kinds: tuple[type, ...], groups: list[list[int]], with_entry: Sequence[int]):
-        self.treedef, self.given, self.groups = treedef, kinds, groups
-        self.kinds = tuple([None if is_traced(kind) else kind for kind in kinds])
-        self.parts = [_part(group) for group in groups]
-        self.statics = [at for at, kind in enumerate(self.kinds) if kind is not None]
-        self.has_marks = any(marker(kinds[at]) is not None for at in self.statics)
-        self.has_floats = any(is_float(kinds[at]) for at in self.statics)
-        self.has_data = data_needs_marks(treedef)
-        self.recent = Recent(treedef, self.has_data)
-        # Where there are arrays alone, all calls have the same static part.
-        self.alone = None if self.statics or self.has_data else Static(treedef, self, ())
-        # Whether all arrays lie on the devices of their entries is looked at once; at every call the first of each
-        # entry is, since JAX does not.
-        self.is_checked = False
-        placed = [[at for at in group if _is_placed(kinds[at])] for group in groups]
-        self.watched = [(slot, group[0]) for slot, group in enumerate(placed) if group and slot in with_entry]
-
-    def joined(self, static: Static, lists: tuple[Sequence[Any], ...]) -> Any:
-        leaves: list[Any] = [None] * len(self.kinds)
-        for at, value in zip(self.statics, static.values, strict=True):
-            leaves[at] = value
-        for group, arrays in zip(self.groups, lists, strict=True):
-            for at, array in zip(group, arrays, strict=True):
-                leaves[at] = array
-        return jax.tree.unflatten(static.treedef, leaves)
-
-
-def _is_placed(kind: type) -> bool:
-    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
-
-
-def _part(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Takes what is at some positions out of a list."""
-    if len(positions) > 1 and positions[-1] - positions[0] + 1 > len(positions):
-        return operator.itemgetter(*positions)
-    start = positions[0] if positions else 0
-    return operator.itemgetter(slice(start, start + len(positions)))
-
-
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Rest:
-    """What a function returns beside arrays, as a tree without leaves."""
+    """What a function returns beside arrays, and the order in which its leaves are: statics, then lists of arrays."""
 
-    def __init__(self, treedef: Any, statics: list[Any], order: list[int] | None):
-        self.treedef, self.statics, self.order = treedef, statics, order
+    treedef: Any
+    statics: list[Any]
+    order: list[int]
 
-    def tree_flatten(self) -> tuple[tuple[()], "_Rest"]:
-        return (), self
 
-    @staticmethod
-    def tree_unflatten(aux: "_Rest", _: Any) -> "_Rest":
-        return aux
+class _Parted(NamedTuple):
+    """What a function returns that is not arrays alone, or whose arrays `out_shardings` is about."""
 
-    def joined(self, lists: tuple[list[Any], ...]) -> Any:
-        if self.order is None:
-            return self.treedef.unflatten(lists[0])
-        leaves = [*self.statics, *it.chain.from_iterable(lists)]
-        return self.treedef.unflatten([leaves[at] for at in self.order])
+    lists: Any
+    rest: Any
+
+    def joined(self) -> Any:
+        leaves = [*self.rest.statics, *it.chain.from_iterable(self.lists)]
+        return self.rest.treedef.unflatten([leaves[at] for at in self.rest.order])
 
 
 class Jitted(Generic[P, R]):
     """What [`shardfx.filter_jit`][] returns: a function with the signature of the one that it was given.
 
     It is one `jax.jit`, whose static argument is all that is not traced. The arrays go in as lists, one for each
-    sharding that `in_shardings` has: those are known before any argument is. The results come out likewise.
+    sharding that `in_shardings` has: those are known before any argument is. The results come out likewise, or as the
+    function returns them, if they are arrays alone and `out_shardings` says nothing.
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: Any, out_shardings: Any, donate: Donate):
@@ -214,7 +175,7 @@ class Jitted(Generic[P, R]):
         self._fn_leaves, self._fn_treedef = jax.tree.flatten(fn)
         self._fn_arrays = [leaf for leaf in self._fn_leaves if is_traced(type(leaf))]
         self._layout = ft.lru_cache(maxsize=_LAYOUTS)(self._layout_of)
-        self._last: _Layout | None = None
+        self._last: Layout | None = None
         self._run = self._jitted(getattr(fn, "__name__", type(fn).__name__))
         ft.update_wrapper(self, fn, updated=())
 
@@ -235,7 +196,7 @@ class Jitted(Generic[P, R]):
             traced,
             static_argnums=0,
             in_shardings=(None, *[wanted[key] for key, _ in self._slots]),
-            out_shardings=(tuple(results.values()), None),
+            out_shardings=_Parted(tuple(results.values()), None) if len(results) > 1 else None,
             donate_argnums=[2 + at for at, (_, donated) in enumerate(self._slots) if donated],
         )
 
@@ -251,11 +212,11 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         arguments, static, lists = self._bound(args, kwargs)
         try:
-            out, rest = self._run(static, self._fn_arrays, *lists)
+            out = self._run(static, self._fn_arrays, *lists)
         except (TypeError, ValueError, AttributeError) as error:
             self._explain(error, *arguments)
             raise
-        return rest.joined(out)
+        return out.joined() if type(out) is _Parted else out
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered[P, R]":
         """Traces and lowers the function for arguments, or structs, of these shapes."""
@@ -266,30 +227,42 @@ class Jitted(Generic[P, R]):
             self._explain(error, *arguments)
             raise
 
-    def _bound(self, args: Any, kwargs: Any) -> tuple[Any, Static, list[Sequence[Any]]]:
-        if kwargs or len(args) not in self._counts:
-            bound = self._signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            args, kwargs = bound.args, bound.kwargs
-        arguments = args, kwargs
-        leaves, treedef = jax.tree.flatten(arguments)
-        # Most calls are like the one before: to compare with it is cheaper than to hash.
-        kinds, layout = tuple(map(type, leaves)), self._last
-        if layout is None or kinds != layout.given or treedef != layout.treedef:
-            layout = self._last = self._layout(treedef, kinds)
-            if not layout.is_checked:
-                self._check_devices(zip(self._wanted, layout.groups, strict=True), leaves, arguments)
-                layout.is_checked = True
+    def _bound(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Sequence[Any]]]:
+        # Most calls are like the one before: to compare with it is cheaper than to flatten, or to hash.
+        layout, leaves = self._last, None
+        if layout is not None and layout.form is not None and not kwargs:
+            leaves = leaves_in(args, layout.form)
+        if layout is not None and leaves is not None and tuple(map(type, leaves)) == layout.given:
+            arguments, treedef = (args, kwargs), layout.treedef
+        else:
+            arguments = self._given(args, kwargs)
+            leaves, treedef = jax.tree.flatten(arguments)
+            layout = self._last = self._layout_for(treedef, leaves, arguments)
         for slot, at in layout.watched:
             if leaves[at].sharding is not self._seen[slot]:
                 self._check_devices([(self._wanted[slot], [at])], leaves, arguments)
                 self._seen[slot] = leaves[at].sharding
-        static = layout.alone
-        if static is None:
-            static = self._static(treedef, layout, tuple([leaves[at] for at in layout.statics]))
-        return arguments, static, [part(leaves) for part in layout.parts]
+        return arguments, layout.alone or self._static(treedef, layout, leaves), layout.lists(leaves)
 
-    def _static(self, treedef: Any, layout: _Layout, values: tuple[Any, ...]) -> Static:
+    def _given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not kwargs and len(args) in self._counts:
+            return args, kwargs
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    def _layout_for(self, treedef: Any, leaves: list[Any], arguments: Any) -> Layout:
+        kinds, layout = tuple(map(type, leaves)), self._last
+        if layout is not None and kinds == layout.given and treedef == layout.treedef:
+            return layout
+        layout = self._layout(treedef, kinds)
+        if not layout.is_checked:
+            self._check_devices(zip(self._wanted, layout.groups, strict=True), leaves, arguments)
+            layout.is_checked = True
+        return layout
+
+    def _static(self, treedef: Any, layout: Layout, leaves: list[Any]) -> Static:
+        values = tuple([leaves[at] for at in layout.statics])
         try:
             return layout.recent.static(treedef, layout, values)
         except TypeError as error:
@@ -301,7 +274,7 @@ class Jitted(Generic[P, R]):
                 "cannot be hashed, so it can be neither traced nor static; make it an array or something hashable."
             ) from error
 
-    def _layout_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Layout:
+    def _layout_of(self, treedef: Any, kinds: tuple[type, ...]) -> Layout:
         leaves = [_ARRAY if is_traced(kind) else object() for kind in kinds]
         args, kwargs = jax.tree.unflatten(treedef, leaves)
         numbers = {slot: number for number, slot in enumerate(self._slots)}
@@ -314,7 +287,8 @@ class Jitted(Generic[P, R]):
                 if leaves[at] is _ARRAY:
                     groups[numbers[key_of(sharding), is_donated]].append(at)
                 at += 1
-        return _Layout(treedef, kinds, groups, [slot for slot, one in enumerate(self._wanted) if one is not None])
+        with_entry = [slot for slot, one in enumerate(self._wanted) if one is not None]
+        return Layout(treedef, kinds, groups, with_entry, None if kwargs else form_of(args))
 
     def _argument(self, which: str) -> str:
         return f"argument {which} of `{self._name}`"
@@ -402,10 +376,11 @@ class Jitted(Generic[P, R]):
         statics: list[int] = []
         for at, sharding in enumerate(spread(self._out, out, f"what `{self._name}` returns")):
             (groups[key_of(sharding)] if is_traced(type(leaves[at])) else statics).append(at)
-        order = [*statics, *it.chain.from_iterable(groups.values())]
-        places = None if len(groups) == 1 and not statics else list(np.argsort(np.array(order, np.int64)).tolist())
-        rest = _Rest(treedef, [leaves[at] for at in statics], places)
-        return tuple([[leaves[at] for at in group] for group in groups.values()]), rest
+        if len(groups) == 1 and not statics:
+            return out
+        order = np.argsort(np.array([*statics, *it.chain.from_iterable(groups.values())], np.int64)).tolist()
+        lists = tuple([[leaves[at] for at in group] for group in groups.values()])
+        return _Parted(lists, _Rest(treedef, [leaves[at] for at in statics], order))
 
 
 def _entry_places(what: str, entry: Any) -> Iterator[Place]:
@@ -448,8 +423,8 @@ class Compiled(Generic[P, R]):
                 f"`{self._jitted._name}` was compiled for other arguments: they differ in their structure, or in what "
                 f"is no array ({_difference(self._static, static)}); lower it with what you call it with."
             )
-        out, rest = self.compiled(self._jitted._fn_arrays, *lists)
-        return rest.joined(out)
+        out = self.compiled(self._jitted._fn_arrays, *lists)
+        return out.joined() if type(out) is _Parted else out
 
     @property
     def input_shardings(self) -> Any:

@@ -1,0 +1,88 @@
+"""Arguments that hold nothing but leaves are not taken apart again, and what they hold is still told apart."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardfx import filter_jit
+from shardfx._arrays.shallow import form_of, leaves_in
+
+
+A, B, C = (np.full(2, value, np.float32) for value in (1.0, 2.0, 3.0))
+Pair = collections.namedtuple("Pair", "x y")
+
+SHALLOW = {
+    "none at all": (),
+    "leaves": (A, 1, "text", len),
+    "list": ([A, B, 1.5],),
+    "tuple": ((A, B), C),
+    "sorted": ({"a": A, "b": B},),
+    "unsorted": ({"b": A, "a": B, "c": C}, A),
+    "one key": ({"a": A},),
+    "empty": ([], {}, ()),
+}
+DEEPER = {
+    "nested": ([A, [B]],),
+    "None": (A, None),
+    "None within": ([A, None],),
+    "a named tuple": (Pair(A, B),),
+    "an ordered dict": (collections.OrderedDict(b=A, a=B),),
+    "keys that are no strings": ({1: A, 0: B},),
+}
+
+
+@pytest.mark.parametrize("args", SHALLOW.values(), ids=SHALLOW)
+def test_leaves_come_in_the_order_of_jax(args):
+    form = form_of(args)
+    assert form is not None
+    found, leaves = leaves_in(args, form), jax.tree.leaves(args)
+    assert found is not None and [*map(id, found)] == [*map(id, leaves)]
+
+
+@pytest.mark.parametrize("args", DEEPER.values(), ids=DEEPER)
+def test_other_trees_have_no_form(args):
+    assert form_of(args) is None
+
+
+# Each pair has as many leaves of the same types, or holds what is no leaf.
+OTHERS = [
+    (([A, B],), ((A, B),)),
+    (([A, B],), ([A],)),
+    (([A, B],), ([A, [B]],)),
+    (([A, B],), ([A, None],)),
+    (([A, B],), (A, B)),
+    (({"a": A, "b": B},), ({"a": A, "c": B},)),
+    (({"a": A, "b": B},), ({"b": A, "a": B},)),
+    (({"a": A, "b": B},), (collections.OrderedDict(a=A, b=B),)),
+    (([A], [B, C]), ([A, B], [C])),
+    (([A, 1],), ([A, True],)),
+    (([A, 1],), ([A, 2],)),
+    ((A, 1.0), (A, 1)),
+    ((Pair(A, B),), ((A, B),)),
+]
+
+
+@pytest.mark.parametrize("first, second", OTHERS, ids=str)
+def test_each_call_gets_its_own_arguments(first, second):
+    run = filter_jit(lambda *args: args)
+    for args in (first, second, first, second):
+        with jax.disable_jit():  # each would be a program
+            found = run(*args)
+        assert jax.tree.structure(found) == jax.tree.structure(args)
+        pairs = [*zip(jax.tree.leaves(found), jax.tree.leaves(args), strict=True)]
+        assert all(np.array_equal(a, b) and isinstance(b, np.ndarray) or (type(a), a) == (type(b), b) for a, b in pairs)
+
+
+def test_defaults_count_and_so_do_names():
+    traced = []
+    run = filter_jit(lambda x, scale=2.0: traced.append(scale) or x * scale)
+    found = [run(A), run(A, 3.0), run(A), run(A, 2.0), run(A, scale=3.0)]
+    assert [float(one[0]) for one in found] == [2, 3, 2, 2, 3] and traced == [2.0, 3.0]
+
+
+def test_results_of_arrays_alone_come_as_the_function_returns_them():
+    out = filter_jit(lambda x: {"b": (x, None), "a": [x + 1]})(jnp.zeros(1))
+    assert jax.tree.structure(out) == jax.tree.structure({"b": (0, None), "a": [0]}) and out["a"][0][0] == 1
