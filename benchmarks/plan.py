@@ -6,6 +6,7 @@ import gc
 import itertools as it
 import re
 import statistics
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def cases(options: Options) -> list[Entry]:
         ),
         Finding(
             "import shardfx after import equinox",
-            ft.partial(_import_seconds, options.repeats),
+            _import_seconds,
             (Limit("seconds", at_most=0.1),),
         ),
         Finding(
@@ -242,10 +243,21 @@ def _median(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times)
 
 
-def _import_seconds(repeats: int) -> dict[str, Value]:
-    arguments = {"first": "equinox", "then": "shardfx"}
-    times = [fresh_process("benchmarks._imports:seconds_to_import", arguments) for _ in range(repeats)]
-    return {"seconds": statistics.median(times)}
+def _import_seconds() -> dict[str, Value]:
+    """The least of ten processes: as installed, with compiled files, and from source."""
+
+    def times(number: int, write: bool) -> list[tuple[float, float]]:
+        given = {"first": "equinox", "then": "shardfx", "bytecode": folder, "write": write}
+        return [fresh_process("benchmarks._imports:seconds_to_import", given) for _ in range(number)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = [then for _, then in times(3, False)]
+        first, seconds = zip(*times(11, True)[1:], strict=True)
+    return {
+        "seconds": min(seconds),
+        "of the import of equinox": min(seconds) / min(first),
+        "seconds from source": min(source),
+    }
 
 
 def held() -> dict[str, float]:
