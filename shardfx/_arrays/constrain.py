@@ -133,16 +133,12 @@ def constrain(
     found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
     if isinstance(x, Tracer):
         found = _in_order(found, free, strict)
-        # A value that is computed with an array that the function closes over is typed on that array's mesh, and the
-        # program may be for one device all the same.
-        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and _context_is_empty():
+        # The type of a value may name a mesh because the function closes over an array on it. The program may still be
+        # for one device.
+        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and jax.sharding.get_abstract_mesh().empty:
             x = meant_for(x, tuple(mesh.shape.items()))
     constrained = _constrained(x, found.spec, mesh, free)
     return (constrained, found) if explain else constrained
-
-
-def _context_is_empty() -> bool:
-    return jax.sharding.get_abstract_mesh().empty
 
 
 def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
@@ -191,7 +187,7 @@ def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
             f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is for {plan.mesh}; use the plan "
             "that its step was compiled with, or `reshard` it first."
         )
-    # The types of a trace have no devices. Where the plan has some, JAX compares them with those of the program.
+    # Types within `jit` name no devices. With the plan's own mesh, JAX compares its devices with the program's.
     is_typed_so = plan.jax_mesh is not None and sharding.mesh == plan.jax_mesh.abstract_mesh
     return planned if is_typed_so else sharding.mesh
 

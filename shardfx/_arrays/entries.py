@@ -156,7 +156,7 @@ class Entries(NamedTuple):
         return found + [(f"`{name}`", arg, self.keywords.get(name, self.others)) for name, arg in keywords]
 
     def untaken(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-        """The entries that no argument of a call takes: only `*args` and `**kwargs` let a call be without one."""
+        """The entries whose argument a call lacks, which happens to functions with `*args` or `**kwargs` alone."""
         places = [str(at) for at, entry in enumerate(self.positional) if at >= len(args) and entry is not None]
         names = [name for name, entry in self.keywords.items() if name not in kwargs and entry is not None]
         return places + [f"`{name}`" for name in names]

@@ -294,7 +294,7 @@ class Jitted(Generic[P, R]):
         return f"argument {which} of `{self._name}`"
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises where an entry is for an argument that the call lacks, and another argument has no entry."""
+        """Raises where the call lacks an argument that has an entry, and has another that has none."""
         untaken = self._in.untaken(args, kwargs)
         given = self._in.of(args, kwargs) if untaken else ()
         bare = [which for which, arg, entry in given if entry is None and _ARRAY in jax.tree.leaves(arg)]

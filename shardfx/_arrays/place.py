@@ -109,7 +109,7 @@ def gather(tree: Any) -> Any:
         assert gather({"w": jnp.ones(3)})["w"].tolist() == [1.0, 1.0, 1.0]
         ```
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _gathered_leaf(path, leaf), tree)
+    return jax.tree_util.tree_map_with_path(_gathered_leaf, tree)
 
 
 def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:

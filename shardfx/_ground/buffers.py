@@ -20,7 +20,7 @@ def buffers(
 ) -> list[np.ndarray]:
     """Uninitialised arrays of these shapes and dtypes, side by side in one piece of memory that lives while one does.
 
-    `allocate` gives so many bytes, wherever they begin.
+    `allocate` returns an array of that many bytes, at any address.
     """
     sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in wanted]
     memory = allocate(sum(sizes) + _ALIGNMENT)

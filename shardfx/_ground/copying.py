@@ -8,10 +8,10 @@ import numpy as np
 
 # Elements of a block along the dimension that the target has in a row.
 _BLOCK = 16
-# Below this a block costs more than what it spares.
+# A block of fewer elements costs more than it saves.
 _LEAST_PER_BLOCK = 2048
-# The second-level cache of a core has lines of 64 bytes; those at addresses that are equal modulo 64 KiB share one set
-# of 8 to 16 places.
+# The second-level cache of a core has lines of 64 bytes. Lines whose addresses are equal modulo 64 KiB share one set,
+# which has 8 to 16 places.
 _LINE_BYTES, _SETS_BYTES, _PLACES = 64, 1 << 16, 8
 
 
@@ -33,15 +33,16 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
 
 
 def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> int | None:
-    """The dimension along which a copy goes in blocks; `None` where it should not.
+    """The dimension along which a copy is better made in blocks; `None` where blocks gain nothing.
 
-    NumPy goes along the target's rows to their end, and of a source that is turned each step is another line of memory.
-    Where more lines than the cache holds come before the first is wanted again, it is gone then, as those of rows of
-    2048 bytes are, which share few sets. In blocks it is still there: 5 times as fast for 16-bit numbers.
+    NumPy copies along a whole row of the target. If the source is transposed, each element of that row lies in another
+    cache line. The next row needs the same lines again, and they have left the cache if the row needed more lines than
+    it holds. Lines whose addresses differ by a multiple of a large power of two share a few places, so that rows of
+    2048 bytes leave it early. A block is short enough that its lines stay: 5 times as fast for 16-bit numbers.
 
     **Arguments:**
 
-    - `shape`: of both.
+    - `shape`: of the target and of the source.
     - `there`, `here`: the strides of the target and of the source, in bytes.
     """
     count = math.prod(shape)
@@ -58,6 +59,6 @@ def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> 
 
 
 def _row(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dimension of the shortest step; along those of no step elements repeat."""
+    """The dimension with the shortest step. Dimensions without a step repeat elements and do not count."""
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)

@@ -247,7 +247,10 @@ def _has(code: Code, row: Row) -> bool:
 
 
 def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
-    """A text of what is wrong: the first lines, and how many more there are; of `count` where `lines` are the first."""
+    """The text of an error: `head`, the first lines, and how many more there are.
+
+    `count` says of how many, where `lines` are the first of them alone.
+    """
     more = max(count, len(lines)) - _SHOWN
     return "\n".join([head, *lines[:_SHOWN], *([f"  and {more} more"] if more > 0 else [])])
 

@@ -179,8 +179,8 @@ def _shapes(init: Callable[..., Any], given: tuple[Any, ...], mesh: AbstractMesh
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
         if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(structs)):
-            # JAX remembers the shapes of a function that it has seen before. A result that holds what is no array is a
-            # TypeError; of a number in Python it makes an array of weak type.
+            # `jax.eval_shape` remembers what it has evaluated, and Equinox's does not. But it refuses results that hold
+            # what is no array, and makes arrays of weak type of Python's numbers; those are left to Equinox.
             with contextlib.suppress(TypeError):
                 made = jax.eval_shape(init, *structs)
                 if not any(leaf.weak_type for leaf in jax.tree.leaves(made)):

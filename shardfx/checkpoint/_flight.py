@@ -86,9 +86,9 @@ class Flight:
         if not tasks:
             self._finish(group)
 
-    def land(self, at_most: int) -> None:
-        """Waits until at most so many reads are open."""
-        while len(self._open) > at_most:
+    def land(self) -> None:
+        """Waits until no read is open."""
+        while self._open:
             self._land_one()
 
     def _land_one(self) -> None:

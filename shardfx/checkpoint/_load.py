@@ -224,7 +224,7 @@ def _read(index: Index, leaves: Sequence[Wanted], how: How, host: Host) -> Fligh
             try:
                 for group in groups(units, min(limit, RUN_BYTES)):
                     flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, how), files.read_pieces)
-                flight.land(0)
+                flight.land()
             finally:
                 # After an error, what has not begun must not begin.
                 pool.shutdown(wait=True, cancel_futures=True)

@@ -159,9 +159,9 @@ def apply(tree: Any, shardings: Any, *, mesh: Mesh | None = None) -> Any:
         assert placed["w"].sharding.spec == P("dp", "tp")
         ```
     """
-    spread = _spread(tree, shardings)
     leaves, treedef = jax.tree.flatten(tree)
     moved, targets = [], []
+    spread = treedef.flatten_up_to(_spread(tree, shardings))
     for number, (leaf, path, asked) in enumerate(zip(leaves, tree_paths(treedef), spread, strict=True)):
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
             moved.append(number)
@@ -172,18 +172,16 @@ def apply(tree: Any, shardings: Any, *, mesh: Mesh | None = None) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _spread(tree: Any, shardings: Any) -> list[Any]:
-    """Per leaf of `tree` what `shardings`, a prefix of it, says."""
-    asked, prefix = jax.tree.flatten(shardings, is_leaf=_is_none)
+def _spread(tree: Any, shardings: Any) -> Any:
+    """A tree of the structure of `tree`, with what `shardings`, a prefix of it, says of each leaf."""
     try:
-        subtrees = prefix.flatten_up_to(tree)
+        return jax.tree.broadcast(shardings, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
         lines = "\n  ".join(map(str, structure_diff(shardings, tree)))
         raise PlanMismatchError(
             f"the shardings are no prefix of the tree (left: the shardings, right: the tree):\n  {lines}\nGive one "
             "sharding for each leaf, or for a branch of them."
         ) from error
-    return [one for one, subtree in zip(asked, subtrees, strict=True) for _ in jax.tree.leaves(subtree)]
 
 
 def _target(leaf: Any, path: str, asked: Any, mesh: Mesh | None) -> Sharding | None:
@@ -200,10 +198,6 @@ def _target(leaf: Any, path: str, asked: Any, mesh: Mesh | None) -> Sharding | N
         )
     _check_fits(asked, np.shape(leaf), path)
     return asked
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
 
 
 @dataclasses.dataclass(frozen=True)
