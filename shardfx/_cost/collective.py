@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._ground.errors import ProgramError
+from .groups import Groups, Numbering, groups_of
 from .hlo_text import Instruction
 
 
@@ -22,20 +23,16 @@ KINDS = (
 )
 # Whatever names groups of devices or a channel between them communicates, and must be known.
 _COMMUNICATES = re.compile(r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)=")
+# A kernel that sends to other devices by itself says so to its own compiler only.
+_KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d')
 # These hold a channel too: the ends of what began elsewhere, and transfers to a host that no other device sees.
 _ENDS = ("-done", "-update")
-_ARRAY = re.compile(r"\b(pred|token|[suf]\d+\w*|bf16|c64|c128)\[([\d,]*)\]")
-_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
-# `[4,2]<=[4,2]T(1,0)`: 0 to 7 in that shape, its axes swapped, in four groups of two.
-_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: whole axes, or parts of them as (what comes before)size,
-# of a mesh whose devices are in order, or in that of `device_ids`.
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([^)]*\))?)\))? \{([^}]*)\}")
-_AXIS = re.compile(r"'([^']*)'=(\d+)")
-_USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
-_ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-_PAIR = re.compile(r"\{(\d+),(\d+)\}")
+# A GPU's compiler can write a permute as a send and a receive.
+_HAS_PAIRS = "source_target_pairs="
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
+_BITS = re.compile(r"^(?:[suf](\d+)\w*|bf(16)|c(64|128))$")
+_SIZES = re.compile(r"^(?:<=)?\d+(?:,(?:<=)?\d+)*$|^$")
+_SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
 
 
 class Collective(NamedTuple):
@@ -46,14 +43,14 @@ class Collective(NamedTuple):
     - `kind`: one of `KINDS`.
     - `dtype`: of what it sends, as HLO writes it; several, joined by "+", where it sends several.
     - `parts`: bytes of each array of its result on one device.
-    - `groups`: an array of shape (groups, members) of device numbers; for a permute of shape (pairs, 2), sender and
-        receiver, those that send to themselves left out.
+    - `groups`: arrays of shape (groups, members) of device numbers, one for each size that groups have; for a permute
+        one of shape (pairs, 2), sender and receiver, those that send to themselves left out.
     """
 
     kind: str
     dtype: str
     parts: tuple[Fraction, ...]
-    groups: np.ndarray
+    groups: Groups
 
     @property
     def bytes(self) -> Fraction:
@@ -63,24 +60,27 @@ class Collective(NamedTuple):
     @property
     def group_size(self) -> int:
         """How many devices exchange; of a permute the two ends."""
-        return self.groups.shape[1]
+        return max(own.shape[1] for own in self.groups)
 
     def wire_bytes(self, apart: np.ndarray) -> Fraction:
         """Bytes that enter a device from devices with another number in `apart`, the mean over all devices."""
-        members = apart[self.groups]
+        return sum((self._received(apart[own]) for own in self.groups), Fraction(0)) / len(apart)
+
+    def _received(self, members: np.ndarray) -> Fraction:
+        """What all devices of the groups take in, which have these numbers in `apart`."""
         if self.kind == "collective-permute":
-            return self.bytes * int((members[:, 0] != members[:, 1]).sum()) / len(apart)
+            return self.bytes * int((members[:, 0] != members[:, 1]).sum())
+        size = members.shape[1]
         if self.kind in ("all-to-all", "ragged-all-to-all"):
-            others = Fraction(int((members[:, :, None] != members[:, None, :]).sum()), members.size)
-            return self.bytes * others / self.group_size
+            return self.bytes * int((members[:, :, None] != members[:, None, :]).sum()) / size
         # A gather takes the pieces of other slices in once for all that are in a slice, as the compilers for TPUs do.
-        rest = Fraction(sum(len(set(row)) - 1 for row in members.tolist()), len(members))
+        others = sum(len(set(row)) - 1 for row in members.tolist())
         if self.kind == "all-reduce":
-            return 2 * self.bytes * rest / self.group_size
-        return self.bytes * rest / (1 if self.kind == "reduce-scatter" else self.group_size)
+            return 2 * self.bytes * others
+        return self.bytes * others * (size if self.kind == "reduce-scatter" else 1)
 
 
-def collective_of(instruction: Instruction, devices: int) -> Collective | None:
+def collective_of(instruction: Instruction, numbering: Numbering) -> Collective | None:
     """The collective that an instruction is; `None` for one that sends nothing, and for the end of one.
 
     **Raises:**
@@ -88,26 +88,55 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
     `ProgramError` for an instruction that exchanges between devices in a way that is not known.
     """
     kind = instruction.opcode.removesuffix("-start")
-    if kind not in KINDS:
+    if kind == "recv" and _HAS_PAIRS in instruction.attributes:
+        kind = "collective-permute"
+    elif kind not in KINDS:
         _require_local(instruction)
         return None
-    result = instruction.result
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        result = _of_start(result)
-    arrays = [(dtype, _array_bytes(dtype, dims)) for dtype, dims in _ARRAY.findall(result)]
+    arrays = _arrays(instruction)
     dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in arrays))
-    groups = _pairs(instruction) if kind == "collective-permute" else _groups(instruction, devices)
-    return Collective(kind, dtypes, tuple(count for _, count in arrays), groups)
+    return Collective(kind, dtypes, tuple(count for _, count in arrays), groups_of(instruction, kind, numbering))
 
 
 def channel_of(instruction: Instruction) -> int | None:
     """The number by which the compiler tells collectives apart."""
-    found = re.search(r"\bchannel_id=(\d+)", instruction.attributes)
+    found = re.search(r"\bchannel_id=(\d+)", instruction.structure)
     return int(found[1]) if found else None
 
 
-def _of_start(result: str) -> str:
-    """The result among what a collective that only begins gives out: its operands, its results, and what it notes."""
+def array_bytes(dtype: str, sizes: str, instruction: Instruction) -> Fraction:
+    """The bytes of an array from its type and sizes in HLO; of one whose size has a bound, those of the bound."""
+    if dtype == "token":
+        return Fraction(0)
+    found = _BITS.match("s8" if dtype == "pred" else dtype)
+    if found is None or not _SIZES.match(sizes):
+        raise ProgramError(f"the size of `{dtype}[{sizes}]` is not known, which is sent by {instruction.text:.300}")
+    bits = int(next(filter(None, found.groups())))
+    return Fraction(bits * math.prod(int(size) for size in re.findall(r"\d+", sizes)), 8)
+
+
+def _arrays(instruction: Instruction) -> list[tuple[str, Fraction]]:
+    """The type and the bytes of each array that a device has in the end."""
+    result = instruction.result
+    if instruction.opcode == "recv":
+        result = _elements(result)[0]
+    elif instruction.opcode.endswith("-start") and (result.startswith("((") or "all-reduce" not in instruction.opcode):
+        # What only begins gives out its operands, its results, and what it notes for itself.
+        result = [*_elements(result), result][1]
+    arrays = [(dtype, array_bytes(dtype, sizes, instruction)) for dtype, sizes in _ARRAY.findall(result)]
+    if not arrays:
+        raise ProgramError(f"a collective does not say what it sends: {instruction.text:.300}")
+    sliced = _SLICED.search(instruction.structure)
+    if sliced is None:
+        return arrays
+    # A permute within larger arrays sends slices of them.
+    counts = [math.prod(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
+    dtypes = [arrays[min(at, len(arrays) - 1)][0] for at in range(len(counts))]
+    return [(dtype, array_bytes(dtype, str(count), instruction)) for dtype, count in zip(dtypes, counts, strict=True)]
+
+
+def _elements(result: str) -> list[str]:
+    """What is in a tuple; an array alone is one element."""
     depth, parts = 0, [""]
     for letter in result[1:-1] if result.startswith("(") else result:
         depth += (letter in "([{") - (letter in ")]}")
@@ -115,72 +144,19 @@ def _of_start(result: str) -> str:
             parts.append("")
         else:
             parts[-1] += letter
-    return parts[1] if len(parts) > 1 else result
+    return parts
 
 
 def _require_local(instruction: Instruction) -> None:
-    opcode = instruction.opcode
-    if opcode.endswith(_ENDS) or (opcode in ("send", "recv") and "is_host_transfer=true" in instruction.attributes):
+    opcode, text = instruction.opcode, instruction.attributes
+    if opcode.endswith(_ENDS) or (opcode in ("send", "recv") and "is_host_transfer=true" in text):
         return
-    if "all-" in opcode or "collective" in opcode or _COMMUNICATES.search(instruction.attributes):
+    if opcode == "send" and _HAS_PAIRS in text:
+        return  # counts where it is received
+    has_channel = _COMMUNICATES.search(text) and _COMMUNICATES.search(instruction.structure)
+    is_kernel = opcode == "custom-call" and _KERNEL_SENDS.search(text)
+    if has_channel or is_kernel or "all-" in opcode or "collective" in opcode:
         raise ProgramError(
             f"the program has a collective of a kind that is not known, `{opcode}`, so its traffic cannot be counted: "
             f"{instruction.text:.300}"
         )
-
-
-def _pairs(instruction: Instruction) -> np.ndarray:
-    found = _PAIRS.search(instruction.attributes)
-    if found is None:
-        raise ProgramError(f"a permute does not say who sends to whom: {instruction.text:.300}")
-    pairs = [(int(source), int(target)) for source, target in _PAIR.findall(found[1])]
-    return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
-
-
-def _groups(instruction: Instruction, devices: int) -> np.ndarray:
-    text = instruction.attributes
-    if listed := _LISTED.search(text):
-        rows = [list(map(int, group.split(","))) for group in listed[1][1:-1].split("},{")]
-        if len(set(map(len, rows))) > 1:
-            raise ProgramError(f"a collective joins groups of different sizes: {instruction.text:.300}")
-        return np.array(rows)
-    if iota := _IOTA.search(text):
-        return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
-    if mesh := _MESH.search(text):
-        return _mesh_groups(mesh[1], mesh[2], mesh[3])
-    if "replica_groups={}" in text or "replica_groups=" not in text:
-        return np.arange(devices)[None]
-    raise ProgramError(f"the groups of a collective cannot be read: {instruction.text:.300}")
-
-
-def _iota(shape: str, order: str | None) -> np.ndarray:
-    sizes = [int(size) for size in shape.split(",")]
-    axes = None if order is None else [int(axis) for axis in order.split(",")]
-    return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes)
-
-
-def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
-    wanted = {name: (int(before or 1), int(part) if part else None) for name, before, part in _USED.findall(used)}
-    shape, inside = [], []
-    for name, size in _AXIS.findall(mesh):
-        before, part = wanted.get(name, (int(size), 1))
-        part = int(size) if part is None else part
-        inside.append(len(shape) + 1)
-        shape += [before, part, int(size) // before // part]
-    ids = np.arange(math.prod(shape)) if order is None else _device_ids(order)
-    outside = [axis for axis in range(len(shape)) if axis not in inside]
-    grid = ids.reshape(shape).transpose(*outside, *inside)
-    return grid.reshape(-1, math.prod(shape[axis] for axis in inside))
-
-
-def _device_ids(order: str) -> np.ndarray:
-    if found := _ORDER.match(order):
-        return _iota(found[1], found[2]).ravel()
-    return np.array([int(number) for number in re.findall(r"\d+", order)])
-
-
-def _array_bytes(dtype: str, dims: str) -> Fraction:
-    if dtype == "token":
-        return Fraction(0)
-    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return Fraction(bits * math.prod(int(size) for size in dims.split(",") if size), 8)

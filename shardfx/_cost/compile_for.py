@@ -60,6 +60,7 @@ class CompiledFor:
     - `target`: what it was compiled for.
     - `chip`: of the target; `None` where it is not known.
     - `seconds`: how long the compiler took; 0 for one that was read from the cache.
+    - `device_ids`: of the devices that it was compiled for, in the order of the mesh.
     """
 
     text: str
@@ -69,6 +70,7 @@ class CompiledFor:
     target: str
     chip: chips.Chip | None
     seconds: float
+    device_ids: tuple[int, ...] = ()
 
     @property
     def input_shardings(self) -> Any:
@@ -173,10 +175,9 @@ def compile_for(
             _write(file, found)
     else:
         seconds = 0.0
-    spec = given.mesh
-    return CompiledFor(
-        found["text"], MemoryAnalysis(**found["memory"]), spec, found["paths"], name, _chip_of(mesh), seconds
-    )
+    ids = tuple(int(device.id) for device in mesh.devices.flat)
+    memory = MemoryAnalysis(**found["memory"])
+    return CompiledFor(found["text"], memory, given.mesh, found["paths"], name, _chip_of(mesh), seconds, ids)
 
 
 def _positions(donate: Donate, names: tuple[str, ...]) -> Donate:

@@ -12,6 +12,11 @@ from .frames import Frame
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+# Texts without `%` end each operand with its name.
+_BARE = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
+_NO_OPERANDS = ("constant", "parameter", "iota", "partition-id", "replica-id", "after-all")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_ENDS = re.compile(r"^\}(\s*$|,)")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
@@ -20,6 +25,8 @@ _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
+# Between hosts it has a name; between GPUs it is whoever sends to whom.
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -41,6 +48,19 @@ class Instruction(NamedTuple):
         return line.partition(", backend_config=")[0]
 
     @property
+    def structure(self) -> str:
+        """The rest of its line without what is in quotes: names that users give can look like attributes."""
+        return _QUOTED.sub('""', self.attributes)
+
+    @property
+    def rendezvous(self) -> str | None:
+        """What a send and the receive that goes with it have in common; `None` for all else."""
+        if self.opcode not in ("send", "recv"):
+            return None
+        found = _RENDEZVOUS.search(self.attributes)
+        return found[1] or found[2] if found else None
+
+    @property
     def op_name(self) -> str:
         """The path of JAX's operations that it came from."""
         found = _OP_NAME.search(self.attributes)
@@ -49,7 +69,7 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> Iterator[tuple[str, str]]:
         """The computations that it names, each with the attribute that names it."""
-        for attribute, several, one in _CALLED.findall(self.attributes):
+        for attribute, several, one in _CALLED.findall(self.structure):
             for name in several.split(",") if several else [one]:
                 yield attribute, name.strip().lstrip("%")
 
@@ -95,14 +115,18 @@ def parse_hlo(text: str) -> HloModule:
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, list[str]] = {}
-    entry, own, rows = "", None, None
+    entry, own, rows, open_line = "", None, None, ""
     for line in text.splitlines():
         if own is not None:
-            if line.startswith("}"):
-                own = None
-            elif line.strip():
-                made = _instruction(line)
+            # A kernel's own words can go over several lines, and begin one with a bracket.
+            if open_line and not _NAME.match(line) and not _is_whole(open_line):
+                open_line += f"\n{line}"
+                continue
+            if open_line:
+                made = _instruction(open_line)
                 own[made.name] = made
+            open_line = "" if _ENDS.match(line) else line if line.strip() else ""
+            own = None if _ENDS.match(line) else own
         elif found := _TABLE.match(line):
             rows = tables.setdefault(found[1], [])
         elif rows is not None and line[:1].isdigit():
@@ -110,6 +134,8 @@ def parse_hlo(text: str) -> HloModule:
         elif found := _HEADER.match(line):
             own = computations.setdefault(found[2], {})
             entry, rows = found[2] if found[1] else entry, None
+    if open_line:
+        raise ProgramError(f"the HLO module is cut off after: {open_line.strip():.300}")
     if not entry:
         raise ProgramError(
             "this text is no optimized HLO module: it has no ENTRY computation; pass a compiled program, or its "
@@ -132,9 +158,16 @@ def _instruction(line: str) -> Instruction:
         raise ProgramError(f"an instruction of the HLO module cannot be read: {line.strip():.300}")
     closing = _closed(line, opening)
     inside = line[opening + 1 : closing - 1]
-    operands = tuple(_OPERAND.findall(inside))
     result, opcode = line[start:stop].strip(), line[stop + 1 : opening].strip()
+    operands = tuple(_OPERAND.findall(inside))
+    if not operands and inside and opcode not in _NO_OPERANDS:
+        operands = tuple(_BARE.findall(inside))
     return Instruction(found[2], result, opcode, operands, inside, line[closing:], found[1] is not None)
+
+
+def _is_whole(line: str) -> bool:
+    bare = _QUOTED.sub("", line)
+    return bare.count("{") <= bare.count("}")
 
 
 def _closed(line: str, opening: int) -> int:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from .frames import Frame
 from .hlo_text import HloModule, Instruction
 
 
@@ -11,8 +12,10 @@ from .hlo_text import HloModule, Instruction
 _PASSES = frozenset(
     "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad "
     "optimization-barrier all-gather all-gather-start all-gather-done collective-permute collective-permute-start "
-    "collective-permute-done all-to-all async-start async-done async-update".split()
+    "collective-permute-done all-to-all async-start async-done async-update slice-start slice-done".split()
 )
+# What was read slice by slice, in one piece.
+_JOINED = 'custom_call_target="ConcatBitcast"'
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
 # Their results are other values, whatever shape they have.
 _ENDS_HERE = (*_PRODUCTS, "custom-call", "reduce", "reduce-window", "gather", "scatter", "sort", "while", "conditional")
@@ -31,15 +34,64 @@ class Origins:
         self._module = module
         self._callers: dict[str, tuple[str, Instruction]] = {}
         self._users: dict[tuple[str, str], list[Instruction]] = {}
+        self._ends: dict[tuple[str, str, str], Instruction] = {}
         for name, computation in module.computations.items():
             for instruction in computation.values():
+                if (meets := instruction.rendezvous) is not None:
+                    self._ends[name, instruction.opcode, meets] = instruction
                 for _, called in instruction.called:
                     self._callers[called] = (name, instruction)
                 for operand in instruction.operands:
                     self._users.setdefault((name, operand), []).append(instruction)
 
+    def sender(self, computation: str, instruction: Instruction) -> Instruction:
+        """The instruction that has what is sent: of a receive the send that goes with it, else itself."""
+        return self._ends.get((computation, "send", instruction.rendezvous or ""), instruction)
+
+    def frames(self, computation: str, instruction: Instruction) -> tuple[Frame, ...]:
+        """The lines that an instruction came from.
+
+        What lays a result out is no line's: it came from the line that made what is sent, or else from that which uses
+        what arrives.
+        """
+        instruction = self.sender(computation, instruction)
+        where, made = computation, instruction
+        for _ in range(_FAR):
+            if found := self._module.frames(made):
+                return found
+            if made.opcode == "parameter" and where in self._callers:
+                given = self._operand(where, int(made.inside))
+                where, call = self._callers[where]
+                if call.opcode == "fusion" and (found := self._module.frames(call)):
+                    return found
+                made = self._module.computations[where].get(given or "", call)
+            elif made.operands and made.operands[0] in self._module.computations[where]:
+                made = self._module.computations[where][made.operands[0]]
+            else:
+                break
+        open_ends, seen = [(computation, instruction)], {instruction.name}
+        while open_ends and len(seen) < _FAR:
+            where, made = open_ends.pop(0)
+            for user in self._users.get((where, made.name), ()):
+                if found := self._module.frames(user):
+                    return found
+                if user.name not in seen:
+                    seen.add(user.name)
+                    open_ends.append((where, user))
+        return ()
+
+    def _operand(self, computation: str, number: int) -> str | None:
+        """The name of what a computation's caller gives it as the parameter of a number; `None` for a loop's."""
+        _, call = self._callers[computation]
+        if call.opcode == "while":
+            return None
+        if call.opcode == "conditional":
+            number = 1 + [name for _, name in call.called].index(computation)
+        return call.operands[number] if number < len(call.operands) else None
+
     def gathered(self, computation: str, instruction: Instruction) -> str | None:
         """The argument of which an instruction moves a part, by the name that JAX gave it."""
+        instruction = self.sender(computation, instruction)
         return self._argument(computation, instruction.operands[0], 0) if instruction.operands else None
 
     def updated(self, computation: str, instruction: Instruction, element: int | None) -> str | None:
@@ -135,6 +187,9 @@ class Origins:
                 caller, call = self._callers[where]
                 for position in [at for at, operand in enumerate(user.operands) if operand == value.name]:
                     yield from ((caller, found) for found in self._elements(caller, call, position))
+            elif user.opcode == "send":
+                received = self._ends.get((where, "recv", user.rendezvous or ""))
+                yield from () if received is None else ((where, found) for found in self._elements(where, received, 0))
             elif user.opcode in _ENDS_HERE:
                 continue
             elif (
@@ -155,7 +210,7 @@ class Origins:
             return self._given(computation, int(made.inside), depth + 1)
         if made.opcode == "get-tuple-element":
             return self._tuple_element(computation, made, depth + 1)
-        if made.opcode in _PASSES and made.operands:
+        if (made.opcode in _PASSES or _JOINED in made.attributes) and made.operands:
             return self._argument(computation, made.operands[0], depth + 1)
         if made.opcode == "fusion":
             inner = next(called for _, called in made.called)
@@ -164,11 +219,8 @@ class Origins:
 
     def _given(self, computation: str, number: int, depth: int) -> str | None:
         """What a computation's caller gave it."""
-        found = self._callers.get(computation)
-        if found is None or found[1].opcode == "while":
-            return None
-        caller, call = found
-        return self._argument(caller, call.operands[number], depth) if number < len(call.operands) else None
+        given = self._operand(computation, number) if computation in self._callers else None
+        return None if given is None else self._argument(self._callers[computation][0], given, depth)
 
     def _tuple_element(self, computation: str, made: Instruction, depth: int) -> str | None:
         index, holder = _index(made), self._module.computations[computation].get(made.operands[0])
@@ -183,8 +235,10 @@ class Origins:
             return self._tuple_given(computation, given, index, depth)
         if holder.opcode == "parameter" and computation in self._callers:
             caller, call = self._callers[computation]
-            if call.opcode == "while" and self._is_carried_unchanged(computation, index):
-                return self._tuple_given(caller, self._module.computations[caller].get(call.operands[0]), index, depth)
+            given = self._operand(computation, int(holder.inside)) or ""
+            if call.opcode == "while":
+                given = call.operands[0] if self._is_carried_unchanged(computation, index) else ""
+            return self._tuple_given(caller, self._module.computations[caller].get(given), index, depth)
         return None
 
     def _tuple_given(self, computation: str, given: Instruction | None, index: int, depth: int) -> str | None:

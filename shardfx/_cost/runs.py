@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from .._ground.errors import ProgramError
 from .hlo_text import HloModule, Instruction
@@ -26,14 +27,16 @@ class Runs:
     - `count`: times, where a loop whose trips are not known counts once.
     - `unknown`: the loops around it whose trips are not known, as lines of HLO.
     - `branch`: the conditional whose branch it is in and the number of the branch, outermost first.
+    - `slice`: the only slice of TPUs that runs it, by number; `None` where all do.
     """
 
     count: int
     unknown: tuple[str, ...] = ()
     branch: tuple[tuple[str, int], ...] = ()
+    slice: int | None = None
 
 
-def runs_of(module: HloModule) -> dict[str, Runs]:
+def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
     """How often each computation runs that the entry reaches.
 
     **Arguments:**
@@ -42,47 +45,64 @@ def runs_of(module: HloModule) -> dict[str, Runs]:
 
     **Returns:**
 
-    By the name of the computation. One that is called from several places has the sum.
+    By the name of the computation. One that is called from several places has the sum, and an entry for each branch or
+    loop of unknown end that it is in.
     """
-    found = {module.entry: Runs(1)}
+    found = {module.entry: [Runs(1)]}
     # Callees come before their callers in the text, so that each is complete when it is reached from behind.
     for name in reversed(module.computations):
-        own = found.get(name)
-        if own is None:
-            continue
-        for instruction in module.computations[name].values():
+        for instruction in module.computations[name].values() if name in found else ():
             # The end of what began elsewhere names its computation again; a reducer works on one device.
             if instruction.opcode.endswith(_ENDS) or instruction.opcode.startswith(_REDUCES):
                 continue
-            for called, runs in _called(module, name, instruction, own):
-                if called not in module.computations:
-                    raise ProgramError(f"the HLO module is cut off: it lacks `{called}`, which {instruction.text:.200}")
-                found[called] = _sum(found.get(called), runs)
-    return found
+            for own in found[name]:
+                for called, runs in _called(module, name, instruction, own):
+                    if called not in module.computations:
+                        raise ProgramError(
+                            f"the HLO module is cut off: it lacks `{called}`, which {instruction.text:.200}"
+                        )
+                    _add(found.setdefault(called, []), runs)
+    return {name: tuple(runs) for name, runs in found.items()}
 
 
 def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -> list[tuple[str, Runs]]:
     called = list(instruction.called)
     if instruction.opcode == "while":
         trips = trip_count(module, module.computations[name], instruction)
-        times = Runs(own.count * (1 if trips is None else trips), own.unknown, own.branch)
-        if trips is None:
-            times = dataclasses.replace(times, unknown=(*own.unknown, instruction.text))
-        return [(target, times) for attribute, target in called if attribute == "body"]
+        unknown = own.unknown if trips is not None else (*own.unknown, instruction.text)
+        # The condition is asked once more than the body runs, and can send something too.
+        times = {"body": 1 if trips is None else trips, "condition": 1 if trips is None else trips + 1}
+        return [
+            (target, dataclasses.replace(own, count=own.count * times[attribute], unknown=unknown))
+            for attribute, target in called
+            if attribute in times
+        ]
     if instruction.opcode == "conditional":
+        by_slice = _is_by_slice(module.computations[name], instruction)
         label = f"{name}/{instruction.name}"
         return [
-            (target, dataclasses.replace(own, branch=(*own.branch, (label, number))))
+            (target, dataclasses.replace(own, **_in_branch(own, label, number, by_slice=by_slice)))
             for number, (_, target) in enumerate(called)
         ]
     return [(target, own) for _, target in called]
 
 
-def _sum(before: Runs | None, more: Runs) -> Runs:
-    if before is None:
-        return more
-    branch = before.branch if before.branch == more.branch else ()
-    return Runs(before.count + more.count, tuple(dict.fromkeys((*before.unknown, *more.unknown))), branch)
+def _in_branch(own: Runs, label: str, number: int, *, by_slice: bool) -> dict[str, Any]:
+    return {"slice": number} if by_slice else {"branch": (*own.branch, (label, number))}
+
+
+def _is_by_slice(around: Mapping[str, Instruction], conditional: Instruction) -> bool:
+    """Whether a conditional asks which slice of TPUs runs it: then every branch runs, each in its slice."""
+    asked = around.get(conditional.operands[0])
+    return asked is not None and 'custom_call_target="SliceId"' in asked.attributes
+
+
+def _add(before: list[Runs], more: Runs) -> None:
+    for at, own in enumerate(before):
+        if dataclasses.replace(own, count=more.count) == more:
+            before[at] = dataclasses.replace(own, count=own.count + more.count)
+            return
+    before.append(more)
 
 
 def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instruction) -> int | None:

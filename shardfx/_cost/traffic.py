@@ -2,17 +2,18 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._ground.errors import LeafTypeError, MeshError, ProgramError
+from .._ground.errors import LeafTypeError, ProgramError
 from ..topology._mesh import MeshSpec
-from .between_hosts import is_transfer, slice_count, transfer_bytes
+from .between_hosts import is_transfer, slices_of, transfer_of
 from .collective import Collective, channel_of, collective_of
 from .frames import own_line
+from .groups import Numbering
 from .hlo_text import HloModule, Instruction, parse_hlo
 from .origin import Origins, path_of
 from .runs import Runs, runs_of
@@ -22,6 +23,8 @@ from .where import Where
 
 # Said of the rows of a branch that sends less than another one.
 IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
+# Said of the rows of an exchange whose pieces have sizes of their own.
+RAGGED = "a ragged exchange sends what its sizes say when it runs: all that it has room for counts, in equal parts."
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 # The computation in which a TPU adds up and keeps a part.
@@ -52,6 +55,13 @@ class _Named(Protocol):
     """A program that knows the paths of its arguments, as `filter_jit` makes it."""
 
     argument_paths: dict[str, str]
+
+
+@runtime_checkable
+class _OnDevices(Protocol):
+    """A program that knows the ids of the devices it is for, as `compile_for` makes it."""
+
+    device_ids: tuple[int, ...]
 
 
 def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
@@ -95,17 +105,23 @@ def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -
     program = _program(compiled)
     mesh = program.mesh if mesh is None else mesh
     spec = None if mesh is None else MeshSpec.of(mesh)
-    devices = _devices(program.text, spec)
-    found = _Reader(parse_hlo(program.text), Where(spec, mesh, devices), program.paths).rows()
-    return Traffic(tuple(sorted((one.row for one in found), key=lambda row: -row.wire_bytes)), devices)
+    module, numbering = parse_hlo(program.text), _numbering(program.text, spec)
+    runs = runs_of(module)
+    slices = max(
+        [slices_of(module), *[own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]]
+    )
+    where = Where(spec, mesh, numbering, slices, program.ids)
+    found = _Reader(module, runs, where, numbering, program.paths).rows()
+    return Traffic(tuple(sorted((one.row for one in found), key=lambda row: -row.wire_bytes)), where.devices)
 
 
 class _Program(NamedTuple):
-    """The text of a program, the mesh of its arguments, if it has one, and their paths by the names in the text."""
+    """A program: its text, the mesh of its arguments, their paths by the names in the text, and its devices' ids."""
 
     text: str
     mesh: Mesh | AbstractMesh | None = None
     paths: Mapping[str, str] = {}
+    ids: tuple[int, ...] = ()
 
 
 def _program(compiled: Any) -> _Program:
@@ -124,16 +140,15 @@ def _program(compiled: Any) -> _Program:
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
     paths = compiled.argument_paths if isinstance(compiled, _Named) else {}
-    return _Program(text, next(iter(meshes), None), paths)
+    ids = compiled.device_ids if isinstance(compiled, _OnDevices) else ()
+    return _Program(text, next(iter(meshes), None), paths, ids)
 
 
-def _devices(text: str, spec: MeshSpec | None) -> int:
+def _numbering(text: str, spec: MeshSpec | None) -> Numbering:
     header = text.partition("\n")[0]
     partitions, replicas = _PARTITIONS.search(header), _REPLICAS.search(header)
-    count = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
-    if spec is not None and count not in (1, spec.size):
-        raise MeshError(f"the program runs on {count} devices, and the mesh {spec} has {spec.size}.")
-    return max(count, 1 if spec is None else spec.size)
+    found = Numbering(int(replicas[1] if replicas else 1), int(partitions[1] if partitions else 1))
+    return Numbering(1, spec.size) if spec is not None and found.size == 1 else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +162,16 @@ class _Found:
 class _Reader:
     """One module, read into rows: what it is about, where its devices are, and how often its computations run."""
 
-    def __init__(self, module: HloModule, where: Where, paths: Mapping[str, str]):
-        self.module, self.where, self.paths = module, where, paths
-        self.runs, self.origins = runs_of(module), Origins(module)
-        instructions = [i for computation in module.computations.values() for i in computation.values()]
-        # With hosts between slices the entry is the program of one slice, and what differs per slice is in branches.
-        self.slices = max([1, *[slice_count(i) for i in instructions if is_transfer(i)]])
+    def __init__(
+        self,
+        module: HloModule,
+        runs: Mapping[str, tuple[Runs, ...]],
+        where: Where,
+        numbering: Numbering,
+        paths: Mapping[str, str],
+    ):
+        self.module, self.runs, self.where, self.numbering, self.paths = module, runs, where, numbering, paths
+        self.origins = Origins(module)
 
     def rows(self) -> list[_Found]:
         """A row for each collective."""
@@ -165,83 +184,66 @@ class _Reader:
         }
         groups: dict[Any, list[_Found]] = {}
         begun: set[Any] = set()
-        for name, runs in self.runs.items():
-            for instruction in self.module.computations[name].values():
-                row = self.row(name, instruction, runs)
-                if row is None:
-                    continue
-                fusion, channel = fusions.get(name), channel_of(instruction)
-                # A TPU's program names a collective again in each fusion that runs beside it. Elsewhere each name is
-                # one collective, whatever its channel: all those of a `shard_map` can have one.
-                key = id(instruction) if fusion is None or channel is None else (row.kind, channel)
-                is_first = fusion is not None and fusion.startswith(_BEGINS)
-                if is_first and key not in begun:
-                    groups[key] = []
-                begun |= {key} if is_first else set()
-                if is_first or key not in begun:
-                    groups.setdefault(key, []).append(_Found(row, runs))
+        for name, instruction, runs in self.instructions():
+            row = self.row(name, instruction, runs)
+            if row is None:
+                continue
+            fusion, channel = fusions.get(name), channel_of(instruction)
+            # A TPU's program names a collective again in each fusion that runs beside it. Elsewhere each name is
+            # one collective, whatever its channel: all those of a `shard_map` can have one.
+            key = (id(instruction), runs) if fusion is None or channel is None else (row.kind, channel)
+            is_first = fusion is not None and fusion.startswith(_BEGINS)
+            if is_first and key not in begun:
+                groups[key] = []
+            begun |= {key} if is_first else set()
+            if is_first or key not in begun:
+                groups.setdefault(key, []).append(_Found(row, runs))
         found = [one for key, group in groups.items() for one in (group if key in begun else _outermost(group))]
-        return found if self.slices > 1 else _of_costly_branches(found)
+        return _of_costly_branches(found)
+
+    def instructions(self) -> Iterator[tuple[str, Instruction, Runs]]:
+        """All that run, each with where it is, and once for every way in which it runs."""
+        for name, ways in self.runs.items():
+            for instruction in self.module.computations[name].values():
+                for runs in ways:
+                    yield name, instruction, runs
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
         if is_transfer(instruction):
-            ways = [transfer_bytes(instruction, self.where.devices, by_slice=by_slice) for by_slice in (False, True)]
-            wire, dcn = (round(runs.count * way) for way in ways)
-            return self.made(name, instruction, runs, kind="transfer", wire_bytes=wire, dcn_bytes=dcn, group_size=2)
-        collective = collective_of(instruction, self.where.devices)
+            return self.counted(name, instruction, transfer_of(instruction, self.where), runs)
+        collective = collective_of(instruction, self.numbering)
         if collective is None:
             return None
+        collective = collective._replace(groups=self.where.lifted(collective.groups, runs.slice))
         if name.startswith(_SCATTERS):
             return self.scattered(name, instruction, collective, runs)
-        wire = runs.count * collective.wire_bytes(self.where.apart)
-        if collective.kind == "collective-permute" and name == self.module.entry:
-            wire *= self.slices
-        return self.counted(name, instruction, collective, runs, wire)
+        return self.counted(name, instruction, collective, runs)
 
     def scattered(self, name: str, instruction: Instruction, whole: Collective, runs: Runs) -> TrafficRow:
-        """A sum of which a TPU keeps a part: in a fusion of its own, which knows what it came from."""
+        """A sum of which a TPU keeps a part."""
         parts = tuple(part / whole.group_size for part in whole.parts)
-        collective = whole._replace(kind="reduce-scatter", parts=parts)
-        row = self.counted(name, instruction, collective, runs, runs.count * collective.wire_bytes(self.where.apart))
-        callers = (
-            self.module.frames(other)
-            for computation in self.module.computations.values()
-            for other in computation.values()
-            if name in [called for _, called in other.called]
-        )
-        stack = row.stack or next(filter(None, callers), ())
-        return dataclasses.replace(row, stack=stack, source=own_line(stack))
+        return self.counted(name, instruction, whole._replace(kind="reduce-scatter", parts=parts), runs)
 
-    def counted(self, name: str, instruction: Instruction, collective: Collective, runs: Runs, wire: Any) -> TrafficRow:
+    def counted(self, name: str, instruction: Instruction, collective: Collective, runs: Runs) -> TrafficRow:
         kind = self.replaced(name, instruction, collective)
+        wire = runs.count * collective.wire_bytes(self.where.apart)
         shares = self.shares(name, instruction, collective, round(wire))
-        return self.made(
-            name,
-            instruction,
-            runs,
+        stack = self.origins.frames(name, instruction)
+        return TrafficRow(
             kind=kind,
             wire_bytes=round(wire),
             dcn_bytes=round(runs.count * collective.wire_bytes(self.where.slices)),
+            calls=None if runs.unknown else runs.count,
             dtype=collective.dtype,
             group_size=collective.group_size,
             axes=self.where.axes(collective),
+            source=own_line(stack),
+            stack=stack,
             leaf=", ".join(dict.fromkeys(leaf for leaf, _ in shares if leaf)) or None,
             shares=shares,
             windowed=kind != collective.kind,
+            note=_note(kind, runs),
         )
-
-    def made(self, name: str, instruction: Instruction, runs: Runs, **fields: Any) -> TrafficRow:
-        stack = self.module.frames(instruction)
-        if not stack and instruction.operands:
-            # What lays a result out is no line's: it came from the line that made what is sent.
-            made_by = self.module.computations[name].get(instruction.operands[0])
-            stack = () if made_by is None else self.module.frames(made_by)
-        calls, note = runs.count, ""
-        if runs.unknown:
-            calls, note = None, f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
-        defaults = {"dtype": "", "axes": (), "leaf": None, "shares": ((None, fields["wire_bytes"]),)}
-        source = own_line(stack)
-        return TrafficRow(**{**defaults, **fields}, calls=calls, source=source, stack=stack, note=note)
 
     def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:
         """The kind of a collective; of a permute in a windowed product that of what the window replaces.
@@ -249,7 +251,7 @@ class _Reader:
         The TPU's compiler turns a gather before a product into permutes of one factor, and a reduction after it into
         permutes of the sum so far.
         """
-        is_ring = collective.kind == "collective-permute" and len(collective.groups) == self.where.devices
+        is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.where.devices
         if not is_ring or not _PRODUCT.search(instruction.op_name):
             return collective.kind  # a permute that leaves a device out only changes the order of devices
         return "reduce-scatter" if self.origins.is_sum_of_products(name, instruction) else "all-gather"
@@ -262,7 +264,8 @@ class _Reader:
             leaf = self.origins.gathered(name, instruction)
             return ((self.path(leaf), wire_bytes),)
         parts = collective.parts
-        leaves = [self.origins.updated(name, instruction, None if len(parts) == 1 else at) for at in range(len(parts))]
+        is_whole = len(parts) == 1 and instruction.opcode != "recv"
+        leaves = [self.origins.updated(name, instruction, None if is_whole else at) for at in range(len(parts))]
         sums: dict[str | None, int] = {}
         for leaf, part in zip(leaves, parts, strict=True):
             path = self.path(leaf)
@@ -272,6 +275,12 @@ class _Reader:
     def path(self, argument: str | None) -> str | None:
         """The path of an argument, from its name in the program."""
         return None if argument is None else self.paths.get(argument) or path_of(argument)
+
+
+def _note(kind: str, runs: Runs) -> str:
+    if runs.unknown:
+        return f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
+    return RAGGED if kind == "ragged-all-to-all" else ""
 
 
 def _outermost(group: list[_Found]) -> list[_Found]:

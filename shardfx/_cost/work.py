@@ -34,7 +34,7 @@ def work_of(text: str) -> Work:
     runs = runs_of(module)
     flops, cycles = 0.0, 0
     for name, computation in module.computations.items():
-        count = runs[name].count if name in runs else 0
+        count = sum(own.count for own in runs.get(name, ()))
         for instruction in computation.values() if count else ():
             flops += count * _flops(module, name, instruction)
             if found := _CYCLES.search(instruction.attributes):

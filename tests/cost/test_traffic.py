@@ -98,7 +98,15 @@ def test_gathers_and_gradients_name_their_weight(name, itemsize):
     assert made.by("leaf")["up"] == weight * 3 // 4 + 2 * weight * 7 // 8
 
 
-ONE = "HloModule m, num_partitions={n}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
+def one(line, n, replicas=1):
+    """A program of one line; a collective in it is one of devices, as JAX writes them, if it does not say otherwise."""
+    if "replica_groups=" in line and "channel_id" not in line and replicas == 1:
+        is_flat = any(kind in line for kind in ("all-gather", "all-reduce", "reduce-scatter"))
+        line += ", channel_id=1, use_global_device_ids=true" if is_flat else ", channel_id=1"
+    if "source_target_pairs=" in line and "channel_id" not in line:
+        line += ", channel_id=1"
+    header = f"HloModule m, replica_count={replicas}, num_partitions={n}"
+    return f"{header}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +146,7 @@ ONE = "HloModule m, num_partitions={n}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n
     ],
 )
 def test_bytes_of_one_instruction(line, devices, right):
-    assert traffic(ONE.format(n=devices, line=line)).wire_bytes == right
+    assert traffic(one(line, devices)).wire_bytes == right
 
 
 @pytest.mark.parametrize(
@@ -159,25 +167,31 @@ def test_bytes_of_one_instruction(line, devices, right):
 )
 def test_bytes_between_two_slices(line, right):
     mesh = MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2})
-    (row,) = traffic(ONE.format(n=8, line=line), mesh).rows
+    (row,) = traffic(one(line, 8), mesh).rows
     assert row.dcn_bytes == right and row.crosses_dcn == bool(right)
 
 
 @pytest.mark.parametrize(
-    "size, target, wire, dcn",
+    "type_, target, kind, wire, axes",
     [
-        (8, "{{100000->200000},{200000->100000}}", 8, 8),
-        (8, '"{1,2}x{0:15}"', 16, 16),
-        (8, "{{100000,200000},{100001,200001}}", 16, 16),
+        ("ONE_TO_ONE", "{{100000->200000},{200000->100000}}", "collective-permute", 8 * 4 * 2 / 8, ("data",)),
+        ("ALL_REDUCE", '"{1,2}x{0:3}"', "all-reduce", 2 * 8 * 4 / 2, ("data",)),
+        ("ALL_GATHER", '"{1,2}x{0,2:3}"', "all-gather", 8 * 4 / 2 * 6 / 8, ("data",)),
+        ("REDUCE_SCATTER", "{{100000,200001},{100001,200000}}", "reduce-scatter", 8 * 4 * 4 / 8, ("data", "tensor")),
+        ("ALL_TO_ALL", "{{100000,200000},{100001,200001}}", "all-to-all", 8 * 4 / 2 * 4 / 8, ("data",)),
     ],
 )
-def test_transfers_between_the_hosts_of_slices(size, target, wire, dcn):
+def test_transfers_between_the_hosts_of_slices(type_, target, kind, wire, axes):
+    # The text is that of one slice, whose four devices it counts.
     line = (
-        f"%r = (f32[{size}]{{0}}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, "
-        f'frontend_attributes={{_xla_megascale_target={target},_xla_megascale_transfer_type="X"}}'
+        "%r = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, "
+        f'frontend_attributes={{_xla_megascale_target={target},_xla_megascale_transfer_type="{type_}"}}'
     )
-    (row,) = traffic(ONE.format(n=8, line=line)).rows
-    assert (row.kind, row.wire_bytes, row.dcn_bytes) == ("transfer", wire, dcn)
+    mesh = MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2})
+    (row,) = traffic(one(line, 4), mesh).rows
+    assert (row.kind, row.wire_bytes, row.dcn_bytes, row.axes) == (kind, wire, wire, axes)
+    bare = traffic(one(line, 4))
+    assert bare.devices == 8 and bare.dcn_bytes == wire
 
 
 def test_what_is_done_apart_on_a_gpu_counts_once():
@@ -191,7 +205,7 @@ def test_what_is_done_apart_on_a_gpu_counts_once():
 
 %apart (p: f32[64]) -> f32[16] {
   %p = f32[64]{0} parameter(0)
-  ROOT %rs = f32[16]{0} reduce-scatter(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%add
+  ROOT %rs = f32[16]{0} reduce-scatter(%p), channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true
 }
 
 %body (c: (s32[], f32[64])) -> (s32[], f32[64]) {
@@ -200,7 +214,7 @@ def test_what_is_done_apart_on_a_gpu_counts_once():
   %x = f32[64]{0} get-tuple-element(%c), index=1
   %s = ((f32[64]{0}), f32[16]{0}) async-start(%x), calls=%apart
   %d = f32[16]{0} async-done(%s), calls=%apart
-  %g = (f32[16]{0}, f32[64]{0}) all-gather-start(%d), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}
+  %g = (f32[16], f32[64]) all-gather-start(%d), channel_id=2, replica_groups=[1,4]<=[4], use_global_device_ids=true
   %e = f32[64]{0} all-gather-done(%g)
   %one = s32[] constant(1)
   %j = s32[] add(%i, %one)
@@ -249,16 +263,14 @@ ENTRY %main (x: f32[64]) -> f32[64] {
 )
 def test_a_collective_that_is_not_known_is_an_error_with_its_line(line):
     with pytest.raises(ProgramError) as caught:
-        traffic(ONE.format(n=2, line=line))
+        traffic(one(line, 2))
     assert line[: line.index("(")] in str(caught.value)
 
 
-CUT = ONE.format(n=2, line="%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_all-gather")
+CUT = one("%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_all-gather", 2)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "HloModule m", "{}", ONE.format(n=2, line="%x = f32[4]{0} add(%a, %b"), "\x00", CUT]
-)
+@pytest.mark.parametrize("text", ["", "HloModule m", "{}", one("%x = f32[4]{0} add(%a, %b", 2), "\x00", CUT])
 def test_text_that_is_no_program(text):
     with pytest.raises(ProgramError):
         traffic(text)
@@ -268,7 +280,7 @@ def test_what_is_no_program():
     with pytest.raises(LeafTypeError, match="takes a compiled program, not int"):
         traffic(3)
     with pytest.raises(MeshError, match="the program runs on 2 devices, and the mesh data=4 has 4"):
-        traffic(ONE.format(n=2, line="%d = f32[8]{0} add(%s, %s)"), MeshSpec({"data": 4}))
+        traffic(one("%d = f32[8]{0} add(%s, %s)", 2), MeshSpec({"data": 4}))
 
 
 def test_compiled_and_lowered_programs_name_axes_and_leaves_by_themselves():
@@ -328,7 +340,7 @@ def test_sums_and_the_table():
     assert lines[0].split() == "bytes/step kind axes group calls dtype leaf source".split()
     assert "112.0 MiB  all-reduce  data x tensor" in lines[1] and "step.py:28 mlp2" in lines[1]
     assert lines[-1] == "160.0 MiB enter each of 8 devices in a step."
-    nothing = traffic(ONE.format(n=2, line="%d = f32[8]{0} add(%s, %s)"))
+    nothing = traffic(one("%d = f32[8]{0} add(%s, %s)", 2))
     assert str(nothing) == "no traffic: a step on 2 devices sends nothing."
 
 
@@ -358,7 +370,9 @@ def test_collectives_of_one_channel_are_as_many_as_are_named(name, itemsize):
 
 
 def test_what_lays_a_result_out_has_the_line_that_made_it():
-    gather = "  ROOT %g = f32[4,16]{1,0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}\n}"
+    gather = (
+        "  ROOT %g = f32[4,16]{1,0} all-gather(%p), replica_groups={{0,1}}, channel_id=1, use_global_device_ids=true\n}"
+    )
     made = "  %p = f32[2,16]{1,0} parameter(0), metadata={stack_frame_id=1}\n"
     text = SCATTER[: SCATTER.index("%all-reduce-scatter.1 (")] + "ENTRY %main (p: f32[2,16]) -> f32[4,16] {\n"
     (row,) = traffic(text + made + gather).rows
@@ -370,18 +384,18 @@ def test_a_permute_is_a_window_only_where_all_devices_take_part():
         "%c = f32[8]{{0}} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,{}}},{{2,3}},{{3,{}}}}}, "
         'metadata={{op_name="jit(f)/dot_general"}}'
     )
-    (ring,) = traffic(ONE.format(n=4, line=line.format(0, 2))).rows
+    (ring,) = traffic(one(line.format(0, 2), 4)).rows
     assert ring.windowed and ring.kind != "collective-permute"
     swap = (
         "%c = f32[8]{0} collective-permute(%x), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}, "
         'metadata={op_name="jit(f)/dot_general"}'
     )
-    (row,) = traffic(ONE.format(n=4, line=swap)).rows
+    (row,) = traffic(one(swap, 4)).rows
     assert (row.kind, row.windowed, row.wire_bytes) == ("collective-permute", False, 16)
 
 
 def test_conditionals_in_conditionals_and_calls():
-    gather = "all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}"
+    gather = "all-gather(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}, use_global_device_ids=true"
     text = f"""HloModule m, num_partitions=4
 
 %big (p: f32[4]) -> f32[64] {{
@@ -443,7 +457,7 @@ StackFrames
 
 %all-reduce-scatter.1 (input.9: bf16[8,16]) -> bf16[2,16] {
   %input.9 = bf16[8,16]{1,0} parameter(0)
-  %all-reduce.84 = bf16[8,16]{1,0} all-reduce(%input.9), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%a
+  %all-reduce.84 = bf16[8,16] all-reduce(%input.9), channel_id=3, replica_groups=[2,4]<=[8], use_global_device_ids=true
   %constant.1 = u32[] constant(0)
   ROOT %dynamic-slice.533 = bf16[2,16]{1,0} dynamic-slice(%all-reduce.84, %constant.1, %constant.1)
 }

@@ -1,0 +1,302 @@
+"""Traffic of every form in which HLO says who sends to whom, against a count device by device."""
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from shardfx import MeshSpec, ProgramError, traffic
+
+
+HLO = Path(__file__).parents[1] / "data" / "hlo"
+GROUPED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast")
+FLAT = GROUPED[:3]
+SIZE = 64  # bytes of a result
+
+
+def program(line, replicas=1, partitions=1):
+    header = f"HloModule m, replica_count={replicas}, num_partitions={partitions}"
+    return f"{header}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
+
+
+def meant(kind, channel, flat, replicas, partitions, rows):
+    """The groups of device numbers that XLA reads, each device looking for itself: `None` stands for all."""
+
+    def name(device):
+        replica, partition = divmod(device, partitions)
+        if flat:
+            return device, 0
+        if channel and kind not in FLAT:
+            return partition, ("replica", replica)
+        return replica, 0 if channel else ("partition", partition)
+
+    groups = {}
+    for device in range(replicas * partitions):
+        number, beside = name(device)
+        row = 0 if rows is None else next((at for at, row in enumerate(rows) if number in row), None)
+        if row is not None:
+            groups.setdefault((row, beside), []).append(device)
+    return list(groups.values())
+
+
+def received(kind, groups, devices):
+    """The mean over devices of what each takes in, one device at a time."""
+    total = Fraction(0)
+    for group in groups:
+        count = len(group)
+        for at, _ in enumerate(group):
+            if kind == "all-reduce":
+                total += 2 * Fraction(SIZE, count) * (count - 1)  # its piece of the sum of each, then each other's
+            elif kind == "reduce-scatter":
+                total += SIZE * (count - 1)
+            elif kind == "collective-broadcast":
+                total += SIZE if at else 0
+            else:
+                total += Fraction(SIZE, count) * (count - 1)
+    return total / devices
+
+
+@st.composite
+def drawn(draw):
+    kind = draw(st.sampled_from(GROUPED))
+    replicas, partitions = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
+    channel = draw(st.booleans())
+    flat = channel and kind in FLAT and draw(st.booleans())
+    count = replicas * partitions if flat else partitions if channel and kind not in FLAT else replicas
+    rows, text = None, draw(st.sampled_from(["replica_groups={}, ", ""]))
+    size = draw(st.sampled_from([size for size in range(1, count + 1) if count % size == 0]))
+    form = draw(st.sampled_from(["empty", "listed", "uneven", "iota", "swapped", "mesh"]))
+    order = list(range(count))
+    if form in ("listed", "uneven"):
+        order = draw(st.permutations(order))
+    if form == "swapped":
+        order = [row + at * (count // size) for row in range(count // size) for at in range(size)]
+    if form != "empty":
+        rows = [order[at : at + size] for at in range(0, count, size)]
+    if form == "uneven" and kind in FLAT and count > 2:
+        rows = [order[:1], order[1:]]
+    if form in ("listed", "uneven"):
+        text = "replica_groups={" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows or ()) + "}, "
+    elif form == "iota":
+        text = f"replica_groups=[{count // size},{size}]<=[{count}], "
+    elif form == "swapped":
+        text = f"replica_groups=[{count // size},{size}]<=[{size},{count // size}]T(1,0), "
+    elif form == "mesh":
+        text = f"replica_groups=mesh['a'={count // size},'b'={size}] {{'b'}}, "
+    line = (
+        f"%g = f32[16]{{0}} {kind}(%p), {text}{'channel_id=7, ' if channel else ''}use_global_device_ids={flat}".lower()
+    )
+    return (
+        line,
+        replicas,
+        partitions,
+        received(kind, meant(kind, channel, flat, replicas, partitions, rows), replicas * partitions),
+    )
+
+
+@given(drawn())
+@settings(max_examples=200, deadline=None)
+def test_groups_of_replicas_partitions_and_devices_against_a_count_device_by_device(case):
+    line, replicas, partitions, right = case
+    (row,) = traffic(program(line, replicas, partitions)).rows
+    assert row.wire_bytes == round(right), line
+
+
+@given(st.integers(1, 3), st.integers(2, 5), st.booleans(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_permutes_of_replicas_and_partitions(replicas, partitions, channel, data):
+    count = partitions if channel else replicas
+    targets = data.draw(st.permutations(range(count)))
+    kept = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    pairs = [(source, targets[source]) for source in kept]
+    text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
+    line = f"%c = (f32[12], s8[16]) collective-permute(%p, %q), source_target_pairs={{{text}}}"
+    (row,) = traffic(program(line + (", channel_id=1" if channel else ""), replicas, partitions)).rows
+    moved = sum(source != target for source, target in pairs)
+    assert row.wire_bytes == round(Fraction(64 * moved, count))
+
+
+PAIRS = "_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3}}"
+RING = "channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+ALL = "channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true"
+
+
+@pytest.mark.parametrize(
+    "line, right",
+    [
+        # What a name that a user gives looks like is no attribute.
+        ('%r = f32[64] add(%t, %t), metadata={op_name="jit(f)/body=x/channel_id=3/add"}', 0),
+        (f'%r = f32[64] all-gather(%t), {ALL}, metadata={{op_name="jit(f)/replica_groups={{{{0}}}}/add"}}', 192),
+        # Texts without percent signs, and sizes that have a bound.
+        (f"r.1 = f32[8]{{0}} all-reduce(f32[8]{{0}} p.1), {ALL}", 48),
+        (f"%r = f32[<=8,2]{{1,0}} all-gather(%x), {ALL}", 48),
+        # An all-reduce in a computation of its own, begun: its operands come first.
+        (f"%r = ((f32[8]), f32[8]) all-reduce-start(%t), {ALL}", 48),
+        # Several operands, begun; and slices of larger arrays.
+        (f"%r = ((f32[4], s8[8]), (f32[4], s8[8]), u32[], u32[]) collective-permute-start(%x, %y), {RING}", 24),
+        (f"%r = f32[64,8]{{1,0}} collective-permute(%x, %y, %i, %j), {RING}, slice_sizes={{{{4,8}}}}", 128),
+        (f"%r = (f32[9], s8[9]) collective-permute(%x, %y), {RING}, slice_sizes={{{{2}},{{3}}}}", 11),
+        # A permute that a GPU's compiler wrote as a send and a receive.
+        (f"%r = (f32[64], u32[], token[]) recv(%t), channel_id=1, frontend_attributes={{{PAIRS}}}", 192),
+        (f"%r = (f32[64], u32[], token[]) send(%x, %t), channel_id=1, frontend_attributes={{{PAIRS}}}", 0),
+        ('%r = f32[64] custom-call(%t), custom_call_target="k", backend_config={"has_communication": false}', 0),
+    ],
+)
+def test_bytes_of_forms_that_are_seldom(line, right):
+    assert traffic(program(line, partitions=4)).wire_bytes == right
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        (
+            "%r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0,7}}, use_global_device_ids=true",
+            "names number 7",
+        ),
+        ("%r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0},{1}}, to_apply=%add", "1 replicas of 4"),
+        ("%r = f32[8] all-to-all(%x), channel_id=1, replica_groups={{0,1},{1,2}}", "names a device twice"),
+        (f"%r = q8[8] all-gather(%x), {ALL}", r"size of `q8\[8\]` is not known"),
+        (f"%r = f32[?] all-gather(%x), {ALL}", r"size of `f32\[\?\]` is not known"),
+        ("%r = token[] all-gather(%x), channel_id=1, replica_groups=[4]<=[4]", "groups of a collective cannot be read"),
+        (f"%r = () all-gather(%x), {ALL}", "does not say what it sends"),
+        ("%r = (f32[64], u32[], token[]) recv(%t), channel_id=1", "a kind that is not known, `recv`"),
+        ("%r = f32[8] collective-permute(%t), channel_id=1", "does not say who sends to whom"),
+        (
+            "%r = (f32[8], u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={"
+            '_xla_megascale_target={{100000->200000}},_xla_megascale_transfer_type="SHUFFLE"}',
+            "does not say what goes whither",
+        ),
+    ],
+)
+def test_what_cannot_be_counted_is_an_error_with_its_line(line, words):
+    with pytest.raises(ProgramError, match=words) as caught:
+        traffic(program(line, partitions=4))
+    assert line.partition("(")[0] in str(caught.value)
+
+
+def test_a_ragged_exchange_says_that_its_sizes_are_not_known():
+    line = "%r = s8[16]{0} ragged-all-to-all(%x, %o, %a, %b, %c, %d), channel_id=1, replica_groups={{0,1,2,3}}"
+    (row,) = traffic(program(line, partitions=4)).rows
+    assert row.wire_bytes == 12 and "a ragged exchange sends what its sizes say" in row.note
+
+
+def test_a_kernel_that_sends_by_itself_is_an_error_and_one_that_does_not_is_read():
+    # Its attributes go over several lines, one of which begins with a bracket.
+    text = (HLO / "tpu_kernel_that_sends.txt").read_text()
+    with pytest.raises(ProgramError, match=r"not known, `custom-call`, so its traffic .* %shard_map.12 = f32\[8,128\]"):
+        traffic(text)
+    assert traffic(text.replace('"has_communication":true', '"has_communication":false')).rows == ()
+    with pytest.raises(ProgramError, match="cut off after: %shard_map.12"):
+        traffic(text[: text.index("}}, metadata=")])
+
+
+SLICES = MeshSpec({"dcn": 2, "ici": 4}, dcn={"dcn": 2})
+
+
+def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
+    # Batch over all, a weight of 1,024 x 1,024 over the devices of a slice: it is gathered there in bf16, its gradient
+    # scattered there, and a quarter of it added up between slices.
+    made, weight = traffic((HLO / "tpu_two_slices.txt").read_text(), SLICES), 1024 * 1024
+    assert [(row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.leaf) for row in made.rows] == [
+        ("reduce-scatter", ("ici",), weight * 4 * 3 // 4, 0, "w"),
+        ("all-gather", ("ici",), weight * 2 * 3 // 4, 0, "w"),
+        ("all-reduce", ("dcn",), 2 * weight // 4 * 4 // 2, weight // 4 * 4, "w"),
+    ]
+    assert made.devices == 8 and {row.source and row.source.line for row in made.rows} == {23}
+
+
+def test_devices_that_exchange_with_another_slice_and_with_their_own():
+    # 64 x 256 f32 from rows over (ici, dcn) to rows over dcn and columns over ici. What each slice does differently is
+    # in branches, of which every one runs.
+    made, shard = traffic((HLO / "tpu_exchange_between_slices.txt").read_text(), SLICES), 64 * 256 * 4 // 8
+    assert sorted((row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.calls) for row in made.rows) == [
+        ("all-to-all", ("dcn", "ici"), shard * 3 // 4, shard // 2, 1),
+        ("collective-permute", ("dcn", "ici"), shard // 2, shard // 2, 1),
+        ("collective-permute", ("ici",), shard // 8, 0, 1),  # one of four devices in each slice
+        ("collective-permute", ("ici",), shard // 8, 0, 1),
+    ]
+    text = (HLO / "tpu_exchange_between_slices.txt").read_text()
+    local = re.sub(r"^.* (send|recv)(-done)?\(.*\n", "", text, flags=re.MULTILINE)
+    assert traffic(local).devices == 8  # the branches say how many slices there are
+
+
+def test_what_a_loop_asks_before_each_trip_and_a_leaf_in_a_branch():
+    mesh = MeshSpec({"x": 8}).build(jax.devices())
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+
+    def step(flag, w, x):
+        one = jax.lax.cond(flag > 0, lambda w, x: x @ jax.lax.with_sharding_constraint(w, whole), lambda w, x: x, w, x)
+
+        def asked(x):
+            go = lambda c: (jax.lax.pmax(c[1], "x").max() * 0 + c[0]) < 5
+            return jax.lax.while_loop(go, lambda c: (c[0] + 1, jnp.cos(c[1])), (0.0, x))[1]
+
+        return jax.shard_map(asked, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)(one)
+
+    w, x = (jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where) for where in (rows, rows))
+    made = traffic(jax.jit(step).lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), w, x).compile())
+    assert {(row.kind, row.calls, row.leaf) for row in made.rows} == {
+        ("all-gather", 1, "w"),
+        ("all-reduce", None, None),
+    }
+
+
+CALLED_TWICE = f"""HloModule m, num_partitions=4
+
+%g (p: f32[4]) -> f32[16] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %h = f32[16]{{0}} all-gather(%p), {ALL}
+}}
+
+%left (p: f32[4]) -> f32[16] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %c = f32[16]{{0}} call(%p), to_apply=%g
+}}
+
+%right (p: f32[4]) -> f32[16] {{
+  %p = f32[4]{{0}} parameter(0)
+  %c = f32[16]{{0}} call(%p), to_apply=%g
+  ROOT %d = f32[16]{{0}} call(%p), to_apply=%g
+}}
+
+%body (c: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %c = (s32[], f32[16]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[16]{{0}} get-tuple-element(%c), index=1
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[16]{{0}}) tuple(%j, %x)
+}}
+
+%asks (c: (s32[], f32[16])) -> pred[] {{
+  %c = (s32[], f32[16]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(5)
+  %r = f32[16]{{0}} all-reduce(%x), {ALL}
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}}
+
+ENTRY %main (k: s32[], p: f32[4]) -> f32[16] {{
+  %k = s32[] parameter(0)
+  %p = f32[4]{{0}} parameter(1)
+  %zero = s32[] constant(0)
+  %b = f32[16]{{0}} conditional(%k, %p, %p), branch_computations={{%left, %right}}
+  %t = (s32[], f32[16]{{0}}) tuple(%zero, %b)
+  %w = (s32[], f32[16]{{0}}) while(%t), condition=%asks, body=%body
+  ROOT %r = f32[16]{{0}} get-tuple-element(%w), index=1
+}}
+"""
+
+
+def test_one_computation_in_two_branches_and_a_sum_in_a_loops_condition():
+    # The right branch gathers twice and counts, the left one once. Five trips ask six times.
+    assert sorted((row.kind, row.calls, row.wire_bytes) for row in traffic(CALLED_TWICE).rows) == [
+        ("all-gather", 0, 0),
+        ("all-gather", 2, 2 * 48),
+        ("all-reduce", 6, 6 * 96),
+    ]
