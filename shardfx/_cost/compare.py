@@ -1,7 +1,7 @@
 """What a compiled step sends beyond its estimate, and what can be done about it."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from .._ground.text import bytes_text, table
@@ -18,6 +18,7 @@ Why = Literal[
     "not expected",
     "otherwise",
     "less",
+    "elsewhere",
 ]
 _SUMS = ("all-reduce", "reduce-scatter")
 _SAYS: Mapping[Why, tuple[str, str]] = {
@@ -50,6 +51,10 @@ _SAYS: Mapping[Why, tuple[str, str]] = {
         "constrain the operands and the result of this line, so that nothing is left to choose.",
     ),
     "less": ("less is sent than was estimated", "There is nothing to mend."),
+    "elsewhere": (
+        "what has no line, and lines at which little differs",
+        "`str(...)` of the two traffics lists all that is sent.",
+    ),
 }
 
 
@@ -61,7 +66,7 @@ class Surplus:
 
     - `why`: what the difference is like.
     - `extra_bytes`: how much more enters a device in one step; negative where it is less.
-    - `source`: the line.
+    - `source`: the line; `None` for the rest, whose `why` is "elsewhere".
     - `axes`: the mesh axes along which it is sent.
     - `leaf`: the parameters that it is about, or `None`.
     - `expected`, `found`: the bytes of each kind of collective.
@@ -84,11 +89,13 @@ class Surplus:
 class Comparison:
     """Where a compiled step sends more than its estimate; made by [`shardfx.compare`][]. `str(...)` is a table.
 
+    No byte is in two rows, and none is left out: what `rows` and `less` say adds up to `extra_bytes`.
+
     **Arguments:**
 
-    - `rows`: a [`shardfx.Surplus`][] for each line, the largest first.
+    - `rows`: a [`shardfx.Surplus`][] for each line, the largest first. Last, in one row without a line, comes the rest.
     - `estimated`, `compiled`: what was compared.
-    - `less`: one for each line at which less is sent than was estimated.
+    - `less`: one for each line at which less is sent than was estimated, in the same order.
     """
 
     rows: tuple[Surplus, ...]
@@ -97,11 +104,15 @@ class Comparison:
     less: tuple[Surplus, ...] = ()
 
     @property
+    def different_bytes(self) -> int:
+        """The bytes that are sent on one side only: those of all rows, whatever their sign."""
+        return sum(abs(row.extra_bytes) for row in (*self.rows, *self.less))
+
+    @property
     def explained(self) -> float:
-        """Which share of the difference the lines in `rows` and `less` make up, 1 where there is none."""
-        total = abs(self.extra_bytes)
-        named = sum(row.extra_bytes for row in (*self.rows, *self.less) if row.source is not None)
-        return max(0.0, 1 - abs(self.extra_bytes - named) / total) if total else 1.0
+        """Which share of `different_bytes` is in rows that name a line; 1 where nothing differs."""
+        named = sum(abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.source is not None)
+        return named / self.different_bytes if self.different_bytes else 1.0
 
     @property
     def extra_bytes(self) -> int:
@@ -143,7 +154,7 @@ def compare(estimated: Traffic, compiled: Any) -> Comparison:
     **Returns:**
 
     A [`shardfx.Comparison`][]. What the compiler sends at one line instead of another, along the same mesh axes, is no
-    difference. Lines that differ by less than a thousandth of the whole are left out.
+    difference. Lines that differ by less than a thousandth of the whole are one row together.
 
     **Raises:**
 
@@ -166,21 +177,41 @@ def compare(estimated: Traffic, compiled: Any) -> Comparison:
         ```
     """
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
-    places = [*_paired(_sent(estimated, {}), _sent(found, _sums_by_leaf(estimated)))]
+    places = _paired(_sent(estimated, {}), _sent(found, _sums_by_leaf(estimated)))
+    _moved(places)
+    for place in places:
+        place.settle()
     least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
-    settled = [_surplus(place) for place in _settled(places) if abs(place.extra) >= least]
-    rows = sorted((row for row in settled if row.extra_bytes > 0), key=lambda row: -row.extra_bytes)
-    less = sorted((row for row in settled if row.extra_bytes < 0), key=lambda row: row.extra_bytes)
+    sides = [sorted((p for p in places if p.extra * sign > 0), key=lambda place: -abs(place.extra)) for sign in (1, -1)]
+    rows, less = (
+        [_surplus(place) for place in side if place.source is not None and abs(place.extra) >= least]
+        + _rest([place for place in side if place.source is None or abs(place.extra) < least])
+        for side in sides
+    )
     return Comparison(tuple(rows), estimated, found, tuple(less))
 
 
 @dataclasses.dataclass
 class _Place:
-    """What is sent at one line, on both sides."""
+    """What is sent at one line: estimated and compiled, and by mesh axes how much more was compiled."""
 
     source: Frame | None
     rows: tuple[list[tuple[TrafficRow, int]], list[tuple[TrafficRow, int]]]
-    extra: int = 0
+    left: dict[tuple[str, ...], int]
+
+    @property
+    def extra(self) -> int:
+        """How much more is sent than was estimated; negative where it is less."""
+        return sum(self.left.values())
+
+    def settle(self) -> None:
+        """Takes what is less along some axes off what is more along others, the smallest first."""
+        sign = 1 if self.extra > 0 else -1
+        beyond = -sign * sum(count for count in self.left.values() if count * sign < 0)
+        self.left = {axes: count for axes, count in self.left.items() if count * sign > 0}
+        for axes in sorted(self.left, key=lambda axes: abs(self.left[axes])):
+            taken = min(beyond, abs(self.left[axes]))
+            self.left[axes], beyond = self.left[axes] - sign * taken, beyond - taken
 
     def kinds(self, side: int) -> dict[str, int]:
         sums: dict[str, int] = {}
@@ -191,11 +222,7 @@ class _Place:
 
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which the two sides differ most."""
-        sums: dict[tuple[str, ...], int] = {}
-        for sign, rows in zip((-1, 1), self.rows, strict=True):
-            for row, count in rows:
-                sums[row.axes] = sums.get(row.axes, 0) + sign * count
-        return max(sums, key=lambda axes: abs(sums[axes]), default=())
+        return max(self.left, key=lambda axes: abs(self.left[axes]), default=())
 
 
 def _sums_by_leaf(estimated: Traffic) -> dict[str, Frame | None]:
@@ -206,43 +233,55 @@ def _sums_by_leaf(estimated: Traffic) -> dict[str, Frame | None]:
 def _sent(made: Traffic, lines: Mapping[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow, int]]:
     """All that is sent, each with its line: of sums that the compiler joined, each leaf's own."""
     for row in made.rows:
-        for leaf, count in row.shares or ((row.leaf, row.wire_bytes),):
+        shares = row.shares or ((row.leaf, row.wire_bytes),)
+        missing = row.wire_bytes - sum(count for _, count in shares)  # shares are rounded
+        for leaf, count in shares:
             joined = leaf is not None and row.kind in _SUMS and leaf in lines
-            own = dataclasses.replace(row, leaf=leaf, wire_bytes=count)
-            yield (lines[leaf] if joined and leaf is not None else row.source), own, count
+            own = dataclasses.replace(row, leaf=leaf, wire_bytes=count + missing)
+            yield (lines[leaf] if joined and leaf is not None else row.source), own, count + missing
+            missing = 0
 
 
 def _paired(
     ours: Iterable[tuple[Frame | None, TrafficRow, int]], theirs: Iterable[tuple[Frame | None, TrafficRow, int]]
-) -> Iterable[_Place]:
+) -> list[_Place]:
     places: dict[Any, _Place] = {}
     for side, sent in enumerate((ours, theirs)):
         for source, row, count in sent:
             key = None if source is None else (source.file, source.line)
-            place = places.setdefault(key, _Place(source, ([], [])))
+            place = places.setdefault(key, _Place(source, ([], []), {}))
             place.rows[side].append((row, count))
-            place.extra += count if side else -count
-    return places.values()
+            place.left[row.axes] = place.left.get(row.axes, 0) + (count if side else -count)
+    return [*places.values()]
 
 
-def _settled(places: list[_Place]) -> list[_Place]:
-    """The places, where what one sends less along some axes is taken off what others send more along the same.
+def _moved(places: Sequence[_Place]) -> None:
+    """What one line sends less along some axes is taken off what others send more along the same, the largest first."""
+    for axes in dict.fromkeys(axes for place in places for axes in place.left):
+        more = sorted((p for p in places if p.left.get(axes, 0) > 0), key=lambda place: -place.left[axes])
+        for place in more:
+            for other in places:
+                moved = min(place.left[axes], -other.left.get(axes, 0))
+                if moved > 0:
+                    place.left[axes] -= moved
+                    other.left[axes] += moved
 
-    Places that send less come after those that send more.
-    """
-    less = [place for place in places if place.extra < 0]
-    more = sorted((place for place in places if place.extra > 0), key=lambda place: -place.extra)
-    for place in more:
-        for other in less:
-            if place.axes() == other.axes():
-                moved = min(place.extra, -other.extra)
-                place.extra, other.extra = place.extra - moved, other.extra + moved
-    return [*more, *less]
+
+def _rest(places: Sequence[_Place]) -> list[Surplus]:
+    """One row for what has no line of its own."""
+    extra = sum(place.extra for place in places)
+    if not extra:
+        return []
+    whole = _Place(None, ([r for p in places for r in p.rows[0]], [r for p in places for r in p.rows[1]]), {})
+    for place in places:
+        for axes, count in place.left.items():
+            whole.left[axes] = whole.left.get(axes, 0) + count
+    return [_surplus(whole)]
 
 
 def _surplus(place: _Place) -> Surplus:
     expected, found = place.kinds(0), place.kinds(1)
-    why = "less" if place.extra < 0 else _why(expected, found)
+    why: Why = "elsewhere" if place.source is None else "less" if place.extra < 0 else _why(expected, found)
     message, fix = _SAYS[why]
     leaves = [row.leaf for row, count in place.rows[1] if row.leaf and count]
     return Surplus(

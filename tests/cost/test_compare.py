@@ -3,6 +3,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from shardfx import MeshSpec, Traffic, TrafficRow, compare, estimate, traffic
 from shardfx._cost import Frame
@@ -66,6 +67,93 @@ def test_lines_that_send_less_are_named_too_and_the_rows_make_up_the_difference(
     # What no line is known of explains nothing.
     unknown = compared([], [row("all-gather", 30), dataclasses.replace(row("all-gather", 10), source=None)])
     assert unknown.explained == 0.75
+
+
+def test_what_has_no_line_and_what_is_small_are_one_row_behind_the_others():
+    small = [row("all-gather", 1, line=line, axes=("data",)) for line in (3, 4)]
+    made = compared([row("all-gather", 3000)], [row("all-gather", 9000), *small])
+    named, rest = made.rows
+    assert (named.extra_bytes, rest.extra_bytes, rest.source, rest.why) == (6000 * KIB, 2 * KIB, None, "elsewhere")
+    assert made.extra_bytes == 6002 * KIB and made.explained == 6000 / 6002
+    assert "what has no line, and lines at which little differs" in str(made)
+
+
+def test_what_is_more_at_one_line_and_less_at_another_does_not_cancel_out():
+    ours = [row("all-gather", 40, line=1), row("all-gather", 10, line=2, axes=("data",))]
+    theirs = [row("all-gather", 10, line=1), row("all-gather", 40, line=2, axes=("data",))]
+    made = compared(ours, theirs)
+    assert made.extra_bytes == 0 and made.different_bytes == 60 * KIB and made.explained == 1
+    nowhere = [dataclasses.replace(one, source=None) for one in theirs]
+    # The second line's 10 are found; 30 less at the first, and 30 more at no line.
+    assert compared(ours, nowhere).explained == 0.5
+
+
+FRAMES = [None, *(Frame("/home/me/step.py", line, "step") for line in range(4))]
+AXES = [("data",), ("fsdp",), ("data", "fsdp")]
+LEAVES = [None, "up", "down"]
+
+
+# Plain values: what checks annotations draws random numbers, which hypothesis forbids while it draws.
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["all-gather", "all-reduce", "reduce-scatter", "all-to-all"]),
+        st.integers(0, 3000) | st.integers(0, 3_000_000),
+        st.sampled_from(AXES),
+        st.sampled_from(FRAMES),
+        st.lists(st.sampled_from(LEAVES), min_size=1, max_size=3, unique=True),
+    ),
+    max_size=8,
+)
+
+
+def drawn(rows, *, leaves=True):
+    made = []
+    for kind, wire, axes, source, own in rows:
+        own = own if leaves else [None]
+        shares = tuple((leaf, round(wire / len(own))) for leaf in own)  # rounded, as those of programs
+        leaf = ", ".join(filter(None, own)) or None
+        made.append(TrafficRow(kind, wire, 0, 1, "f32", 8, axes, source, (), leaf, shares))
+    return Traffic(tuple(made), 8)
+
+
+@given(ROWS, ROWS)
+@settings(max_examples=60, deadline=None)
+def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
+    ours, theirs = drawn(estimated), drawn(compiled)
+    made, turned = compare(ours, theirs), compare(theirs, ours)
+    rows = [*made.rows, *made.less]
+    assert sum(one.extra_bytes for one in rows) == made.extra_bytes == theirs.wire_bytes - ours.wire_bytes
+    assert all(one.extra_bytes > 0 for one in made.rows) and all(one.extra_bytes < 0 for one in made.less)
+    # A line is in one row, of what is more or of what is less; only the rest is without one, and comes last.
+    named = [one.source for one in rows if one.source is not None]
+    assert len(set(named)) == len(named)
+    assert all(one.source is not None for side in (made.rows, made.less) for one in side[:-1])
+    # What differs is no more than all, and no less than the totals do.
+    assert abs(made.extra_bytes) <= made.different_bytes <= ours.wire_bytes + theirs.wire_bytes
+    assert 0 <= made.explained <= 1
+    unnamed = sum(abs(one.extra_bytes) for one in rows if one.source is None)
+    assert round((1 - made.explained) * made.different_bytes) == unnamed
+    # A row holds no more than there is at its line, on its own side.
+    for one in rows:
+        if one.source is not None:
+            assert abs(one.extra_bytes) <= sum(
+                count for _, count in (one.found if one.extra_bytes > 0 else one.expected)
+            )
+    # What is the same along the same axes, at whatever line, is no difference.
+    ours_by, theirs_by = ours.by("axes"), theirs.by("axes")
+    apart = sum(abs(ours_by.get(axes, 0) - theirs_by.get(axes, 0)) for axes in AXES)
+    assert made.different_bytes <= apart
+    same = compare(ours, ours)
+    assert same.different_bytes == 0 and same.rows == same.less == ()
+    assert turned.extra_bytes == -made.extra_bytes
+
+
+@given(st.lists(st.tuples(ROWS.map(lambda rows: rows[:1]), st.sampled_from(FRAMES)), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_bytes_that_only_moved_along_their_axes_are_no_difference(moves):
+    before = [row for rows, _ in moves for row in rows]
+    after = [(*row[:3], source, row[4]) for rows, source in moves for row in rows]
+    assert compare(drawn(before, leaves=False), drawn(after, leaves=False)).different_bytes == 0
 
 
 def test_the_same_traffic():

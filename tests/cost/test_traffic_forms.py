@@ -100,7 +100,7 @@ def drawn(draw):
 
 
 @given(drawn())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_groups_of_replicas_partitions_and_devices_against_a_count_device_by_device(case):
     line, replicas, partitions, right = case
     (row,) = traffic(program(line, replicas, partitions)).rows
