@@ -29,7 +29,7 @@ Compiler = Literal["tpu", "gpu", "cpu"]
 HABITS: Mapping[str, Habits] = {
     "tpu": Habits(),
     "gpu": Habits(),
-    "cpu": Habits(scatters=False, adds_first=False, sends_twice=True),
+    "cpu": Habits(scatters=False, adds_first=False, sends_twice=True, whole=("top_k",)),
 }
 
 
@@ -51,7 +51,8 @@ def estimate(
         devices. What it leaves out lies as its structs say, or else in any way.
     - `out`: how the results are, in the same form. By default a result that has the structure, shapes and dtypes of an
         argument leaves as that came, as parameters do; everything else in any way. `None` leaves all results free.
-    - `compiler`: whose habits count. "tpu" and "gpu" scatter a sum that is cut afterwards; "cpu" sends all of it.
+    - `compiler`: whose habits count. "tpu" and "gpu" scatter a sum that is cut afterwards; "cpu" sends all of it,
+        and gathers what a `top_k` takes.
 
     **Returns:**
 

@@ -44,11 +44,13 @@ class Habits(NamedTuple):
     - `adds_first`: whether partial sums that are added to each other are, before anything is sent.
     - `sends_twice`: whether what is brought to one place among all devices, and again among those that a product left,
         is sent twice: where two collectives are compared by how their groups are written.
+    - `whole`: the operations that every device carries out on all of their operands.
     """
 
     scatters: bool = True
     adds_first: bool = True
     sends_twice: bool = False
+    whole: tuple[str, ...] = ()
 
 
 class _State(NamedTuple):
@@ -125,7 +127,7 @@ class _Walk:
         if op.rule.sends is not None:
             self.send_by_word(at, op)
         partial = self.carried(op)
-        way = self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
+        way = self.chosen(op, partial)
         for number, (value, layout) in enumerate(zip(op.operands, way.operands, strict=True)):
             is_led = number < len(way.through)
             how = _Bring(layout, way.through[number], way.among[number]) if is_led else _Bring(layout)
@@ -148,6 +150,13 @@ class _Walk:
         if may_wait and len({tuple(sorted(p)) for p in partials}) == 1:
             return self.states[waiting[0]].partial
         return ()
+
+    def chosen(self, op: Op, partial: Parts) -> _Way:
+        """How an operation is carried out: as its arrays agree on, or else in the cheapest way."""
+        if op.name in self.habits.whole:
+            operands, results = op.rule.operands, op.rule.results
+            return _Way(tuple(((),) * len(dims) for dims in operands), tuple(((),) * len(dims) for dims in results), ())
+        return self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
 
     def agreed(self, op: Op, partial: Parts) -> _Way | None:
         """The way that needs nothing to be moved, where all arrays already agree on one."""

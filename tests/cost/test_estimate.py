@@ -318,6 +318,24 @@ def test_products_meet_as_the_partitioner_has_them_meet(x, w, out, right):
     assert made.by("kind") == right
 
 
+def test_a_cpu_gathers_all_that_the_best_are_chosen_from():
+    mesh = SPEC.build(jax.devices())
+    rows = NamedSharding(mesh, P("data", "tensor"))
+    x = jax.ShapeDtypeStruct((16, 128, 64), jnp.float32, sharding=rows)
+
+    def step(x):
+        again = jax.lax.scan(lambda x, _: (x + jax.lax.top_k(jnp.sin(x), 1)[0], None), x, None, length=3)[0]
+        return jax.lax.with_sharding_constraint(again, rows)
+
+    made = estimate(step, x, compiler="cpu")
+    assert estimate(step, x).rows == ()
+    assert (
+        made.by("kind")
+        == traffic(jax.jit(step).lower(x).compile()).by("kind")
+        == {"all-gather": 3 * 16 * 128 * 64 * 4 * 7 // 8}
+    )
+
+
 def test_a_gather_among_all_devices_and_one_among_some_are_sent_twice_by_a_cpu():
     mesh = MeshSpec({"x": 4, "y": 4}).abstract()
     x, w = struct((16, 256, 256), "x", None, "y", mesh=mesh), struct((256, 1024), "x", "y", mesh=mesh)
