@@ -14,7 +14,7 @@ from .._ground.tree import flatten
 from .evaluate import ON_SHAPES, Absent, cast, count_of, dim_of, evaluated, leaf_made
 from .expression import From, leaves_of
 from .patterns import Binding, Pattern, pattern, sum_of
-from .pieces import Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
+from .pieces import Counted, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 from .rules import Rules
 
 
@@ -300,7 +300,7 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, Leaf]) -> Mappin
             if piece.value.scale is not None:
                 problems.append((piece.value.path, "it was scaled, and the way back would have to find the scales"))
                 break
-            casts = (source[piece.value.path].dtype,) if piece.value.casts else ()
+            casts = _back(piece.value.casts, source[piece.value.path].dtype)
             value = piece.value._replace(path=path, casts=casts)
             back[piece.value.path].append(swapped(once(piece))._replace(value=value))
     found = {}
@@ -313,6 +313,19 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, Leaf]) -> Mappin
     if problems:
         _raise(problems)
     return found
+
+
+def _back(casts: Sequence[Any], dtype: Any) -> tuple[Any, ...]:
+    """What undoes casts of numbers of a dtype: they are counted with in the dtype in which they were."""
+    kinds, found = [dtype], []
+    for to in casts:
+        kinds.append(kinds[-1] if isinstance(to, Counted) else to)
+    own = kinds[-1]
+    for to, kind in zip(reversed(casts), reversed(kinds[:-1]), strict=True):
+        if isinstance(to, Counted):
+            found += [to.back] if own == kind else [kind, to.back]
+            own = kind
+    return tuple(found) if own == dtype and (found or not casts) else (*found, dtype)
 
 
 def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:

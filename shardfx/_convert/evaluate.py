@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from .forms import check_number
 from .patterns import Binding, pattern, sum_of
 from .pieces import (
     NOWHERE,
+    Counted,
     Factor,
     Made,
     Piece,
@@ -329,6 +330,24 @@ def cast(made: Made, to: Any) -> Made:
     return Made(made.shape, to, tuple(pieces))
 
 
+def _counted(sign: Literal["*", "+"]) -> Callable[..., Made]:
+    def run(parts: Sequence[Made], number: float) -> Made:
+        (made,) = parts
+        counted = check_counted(number, made.dtype)
+        step = Counted(sign, counted)
+        pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
+        return Made(made.shape, made.dtype, tuple(pieces))
+
+    return run
+
+
+def check_counted(number: float, dtype: Any) -> float:
+    """The number that arrays of a dtype are counted with; raises for those that are not counted with any."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise MapError(f"{dtype} is not counted with {number!r}: cast it to floating-point numbers first.")
+    return float(number)
+
+
 def _scale(parts: Sequence[Made], block: tuple[int, ...]) -> Made:
     made, by = parts
     for part in parts:
@@ -360,4 +379,6 @@ ON_SHAPES: Mapping[str, Callable[..., Made]] = {
     "pad_to": _pad_to,
     "cast": _cast,
     "scale": _scale,
+    "times": _counted("*"),
+    "plus": _counted("+"),
 }

@@ -24,6 +24,8 @@ Op = Literal[
     "pad_to",
     "cast",
     "scale",
+    "times",
+    "plus",
 ]
 _OPS: dict[str, Op] = {op: op for op in get_args(Op)}
 
@@ -136,6 +138,21 @@ class From:
     def cast(self, dtype: Any) -> "From":
         """Another dtype, as in NumPy's `astype`."""
         return _new("cast", (self,), (dtype,))
+
+    def times(self, number: float | int) -> "From":
+        """Times a number, in float32, rounded to the leaf's dtype; the way back divides, and rounds again.
+
+        For weights that hold a factor of the computation: a query that is divided by the square root of its head's size
+        is `times(size**-0.5)`. Powers of two lose nothing, there and back.
+        """
+        return _new("times", (self,), (number,))
+
+    def plus(self, number: float | int) -> "From":
+        """Plus a number, in float32, rounded to the leaf's dtype; the way back subtracts, and rounds again.
+
+        For norms that are stored as their distance from one, as Gemma's are.
+        """
+        return _new("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
         """Times one element of `by` per block, in float32: what is stored as fp8 in blocks of 128 x 128.

@@ -1,5 +1,6 @@
 """What the arguments of each operation may be: checked when an expression is made, by hand or out of JSON."""
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -32,12 +33,16 @@ _FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
         "pad_to": (1, "int int number"),
         "cast": (1, "dtype"),
         "scale": (2, "block*"),
+        "times": (1, "factor"),
+        "plus": (1, "finite"),
     }
 )
 _WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "path": "the path of a leaf",
         "number": "a number",
+        "finite": "a finite number",
+        "factor": "a finite number that is not 0",
         "sizes": "the sizes of an array",
         "dtype": "a dtype",
         "int": "a whole number",
@@ -91,6 +96,10 @@ def _read(word: str, value: Any) -> Any:
         case "number":
             number = value.item() if isinstance(value, np.generic) else value
             return number if isinstance(number, int | float | bool) else None
+        case "finite" | "factor":
+            number = value.item() if isinstance(value, np.generic) else value
+            is_one = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+            return float(number) if is_one and (number or word == "finite") else None
         case "dtype":
             return _dtype(value)
         case "sizes":

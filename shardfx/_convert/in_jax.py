@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .pieces import NOWHERE, Factor, Made, Piece, along, extended, swapped
+from .pieces import NOWHERE, Factor, Made, Piece, along, changed, extended, swapped
 from .values import constant
 
 
@@ -63,7 +63,7 @@ def _values(piece: Piece, arrays: Mapping[str, Any], dtype: Any) -> jax.Array:
     at = {factor: number for number, factor in enumerate([*repeated, *digits])}
     found = found.transpose([at[one] for one in map(_swapped, order)]).reshape(sizes)
     for to in piece.value.casts:
-        found = found.astype(to)
+        found = changed(found, to)
     return found.astype(dtype)
 
 

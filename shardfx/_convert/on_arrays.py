@@ -1,11 +1,11 @@
 """The operations of a map on whole arrays, as anybody would write them: what all faster ways must agree with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from .evaluate import dim_of, sizes_of
+from .evaluate import check_counted, dim_of, sizes_of
 
 
 def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
@@ -72,6 +72,15 @@ def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
             by = xp.repeat(by, size, axis=dim)
         return x * by[tuple(slice(size) for size in x.shape)]
 
+    def counted(sign: Literal["*", "+"]) -> Callable[..., Any]:
+        def run(parts: Sequence[Any], number: float) -> Any:
+            (x,) = parts
+            wide = x.astype(xp.float64 if x.dtype == xp.float64 else xp.float32)
+            by = wide.dtype.type(check_counted(number, x.dtype))
+            return (wide * by if sign == "*" else wide + by).astype(x.dtype)
+
+        return run
+
     return {
         "constant": constant,
         "transpose": transpose,
@@ -86,4 +95,6 @@ def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
         "pad_to": pad_to,
         "cast": cast,
         "scale": scale,
+        "times": counted("*"),
+        "plus": counted("+"),
     }

@@ -8,7 +8,9 @@ alike in this, so that whatever is written for one side holds for the other: `sw
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from .._ground.boxes import Box
 
@@ -36,6 +38,53 @@ class Scale(NamedTuple):
     block: tuple[int, ...]
 
 
+class Counted(NamedTuple):
+    """Arithmetic with one number, in float32 (of float64 in float64), rounded to the dtype that there was.
+
+    **Arguments:**
+
+    - `sign`: "*", "/", "+" or "-".
+    - `number`: by which, in this dtype.
+    """
+
+    sign: Literal["*", "/", "+", "-"]
+    number: float
+
+    @property
+    def back(self) -> "Counted":
+        """What undoes it, but for rounding."""
+        signs: dict[str, Literal["*", "/", "+", "-"]] = {"*": "/", "/": "*", "+": "-", "-": "+"}
+        return Counted(signs[self.sign], self.number)
+
+
+def changed(x: Any, to: Any) -> Any:
+    """An array of NumPy or of JAX, cast to a dtype, or counted with a number."""
+    if not isinstance(to, Counted):
+        return x.astype(to)
+    wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
+    number, values = wide.type(to.number), x.astype(wide)
+    match to.sign:
+        case "*":
+            made = values * number
+        case "/":
+            made = values / number
+        case "+":
+            made = values + number
+        case "-":
+            made = values - number
+    return made.astype(x.dtype)
+
+
+def is_only(casts: Iterable[Any], dtype: Any) -> bool:
+    """Whether numbers are cast to one dtype at most, and not counted with."""
+    return all(not isinstance(to, Counted) and to == dtype for to in casts)
+
+
+def dtypes_of(casts: Iterable[Any]) -> list[Any]:
+    """The dtypes that a number has on its way."""
+    return [to for to in casts if not isinstance(to, Counted)]
+
+
 class Value(NamedTuple):
     """Where a number comes from, and what becomes of it on the way.
 
@@ -44,7 +93,7 @@ class Value(NamedTuple):
     - `path`: of the array; `None` for a constant.
     - `number`: the constant.
     - `scale`: what it is multiplied by, in float32.
-    - `casts`: the dtypes that it is cast to, one after the other.
+    - `casts`: the dtypes that it is cast to, and what it is counted with, one after the other.
     """
 
     path: str | None

@@ -7,7 +7,7 @@ import numpy as np
 
 from .._ground.boxes import Box, volume
 from .._ground.copying import copy
-from .pieces import NOWHERE, Piece, Scale, hull, rows, swapped
+from .pieces import NOWHERE, Counted, Piece, Scale, changed, hull, is_only, rows, swapped
 from .views import as_bits, source_view, target_view
 
 
@@ -32,13 +32,15 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
 
 def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
     """Writes values, cast as the piece says."""
-    if there.dtype == values.dtype and not any(to != there.dtype for to in piece.value.casts):
+    if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
         copy(as_bits(there), as_bits(values))
         return
     # As in JAX, what is too large for a smaller floating-point dtype becomes infinite without a word.
     with np.errstate(over="ignore", invalid="ignore"):
-        for to in piece.value.casts[:-1]:
-            values = values.astype(to)
+        last = piece.value.casts[-1:]
+        # What is cast last is cast while it is copied.
+        for to in piece.value.casts if last and isinstance(last[0], Counted) else piece.value.casts[:-1]:
+            values = changed(values, to)
         copy(there, values)
 
 
@@ -46,7 +48,7 @@ def constant(piece: Piece) -> Any:
     """The number of a piece that no array gives."""
     value = np.asarray(piece.value.number)
     for to in piece.value.casts:
-        value = value.astype(to)
+        value = changed(value, to)
     return value
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._convert import Made, Piece, Struct, TreeMap, bound, tree_structs
-from .._convert.pieces import dense, extended, hull, swapped, within
+from .._convert.pieces import Counted, changed, dense, extended, hull, swapped, within
 from .._convert.values import constant
 from .._convert.views import landings, seen
 from .._ground.boxes import Box, as_box
@@ -65,8 +65,10 @@ class Exported:
 def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
     for landing in landings(part, box):
         values = seen(memory, landing)
-        for to in part.value.casts[:-1]:
-            values = values.astype(to)
+        casts = part.value.casts
+        # What is cast last is cast where it is written.
+        for to in casts if casts and isinstance(casts[-1], Counted) else casts[:-1]:
+            values = changed(values, to)
         yield landing.source, values
 
 

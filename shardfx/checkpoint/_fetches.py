@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._convert.pieces import Piece, hull, shifted, within
+from .._convert.pieces import Piece, hull, is_only, shifted, within
 from .._convert.views import Landing, landing_count, landings, seen, strides_of
 from .._ground.boxes import Box
 from ._entry import FileArray, StoreArray
@@ -116,4 +116,4 @@ def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, .
 def _is_plain(piece: Piece, leaf: Wanted) -> bool:
     """Whether the numbers are those of the file, in the leaf's dtype."""
     value = piece.value
-    return value.path is not None and value.scale is None and all(to == leaf.dtype for to in value.casts)
+    return value.path is not None and value.scale is None and is_only(value.casts, leaf.dtype)

@@ -43,6 +43,10 @@ WRONG = {
     "block": ("x", lambda: leaf().scale("v", block=(0, 1)), V, r"`scale` takes the size of a block, 1 or more, not 0"),
     "key cast": ("x", lambda: leaf("k").cast("int32"), KEYS, r"key<fry> cannot be cast to int32: a PRNG key means"),
     "key scale": ("x", lambda: leaf("k").scale("v", block=(4,)), {**KEYS, "v": np.ones(1)}, r"<fry> is not multipl"),
+    "times 0": ("x", lambda: leaf().times(0), W, r"`times` takes a finite number that is not 0, not 0"),
+    "times inf": ("x", lambda: leaf().times(float("inf")), W, r"`times` takes a finite number that is not 0, not inf"),
+    "integers": ("x", lambda: leaf().times(2), BYTES, r"int8 is not counted with 2.0: cast it to floating-point"),
+    "key plus": ("x", lambda: leaf("k").plus(1), KEYS, r"key<fry> is not counted with 1.0: cast it to floating-point"),
     "key pad": ("x", lambda: leaf("k").pad_to(6), KEYS, r"PRNG keys cannot be made of a number; stack or concat keys"),
 }  # fmt: skip
 
@@ -72,6 +76,8 @@ FORGED = {
     "a float": (forged("at", [1.5, 0], [LEAF]), r"`at` takes a whole number, or what stands in braces, .*not 1.5"),
     "floats": (forged("merge", [0, 2.0], [LEAF]), r"`merge` takes a whole number, not 2.0"),
     "text": (forged("pad_to", [5, 0, "a"], [LEAF]), r"`pad_to` takes a number, not 'a'"),
+    "a factor": (forged("times", ["2"], [LEAF]), r"`times` takes a finite number that is not 0, not '2'"),
+    "a bool": (forged("plus", [True], [LEAF]), r"`plus` takes a finite number, not True"),
     "a list": (forged("reshape", [[1]], [LEAF]), r"`reshape` takes a whole number, not \(1,\)"),
     "an operation": (forged("open", ["w"], []), r"is no expression of a TreeMap"),
     "no steps": ('{"version": 1, "steps": []}', r"a TreeMap without a step"),

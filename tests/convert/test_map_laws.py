@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings, strategies as st
 from maps import chains, filled, leaf, maps, pieces_of, same, written
@@ -128,3 +129,36 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
             for few in chunks(part, 1000):
                 fill(memory, box, few, reader(arrays))
     same(memory, whole[100:130, 5:190])
+
+
+def test_numbers_are_counted_in_float32_and_rounded_to_their_dtype():
+    arrays = {"x": filled((8, 6), np.dtype("float32")).astype(jnp.bfloat16), "n": filled((6,), np.dtype("float32"))}
+    made = TreeMap({"x": From("x").T.times(0.3).plus(1.1), "n": From("n").plus(1).cast("float16").times(2)})
+    whole = made.apply(arrays)
+
+    def rounded(x):
+        return x.astype(jnp.bfloat16).astype(np.float32)
+
+    by_hand = rounded(rounded(arrays["x"].T.astype(np.float32) * np.float32(0.3)) + np.float32(1.1))
+    same(whole["x"].astype(np.float32), by_hand)
+    same(whole["n"], (arrays["n"] + 1).astype(np.float16) * np.float16(2))
+    for path, one in pieces_of(made, arrays).items():
+        memory, box = np.zeros(one.shape, one.dtype), tuple((0, size) for size in one.shape)
+        for piece in one.pieces:
+            fill(memory, box, piece, reader(arrays))
+        same(memory, whole[path])
+    for path, one in made.apply({path: jnp.asarray(one) for path, one in arrays.items()}).items():
+        same(one, whole[path])
+
+
+def test_what_was_counted_leads_back():
+    arrays = {"x": filled((8, 6), np.dtype("float32")), "n": filled((6,), np.dtype("float32")).astype(jnp.bfloat16)}
+    # Powers of two lose nothing; what was cast meanwhile goes back through the dtype in which it was counted.
+    made = TreeMap({"x": From("x").T.times(0.25).plus(0), "n": From("n").times(4).cast("float32").times(0.5)})
+    there = made.apply(arrays)
+    for tree in (there, {path: jnp.asarray(one) for path, one in there.items()}):
+        for path, one in made.inverse().apply(tree, like=arrays).items():
+            same(one, arrays[path])
+    third = TreeMap({"x": From("x").times(0.3), "n": "n"})
+    again = third.inverse().apply(third.apply(arrays), like=arrays)["x"]
+    np.testing.assert_allclose(again, arrays["x"], rtol=2e-7)

@@ -131,7 +131,8 @@ def _experts_of_stacked(w, x, count=2):
 # MaxText's tree: heads apart, layers second.
 
 
-def of_maxtext(tree, tokens, layers=3, turned=turn):
+def of_maxtext(tree, tokens, layers=3, turned=turn, is_divided=True):
+    # Where the query was divided by the root of the head's size, attention leaves that out.
     tree = {path.removeprefix("params/"): one for path, one in tree.items()}
     x = tree["token_embedder/embedding"][tokens]
     for i in range(layers):
@@ -141,6 +142,7 @@ def of_maxtext(tree, tokens, layers=3, turned=turn):
         query, key, value = (
             np.einsum("sd,dnh->snh", y, w[f"self_attention/{name}/kernel"]) for name in ("query", "key", "value")
         )
+        query = query * np.sqrt(query.shape[-1]) if is_divided else query
         mixed = attend(turned(query), turned(key), value)
         x = x + np.einsum("snh,nhd->sd", mixed, w["self_attention/out/kernel"])
         y = norm(x, w["post_self_attention_layer_norm/scale"])

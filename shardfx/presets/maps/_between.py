@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..._convert import From
 from ..._convert.patterns import sum_of
 from ..._ground.errors import MapError
-from ._places import Entry, Fused, Place, Scaled, places_of
+from ._places import Counted, Entry, Fused, Place, Scaled, places_of
 
 
 Group = tuple[str, ...]
@@ -195,7 +195,15 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     if want.range is not None and want.range.axis not in source.in_path:
         dim = way.dims.index((want.range.axis,))
         way.made = way.made.slice(want.range.start, want.range.stop, dim=dim)
-    return _repeated(_merged(way.made, cores, kept), want, more, sizes)
+    return _counted(_repeated(_merged(way.made, cores, kept), want, more, sizes), want.entry)
+
+
+def _counted(made: From, entry: Entry) -> From:
+    """A weight as it is stored, where that is not as it is used."""
+    if isinstance(entry, Counted):
+        made = made.times(entry.times) if entry.times != 1 else made
+        made = made.plus(entry.plus) if entry.plus else made
+    return made
 
 
 def _without(way: _Way, source: Place, axis: str) -> None:
@@ -241,6 +249,9 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
     made = From(path)
     if isinstance(source.entry, Scaled):
         return made.scale(by, block=source.entry.block).cast(source.entry.dtype), counts
+    if isinstance(source.entry, Counted):
+        made = made.plus(-source.entry.plus) if source.entry.plus else made
+        made = made.times(1 / source.entry.times) if source.entry.times != 1 else made
     return (_part(made, source, sizes) if isinstance(source.entry, Fused) else made), counts
 
 

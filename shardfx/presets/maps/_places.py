@@ -76,7 +76,39 @@ class Scaled:
         return f"{self.part}, {self.dtype} in blocks of {self.block}"
 
 
-Entry = str | Fused | Scaled
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A weight that is stored times a number, and then plus one: `stored = weight * times + plus`.
+
+    Both are rounded to the dtype of the weight, there and back; powers of two lose nothing.
+
+    **Arguments:**
+
+    - `part`: the weight, as a [`shardfx.presets.maps.TreeLayout`][] has it.
+    - `times`: the factor; not 0.
+    - `plus`: what is added afterwards.
+
+    !!! Example
+
+        ```python
+        from shardfx.presets.maps import Counted, TreeLayout
+
+        gemma = TreeLayout({"norm.weight": "norm: embed"})
+        maxtext = TreeLayout({"norm/scale": Counted("norm: embed", plus=1)})
+        assert str(gemma.to(maxtext).rules["norm/scale"]) == "From('norm.weight').plus(1.0)"
+        ```
+    """
+
+    part: str
+    times: float | int = 1
+    plus: float | int = 0
+
+    def __str__(self) -> str:
+        times = f", times {self.times:g}" if self.times != 1 else ""
+        return f"{self.part}{times}{f', plus {self.plus:g}' if self.plus else ''}"
+
+
+Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
@@ -120,7 +152,7 @@ _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(\d*):(\d*)\])?)
 
 def places_of(path: str, entry: Entry) -> list[Place]:
     """What is in the array at a path."""
-    texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled) else entry,)
+    texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
     if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):
         raise MapError(f"{quoted(path)}: parts along one dimension have as many dimensions each: {entry}.")

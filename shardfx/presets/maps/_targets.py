@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ..._ground.errors import MapError
 from ._hugging_face import hugging_face, text_config
 from ._layout import TreeLayout
-from ._places import Entry, Fused, Place, places_of
+from ._places import Counted, Entry, Fused, Place, places_of
 
 
 class Stack(NamedTuple):
@@ -99,6 +99,8 @@ _MAXTEXT = {
     "shared_down": ("DeepSeekMoeBlock_0/shared_experts/wo/kernel", "shared_hidden embed"),
 }
 _MOE = {"mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}
+# Whose queries MaxText's converter divides by the square root of the head's size, which its attention then leaves out.
+_DIVIDED = ("llama", "mistral", "mixtral")
 _MAXTEXT_TYPES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2"),
 )
@@ -144,8 +146,8 @@ def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
 def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
     """The layout of MaxText's parameters with scanned layers: heads apart, and the layers are the second axis.
 
-    A map moves numbers as they are. MaxText also divides the query of Llama and Mistral by the square root of the
-    head's size; do that to the array that comes out, and undo it before the way back.
+    MaxText keeps the query of Llama, Mistral and Mixtral divided by the square root of the head's size, and so does the
+    map: in float32, rounded to the weight's dtype, which loses nothing where that root is a power of two.
 
     **Arguments:**
 
@@ -179,6 +181,7 @@ def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_r
     if interleaved_rope is None:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         interleaved_rope = scaling.get("rope_type") == "llama3"
+    sizes = dict(hugging_face(config).sizes)
     moe, rows = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"), dict[str, Entry]()
     for kind, layers, axis in _stacks(config):
         name, axes = _MAXTEXT[kind]
@@ -186,8 +189,10 @@ def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_r
             axes = axes.replace("dim", "(half two)")
         first, *others = axes.split(" ", 1)
         path = f"decoder/{layers}/{name}" if layers else name
-        rows[f"{prefix}{path.replace('{moe}', moe)}"] = f"{kind}: {' '.join([first, axis, *others])}"
-    sizes = dict(hugging_face(config).sizes)
+        entry: Entry = f"{kind}: {' '.join([first, axis, *others])}"
+        if kind == "query" and family in _DIVIDED:
+            entry = Counted(entry, times=sizes["dim"] ** -0.5)
+        rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
     apart = {"dim": "two half"} if interleaved_rope else {}
     return TreeLayout(rows, sizes=sizes | {"two": 2, "half": sizes["dim"] // 2} if apart else sizes, apart=apart)
 
