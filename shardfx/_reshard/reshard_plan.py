@@ -252,7 +252,8 @@ def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -
     source, target = {leaf.path: leaf for leaf in ours}, {leaf.path: leaf for leaf in theirs}
     ends = [tuple([Leaf(*leaf[:4]) for leaf in leaves]) for leaves in (ours, theirs)]
     # As on devices with memories of their own; whether these are copied is decided by the same function.
-    works = works_of(map, *ends, False).works
+    planned = works_of(map, *ends, False)
+    works, most_bytes = planned.works, planned.most_bytes
     known: dict[Any, dict[str, Any]] = {}
     copied = {work.leaf.path for work in works_of(map, *ends, True).works if work.way == "copies"}
     order = sorted(works, key=lambda work: work.way != "plain")
@@ -266,17 +267,24 @@ def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -
     for work in works:
         path = work.leaf.path
         own = sum(_shard_bytes(source[name]) for name in work.sources if last[name] == path)
-        costs = _costs(chosen[moves[path]]) if path in moves else _made_costs(work, known, path in copied)
+        costs = _costs(chosen[moves[path]]) if path in moves else _made_costs(work, most_bytes, known, path in copied)
         if path not in moves:
             costs = {**costs, "src": source[work.sources[0]].sharding if work.sources else work.leaf.sharding}
             costs |= {"source_bytes": own, "peak_bytes": own + costs["target_bytes"] + costs.pop("extra_bytes")}
         yield LeafMove(path=path, shape=work.leaf.shape, dtype=work.leaf.dtype, made_of=work.sources, **costs)
 
 
-def _made_costs(work: Work, known: dict[Any, dict[str, Any]], copied: bool) -> dict[str, Any]:
+def _made_costs(work: Work, most_bytes: int, known: dict[Any, dict[str, Any]], copied: bool) -> dict[str, Any]:
     sharding = work.leaf.sharding
     assert sharding is not None
-    found = {**costs_of(work, known), "dst": sharding, "how": "pieces", "steps": (), "missing": (), "dcn_bytes": 0}
+    found = {
+        **costs_of(work, most_bytes, known),
+        "dst": sharding,
+        "how": "pieces",
+        "steps": (),
+        "missing": (),
+        "dcn_bytes": 0,
+    }
     for name in ("wire_bytes", "lower_bound_bytes"):
         found[name] = -(-found[name] // max(1, sharding.num_devices))
     shard = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])

@@ -87,7 +87,14 @@ def through_map(
     given_up = _Donation(journey, collections.Counter(journey.works.readers)) if donate else None
     plain, others = ([work for work in works if (work.way == "plain") is is_plain] for is_plain in (True, False))
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
-        means = Means(journey.arrays, _by(reshard, limit_bytes), limit_bytes, pool, Shards(journey.arrays))
+        means = Means(
+            journey.arrays,
+            _by(reshard, limit_bytes),
+            limit_bytes,
+            journey.works.most_bytes,
+            pool,
+            Shards(journey.arrays),
+        )
         making = _Making(means, given_up)
         path = plain[0].leaf.path if plain else ""
         try:

@@ -1,5 +1,6 @@
 """`reshard` with a map: bitwise what NumPy makes of whole arrays, over one device set, others, and in programs."""
 
+import collections
 import functools as ft
 from typing import Any
 
@@ -269,8 +270,74 @@ def test_a_limit_on_memory_is_kept(move):
         assert not any(leaf.is_deleted() for leaf in tree.values())
 
 
+def live_bytes():
+    """Per device the bytes of all buffers that are alive."""
+    found = collections.Counter()
+    pairs = {(one.device, one.data.unsafe_buffer_pointer()): one for x in jax.live_arrays() for one in pieces_of(x)}
+    for (device, _), one in pairs.items():
+        found[device] += one.data.nbytes
+    return found
+
+
+def pieces_of(array):
+    return [] if array.is_deleted() else array.addressable_shards
+
+
+def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypatch):
+    from shardfx._reshard.mapped import carry
+
+    arrays = {"w": np.random.default_rng(0).normal(size=(6, 1024, 1024)).astype(np.float32)}
+    layers = TreeMap({"w.{i}": From("w").at("i").T})
+    source, target = mesh(0, 4, 2, 2), mesh(4, 8, 2, 2)
+    tree = shardfx.shard(arrays, shardfx.plan(arrays, source, paths=PathRules([("w", P(None, "a", "b"))])))
+    whole = layers.apply(arrays)
+    wanted = {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(target, P("a")))
+        for path, one in whole.items()
+    }
+    before, most = live_bytes(), collections.Counter()
+
+    def watched(make):
+        def made(devices, *args):
+            run = make(devices, *args)
+
+            def inner(*given):
+                own = run.lower(*given).compile().memory_analysis().temp_size_in_bytes
+                result = run(*given)
+                for device, count in live_bytes().items():
+                    most[device] = max(most[device], count + own * (device in devices) - before[device])
+                return result
+
+            return inner
+
+        return made
+
+    for name in ("cutting", "sending", "putting"):
+        monkeypatch.setattr(carry, name, watched(getattr(carry, name)))
+    moved = through_programs(tree, wanted, map=layers)
+    equal(moved, whole, wanted)
+    made = plan_reshard(tree, wanted, map=layers)
+    shard = 512 * 1024 * 4
+    # On eight devices that share one memory.
+    extra = max(leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in made.leaves) // 8
+    assert extra <= shard and max(most[device] for device in source.devices.flat) <= extra
+    # The targets stay.
+    assert max(most[device] for device in target.devices.flat) - 6 * shard <= extra
+
+
+def test_a_limit_is_kept_between_other_devices():
+    arrays = trainer()
+    tree, plan = trained(MESHES["first"](), arrays), engine(MESHES["last"](), arrays)
+    moved = through_programs(tree, plan, map=ENGINE, memory_limit_bytes=100_000)
+    for path, one in ENGINE.apply(arrays).items():
+        same(moved[path], one)
+    with pytest.raises(MoveError, match="is too little. Nothing was moved; pass `memory_limit_bytes="):
+        through_programs(tree, plan, map=ENGINE, memory_limit_bytes=10)
+
+
 @both_ways
-def test_casts_constants_and_blocks_of_scales(move):
+@pytest.mark.parametrize("there", ["all", "last"])
+def test_casts_constants_and_blocks_of_scales(move, there):
     numbers = np.random.default_rng(0)
     arrays = {
         "w": numbers.normal(size=(16, 24)).astype(jnp.float8_e4m3fn),
@@ -283,12 +350,14 @@ def test_casts_constants_and_blocks_of_scales(move):
             "wide": From("w").scale("s", block=(8, 8)),
             "x": From("x").cast("bfloat16").pad_to(16, dim=1, value=0.3),
             "both": From("x").cast("bfloat16").cast("float32").T,
+            "counted": From("x").cast("bfloat16").times(0.3).plus(1.1).T.cast("float32").times(3),
+            "again": From("w").scale("s", block=(8, 8)).times(2).cast("bfloat16"),
             "c": From.constant(7, (8,), "int32"),
         }
     )
-    where = mesh(0, 8, 2, 4)
+    where = MESHES["all" if there == "all" else "first"]()
     tree = shardfx.shard(arrays, shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])))
-    whole = made.apply(arrays)
+    whole, where = made.apply(arrays), MESHES[there]()
     target = {
         path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(where, P("b")))
         for path, one in whole.items()

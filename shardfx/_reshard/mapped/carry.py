@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._convert.pieces import Piece, Scale, within
 from ..._convert.values import fill
 from ..._ground.boxes import Box, as_box
+from .apart import anywhere, carried, cutting, finishing, parcel_block, parcels, putting, sending, zeros
 from .copies import Coming, Shards, coming, data_of_keys
 from .exchange import Block, Exchange, blocks, joined, program, sharding_of
 from .work import Scaled, Work
@@ -32,17 +33,32 @@ class Means:
     - `arrays`: the source's arrays by path.
     - `move`: moves an array to a sharding, for scales.
     - `limit_bytes`: how much may be used beside source and target.
+    - `most_bytes`: how much programs take of a device without a limit, where the sides have other devices.
     - `pool`: threads to copy with.
     - `shards`: the arrays' shards of this process.
     - `joined_up`: what programs take of the arrays, by path and devices; filled on the way.
+    - `begun`, `begun_bytes`: what programs make on other devices than the source's, and what they take meanwhile.
     """
 
     arrays: Mapping[str, Any]
     move: Move
     limit_bytes: int | None
+    most_bytes: int
     pool: ThreadPoolExecutor
     shards: Shards
     joined_up: Joined = dataclasses.field(default_factory=dict)
+    begun: list[jax.Array] = dataclasses.field(default_factory=list)
+    begun_bytes: int = 0
+
+    def wait_for(self, count: int, sharers: int) -> None:
+        """Waits for what programs have begun where it would not leave room for so many bytes more."""
+        most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
+        if self.begun_bytes + count > most:
+            # What a later program went on with is deleted.
+            jax.block_until_ready([one for one in self.begun if not one.is_deleted()])
+            self.begun.clear()
+            self.begun_bytes = 0
+        self.begun_bytes += count
 
     def forget(self, path: str) -> None:
         """Lets go of an array of which nothing more is made."""
@@ -141,14 +157,26 @@ def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:
 
 
 def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array:
-    sharding, devices = work.leaf.sharding, work.devices
+    sharding = work.leaf.sharding
     assert sharding is not None
     every = dict(data)
     for one in work.scaled:
         every[one.name] = _scaled(one, data[one.path], data[one.scale.path], means.move)
     target = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])
-    with jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh):
-        out = _constants(work, target)
+    out = (_apart if work.is_apart else _together)(work, target, every, means)
+    parts = {} if out is None else {shard.device: shard.data for shard in out.addressable_shards}
+    mine = [parts[device] for device in sharding.addressable_devices_indices_map(work.leaf.shape)]
+    mine = [part if part.shape == target else part.reshape(target) for part in mine]
+    # Programs compute in device memory; what shall lie in the host's goes there afterwards.
+    kind = sharding.memory_kind
+    return _made_of(work, [_in_memory(part, kind) for part in mine])
+
+
+def _together(work: Work, target: tuple[int, ...], every: Mapping[str, Any], means: Means) -> jax.Array:
+    """The shards of an array whose sources lie on the same devices."""
+    devices = work.devices
+    with _on(devices):
+        out = _constants(work, target, devices, work.dtype)
         for step, places in _steps(work, means.limit_bytes):
             sources = tuple(work.source_shapes[path] for path in step.paths)
             run = program(devices, step.rounds, sources, (target, work.dtype), out is None)
@@ -162,12 +190,62 @@ def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array
                 # them all.
                 jax.block_until_ready(out)
     assert out is not None
-    parts = {shard.device: shard.data for shard in out.addressable_shards}
-    mine = [parts[device] for device in sharding.addressable_devices_indices_map(work.leaf.shape)]
-    mine = [part if part.shape == target else part.reshape(target) for part in mine]
-    # Programs compute in device memory; what shall lie in the host's goes there afterwards.
-    kind = sharding.memory_kind
-    return _made_of(work, [_in_memory(part, kind) for part in mine])
+    return out
+
+
+def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, Any], means: Means) -> jax.Array | None:
+    """The shards of an array whose sources lie on others; `None` where this process has none of them."""
+    there = work.target_devices
+    own, came = carried(work.dtype, there), dict[Any, jax.Array]()
+    out = _constants(work, target, there, own)
+    for step, places in _steps_apart(work, means.limit_bytes, means.most_bytes):
+        here, rounds = work.source_devices[step.paths[0]], anywhere(step.rounds)
+        sources = tuple(work.source_shapes[path] for path in step.paths)
+        block = parcel_block(rounds, sources[0][1], here)
+        means.wait_for(work.extra_bytes([step]), work.sharers)
+        sent: dict[Any, jax.Array] = {}
+        if any(map(_is_mine, here)):
+            with _on(here):
+                cut = cutting(here, rounds, sources)
+                pairs = zip(step.paths, sources, strict=True)
+                sent = _by_device(cut(places[0], *[_block(here, *pair, every, means.joined_up) for pair in pairs]))
+        came = _by_device(_sent(work.devices, step, block, sent))
+        sent.clear()
+        if any(map(_is_mine, there)):
+            with _on(there):
+                put = putting(there, rounds, sources[0][1], (target, work.dtype), out is None)
+                out = put(places[1], blocks(there, *block, came), *(() if out is None else (out,)))
+        means.begun.append(next(iter(came.values())) if out is None else out)
+        if _crosses(work.devices):
+            jax.block_until_ready(means.begun[-1])
+    if out is None or own == work.dtype:
+        return out
+    came.clear()
+    with _on(there):
+        return finishing(there, work.dtype)(out)
+
+
+def _sent(devices: tuple[Any, ...], step: Exchange, block: Block, sent: dict[Any, jax.Array]) -> jax.Array:
+    """What each device receives; one that sends nothing puts in zeros."""
+    others = tuple(device for device in devices if _is_mine(device) and device not in sent)
+    if others:
+        with _on(others):
+            sent |= _by_device(zeros(others, block)())
+    with _on(devices):
+        return sending(devices, parcels(step.rounds))(blocks(devices, *block, sent))
+
+
+def _is_mine(device: Any) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _by_device(array: jax.Array) -> dict[Any, jax.Array]:
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def _on(devices: tuple[Any, ...]) -> Any:
+    """The caller may be under a mesh of other devices."""
+    return jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh)
 
 
 def _in_memory(shard: jax.Array, kind: str | None) -> jax.Array:
@@ -194,33 +272,49 @@ def _crosses(devices: Sequence[Any]) -> bool:
 @ft.lru_cache(maxsize=4096)
 def _steps(work: Work, limit_bytes: int | None) -> tuple[tuple[Exchange, jax.Array], ...]:
     """The programs of an array, and the places that they begin at, on the devices."""
-    where = sharding_of(work.devices)
-    found = []
-    for step in work.exchanges(limit_bytes):
-        rows = step.places
-        placed = jax.make_array_from_callback(rows.shape, where, lambda index, rows=rows: rows[index])
-        found.append((step, placed))
+    found = [(step, _placed(step.places, work.devices)) for step in work.exchanges(limit_bytes)]
+    return tuple((step, placed) for step, placed in found if placed is not None)
+
+
+@ft.lru_cache(maxsize=4096)
+def _steps_apart(
+    work: Work, limit_bytes: int | None, most_bytes: int
+) -> tuple[tuple[Exchange, tuple[jax.Array | None, jax.Array | None]], ...]:
+    """The same, with the places for the devices of the source and for those of the target."""
+    number, found = {device: at for at, device in enumerate(work.devices)}, []
+    for step in work.exchanges(limit_bytes, most_bytes):
+        sides = (work.source_devices[step.paths[0]], work.target_devices)
+        rows = [step.places[[number[device] for device in side]] for side in sides]
+        found.append((step, tuple(_placed(own, side) for own, side in zip(rows, sides, strict=True))))
     return tuple(found)
 
 
-def _constants(work: Work, target: tuple[int, ...]) -> jax.Array | None:
-    """The shards with the numbers that no array gives; `None` where there are none."""
+def _placed(rows: np.ndarray, devices: tuple[Any, ...]) -> jax.Array | None:
+    """A row per device, there; `None` where this process has none of them."""
+    if not any(map(_is_mine, devices)):
+        return None
+    return jax.make_array_from_callback(rows.shape, sharding_of(devices), lambda index: rows[index])
+
+
+def _constants(work: Work, target: tuple[int, ...], devices: tuple[Any, ...], dtype: Any) -> jax.Array | None:
+    """The shards on these devices with the numbers that no array gives, as bits of a dtype; `None` without any."""
     constants: dict[int, list[Piece]] = {}
     for cut in work.cuts.made:
         if cut.piece.value.path is None:
             constants.setdefault(cut.receiver, []).append(cut.piece)
-    if not constants:
+    if not constants or not any(map(_is_mine, devices)):
         return None
+    numbers = [work.devices.index(device) for device in devices]
     first, box = joined(target)[0], tuple((0, size) for size in target)
 
     def shard(index: Any) -> np.ndarray:
         out = np.zeros(target, work.dtype)
-        for piece in constants.get((index[0].start or 0) // first, ()):
+        for piece in constants.get(numbers[(index[0].start or 0) // first], ()):
             fill(out, box, piece, _nothing)
-        return out.reshape(joined(target))
+        return out.reshape(joined(target)).view(dtype)
 
-    whole = (len(work.devices) * first, *joined(target)[1:])
-    return jax.make_array_from_callback(whole, sharding_of(work.devices), shard, dtype=work.dtype)
+    whole = (len(devices) * first, *joined(target)[1:])
+    return jax.make_array_from_callback(whole, sharding_of(devices), shard, dtype=dtype)
 
 
 def _nothing(path: str, box: Box) -> np.ndarray:

@@ -6,16 +6,16 @@ from typing import Any
 
 from ..._convert import Piece
 from ..._convert.pieces import hull, once, swapped
-from .exchange import exchanges
 from .work import Work
 
 
-def costs_of(work: Work, known: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def costs_of(work: Work, most_bytes: int, known: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """The costs of an array that programs make, or would make if its devices had memories of their own.
 
     **Arguments:**
 
     - `work`: how it is made; "programs" or "host".
+    - `most_bytes`: what programs between other devices may take of each.
     - `known`: the costs of arrays of other kinds; filled on the way.
 
     **Returns:**
@@ -24,26 +24,23 @@ def costs_of(work: Work, known: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     the shards of both sides.
     """
     if work.kind not in known or work.kind is None:
-        known[work.kind] = _costs(work)
+        known[work.kind] = _costs(work, most_bytes)
     return known[work.kind]
 
 
-def _costs(work: Work) -> dict[str, Any]:
+def _costs(work: Work, most_bytes: int) -> dict[str, Any]:
     links: dict[tuple[int, int], int] = {}
     for cut in work.cuts.made:
         if cut.sender != cut.receiver:
             pair = tuple(getattr(work.devices[at], "id", work.devices[at]) for at in (cut.sender, cut.receiver))
             links[pair] = links.get(pair, 0) + cut.bytes
-    pieces = [cut for cut in work.cuts.made if cut.piece.value.path is not None]
-    steps = exchanges(pieces, len(work.devices))
-    # A piece is cut, received, and put in the order of the target.
-    extra = work.fixed_bytes + 3 * work.sharers * max([0, *[cut.bytes for cut in pieces]])
+    steps = work.exchanges(None, most_bytes)
     return {
         "wire_bytes": work.wire_bytes,
         "lower_bound_bytes": _least_bytes(work),
         "links": links,
         "rounds": sum(len(step.rounds) for step in steps),
-        "extra_bytes": extra,
+        "extra_bytes": work.extra_bytes(steps),
     }
 
 

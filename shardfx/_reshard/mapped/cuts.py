@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._convert import Made, Piece
-from ..._convert.pieces import NOWHERE, Value, hull, once, rows, shifted, swapped, within
-from ..._ground.boxes import Box
+from ..._convert.pieces import NOWHERE, Counted, Value, dtypes_of, hull, once, rows, shifted, swapped, within
+from ..._ground.boxes import Box, volume
 from ..._ground.spec import bits
 
 
@@ -20,12 +20,19 @@ class Cut(NamedTuple):
     - `piece`: counted from the start of the sender's shard, and of the receiver's. Of a constant the source is nothing;
         of what is scaled it is counted in the whole array, because it takes two.
     - `bytes`: that travel, if it does.
+    - `bits`: of an element where it is widest: in the array, on the way, or in the target.
     """
 
     sender: int
     receiver: int
     piece: Piece
     bytes: int
+    bits: int = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """What its elements take in memory with all that lies between them, in the source or in the target."""
+        return -(-_extent(self.piece) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,7 @@ def cuts_of(
                     sender = _sender(receiver, devices, process_of, sent)
                     if sender != receiver:
                         sent[sender] = sent.get(sender, 0) + count
-                    found.append(Cut(sender, receiver, own, count))
+                    found.append(Cut(sender, receiver, own, count, _widest_bits(own.value, dtype)))
     return Cuts(tuple(found))
 
 
@@ -109,28 +116,44 @@ def _sender(receiver: int, holders: Sequence[int], process_of: Mapping[int, int]
 
 def first_casts(casts: Sequence[Any], dtype: Any) -> int:
     """How many casts of numbers come before they are sent: those up to the smallest dtype that they have."""
-    sizes = [bits(dtype), *[bits(to) for to in casts]]
+    sizes = [bits(dtype)]
+    for to in casts:
+        sizes.append(sizes[-1] if isinstance(to, Counted) else bits(to))
     return sizes.index(min(sizes))
 
 
 def sent_bits(value: Value, dtype: Any) -> int:
     """Bits of an element on the wire."""
-    return min([bits(dtype), *[bits(to) for to in value.casts]])
+    return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
+
+
+def _widest_bits(value: Value, dtype: Any) -> int:
+    return max([bits(dtype), *map(bits, dtypes_of(value.casts))])
+
+
+def _extent(piece: Piece) -> int:
+    return max(piece.elements, volume(hull(piece)), volume(hull(swapped(once(piece)))))
 
 
 def smaller(cut: Cut, most_bytes: int) -> list[Cut]:
-    """A cut in parts of at most so many bytes, as far as it can be cut."""
+    """A cut in parts that take at most so many bytes of memory, as far as it can be cut without sending twice."""
     factors = [f for f in cut.piece.factors if f.source_dim != NOWHERE]
-    if cut.bytes <= most_bytes or not factors:
+    if cut.room_bytes <= most_bytes or not factors:
         return [cut]
-    outer = max(factors, key=lambda f: f.size)
-    step = max(1, outer.size * max(1, most_bytes) // cut.bytes)
-    if step >= outer.size:
-        return [cut]
+    # First along what has most between its elements; else along the longest, which leaves the fewest parts.
+    outer = min(factors, key=lambda f: (_extent(rows(cut.piece, f, 0, -(-f.size // 2))), -f.size))
+    count = -(-outer.size // max(1, outer.size * most_bytes // cut.room_bytes))
+    step = -(-outer.size // max(2, count))
     per = cut.bytes / outer.size
     found = []
     for start in range(0, outer.size, step):
         stop = min(outer.size, start + step)
-        part = Cut(cut.sender, cut.receiver, rows(cut.piece, outer, start, stop), math.ceil(per * (stop - start)))
-        found += smaller(part, most_bytes) if part.bytes < cut.bytes else [part]
+        part = cut._replace(piece=rows(cut.piece, outer, start, stop), bytes=math.ceil(per * (stop - start)))
+        found += smaller(part, most_bytes)
     return found
+
+
+def least_room_bytes(cut: Cut) -> int:
+    """What the smallest of its parts take."""
+    repeated = tuple(f for f in cut.piece.factors if f.source_dim == NOWHERE)
+    return cut._replace(piece=cut.piece._replace(factors=repeated)).room_bytes

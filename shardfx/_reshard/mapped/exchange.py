@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import Piece
-from ..._convert.pieces import NOWHERE, Factor, along, hull, swapped
+from ..._convert.pieces import NOWHERE, Factor, along, changed, hull, swapped
 from ..small_floats import is_small_float
 from ..tiles.rounds import matchings
 from .cuts import Cut, first_casts
 
 
-_AXIS = "device"
+AXIS = "device"
 # A program has its arrays as arguments; a stack of thousands takes several calls of one.
 _MOST_SOURCES = 8
 # Per dimension the extent of a box, and the digits that count through it: how many, and how far apart.
@@ -51,7 +51,7 @@ class Round(NamedTuple):
     - `number`: of the array that is read, among those of the program.
     - `form`: of the pieces.
     - `pairs`: who sends to whom; nothing where each device takes its own.
-    - `is_full`: whether every device receives.
+    - `is_full`: whether every device of the target receives.
     """
 
     number: int
@@ -69,11 +69,13 @@ class Exchange(NamedTuple):
     - `rounds`: in order.
     - `places`: per device and round, where the piece begins in the source (first) and in the target (last), and whether
         it is received.
+    - `sizes`: per round the bytes of memory that its largest piece takes.
     """
 
     paths: tuple[str, ...]
     rounds: tuple[Round, ...]
     places: np.ndarray
+    sizes: tuple[int, ...]
 
 
 def form_of(piece: Piece) -> Form:
@@ -97,13 +99,21 @@ def _plain(box: Sequence[tuple[int, int]], digits: Sequence[Sequence[Factor]]) -
     return tuple((size, tuple((f.size, f.target_step) for f in own)) for size, own in zip(sizes, digits, strict=True))
 
 
-def exchanges(cuts: Sequence[Cut], count: int, most_bytes: int | None = None) -> list[Exchange]:
+def exchanges(
+    cuts: Sequence[Cut],
+    count: int,
+    receivers: int,
+    most_bytes: int | None = None,
+    homes: Mapping[str, Any] | None = None,
+) -> list[Exchange]:
     """The programs that carry out cuts, in which devices are numbered from 0 to `count`.
 
     **Arguments:**
 
     - `cuts`: of one target, without those of constants.
+    - `receivers`: how many of the devices hold the target.
     - `most_bytes`: the most that the pieces of one program take together, as far as there is more than one round.
+    - `homes`: per array that is read what all arrays of one program have in common, if they must.
     """
     classes: dict[str, dict[tuple[Form, bool], list[Cut]]] = {}
     for cut in cuts:
@@ -115,27 +125,28 @@ def exchanges(cuts: Sequence[Cut], count: int, most_bytes: int | None = None) ->
         for (form, local), own in forms.items()
         for tiles in matchings(own)
     ]
-    return [_exchange(group, count) for group in _groups(steps, most_bytes)]
+    return [_exchange(group, count, receivers) for group in _groups(steps, most_bytes, homes)]
 
 
 Step = tuple[str, Form, bool, Sequence[Cut]]
 
 
-def _groups(steps: Sequence[Step], most_bytes: int | None) -> list[list[Step]]:
-    groups: list[list[Step]] = [[]] if steps else []
-    filled, paths = 0, set[str]()
+def _groups(steps: Sequence[Step], most_bytes: int | None, homes: Mapping[str, Any] | None) -> list[list[Step]]:
+    groups: list[list[Step]] = []
+    filled, paths, kind = 0, set[str](), None
     for step in steps:
-        size = max(cut.bytes for cut in step[3])
+        size = max(cut.room_bytes for cut in step[3])
+        own = None if homes is None else (homes[step[0]], step[1].casts)
         is_much = most_bytes is not None and filled + size > most_bytes
-        if groups[-1] and (is_much or len(paths | {step[0]}) > _MOST_SOURCES):
+        if not groups or is_much or own != kind or len(paths | {step[0]}) > _MOST_SOURCES:
             groups.append([])
             filled, paths = 0, set()
         groups[-1].append(step)
-        filled, paths = filled + size, paths | {step[0]}
+        filled, paths, kind = filled + size, paths | {step[0]}, own
     return groups
 
 
-def _exchange(group: Sequence[Step], count: int) -> Exchange:
+def _exchange(group: Sequence[Step], count: int, receivers: int) -> Exchange:
     paths = tuple(dict.fromkeys(path for path, *_ in group))
     rank = max(len(form.source) for _, form, *_ in group)
     target_rank = len(group[0][1].target)
@@ -143,11 +154,11 @@ def _exchange(group: Sequence[Step], count: int) -> Exchange:
     rounds = []
     for at, (path, form, local, tiles) in enumerate(group):
         pairs = () if local else tuple(sorted((cut.sender, cut.receiver) for cut in tiles))
-        rounds.append(Round(paths.index(path), form, pairs, len(tiles) == count))
+        rounds.append(Round(paths.index(path), form, pairs, len(tiles) == receivers))
         for cut in tiles:
             places[cut.sender, at, : len(cut.piece.source)] = cut.piece.source
             places[cut.receiver, at, rank:] = (*cut.piece.target, 1)
-    return Exchange(paths, tuple(rounds), places)
+    return Exchange(paths, tuple(rounds), places, tuple(max(cut.room_bytes for cut in tiles) for *_, tiles in group))
 
 
 Block = tuple[tuple[int, ...], Any]
@@ -166,7 +177,7 @@ def program(
     - `sources`, `target`: shape and dtype of one shard of each.
     - `begins`: whether it makes the shards; else it takes them as its first argument and gives them back.
     """
-    mesh, spec = sharding_of(devices).mesh, PartitionSpec(_AXIS)
+    mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)
 
     def dtype(given: Sequence[jax.Array]) -> Any:
@@ -201,16 +212,37 @@ def _on_bits(run: Any, dtype: Any) -> Any:
 
 
 def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
-    form, rank = step.form, len(step.form.source)
-    cast_first = first_casts(form.casts, block.dtype)
-    piece = jax.lax.dynamic_slice(block, list(place[:rank]), [size for size, _ in form.source])
-    piece = _taken(piece, form.source)
-    for to in form.casts[:cast_first]:
-        piece = piece.astype(to)
+    piece = cut_out(step.form, block, place)
     if step.pairs:
-        piece = jax.lax.ppermute(piece, _AXIS, step.pairs)
-    for to in form.casts[cast_first:]:
-        piece = piece.astype(to)
+        piece = jax.lax.ppermute(piece, AXIS, step.pairs)
+    return put_in(step, out, piece, block.dtype, place)
+
+
+def sent_dtype(form: Form, dtype: Any) -> Any:
+    """What the numbers of an array of a dtype are when they are sent."""
+    return (dtype, *form.casts)[first_casts(form.casts, dtype)]
+
+
+def cut_out(form: Form, block: jax.Array, place: jax.Array) -> jax.Array:
+    """A piece of a shard, as it is sent; a dimension per digit of the source."""
+    piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
+    piece = _taken(piece, form.source)
+    return _cast(piece, form.casts[: first_casts(form.casts, block.dtype)])
+
+
+def _cast(piece: jax.Array, casts: Sequence[Any]) -> jax.Array:
+    for at, to in enumerate(casts):
+        # Without the barrier XLA may leave out what a dtype between rounds away.
+        piece = changed(jax.lax.optimization_barrier(piece) if at else piece, to)
+    return piece
+
+
+def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: Any, place: jax.Array) -> jax.Array:
+    """A new shard, of numbers or of their bits, with a piece that was received of an array of a dtype."""
+    form = step.form
+    piece = _cast(piece, form.casts[first_casts(form.casts, dtype) :])
+    if piece.dtype != out.dtype:
+        piece = jax.lax.bitcast_convert_type(piece, out.dtype)
     piece = _ordered(piece, form)
     starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]
     if step.is_full and all(_is_dense(size, digits) for size, digits in form.target):
@@ -294,7 +326,7 @@ def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
 @ft.lru_cache(maxsize=64)
 def sharding_of(devices: tuple[Any, ...]) -> NamedSharding:
     """How the blocks of a program lie."""
-    return NamedSharding(Mesh(np.asarray(devices), (_AXIS,)), PartitionSpec(_AXIS))
+    return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
 def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards: Mapping[Any, jax.Array]) -> jax.Array:

@@ -12,17 +12,19 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..._convert import Made, Piece, Struct, TreeMap, bound
 from ..._convert.evaluate import leaf_made
-from ..._convert.pieces import Scale, Value, extended, names_of, simplified
+from ..._convert.pieces import Counted, Scale, Value, extended, names_of, simplified
 from ..._ground.boxes import Box, boxes
 from ..._ground.errors import LeafTypeError, MeshError, SpecError
 from ..._ground.spec import array_bytes
 from ..move import data_of, has_devices, require_movable, require_reduced
 from ..tiles.transfer import sharers
 from .copies import Filling, filling
-from .cuts import Cuts, cuts_of, smaller
+from .cuts import Cuts, cuts_of, least_room_bytes, smaller
 from .exchange import Exchange, exchanges
 
 
+# Of trees that are smaller than this, more programs would cost more than the memory that they spare.
+_LEAST_BYTES = 1 << 20
 Way = Literal["plain", "copies", "programs", "host"]
 
 
@@ -62,6 +64,7 @@ class Work:
     - `fillings`: what each of them is made of.
     - `cuts`: for "programs", who takes what from whom.
     - `devices`: for "programs", those of both sides.
+    - `target_devices`, `source_devices`: those of the array, and of each that is read.
     - `source_shapes`: for "programs", shape and dtype of a shard of each array that is read.
     - `kind`: for "programs", what arrays have in common whose cuts differ in the names of what they read alone.
     """
@@ -77,6 +80,8 @@ class Work:
     fillings: tuple[Filling, ...] = ()
     cuts: Cuts = Cuts(())
     devices: tuple[Any, ...] = ()
+    target_devices: tuple[Any, ...] = ()
+    source_devices: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     source_shapes: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
     kind: Any = None
 
@@ -98,33 +103,53 @@ class Work:
             return all(device.process_index != own for device in self.devices)
         return self.leaf.sharding is not None and not self.leaf.sharding.addressable_devices
 
-    def exchanges(self, limit_bytes: int | None) -> list[Exchange]:
-        """The programs, in order, with pieces that leave room for themselves within a limit."""
-        pieces = [cut for cut in self.cuts.made if cut.piece.value.path is not None]
-        if limit_bytes is None:
-            return exchanges(pieces, len(self.devices))
-        room = max(1, (limit_bytes - self.fixed_bytes) // (3 * self.sharers))
-        return exchanges([part for cut in pieces for part in smaller(cut, room)], len(self.devices), room)
-
     @ft.cached_property
-    def fixed_bytes(self) -> int:
-        """What programs need beside source and target however small the pieces are: a device of one side only holds a
-        block of the other's shape too."""
-        if self.way != "programs":
-            return 0
-        if self.leaf.sharding is None or self.leaf.sharding.num_devices == len(self.devices):
-            return 0
-        target = array_bytes(self.leaf.sharding.shard_shape(self.shape), self.dtype)
-        return max([target, *[array_bytes(*one) for one in self.source_shapes.values()]]) * self.sharers
+    def is_apart(self) -> bool:
+        """Whether some of the devices hold one side only."""
+        count = len(self.devices)
+        return any(len(ends) < count for ends in (self.target_devices, *self.source_devices.values()))
+
+    def exchanges(self, limit_bytes: int | None, most_bytes: int | None = None) -> list[Exchange]:
+        """The programs, in order, with pieces that leave room for themselves.
+
+        **Arguments:**
+
+        - `limit_bytes`: within so many bytes of a memory.
+        - `most_bytes`: without a limit so many of a device, where the sides are apart: those hold what they send twice.
+        """
+        pieces = [cut for cut in self.cuts.made if cut.piece.value.path is not None]
+        room = self._room(limit_bytes, most_bytes)
+        if room is not None:
+            pieces = [part for cut in pieces for part in smaller(cut, room)]
+        homes = {path: (here, self.source_shapes[path][1]) for path, here in self.source_devices.items()}
+        counts = (len(self.devices), len(self.target_devices))
+        return exchanges(pieces, *counts, room, homes if self.is_apart else None)
+
+    def _room(self, limit_bytes: int | None, most_bytes: int | None) -> int | None:
+        """How many bytes the pieces of a program may have."""
+        if limit_bytes is not None:
+            return max(1, limit_bytes // (self._times * self.sharers))
+        return None if most_bytes is None or not self.is_apart else max(1, most_bytes // self._times)
+
+    @property
+    def _times(self) -> int:
+        """How often a memory has the pieces of a program, at most: cut, received, and put in the target's order.
+
+        Apart the last step has them as they were received, beside what the target had there and will have.
+        """
+        return 4 if self.is_apart else 3
+
+    def extra_bytes(self, steps: Sequence[Exchange]) -> int:
+        """What its programs take of a memory beside source and target, one after the other."""
+        of_step = sum if self.is_apart else max
+        return self._times * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
 
     @ft.cached_property
     def least_bytes(self) -> int:
         """The least memory limit under which it can be made."""
         if self.way != "programs":
             return 0
-        return self.fixed_bytes + 3 * self.sharers * max(
-            [1, *[cut.bytes for one in self.cuts.made for cut in smaller(one, 1)]]
-        )
+        return self._times * self.sharers * max([1, *map(least_room_bytes, self.cuts.made)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,6 +164,15 @@ class Works:
 
     works: tuple[Work, ...]
     readers: Mapping[str, int]
+
+    @ft.cached_property
+    def most_bytes(self) -> int:
+        """What programs may take of a device beside source and target, if nothing else is asked for: one shard.
+
+        Of trees of small arrays more, as each program takes time.
+        """
+        ends = [(work, work.leaf.sharding) for work in self.works if work.leaf.sharding is not None]
+        return max([_LEAST_BYTES, *[array_bytes(end.shard_shape(work.shape), work.dtype) for work, end in ends]])
 
     @property
     def wire_bytes(self) -> int:
@@ -302,8 +336,8 @@ def _by_programs(
         every[one.name] = sources[one.path]._replace(path=one.name, dtype=one.dtype)
     read = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
     ends = [end for name in read if (end := every[name].sharding) is not None]
-    devices = tuple(dict.fromkeys(device for end in (*ends, leaf.sharding) for device in _ordered(end)))
-    place = {number: at for at, number in enumerate(dict.fromkeys(map(_number, devices)))}
+    by_number = {_number(device): device for end in (*ends, leaf.sharding) for device in _ordered(end)}
+    devices, place = tuple(by_number.values()), {number: at for at, number in enumerate(by_number)}
     more = tuple((0, size) for size in made.shape[len(leaf.shape) :])
     targets = [(place[_number(device)], (*box, *more)) for device, box in boxes(leaf.sharding, leaf.shape).items()]
     key = ("programs", leaf.sharding, *_kind(made, read, every))
@@ -313,8 +347,16 @@ def _by_programs(
         known[key] = (read, cuts_of(made, targets, held, process_of))
     cuts = _renamed(known[key][1], known[key][0], read)
     shapes = {name: _shard_of(every[name]) for name in read}
-    plain = {"cuts": cuts, "devices": devices, "source_shapes": shapes, "kind": key}
-    return Work(leaf, "programs", made.shape, made.dtype, made, names, scaled, **plain)
+    here = {name: tuple(devices[at] for at in _places(every[name], place)) for name in read}
+    there = tuple(devices[at] for at in _places(leaf, place))
+    rest = {"cuts": cuts, "devices": devices, "source_devices": here, "target_devices": there, "source_shapes": shapes}
+    return Work(leaf, "programs", made.shape, made.dtype, made, names, scaled, **rest, kind=key)
+
+
+def _places(leaf: Leaf, place: Mapping[int, int]) -> list[int]:
+    """The devices of an array, by their places among all."""
+    assert leaf.sharding is not None
+    return list(dict.fromkeys(place[_number(device)] for device in _ordered(leaf.sharding)))
 
 
 def _ordered(end: Sharding) -> list[Any]:
@@ -332,9 +374,11 @@ def _scaled_first(made: Made) -> tuple[Made, tuple[Scaled, ...]]:
         value = piece.value
         if value.scale is not None:
             assert value.path is not None
-            to = value.casts[0] if value.casts else jnp.dtype("float32")
+            to, casts = jnp.dtype("float32"), value.casts
+            if casts and not isinstance(casts[0], Counted):
+                to, casts = casts[0], casts[1:]
             name = f"{value.path} * {value.scale.path} in {to}"
             scaled[name] = Scaled(name, value.path, value.scale, to)
-            value = Value(name, None, None, value.casts[1:])
+            value = Value(name, None, None, casts)
         pieces.append(piece._replace(value=value))
     return Made(made.shape, made.dtype, tuple(pieces)), tuple(scaled.values())
