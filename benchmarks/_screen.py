@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -12,8 +14,10 @@ from shardfx._search.checked import Verifier, fits
 
 # A TPU's compiler takes a fifth of its time so; what the program sends is the same, its cycles are more.
 _HURRY = -1.0
-# How many of a kind are compiled with care at most, and how much slower the next may seem and still be one of them.
-_MOST, _NEAR = 3, 1.2
+# How many of a kind are compiled with care at most, and how much slower the next may seem and still be one of them:
+# where that takes long, and where a program takes less than so many seconds.
+_MOST, _NEAR = (3, 6), (1.2, 1.5)
+_SOON = 15.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +52,7 @@ class Table:
     """All candidates of a step as rows."""
 
     def __init__(self, verifier: Verifier, hurry: bool, found: Sequence[sfx.Candidate]):
-        self.verifier = _with_own_cache(verifier, "carefully")
+        self.verifier, self.slowest = _with_own_cache(verifier, "carefully"), 0.0
         with _in_a_hurry() if hurry else contextlib.nullcontext():
             quickly = _with_own_cache(verifier, "quickly") if hurry else self.verifier
             self.rows = [Row(one, looked) for one, (looked, _) in zip(found, quickly.looked_at(found), strict=True)]
@@ -64,18 +68,24 @@ class Table:
         """The candidate, compiled with care."""
         if row.fully is None:
             self.verifier.progress(f"with care: {row.given.title}")
+            begin = time.perf_counter()
             row.fully = self.verifier.look(row.given, laid_out=row.quickly.laid_out)
+            self.slowest = max(self.slowest, time.perf_counter() - begin)
         return row.fully
 
     def best(self, suits: Callable[[sfx.Candidate], bool]) -> sfx.Candidate:
         """The fastest that fits in memory of those that suit."""
         done: list[sfx.Candidate] = []
         for row in sorted((row for row in self.rows if suits(row.given)), key=self.seems):
-            fitting = [one.checks[-1].seconds for one in done if fits(one)]
-            if row.fully is None and fitting and (len(done) >= _MOST or self.seems(row) > _NEAR * min(fitting)):
-                continue
-            done.append(self.full(row))
+            if row.fully is not None or self.is_worth_care(row, [one for one in done if fits(one)]):
+                done.append(self.full(row))
         return min(filter(fits, done), key=lambda one: one.checks[-1].seconds)
+
+    def is_worth_care(self, row: Row, done: Sequence[sfx.Candidate]) -> bool:
+        """Whether it may still be the fastest, and there is time to find out."""
+        soon = self.slowest < _SOON
+        best = min((one.checks[-1].seconds for one in done), default=math.inf)
+        return not done or (len(done) < _MOST[soon] and self.seems(row) < _NEAR[soon] * best)
 
     def seems(self, row: Row) -> float:
         """How long a step seems to take."""

@@ -21,7 +21,7 @@ from shardfx._search.asked import hardware
 from shardfx._search.checked import Verifier, devices_for, estimated, promised, promising, with_check
 from shardfx._search.core import CostModel
 from shardfx._search.limits import Limits
-from shardfx._search.reasons import without_twins
+from shardfx._search.reasons import various, without_twins
 from shardfx._search.search import COMPILED, Searched
 
 from ._case import Entry, Finding, Limit, Value
@@ -32,8 +32,8 @@ from ._zoo import models, small_models
 KEPT = Path(__file__).parent / "results" / "hands"
 # How many candidates get a closer look; of a way by hand one does, with the sizes that the estimate prefers.
 _LOOKED_AT = 32
-# What seems so many times slower than the fastest is not compiled.
-_HOPELESS = 1.6
+# What seems so many times slower than the fastest is not compiled: of the search's own, and of ways by hand.
+_HOPELESS, _HOPELESS_BY_HAND = 1.6, 2.5
 # How many of each kind are run.
 _RUN = 4
 
@@ -105,14 +105,19 @@ class _Ways:
         self.hands = priced(searched.by_hand(searched.known, chip, 1, Limits(), costs, sizes=1))
         self.seconds = time.process_time() - begin
         # What `search(verify="compile")` compiles, and then all other ways by hand.
-        self.own = without_twins([*self.chosen[: COMPILED // 2], *self.hands], COMPILED)
+        self.own = without_twins([*various(self.chosen, COMPILED // 2), *self.hands], COMPILED)
         self.every = promising(without_twins([*self.own, *self.hands], len(self.own) + len(self.hands)))
         devices = devices_for("compile", count, self.slice_, None)
         self.verifier = Verifier(step, tuple(args), devices, chip, costs, programs, print)
 
     def table(self) -> Table:
         """All that are not hopeless, compiled."""
-        worth = [one for one in self.every if promised(one) < _HOPELESS * promised(self.every[0])]
+        least = promised(self.every[0])
+        worth = [
+            one
+            for one in self.every
+            if promised(one) < (_HOPELESS_BY_HAND if self.is_by_hand(one) else _HOPELESS) * least
+        ]
         return Table(self.verifier, self.slice_ is not None, worth)
 
     def is_own(self, one: sfx.Candidate) -> bool:

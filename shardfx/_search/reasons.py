@@ -16,6 +16,18 @@ def without_twins(found: Iterable[Candidate], most: int) -> list[Candidate]:
     return kept
 
 
+def various(found: Iterable[Candidate], most: int, each: int = 2) -> list[Candidate]:
+    """The first few: at most so many with one mesh, as far as there are others, because an estimate errs for a mesh."""
+    ones = list(found)
+    count: dict[object, int] = {}
+    places = []
+    for at, one in enumerate(ones):
+        mesh = tuple(one.mesh.shape.items())
+        count[mesh] = count.get(mesh, 0) + 1
+        places.append((count[mesh] > each, at))
+    return [ones[at] for at in sorted(at for _, at in sorted(places)[:most])]
+
+
 def _alike(one: Candidate, other: Candidate) -> bool:
     """Whether both cut all arguments into the same pieces along the same mesh, whatever its axes are called."""
     if one.mesh.axis_sizes != other.mesh.axis_sizes or one.mesh.dcn_sizes != other.mesh.dcn_sizes:

@@ -28,7 +28,7 @@ from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
 from .priced import sent_rows
-from .reasons import by_look, more, parts_of, without_twins
+from .reasons import by_look, more, parts_of, various, without_twins
 from .roles import layouts_of, roles_of_rules
 from .seeds import distinct, seeds
 from .terms import Terms, has_data, padded, terms_of
@@ -154,7 +154,7 @@ def search(
         targets = devices_for(verify, count, target, None if isinstance(devices, int | str) else devices)
         tell = progress or (lambda _: None)
         verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)
-        closer = without_twins([*found[: (closely + 1) // 2], *asked, *known], closely + len(asked))
+        closer = without_twins([*various(found, (closely + 1) // 2), *asked, *known], closely + len(asked))
         looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))
     return tuple(
         dataclasses.replace(one, reasons=(*by_look(one, looked[at + 1 : at + 3]), *one.reasons))

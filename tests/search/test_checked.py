@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from models import MODELS, f32
 
 from shardfx import AxisRules, CostModel, LeafTypeError, Limits, MeshError, MeshSpec, fit_chip, plan, search
+from shardfx._search.reasons import various
 from shardfx._search.search import Searched
 
 
@@ -39,7 +40,8 @@ def test_compiled_programs_send_what_the_search_says(compiled):
         assert one.wire_bytes == pytest.approx(estimate.wire_bytes, rel=0.1)
         assert sum(sent for _, sent in program.axis_bytes) == program.wire_bytes
         assert program.memory_bytes is not None and 0 < program.memory_bytes < one.limit_bytes
-        assert "by compile:" in str(one) and "by its compiled program" in one.code()
+        assert ("by compile, the step laid out:" if one.laid_out else "by compile:") in str(one)
+        assert "by its compiled program" in one.code()
         assert "<table>" in one._repr_html_() and html.escape(one.title) in one._repr_html_()
     assert [one.checks[-1].seconds for one in compiled] == sorted(one.checks[-1].seconds for one in compiled)
 
@@ -51,6 +53,15 @@ def test_ways_by_hand_are_compiled_too(compiled):
     for sizes in ((2, 4), (4, 2)):
         assert any(one.mesh.axis_sizes == sizes and _names(one) == {("batch",), ("mlp",)} for one in compiled), titles
     assert any(one.mesh.axis_sizes == (8,) and _names(one) == {("mlp",)} for one in compiled), titles
+
+
+def test_what_is_compiled_is_not_all_of_one_mesh(compiled):
+    """Two of a mesh at most as long as there are others, and in order."""
+    alone, other = compiled[0], next(one for one in compiled if one.mesh.shape != compiled[0].mesh.shape)
+    crowd = [alone, alone, alone, alone, other]
+    assert various(crowd, 3) == [alone, alone, other]
+    assert various(crowd, 4) == [alone, alone, alone, other]
+    assert various(crowd, 9) == crowd
 
 
 def _names(one):
