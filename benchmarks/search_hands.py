@@ -25,6 +25,7 @@ from shardfx._search.reasons import various, without_twins
 from shardfx._search.search import COMPILED, Searched
 
 from ._case import Entry, Finding, Limit, Value
+from ._hands_page import BETTER
 from ._screen import Table
 from ._zoo import models, small_models
 
@@ -79,7 +80,7 @@ def _all(target: str) -> dict[str, Value]:
     assert ratios, f"nothing was measured on {target}"
     return {
         "models": len(ratios),
-        "part that is better": sum(ratio < 0.995 for ratio in ratios) / len(ratios),
+        "part that is better": sum(ratio < BETTER for ratio in ratios) / len(ratios),
         "never worse than 1.02": int(max(ratios) <= 1.02),
         "best": min(ratios),
         "worst": max(ratios),
