@@ -33,6 +33,9 @@ def page(cases: Sequence[Mapping[str, Any]]) -> str:
         told = (
             f"{len(these)} of 12 models: better for {better}, {min(ratios):.3f} at best and {max(ratios):.3f} at worst."
         )
+        timed = [case["values"].get("choice by the clock over best by hand") for case in these]
+        if all(timed):
+            told += f' What `verify="run"` would choose of the same: {min(timed):.3f} to {max(timed):.3f}.'
         parts += [f"## {target}", told, _table(these)]
     return "\n\n".join(parts) + "\n"
 
