@@ -1,6 +1,7 @@
 """What a verb prints: text in colours where a terminal shows them, JSON, and what it is working on."""
 
 import os
+import re
 import sys
 import threading
 from types import TracebackType
@@ -88,8 +89,12 @@ class working:
         return self
 
     def tell(self, text: str) -> None:
-        """Says how far it is."""
-        self.bar.update(self.task, description=text)
+        """Says what is being done; one that says "3 of 12" shows how far it is, too."""
+        far = re.search(r"(\d+) of (\d+)", text)
+        if far is None:
+            self.bar.reset(self.task, description=text, total=None)
+        else:
+            self.bar.update(self.task, description=text, completed=int(far[1]) - 1, total=int(far[2]))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.timer.cancel()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -107,6 +108,9 @@ def _hlo_dtype(dtype: Any) -> str:
     """As HLO writes it: f32, bf16, s32, pred."""
     if not jnp.issubdtype(dtype, np.generic):
         return "u32"  # a PRNG key
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        # PRNG keys are sent as the numbers that they are.
+        dtype = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).dtype
     name = jnp.dtype(dtype).name
     if name == "bool":
         return "pred"

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,6 +12,34 @@ import numpy as np
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError
 from .emulated import EMULATED
+
+
+class Asked(NamedTuple):
+    """The devices of a search: how many, of which kind, in how many slices; `target` is one slice, if it was named."""
+
+    count: int
+    chip: chips.Chip
+    target: str | None
+    slices: int
+    # How many slices as `target` there are.
+    targets: int
+
+
+def asked_for(devices: int | str | Sequence[Any], chip: str | chips.Chip | None, slices: int = 1) -> Asked:
+    """What a search is for; `devices` may say how many slices there are, as "tpu:v5p:4x4x4*2"."""
+    text, star, many = devices.partition("*") if isinstance(devices, str) else (devices, "", "")
+    times = 1
+    if star:
+        if not re.fullmatch(r"[1-9]\d*", many):
+            raise MeshError(f"`devices={devices!r}` does not say how many slices there are; write two as `{text}*2`.")
+        times = int(many)
+        if slices not in (1, times):
+            raise MeshError(f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave `slices` out.")
+    count, kind, target = hardware(text, chip)
+    found = Asked(count * times, kind, target, max(slices, times), times)
+    if found.slices < 1 or found.count % found.slices:
+        raise MeshError(f"`slices={slices}` does not divide {found.count} devices; each slice has equally many.")
+    return found
 
 
 def hardware(devices: int | str | Sequence[Any], chip: str | chips.Chip | None) -> tuple[int, chips.Chip, str | None]:
@@ -44,7 +72,7 @@ def hardware(devices: int | str | Sequence[Any], chip: str | chips.Chip | None) 
 
 def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | None = None) -> int:
     """How many devices a search for these is for."""
-    return hardware(devices, chip)[0]
+    return asked_for(devices, chip).count
 
 
 def require_arrays(args: Sequence[Any]) -> None:

@@ -20,6 +20,7 @@ from .._cost.work import work_of
 from .._ground.errors import MeshError
 from .._plan import ShardPlan
 from ..interop import tpu
+from .asked import Asked
 from .candidate import Candidate, Check
 from .core import CostModel
 from .lay_out import lay_out
@@ -243,8 +244,9 @@ def fitting(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(filter(fits, found)) or tuple(sorted(found, key=lambda one: one.checks[-1].memory_bytes or 0)[:1])
 
 
-def devices_for(verify: Any, count: int, target: str | None, given: Sequence[Any] | None) -> tuple[Any, ...]:
+def devices_for(verify: Any, asked: Asked, given: Sequence[Any] | None) -> tuple[Any, ...]:
     """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
+    count, target = asked.count, asked.target
     if not isinstance(verify, str):
         for_these = tuple(verify)
         if len(for_these) != count:
@@ -255,7 +257,7 @@ def devices_for(verify: Any, count: int, target: str | None, given: Sequence[Any
     if given is not None:
         return tuple(given)
     if verify == "compile" and target is not None and has_libtpu():
-        return tpu.devices_of(target)
+        return tpu.devices_of(target, num_slices=asked.targets)
     known = jax.devices()
     if len(known) < count:
         raise MeshError(

@@ -162,6 +162,8 @@ def _model_arguments(traced: Traced) -> tuple[int, set[int]]:
 
 _VOCAB = re.compile(r"vocab|emb|wte|lm_head|logits|unembed|tok|shared", re.IGNORECASE)
 _POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
+_CELLS = re.compile(r"lstm|gru|rnn|(?<![a-z])cell|weight_hh", re.IGNORECASE)
+_GATES = (3, 4)
 _MLP = re.compile(r"mlp|ffn|ff|feed|gate|up_|down|\bw[io]\b|hidden|swiglu", re.IGNORECASE)
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
 _ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
@@ -185,6 +187,7 @@ class _Namer:
         self.data()
         self.heads()
         self.looked_up()
+        self.gates()
         self.width()
         self.routers()
         self.by_path()
@@ -292,6 +295,26 @@ class _Namer:
                 if before in heads and after in self.left and self.is_marked(self.classes.groups[after], "contracted"):
                     self.give(after, "head_dim")
 
+    def gates(self) -> None:
+        """A recurrent cell makes three or four gates at once, each as wide as its state."""
+        groups, of_root = self.classes.groups, self.classes.of_root
+        program, sizes = self.traced.program, set[int]()
+        split = [value for made in program.operations if made.primitive == "split" for value in made.ins]
+        parts = {leaf for value in split for part in program.values[value].parts for leaf in program.parts.leaves(part)}
+        for argument in sorted(self.classes.model) if parts else ():
+            flat = [of_root[leaf] for leaves in self.classes.dims[argument] for leaf in leaves]
+            if len(flat) != 2 or not _CELLS.search(self.traced.path(argument)):
+                continue
+            for wide, state in (flat, flat[::-1]):
+                many = groups[wide].size in [count * groups[state].size for count in _GATES]
+                if many and not parts.isdisjoint(groups[wide].roots):
+                    sizes.add(groups[wide].size)
+                    if state in self.left:
+                        self.give(state, "hidden")
+        for number, group in self.groups():
+            if group.size in sizes and all(map(_CELLS.search, self.paths(self.in_model(group)))):
+                self.give(number, "gates")
+
     def width(self) -> None:
         """What residual sums have, and most arrays of the model, is its width; beside a vocabulary it always is."""
         residual = self.residual()
@@ -348,7 +371,9 @@ class _Namer:
             places = self.in_model(group) or group.places
             places = [place for place in places if self.rank(place) > 1] or places
             paths = self.paths(places)
-            if any(map(_MLP.search, paths)) or self.between_widths(group):
+            if all(map(_POSITIONS.search, paths)):
+                name = "positions"
+            elif any(map(_MLP.search, paths)) or self.between_widths(group):
                 name = "mlp"
             elif any(map(_VOCAB.search, paths)):
                 name = "vocab"

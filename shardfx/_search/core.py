@@ -5,11 +5,12 @@ which of its roles divide them alone: 2**AXES sums for each set of roles, and fo
 vector of powers. So a block of sets times all shares is one product of matrices.
 """
 
+import collections
 import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,9 @@ from ..chips import Chip
 from .terms import Terms, padded
 
 
+# Of JAX, or of NumPy.
+_Array = Array | np.ndarray
+Numbers = Mapping[str, Any]
 AXES = 4
 # How many candidates at once: their arrays should stay in the cache.
 _BLOCK, _SETS = 2**16, 2048
@@ -75,8 +79,8 @@ def links_of(chip: Chip, devices: int) -> tuple[float, float, float]:
 
 @ft.partial(jax.jit, static_argnames=("keep", "islands"))
 def best_of_block(
-    arrays: dict[str, Array],
-    machine: dict[str, Array],
+    arrays: Numbers,
+    machine: Numbers,
     sets: Int[Array, "block axes"],
     sizes: Int[Array, "shares axes"],
     slices: Int[Array, "shares axes"],
@@ -86,7 +90,7 @@ def best_of_block(
     islands: bool,
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 6"]]:
     """Of the first `real` sets with their best shares: which set, which share, and the parts of the cost, in order."""
-    parts = costs(arrays, machine, sets, sizes, slices, islands=islands)
+    *parts, _ = costs(arrays, machine, sets, sizes, slices, islands=islands)
     share = jnp.argmin(parts[0], axis=1)
     best = jnp.stack([jnp.take_along_axis(part, share[:, None], axis=1)[:, 0] for part in parts], -1)
     score = jnp.where(jnp.arange(len(sets)) < real, best[:, 0], jnp.inf)
@@ -94,97 +98,110 @@ def best_of_block(
     return at, share[at], best[at]
 
 
-@ft.partial(jax.jit, static_argnames=("islands",))
 def costs(
-    arrays: dict[str, Array],
-    machine: dict[str, Array],
-    sets: Int[Array, "block axes"],
-    sizes: Int[Array, "shares axes"],
-    slices: Int[Array, "shares axes"],
+    arrays: Numbers,
+    machine: Numbers,
+    sets: Int[_Array, "block axes"],
+    sizes: Int[_Array, "shares axes"],
+    slices: Int[_Array, "shares axes"],
     *,
     islands: bool,
-) -> tuple[Float[Array, "block shares"], ...]:
-    """For each pair: score, seconds, seconds of computation, of exposed and of hidden sending, bytes of memory."""
+) -> tuple[Float[_Array, "*any block shares"], ...]:
+    """For each pair: score, seconds, seconds of computation, of exposed and of hidden sending, bytes of memory.
+
+    The last of what is returned is the seconds that each axis sends. With arrays of NumPy nothing is compiled, which
+    is quicker for few pairs.
+    """
+    xp = _library(sets)
     axes = sets.shape[-1]
     # A row is of one of 2**axes kinds: by which roles of the set divide it. Sums of each kind, for each set.
-    rows = _kinds(jnp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
-    shared = jnp.einsum("brk,rq->bkq", rows, arrays["shared"])
+    rows = _kinds(xp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
+    shared = xp.einsum("brk,rq->bkq", rows, arrays["shared"])
     # The rows of one role, by what all roles of the set do to them.
-    bits = jnp.take_along_axis(arrays["divides_sent"][sets], sets[:, None, None, :], axis=3)
-    sent = jnp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
-    has = _members(axes)
-    power = jnp.exp2(-(jnp.log2(sizes.astype(jnp.float32)) @ has.T.astype(jnp.float32)))
-    totals = jnp.einsum("sk,bkq->qbs", power, shared)
-    bytes_sent = jnp.einsum("sk,bkjt->tjbs", power, sent)
-    compute = jnp.maximum(totals[0] / machine["flops"], totals[1] / machine["hbm"])
-    memory = totals[2] + jnp.max(totals[3:], axis=0)
+    bits = xp.take_along_axis(arrays["divides_sent"][sets], sets[:, None, None, :], axis=3)
+    sent = xp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
+    has = _members(axes, xp)
+    power = xp.exp2(-(xp.log2(sizes.astype(np.float32)) @ has.T.astype(np.float32)))
+    totals = xp.einsum("sk,bkq->qbs", power, shared)
+    bytes_sent = xp.einsum("sk,bkjt->tjbs", power, sent)
+    compute = xp.maximum(totals[0] / machine["flops"], totals[1] / machine["hbm"])
+    memory = totals[2] + xp.max(totals[3:], axis=0)
     per_byte = _seconds_per_byte(machine, bytes_sent.sum(0) if islands else None, sizes, slices)
-    calls = (arrays["calls"][sets] * machine["call_seconds"]) @ jnp.asarray(sizes > 1).T.astype(jnp.float32)
-    exposed = (bytes_sent[0] * per_byte).sum(0) + calls
+    each = (arrays["calls"][sets] * machine["call_seconds"]).T[:, :, None] * (sizes > 1).T.astype(np.float32)[:, None]
+    exposed = (bytes_sent[0] * per_byte).sum(0) + each.sum(0)
     hidden = (bytes_sent[1] * per_byte).sum(0)
-    total = compute + exposed + jnp.maximum(0.0, hidden - machine["overlap"] * compute)
+    total = compute + exposed + xp.maximum(0.0, hidden - machine["overlap"] * compute)
     fits = (memory <= machine["limit"]) & _is_allowed(arrays, sets, sizes)
-    return jnp.where(fits, total, jnp.inf), total, compute, exposed, hidden, memory
+    by_axis = bytes_sent.sum(0) * per_byte + each
+    return xp.where(fits, total, np.inf), total, compute, exposed, hidden, memory, by_axis
 
 
-def _members(axes: int) -> Bool[Array, "kinds axes"]:
+def _library(array: Any) -> Any:
+    """The functions of arrays of this kind."""
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def _members(axes: int, xp: Any) -> Bool[_Array, "kinds axes"]:
     """Which roles of a set each kind has."""
-    return (jnp.arange(2**axes)[:, None] // 2 ** jnp.arange(axes)) % 2 == 1
+    return (xp.arange(2**axes)[:, None] // 2 ** xp.arange(axes)) % 2 == 1
 
 
-def _kinds(divides: Bool[Array, "*any axes"], axes: int) -> Float[Array, "*any kinds"]:
+def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any kinds"]:
     """One-hot: which of the kinds each row is of."""
-    codes = jnp.where(divides, 2 ** jnp.arange(axes), 0).sum(-1)
-    return (codes[..., None] == jnp.arange(2**axes)).astype(jnp.float32)
+    xp = _library(divides)
+    codes = xp.where(divides, 2 ** xp.arange(axes), 0).sum(-1)
+    return (codes[..., None] == xp.arange(2**axes)).astype(np.float32)
 
 
 def _seconds_per_byte(
-    machine: dict[str, Array],
-    sent: Float[Array, "axes block shares"] | None,
-    sizes: Int[Array, "shares axes"],
-    slices: Int[Array, "shares axes"],
-) -> Float[Array, "_ _ _"]:
+    machine: Numbers,
+    sent: Float[_Array, "axes block shares"] | None,
+    sizes: Int[_Array, "shares axes"],
+    slices: Int[_Array, "shares axes"],
+) -> Float[_Array, "_ _ _"]:
     """How long one byte takes on each axis, the part of it that the ring leaves out taken off.
 
     In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands (`sent` is
     given), the axes that send most are put inside them. What goes between slices takes the hosts' network.
     """
-    inner = (sizes // slices).astype(jnp.float32).T[:, None, :]
-    whole = sizes.astype(jnp.float32).T[:, None, :]
-    total = jnp.prod(inner, axis=0)
-    share = machine["dims"] * jnp.log2(inner) / jnp.maximum(jnp.log2(total), 1.0)
-    bandwidth = jnp.where(machine["dims"] > 0, machine["link"] * jnp.maximum(share, 0.5), machine["link"])
+    xp = _library(sizes)
+    inner = (sizes // slices).astype(np.float32).T[:, None, :]
+    whole = sizes.astype(np.float32).T[:, None, :]
+    total = xp.prod(inner, axis=0)
+    share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
+    bandwidth = xp.where(machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"])
     near = inner
     if sent is not None:
         # Of two axes the one that sends more stands further inside; of equal ones the later.
-        order = jnp.arange(len(sent))
+        order = xp.arange(len(sent))
         later = (order[None, :] > order[:, None])[:, :, None, None]
         more = (sent[None] > sent[:, None]) | ((sent[None] == sent[:, None]) & later)
-        within = jnp.prod(jnp.where(more, inner[None], 1.0), axis=1)
-        near = jnp.clip(machine["island"] / within, 1.0, inner)
+        within = xp.prod(xp.where(more, inner[None], 1.0), axis=1)
+        near = xp.clip(machine["island"] / within, 1.0, inner)
     return (1 - 1 / near) / bandwidth + (1 - near / whole) / near / machine["dcn"]
 
 
 def _is_allowed(
-    arrays: dict[str, Array], sets: Int[Array, "block axes"], sizes: Int[Array, "shares axes"]
-) -> Bool[Array, "block shares"]:
+    arrays: Numbers, sets: Int[_Array, "block axes"], sizes: Int[_Array, "shares axes"]
+) -> Bool[_Array, "block shares"]:
     """Whether all dimensions divide, and the parts before a cut one are cut wholly."""
+    xp = _library(sets)
     axes = sets.shape[-1]
-    cuts = jnp.prod(jnp.where(_members(axes), sizes[:, None, :], 1), axis=-1)
+    cuts = xp.prod(xp.where(_members(axes, xp), sizes[:, None, :], 1), axis=-1)
     sides = arrays["sizes"][:, None, None]
     broken = (sides % cuts != 0) | (cuts < arrays["least"][:, None, None])
-    kinds = _kinds(jnp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
-    needed = jnp.any(arrays["after"][sets], axis=1)[..., None]
-    wrong = jnp.einsum("bck,csk->bs", kinds, broken.astype(jnp.float32))
-    unfinished = jnp.einsum("bck,csk->bs", jnp.where(needed, kinds, 0.0), (cuts < sides).astype(jnp.float32))
+    kinds = _kinds(xp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
+    needed = xp.any(arrays["after"][sets], axis=1)[..., None]
+    wrong = xp.einsum("bck,csk->bs", kinds, broken.astype(np.float32))
+    unfinished = xp.einsum("bck,csk->bs", xp.where(needed, kinds, 0.0), (cuts < sides).astype(np.float32))
     return (wrong + unfinished == 0) & _has_named(arrays, sets, sizes)
 
 
 def _has_named(
-    arrays: dict[str, Array], sets: Int[Array, "block axes"], sizes: Int[Array, "shares axes"]
-) -> Bool[Array, "block shares"]:
+    arrays: Numbers, sets: Int[_Array, "block axes"], sizes: Int[_Array, "shares axes"]
+) -> Bool[_Array, "block shares"]:
     """Whether each mesh axis that must exist is there, with its size."""
-    found = jnp.ones((len(sets), len(sizes)), bool)
+    found = _library(sets).ones((len(sets), len(sizes)), bool)
     for number in range(len(arrays["named"])):
         wanted = arrays["named_sizes"][number]
         suits = (sizes > 1) & ((wanted == 0) | (sizes == wanted))
@@ -192,7 +209,7 @@ def _has_named(
     return found
 
 
-def machine_of(chip: Chip, devices: int, model: CostModel, dtype: str, limit_bytes: float) -> dict[str, Array]:
+def machine_of(chip: Chip, devices: int, model: CostModel, dtype: str, limit_bytes: float) -> Numbers:
     """A chip and the assumptions as numbers that the core takes."""
     link, dims, island = links_of(chip, devices)
     numbers = {
@@ -206,7 +223,7 @@ def machine_of(chip: Chip, devices: int, model: CostModel, dtype: str, limit_byt
         "call_seconds": model.call_seconds,
         "limit": limit_bytes,
     }
-    return {name: jnp.float32(number) for name, number in numbers.items()}
+    return {name: np.float32(number) for name, number in numbers.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +242,7 @@ class Found:
 
 def find(
     terms: Terms,
-    machine: dict[str, Array],
+    machine: Numbers,
     devices: int,
     slices: int = 1,
     *,
@@ -261,14 +278,28 @@ def find(
         ) -> int:
             """Adds the best of these sets; returns how many there were."""
             looked = 0
+            begun: collections.deque[tuple[np.ndarray, tuple[Array, ...]]] = collections.deque()
+
+            def read() -> None:
+                block_of_sets, priced = begun.popleft()
+                at, share, parts = map(np.asarray, priced)
+                worst = found[-1].seconds if len(found) == keep else math.inf
+                few = parts[:, 0] < worst
+                if few.any():
+                    found.extend(_read(at[few], share[few], parts[few], block_of_sets, filled, spans, number))
+                    found[:] = [*dict.fromkeys(sorted(found, key=lambda made: made.seconds))][:keep]
+
             for block_of_sets, real in _blocks(sets, number, axes, block, nothing):
-                at, share, parts = best_of_block(
+                priced = best_of_block(
                     arrays, machine, block_of_sets, filled, spans, np.int32(real), keep=keep, islands=islands
                 )
-                best, shares_of, costs_of = np.asarray(at), np.asarray(share), np.asarray(parts)
-                found.extend(_read(best, shares_of, costs_of, block_of_sets[:real], filled, spans, number))
+                begun.append((block_of_sets[:real], priced))
                 looked += real
-            found[:] = [*dict.fromkeys(sorted(found, key=lambda made: made.seconds))][:keep]
+                # The next block is made while this one is priced.
+                if len(begun) > 1:
+                    read()
+            while begun:
+                read()
             return looked
 
         worth = _worth(roles, found, number, most // len(sizes))

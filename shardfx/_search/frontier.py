@@ -18,9 +18,9 @@ from .._ground.text import bytes_text, table
 from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
-from .asked import hardware
+from .asked import asked_for
 from .candidate import ms
-from .core import CostModel, Found, costs, machine_of, shares_of
+from .core import CostModel, Found, Numbers, costs, machine_of, shares_of
 from .layouts import Role
 from .limits import Limits
 from .search import Searched
@@ -146,14 +146,14 @@ def frontier(
         assert many.seconds < few.seconds
         ```
     """
-    asked = [hardware(one, chip) for one in devices]
+    asked = [asked_for(one, chip, slices) for one in devices]
     if not asked:
         raise MeshError("`devices` is empty; give numbers or slices, as `devices=(8, 16, 32)`.")
-    counts, kind = [count for count, _, _ in asked], asked[0][1]
+    counts, kind = [one.count for one in asked], asked[0].chip
     base = Searched(step, args, math.lcm(*counts), limits)
     made = [base if size is None else _resized(base, step, args, size, limits) for size in (batches or (None,))]
     sizes = [_batch_of(one) for one in made]
-    tables = [_shares(count, slices) for count in counts]
+    tables = [_shares(one.count, one.slices) for one in asked]
     limit = kind.usable_hbm_bytes // kind.devices_per_chip - limits.free_bytes
     machines = [machine_of(kind, count, model, base.dtype(), math.inf) for count in counts]
     arrays = _stacked([padded(one.terms) for one in made])
@@ -238,8 +238,6 @@ def _stacked(made: Sequence[dict[str, np.ndarray]]) -> dict[str, Array]:
 
 
 def _shares(count: int, slices: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    if count % slices:
-        raise MeshError(f"`slices={slices}` does not divide {count} devices; each slice has equally many.")
     return {number: shares_of(count, number, slices) for number in range(1, _AXES + 1)}
 
 
@@ -250,14 +248,14 @@ def _of_all(
     """Seconds and memory for each batch and number of devices, infinite where the mesh does not divide the step."""
 
     def priced(arrays: dict[str, Array], machine: dict[str, Array], sizes: Array, spans: Array) -> Array:
-        score, _, _, _, _, memory = costs(arrays, machine, sets, sizes, spans, islands=islands)
+        score, _, _, _, _, memory, _ = costs(arrays, machine, sets, sizes, spans, islands=islands)
         return jnp.stack([score, memory])
 
     return jax.vmap(lambda one: jax.vmap(lambda m, s, b: priced(one, m, s, b))(machines, sizes, spans))(arrays)
 
 
 def _best(
-    base: Searched, arrays: dict[str, Array], machines: Sequence[dict[str, Array]], tables: Sequence[Any]
+    base: Searched, arrays: dict[str, Array], machines: Sequence[Numbers], tables: Sequence[Any]
 ) -> list[list[list[Found]]]:
     """For each batch and number of devices what nothing else beats in both time and memory."""
     together = {name: jnp.stack([machine[name] for machine in machines]) for name in machines[0]}

@@ -5,6 +5,8 @@ is in them counts as often as they run.
 """
 
 import dataclasses
+import functools as ft
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from .._cost.nested import CALLS, scan_parts
+from .._ground.spec import bits
 from .parts import Parts
 from .relations import Relation, relation, unknown
 
@@ -23,11 +26,11 @@ class Value:
     shape: tuple[int, ...]
     dtype: Any
     parts: tuple[int, ...]
+    # How much memory the whole array takes.
+    bytes: float = dataclasses.field(init=False)
 
-    @property
-    def bytes(self) -> float:
-        """How much memory the whole array takes."""
-        return float(np.prod(self.shape, dtype=float)) * _itemsize(self.dtype)
+    def __post_init__(self):
+        object.__setattr__(self, "bytes", float(math.prod(self.shape)) * _bits(self.dtype) / 8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -300,6 +303,6 @@ def _trips(equation: Any, constants: int) -> int | None:
     return int(limit.val) - int(start.val) if isinstance(start, jex.Literal) else None
 
 
-def _itemsize(dtype: Any) -> float:
-    found = getattr(dtype, "itemsize", 4)
-    return float(found)
+@ft.lru_cache(maxsize=256)
+def _bits(dtype: Any) -> int:
+    return bits(dtype)

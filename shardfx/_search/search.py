@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from .. import chips
@@ -18,11 +17,11 @@ from .._ground.text import bytes_text
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
-from .asked import Tracing, hardware, require_arrays
-from .candidate import Candidate
+from .asked import Tracing, asked_for, require_arrays
+from .candidate import Candidate, Check
 from .checked import Verifier, as_priced, devices_for, estimated, fitting, in_order, promising, with_check
 from .classes import Classes
-from .core import AXES, CostModel, Found, costs, find, machine_of, shares
+from .core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from .emulated import EMULATED
 from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
@@ -73,10 +72,11 @@ def search(
 
     - `step`: the function that is jitted, without constraints of its own.
     - `args`: its arguments: arrays or structs, in any trees.
-    - `devices`: how many; a slice as "tpu:v5p:4x4x4", which names the chip too; emulated CPU devices as "cpu:8"; or
-        JAX's own, as `jax.devices()`.
+    - `devices`: how many; a slice as "tpu:v5p:4x4x4", which names the chip too, or two of them as "tpu:v5p:4x4x4*2";
+        emulated CPU devices as "cpu:8"; or JAX's own, as `jax.devices()`.
     - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
-    - `slices`: how many slices (or nodes of TPUs) the devices are in, joined by the hosts' network.
+    - `slices`: how many slices (or nodes of TPUs) the devices are in, joined by the hosts' network; where `devices`
+        does not say it.
     - `keep`: how many candidates to return, at most.
     - `verify`: "compile" compiles the best candidates, and the usual ways that people write by hand: for the slice if
         `devices` is one and libtpu is installed, else for as many of JAX's devices. What the programs send, compute
@@ -91,7 +91,7 @@ def search(
         verified, as they are priced: everything between the arguments lies as the search wants it, too.
     - `model`: what is assumed beside the chip's data sheet; see [`shardfx.CostModel`][].
     - `cache`: a directory that keeps what is compiled; see [`shardfx.compile_for`][].
-    - `progress`: is told what is being compiled or run.
+    - `progress`: is told what is being estimated, compiled or run.
 
     **Returns:**
 
@@ -129,19 +129,26 @@ def search(
         assert best.mesh.size == 8 and best.fits and best.seconds <= others[0].seconds
         ```
     """
-    count, kind, target = hardware(devices, chip)
-    if slices < 1 or count % slices:
-        raise MeshError(f"`slices={slices}` does not divide {count} devices; each slice has equally many.")
+    for_these = asked_for(devices, chip, slices)
+    count, kind, slices = for_these.count, for_these.chip, for_these.slices
+    tell = progress or (lambda _: None)
     require_arrays(args)
+    tell("laying the step out under roles")
     with Tracing(args):
         made = Searched(step, args, count, limits, also, HABITS["cpu" if kind == EMULATED else "tpu"])
     prepared = Prepared(step, made.args)
 
-    def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
-        looks = (as_priced(one) if laid_out else estimated(prepared, one, model.overlap) for one in found)
-        # What is compiled may turn out as either estimate says.
-        return (in_order if verify is None or laid_out else promising)(map(with_check, found, looks))
+    def look(number: int, found: Sequence[Candidate]) -> Check:
+        tell(f"estimating candidate {number + 1} of {len(found)}")
+        one = found[number]
+        return as_priced(one) if laid_out else estimated(prepared, one, model.overlap)
 
+    def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        looked = (with_check(one, look(number, found)) for number, one in enumerate(found))
+        # What is compiled may turn out as either estimate says.
+        return (in_order if verify is None or laid_out else promising)(looked)
+
+    tell(f"pricing meshes of {count} devices")
     found = priced(made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model))
     if not found[0].fits:
         return found[:keep]
@@ -151,8 +158,7 @@ def search(
         every = in_order([*found, *asked, *known])
         looked = tuple(without_twins(every, keep + 2))
     else:
-        targets = devices_for(verify, count, target, None if isinstance(devices, int | str) else devices)
-        tell = progress or (lambda _: None)
+        targets = devices_for(verify, for_these, None if isinstance(devices, int | str) else devices)
         verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)
         closer = without_twins([*various(found, (closely + 1) // 2), *asked, *known], closely + len(asked))
         looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))
@@ -202,7 +208,7 @@ class Searched:
                 "pad one, or use another number of devices."
             )
         self.terms = self.limited(limits)
-        self.arrays = {name: jnp.asarray(array) for name, array in padded(self.terms).items()}
+        self.arrays = padded(self.terms)
         self.names = names_trees(self.classes)
         self.data = has_data(self.layouts)
 
@@ -245,7 +251,7 @@ class Searched:
             found += sorted(fit, key=lambda one: one.seconds)[:sizes]
         return [self.candidate(one, built, machine, limit) for one, built in self.diverse(found, len(found))]
 
-    def found(self, way: tuple[int, ...], sizes: Sequence[int], slices: int, machine: dict[str, Any]) -> Found | None:
+    def found(self, way: tuple[int, ...], sizes: Sequence[int], slices: int, machine: Numbers) -> Found | None:
         """A way with these sizes; `None` where they do not divide. The first axis that can spans the slices."""
         spans = [1] * len(way)
         if slices > 1:
@@ -253,13 +259,13 @@ class Searched:
             if over is None:
                 return None
             spans[over] = slices
-        free = {**machine, "limit": jnp.float32(np.inf)}
+        free = {**machine, "limit": np.float32(np.inf)}
         score, seconds, compute, exposed, hidden, memory = self.priced(way, sizes, spans, free)
         if not math.isfinite(score):
             return None
         return Found(way, tuple(sizes), tuple(spans), seconds, compute, exposed, hidden, memory)
 
-    def machine(self, chip: chips.Chip, limits: Limits, model: CostModel) -> tuple[int, dict[str, Any]]:
+    def machine(self, chip: chips.Chip, limits: Limits, model: CostModel) -> tuple[int, Numbers]:
         """The memory that may be used, and the numbers that the core takes."""
         limit = chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
         return limit, machine_of(chip, self.devices, model, self.dtype(), float(limit))
@@ -291,7 +297,7 @@ class Searched:
             return False
         limit = math.inf if least_memory else chip.usable_hbm_bytes // chip.devices_per_chip - limits.free_bytes
         machine = machine_of(chip, self.devices, model, self.dtype(), float(limit))
-        return bool(find(other.terms, machine, self.devices, slices, axes=min(limits.most_axes, AXES), keep=8)[0])
+        return bool(find(other.terms, machine, self.devices, slices, axes=min(limits.most_axes, AXES))[0])
 
     def candidates(
         self, chip: chips.Chip, slices: int, keep: int, limits: Limits, model: CostModel
@@ -301,11 +307,11 @@ class Searched:
         found, _ = find(self.terms, machine, self.devices, slices, axes=axes)
         if not found:
             # Nothing fits: what takes least memory is the most useful answer.
-            anything = {**machine, "limit": jnp.float32(np.inf)}
+            anything = {**machine, "limit": np.float32(np.inf)}
             found, _ = find(self.terms, anything, self.devices, slices, axes=axes)
             found = sorted(found, key=lambda one: one.memory_bytes)[:8]
             keep = 1
-            hint = self.would_fit(chip, slices, limits, model)
+            hint = self.would_fit(chip, slices, limits, model) if found else ""
         pairs = list(self.diverse(found, keep))
         if not pairs:
             culprits = blocking(limits, lambda other: self.can(chip, slices, other, model, True))
@@ -327,7 +333,7 @@ class Searched:
         for times in (2, 4, 8, 16, 32, 64):
             count = self.devices * times
             machine = machine_of(chip, count, model, self.dtype(), float(limit))
-            found, _ = find(self.terms, machine, count, slices, axes=min(limits.most_axes, AXES), keep=1, only=roles)
+            found, _ = find(self.terms, machine, count, slices, axes=min(limits.most_axes, AXES), only=roles)
             if found:
                 held = bytes_text(round(found[0].memory_bytes))
                 return f"{count} devices would do, with {held} on each; or use a smaller batch or remat"
@@ -388,7 +394,7 @@ class Searched:
     def plans(self, mesh: MeshSpec, rules: AxisRules) -> tuple[ShardPlan, ...]:
         return tuple(plan(arg, mesh, names=names, axes=rules) for arg, names in zip(self.args, self.names, strict=True))
 
-    def candidate(self, one: Found, built: tuple, machine: dict[str, Any], limit: int) -> Candidate:
+    def candidate(self, one: Found, built: tuple, machine: Numbers, limit: int) -> Candidate:
         mesh, rules, axes = built
         rows = sent_rows(self.layouts, self.made, one, axes, self.data)
         return Candidate(
@@ -409,38 +415,28 @@ class Searched:
             traffic=rows,
         )
 
-    def axis_seconds(self, one: Found, axes: tuple[str, ...], machine: dict[str, Any]) -> tuple[tuple[str, float], ...]:
-        """What each axis sends, in seconds: what the step takes less if its network were free of charge."""
-        with_all = self.priced(one.roles, one.sizes, one.slices, machine)
-        found = []
-        for at, axis in enumerate(axes):
-            sends = np.ones(len(self.made), np.float32)
-            sends[one.roles[at]] = 0
-            without = self.priced(one.roles, one.sizes, one.slices, machine, sends)
-            found.append((axis, float(with_all[3] + with_all[4] - without[3] - without[4])))
-        return tuple(found)
+    def axis_seconds(self, one: Found, axes: tuple[str, ...], machine: Numbers) -> tuple[tuple[str, float], ...]:
+        """What each axis sends, in seconds."""
+        *_, by_axis = self.parts(one.roles, one.sizes, one.slices, machine)
+        return tuple((axis, float(by_axis[at, 0, 0])) for at, axis in enumerate(axes))
 
     def priced(
-        self,
-        roles: Sequence[int],
-        sizes: Sequence[int],
-        slices: Sequence[int],
-        machine: dict[str, Any],
-        sends: np.ndarray | None = None,
+        self, roles: Sequence[int], sizes: Sequence[int], slices: Sequence[int], machine: Numbers
     ) -> list[float]:
         """Score, seconds, computation, exposed, hidden, memory of one candidate."""
-        arrays = self.arrays
-        if sends is not None:
-            sends = np.pad(sends, (0, len(arrays["calls"]) - len(sends)))
-            arrays = {**arrays, "sent": arrays["sent"] * sends[:, None, None], "calls": arrays["calls"] * sends}
+        return [float(part[0, 0]) for part in self.parts(roles, sizes, slices, machine)[:-1]]
+
+    def parts(
+        self, roles: Sequence[int], sizes: Sequence[int], slices: Sequence[int], machine: Numbers
+    ) -> tuple[Any, ...]:
+        """What the core says of one candidate."""
         rest = AXES - len(roles)
         sets = np.array([[*roles, *[len(self.made)] * rest]], np.int32)
         share = np.array([[*sizes, *[1] * rest]], np.int32)
         spans = np.array([[*slices, *[1] * rest]], np.int32)
-        islands = bool(np.isfinite(machine["island"]))
-        return [float(part[0, 0]) for part in costs(arrays, machine, sets, share, spans, islands=islands)]
+        return costs(self.arrays, machine, sets, share, spans, islands=bool(np.isfinite(machine["island"])))
 
-    def reasons(self, one: Found, mine: Candidate, machine: dict[str, Any], hint: str) -> tuple[str, ...]:
+    def reasons(self, one: Found, mine: Candidate, machine: Numbers, hint: str) -> tuple[str, ...]:
         """Why nothing fits, if so, and what moving a factor of two between its axes would cost."""
         found = []
         if not mine.fits:
@@ -448,7 +444,7 @@ class Searched:
             found.append(f"nothing fits: this takes least, {held}; {hint}")
         return (*found, *self.near(one, mine, machine))
 
-    def near(self, one: Found, mine: Candidate, machine: dict[str, Any]) -> Iterable[str]:
+    def near(self, one: Found, mine: Candidate, machine: Numbers) -> Iterable[str]:
         """What it would cost to move a factor of two from one axis to another."""
         named = mesh_and_rules(self.made, one, self.classes)
         axes = named[2] if named else ()

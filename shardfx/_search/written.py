@@ -10,7 +10,7 @@ from .core import Found
 from .layouts import Layout
 
 
-_HEADS = ("heads", "kv_heads", "query_groups", "mlp", "hidden", "vocab")
+_HEADS = ("heads", "kv_heads", "query_groups", "mlp", "hidden", "gates", "vocab")
 
 
 def axis_names(layouts: Sequence[Layout], found: Found, classes: Classes) -> tuple[str, ...]:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -224,3 +226,39 @@ def test_a_step_that_is_no_function():
 
 def test_public():
     assert shardfx.NamedAxes and shardfx.NamedAxis
+
+
+class Recurrent(eqx.Module):
+    cell: Any
+    head: eqx.nn.Linear
+
+    def __init__(self, cell, key):
+        self.cell, self.head = cell(24, 96, key=key), eqx.nn.Linear(96, 10, key=key)
+
+    def __call__(self, rows):
+        begin = jnp.zeros(96)
+        state = (begin, begin) if isinstance(self.cell, eqx.nn.LSTMCell) else begin
+        last, _ = jax.lax.scan(lambda state, row: (self.cell(row, state), None), state, rows)
+        return self.head(jax.tree.leaves(last)[0])
+
+
+@pytest.mark.parametrize(("cell", "gates"), [(eqx.nn.LSTMCell, 384), (eqx.nn.GRUCell, 288)])
+def test_gates_of_recurrent_cells(cell, gates):
+    model = eqx.filter_eval_shape(Recurrent, cell, jax.random.key(0))
+    found = name_axes(sgd(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2)), model, f32(8, 16, 24))
+    assert found["gates"].size == gates and found["hidden"].size == 96
+    assert found.names[0].cell.weight_hh == ("gates", "hidden") and found.names[0].cell.weight_ih[0] == "gates"
+
+
+def test_tables_of_positions_that_are_added():
+    """A table called `pos_embed` has no tokens in it, and one that is cut to the length none either."""
+
+    def loss(p, tokens):
+        x = p["wte"][tokens] + p["wpe"][: tokens.shape[1]]
+        x = jnp.concatenate([jnp.zeros((tokens.shape[0], 1, 64)), x], 1) + p["pos_embed"]
+        return jnp.mean(jax.nn.logsumexp((x + jax.nn.relu(x @ p["up"]) @ p["down"]) @ p["wte"].T, -1))
+
+    shapes = {"wte": (5000, 64), "wpe": (1024, 64), "pos_embed": (1, 129, 64), "up": (64, 256), "down": (256, 64)}
+    found = name_axes(jax.grad(loss), {name: f32(*shape) for name, shape in shapes.items()}, Struct((8, 128), "int32"))
+    assert found.names[0]["wpe"][0].startswith("positions") and found["vocab"].size == 5000
+    assert found.names[0]["pos_embed"][1].startswith("positions")

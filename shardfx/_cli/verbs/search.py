@@ -31,7 +31,11 @@ _LOOK = ("by", "seconds", "compute_seconds", "wire_bytes", "memory_bytes", "axis
     exits="0; 1 if nothing fits in memory",
 )
 @click.argument("step", metavar="MODULE:STEP")
-@click.option("--target", metavar="tpu:KIND:AxBxC|cpu:N", help="A slice, as tpu:v5p:4x4x4, or emulated CPU devices.")
+@click.option(
+    "--target",
+    metavar="tpu:KIND:AxBxC|cpu:N",
+    help="A slice, as tpu:v5p:4x4x4 (two: tpu:v5p:4x4x4*2), or emulated CPU devices.",
+)
 @click.option("--devices", metavar="N", help="How many devices of --chip, where they are no slice.")
 @click.option("--chip", metavar="CHIP", help="What N devices are, as h100; see `shardfx chips`.")
 @click.option("--slices", type=Whole(positive=True), default=1, show_default=True, help="Joined by the hosts' network.")
