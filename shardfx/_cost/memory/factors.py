@@ -36,8 +36,8 @@ class Links(NamedTuple):
 
 # These read each element once and write each once, so a fusion swallows them.
 ELEMENTWISE = BY_ELEMENT | {"bitcast_convert_type", "random_bits_elementwise", "sharding_constraint"}
-# These only say the same elements in another order or more often.
-VIEWS = frozenset(["reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev"])
+# These only say the same elements in another order, or more often, or again.
+VIEWS = frozenset(["reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "optimization_barrier"])
 # Pieces of an array: what a fusion reads in place.
 PIECES = frozenset(["slice", "dynamic_slice", "split"])
 REDUCTIONS = frozenset(
@@ -218,7 +218,7 @@ _RULES: dict[str, Callable[[Op, Shapes, Shapes], Factors]] = {
     "reshape": _reshape,
     "gather": _gather,
     "conv_general_dilated": _convolution,
-    "rev": _alike,
+    **dict.fromkeys(("rev", "optimization_barrier"), _alike),
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _but(lambda op: (op.params["axis"],))),

@@ -15,6 +15,8 @@ from .program import Block, Op, Program
 
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")
+# The sum of parts passes through these: they may be done to the parts, or to what is left of the sum on a device.
+_SUMS_PASS = frozenset(["add", "add_any", "convert_element_type", *_CONSTRAINTS])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,9 @@ class _Timeline:
         self.results = {out for out in block.outs if out is not None}
         self.arrays: dict[int, bool] = {}
         self.copiers: dict[_Key, Op] = {}
+        self.unsummed: dict[int, frozenset[str]] = {}
+        for op in block.ops:  # the mesh axes over which parts of each value are still to be added up
+            self.unsummed.update((out, self.left_to_sum(op, out)) for out in op.outs)
 
     def peak(self) -> Peak:
         """The worst moment."""
@@ -198,17 +203,18 @@ class _Timeline:
             outs = [out for out in op.outs if self.is_array(out)]
             if op.outs and not outs:
                 continue
-            for number in op.ins:
-                for source in set() if number is None else self.behind(number, set()):
-                    ends[source, None] = at
+            for key in self.reads(op):
+                ends[key] = at
+                if key[1] is not None:  # a device's part of a sum, which is scattered as soon as it is there
+                    begins.setdefault(key, begins[key[0], None])
+                    self.copiers.setdefault(key, op)
             for key in self.copies(op):
                 begins.setdefault(key, at)
                 self.copiers.setdefault(key, op)
                 ends[key] = at
             begins.update({(out, None): self.first_use(op, at) for out in outs})
         for result in self.results:
-            for source in self.behind(result, set()):
-                ends[source, None] = len(self.block.ops) - 1
+            ends[result, None] = len(self.block.ops) - 1
         return begins, ends
 
     def first_use(self, op: Op, at: int) -> int:
@@ -295,10 +301,12 @@ class _Timeline:
         op = self.made.get(number)
         if op is None:
             return False  # it comes from outside
-        if number in self.results:
-            return True
+        if number in self.results or not self.layouts.values[number].shape:
+            return True  # a number is computed once, before the many that it is read for
         if op.name in VIEWS or op.name in PIECES or op.name == "iota":
             return False
+        if any(self.scattered(number, user) is not None for user in self.uses.get(number, ())):
+            return True
         if op.name in _CONSTRAINTS:
             source = op.ins[0]
             return source is not None and self.layouts.dims[source] != self.layouts.dims[number]
@@ -314,15 +322,48 @@ class _Timeline:
                 found.append(user)
         return found
 
-    def behind(self, number: int, found: set[int]) -> set[int]:
-        """The arrays that a value is computed from where it is read."""
-        if number not in self.made or self.is_array(number):
-            found.add(number)
-            return found
-        for source in self.made[number].ins:
-            if source is not None and source not in found:
-                self.behind(source, found)
+    def reads(self, op: Op) -> set[_Key]:
+        """The arrays that an operation reads, those that its operands are computed from on the way included."""
+        found: set[_Key] = set()
+        seen: set[int] = set()
+        waiting = [op]
+        while waiting:
+            one = waiting.pop()
+            for number in one.ins:
+                if number is None:
+                    continue
+                dims = self.scattered(number, one)
+                if dims is not None or number not in self.made or self.is_array(number):
+                    found.add((number, dims))
+                elif number not in seen:
+                    seen.add(number)
+                    waiting.append(self.made[number])
         return found
+
+    def scattered(self, number: int, op: Op) -> Dims | None:
+        """How a sum lies that an operation by elements reads in pieces only; `None` where it is no such sum.
+
+        A device then keeps its piece: compilers scatter a sum as soon as its parts are there.
+        """
+        if op.name not in ELEMENTWISE or op.name in _CONSTRAINTS or not self.unsummed.get(number):
+            return None
+        dims, own = self.layouts.dims[op.outs[0]], self.layouts.dims[number]
+        if self.layouts.values[number].shape != self.layouts.values[op.outs[0]].shape:
+            return None
+        more = {axis for axes in dims for axis in axes} - {axis for axes in own for axis in axes}
+        return dims if more and more <= self.unsummed[number] else None
+
+    def left_to_sum(self, op: Op, out: int) -> frozenset[str]:
+        """The mesh axes over which devices hold parts of a result that are still to be added up."""
+        own = {axis for axes in self.layouts.dims[out] for axis in axes}
+        if op.name in _SUMS_PASS:
+            axes = [self.unsummed.get(number, frozenset()) for number in op.ins if number is not None]
+            return frozenset().union(*axes) - own
+        if op.blocks or op.name in ELEMENTWISE or op.name in VIEWS or op.name in PIECES:
+            return frozenset()
+        laid = dict(zip(*self.layouts.inside(op), strict=True))
+        cut = {axis for number in op.ins if number is not None for axes in laid[number] for axis in axes}
+        return frozenset(cut - {axis for axes in laid[out] for axis in axes})
 
 
 def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int) -> int:

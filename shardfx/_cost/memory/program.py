@@ -112,6 +112,8 @@ class _Reader:
             inner = _called(eqn)
             if inner is not None:
                 body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                barriers, ins = self.barriers(eqn, ins, body)
+                ops += barriers
                 own = {**dict(zip(body.invars, ins, strict=True)), **{var: self.new(var) for var in body.constvars}}
                 more, results = self.opened(body, own)
                 ops += more
@@ -119,9 +121,32 @@ class _Reader:
                 continue
             outs = tuple(self.new(var) for var in eqn.outvars)
             names.update(zip(eqn.outvars, outs, strict=True))
+            if eqn.primitive.name == "optimization_barrier":
+                ops += [self.barrier(eqn, *pair) for pair in zip(ins, outs, strict=True)]
+                continue
             blocks, trips = self.inside(eqn)
             ops.append(Op(eqn.primitive.name, eqn.params, ins, outs, blocks, trips, eqn.source_info))
         return ops, tuple(map(number, jaxpr.outvars))
+
+    def barriers(self, eqn: Any, ins: tuple[int | None, ...], body: Jaxpr) -> tuple[list[Op], tuple[int | None, ...]]:
+        """What keeps a compiler from merging what is computed again with what was: copies in name only.
+
+        So a weight that was gathered in the forward pass is gathered again, and not kept until then.
+        """
+        stops = eqn.params.get("prevent_cse", False) if eqn.params.get("differentiated") else False
+        which = (stops,) * len(ins) if isinstance(stops, bool) else stops
+        ops: list[Op] = []
+        found: list[int | None] = []
+        for number, var, stop in zip(ins, body.invars, which, strict=True):
+            if number is not None and stop:
+                ops.append(self.barrier(eqn, number, self.new(var)))
+                number = ops[-1].outs[0]
+            found.append(number)
+        return ops, tuple(found)
+
+    def barrier(self, eqn: Any, number: int | None, out: int) -> Op:
+        """One value of a barrier, which holds nothing and changes nothing."""
+        return Op("optimization_barrier", {}, (number,), (out,), source=eqn.source_info)
 
     def inside(self, eqn: Any) -> tuple[tuple[Block, ...], int | None]:
         name, params = eqn.primitive.name, eqn.params
