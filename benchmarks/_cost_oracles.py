@@ -62,6 +62,7 @@ def boundary() -> Mapping[str, Value]:
         count: 100 * (_boundary_fit(told | {"sequences": count}, tiled=False).peak_bytes / 2**30 / gib - 1)
         for count, gib in counted.items()
     }
+    live = told["compiler"]["live_gib"]["7"]
     (first, second), slope = sorted(counted)[:2], 0.0
     slope = (counted[second] - counted[first]) / (second - first)
     line = counted[first] - slope * (first - told["sequences"])
@@ -71,6 +72,8 @@ def boundary() -> Mapping[str, Value]:
         "estimated_gib": round(found["before"], 2),
         "error_percent": round(100 * (found["before"] / told["needs_gib"] - 1), 1),
         "mended_gib": round(found["after"], 2),
+        "compiler_live_gib, before arrays are placed": live,
+        "error against that, %": round(100 * (found["before"] / live - 1), 1),
         "usable_gib": round(usable / 2**30, 2),
         "said_to_be_close": int(made.is_close),
         **{f"compiler_gib, {count} sequences": round(gib, 2) for count, gib in counted.items()},

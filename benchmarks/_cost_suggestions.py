@@ -1,7 +1,9 @@
 """What `fit` suggests, each made and compiled: the saving that it computes against the compiler's own."""
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,8 +16,21 @@ from ._case import Entry, Finding, Limit, Value
 from ._runner import Options
 
 
-LAYERS, WIDTH, HIDDEN, BATCH = 8, 64, 256, 512
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large the step is, and the mesh that it is for."""
+
+    layers: int
+    width: int
+    hidden: int
+    batch: int
+    mesh: MeshSpec
+
+
 MESH = MeshSpec({"data": 4, "tensor": 2})
+SMALL = Sizes(8, 64, 256, 512, MESH)
+# Large enough that a TPU's on-chip memory holds little of it.
+LARGE = Sizes(8, 2048, 8192, 65536, MeshSpec({"data": 8, "tensor": 2}))
 # As on the page "What does my plan cost?": 1.5 MiB for a program, and no tiles, as on the CPU that compiles.
 CHIP = dataclasses.replace(chips.find("h100"), name="tiny", usable_hbm_bytes=3 * 2**19)
 _NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
@@ -27,7 +42,7 @@ _MADE: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"over": "data"},
     "ZeRO-3": {"over": "data", "cut": True},
     "bfloat16": {"narrow": True},
-    "half the batch": {"batch": BATCH // 2},
+    "half the batch": {"halved": True},
     "recompute": {"remat": True},
 }
 
@@ -47,8 +62,7 @@ def suggestions() -> dict[str, Value]:
     values: dict[str, Value] = {"compiled_kib": before // 1024, "estimated_kib": found.peak_bytes // 1024}
     worst, off = abs(100 * (found.peak_bytes / before - 1)), 0.0
     for words, change in _MADE.items():
-        (told,) = [one for one in found.changes if words in one.what]
-        after = peak(*changed(**change))
+        told, after = _told(found, words), peak(*changed(**change))
         values |= {f"{words}, saves_kib": told.saves_bytes // 1024, f"{words}, compiled_kib": (before - after) // 1024}
         worst = max(worst, abs(100 * (told.peak_bytes / after - 1)))
         off = max(off, 100 * abs(told.saves_bytes - (before - after)) / before)
@@ -70,9 +84,37 @@ def _last(found: Fit) -> tuple[int, int]:
     return made.peak_bytes, peak(step, plans, donate)
 
 
-def peak(step: Callable[..., Any], plans: dict[str, Any], donate: Any) -> int:
+def on_v5e(options: Options) -> dict[str, Value]:
+    """Each change of a larger step: what `fit` says that is then needed, and what the TPU's compiler counts."""
+    step, plans, _ = changed(sizes=LARGE)
+    found = fit(plans, step=step, chip="v5e")
+    counted: dict[str, int] = json.loads((Path(__file__).parent / "cost_memory.json").read_text())["suggestions"][
+        "rows"
+    ]
+    directory = options.flags.compile
+    if directory:
+        made = {"as it is": {}, **_MADE}
+        counted = {words: peak(*changed(**made[words], sizes=LARGE), "tpu:v5e:4x4", directory) for words in counted}
+    told = {words: found.peak_bytes if words == "as it is" else _told(found, words).peak_bytes for words in counted}
+    errors = {words: 100 * (told[words] / compiled - 1) for words, compiled in counted.items()}
+    return {
+        **{f"{words}, compiled_megabytes": round(compiled / 1e6) for words, compiled in counted.items()},
+        **{f"{words}, error_percent": round(error, 1) for words, error in errors.items()},
+        "off_percent, worst": round(max(map(abs, errors.values())), 1),
+    }
+
+
+def _told(found: Fit, words: str) -> Any:
+    (told,) = [one for one in found.changes if words in one.what]
+    return told
+
+
+def peak(
+    step: Callable[..., Any], plans: dict[str, Any], donate: Any, target: str = "cpu", cache: str | None = None
+) -> int:
     """What the compiler counts: arguments, results that take memory of their own, and temporaries."""
-    memory = compile_for(step, plans, "cpu", out_shardings=(plans["params"], plans["opt"]), donate=donate).memory
+    outs = (plans["params"], plans["opt"])
+    memory = compile_for(step, plans, target, out_shardings=outs, donate=donate, cache=cache).memory
     sums = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return sums + memory.temp_size_in_bytes
 
@@ -83,8 +125,9 @@ def changed(
     over: str | None = None,
     cut: bool = False,
     narrow: bool = False,
-    batch: int = BATCH,
+    halved: bool = False,
     remat: bool = False,
+    sizes: Sizes = SMALL,
 ) -> tuple[Callable[..., Any], dict[str, Any], Any]:
     """A step, its plans and what it donates.
 
@@ -92,16 +135,18 @@ def changed(
 
     - `over`, `cut`: an axis over which the optimizer's state is cut, and whether the parameters are too.
     - `narrow`: whether moments are kept in bfloat16.
+    - `halved`: whether the batch is half as large.
     - `remat`: whether layers are computed again in the backward pass.
     """
     structs = {
-        "up": jax.ShapeDtypeStruct((LAYERS, WIDTH, HIDDEN), jnp.float32),
-        "down": jax.ShapeDtypeStruct((LAYERS, HIDDEN, WIDTH), jnp.float32),
+        "up": jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.hidden), jnp.float32),
+        "down": jax.ShapeDtypeStruct((sizes.layers, sizes.hidden, sizes.width), jnp.float32),
     }
-    params = plan(structs, MESH, names=_NAMES, axes=_AXES)
+    params = plan(structs, sizes.mesh, names=_NAMES, axes=_AXES)
     params = follow(lambda tree: tree, params, over=over) if cut else params
     optimizer = _narrowed(_ADAM) if narrow else _ADAM
-    x = plan(jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32), MESH, names=("batch", None), axes=_AXES)
+    rows = jax.ShapeDtypeStruct((sizes.batch // (2 if halved else 1), sizes.width), jnp.float32)
+    x = plan(rows, sizes.mesh, names=("batch", None), axes=_AXES)
     plans = {"params": params, "opt": follow(optimizer.init, params, over=over), "batch": x}
 
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:

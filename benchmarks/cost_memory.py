@@ -10,7 +10,7 @@ from typing import Any
 
 from shardfx import compile_for, fit
 
-from . import _cost_oracles
+from . import _cost_oracles, _cost_suggestions
 from ._case import Apart, Entry, Finding, Limit, Value
 from ._runner import Options
 from ._step_plans import LAYOUTS, Layout, Planned, planned
@@ -33,7 +33,12 @@ def cases(options: Options) -> list[Entry]:
         Finding(f"{row['plan']}{_how(row)}", ft.partial(_memory, row, options), limits) for row in rows
     ]
     compiled = Apart("suggestions, each compiled", "benchmarks._cost_suggestions:on_eight", 8)
-    return [*found, compiled, *_cost_oracles.cases()]
+    tpu = Finding(
+        "suggestions, each compiled for v5e:4x4",
+        ft.partial(_cost_suggestions.on_v5e, options),
+        (Limit("off_percent, worst", at_most=15),),
+    )
+    return [*found, compiled, tpu, *_cost_oracles.cases()]
 
 
 def _how(row: Mapping[str, Any]) -> str:

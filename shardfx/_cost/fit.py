@@ -21,7 +21,8 @@ How = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
 # An estimate that is nearer to the limit than this share of the peak does not decide: of the steps that the TPU's
-# compiler has counted for the benchmark suite `fit`, all but one are less than 12 % off.
+# compiler has counted for the benchmark suite `fit` all are less than 12 % off, and the order in which compilers place
+# arrays, which leaves gaps, is not estimated at all.
 _CLOSE = 0.15
 _ARGUMENTS_ALONE = "no step was given, so activations are not counted; pass `step=`."
 
@@ -112,12 +113,15 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits."""
+        """Whether it fits; for an estimate, whether it would if the estimate were exact (see `is_close`)."""
         return self.headroom_bytes >= 0
 
     @property
     def is_close(self) -> bool:
-        """Whether only a compiler can say: it is estimated, and less than 15 % of the peak away from the limit."""
+        """Whether only a compiler can say: it is estimated, and less than 15 % of the peak away from the limit.
+
+        Ask this beside `fits`: a step that is close may fail to compile although `fits` says that it fits.
+        """
         return self.how != "compiled" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
 
     def bytes_of(self, group: str) -> int:
@@ -344,13 +348,18 @@ def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
 
 def _verdict(found: Fit) -> list[str]:
     verdict = "fits" if found.fits else "does not fit"
+    verdict = f"MAY OR MAY NOT fit: as estimated, it {verdict}" if found.is_close else verdict
     left = f"{bytes_text(abs(found.headroom_bytes))} {'left' if found.fits else 'too much'}"
     lines = [
         f"{bytes_text(found.peak_bytes)} at the worst moment: it {verdict} {found.chip.name}, of which a program may "
         f"fill {bytes_text(found.usable_bytes)} ({left})."
     ]
     if found.is_close:
-        lines.append("That is close for an estimate; `compile_for(step, plans, ...)` decides.")
+        least, most = (bytes_text(int(share * found.peak_bytes)) for share in (1 - _CLOSE, 1 + _CLOSE))
+        lines.append(
+            f"That is close for an estimate; `compile_for(step, plans, ...)` decides. Expect {least} to {most}: "
+            "estimates were up to 12 % off where a compiler counted, and what it cannot pack comes on top."
+        )
     if found.batch is not None and found.largest_batch is not None:
         lines.append(f"The largest batch that fits: {found.largest_batch} (now {found.batch}).")
     return lines

@@ -320,6 +320,7 @@ def test_fit_of_a_model_says_by_its_exit_code_whether_it_fits(capsys):
     assert "it fits v5e" in (out := capsys.readouterr().out) and "pass `--step`" in out
     assert run("fit", "llama3-8b", "--mesh", "fsdp=2", *flags, "--json") == 1
     found = json.loads(capsys.readouterr().out)
+    assert found["is_close"] in (True, False)
     assert not found["fits"] and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0
     assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
     assert {"parameters", "optimizer: 0/mu"} <= {row["group"] for row in found["rows"]}

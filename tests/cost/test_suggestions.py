@@ -22,7 +22,7 @@ def before():
         ("donate", {"donate": ("params", "opt")}),
         ("ZeRO-1", {"over": "data"}),
         ("ZeRO-3", {"over": "data", "cut": True}),
-        ("half the batch", {"batch": 256}),
+        ("half the batch", {"halved": True}),
         ("recompute", {"remat": True}),
     ],
 )
@@ -102,7 +102,10 @@ def test_a_verdict_that_is_close_says_so(before):
     found, _ = before
     near = dataclasses.replace(found, chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(1.1 * found.peak_bytes)))
     assert near.fits and near.is_close and "That is close for an estimate; `compile_for(" in str(near)
+    assert "MAY OR MAY NOT fit: as estimated, it fits tiny" in str(near) and "Expect " in str(near)
+    over = dataclasses.replace(found, chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(0.9 * found.peak_bytes)))
+    assert "MAY OR MAY NOT fit: as estimated, it does not fit tiny" in str(over)
     assert not found.is_close and "close" not in str(found).split("largest")[0]
     far = dataclasses.replace(found, chip=chips.find("h100"))
-    assert far.fits and not far.is_close
+    assert far.fits and not far.is_close and "MAY" not in str(far)
     assert not dataclasses.replace(near, how="compiled").is_close

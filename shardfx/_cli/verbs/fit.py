@@ -82,5 +82,5 @@ def _donated(text: str) -> Any:
 
 
 def _sums(found: Fit) -> dict[str, Any]:
-    sums = {name: getattr(found, name) for name in ("fits", "peak_bytes", "usable_bytes", "headroom_bytes")}
+    sums = {name: getattr(found, name) for name in ("fits", "is_close", "peak_bytes", "usable_bytes", "headroom_bytes")}
     return {**sums, "chip_name": found.chip.name}
