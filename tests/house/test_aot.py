@@ -35,6 +35,14 @@ TOPOLOGIES = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _optimized():
+    """What the TPU's compiler makes of a program is what is tested here."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def places(array):
     return np.array([topology.coords(device, 1) for device in array.flat]).reshape(*array.shape, -1)
 
