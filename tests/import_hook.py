@@ -19,6 +19,7 @@ from typing import Any
 
 import jaxtyping
 from beartype import beartype
+from jax._src import source_info_util
 
 
 _MARK = "__checked__"
@@ -99,4 +100,7 @@ class _Finder(MetaPathFinder):
 def check_every_call_of(package: str) -> None:
     """From now on the modules of this package are imported so."""
     assert package not in sys.modules, f"{package} was imported before its calls could be checked"
+    # The lines of a program are the user's, as without the checks. JAX has no public word for this.
+    for file in (__file__, "<@beartype("):
+        source_info_util.register_exclusion(file)
     sys.meta_path.insert(0, _Finder(package))
