@@ -18,11 +18,13 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
 
 import jaxtyping
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jax._src import source_info_util
 
 
 _MARK = "__checked__"
+# One kind of error, a `TypeError` as Python's own are.
+_check: Any = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
 def checked(made: Any) -> Any:
@@ -39,8 +41,8 @@ def _checked_function(function: Any) -> Any:
         return function
     # jaxtyping marks no function; what it has checked is checked once more, to the same end.
     if any(map(_names_arrays, function.__annotations__.values())):
-        return jaxtyping.jaxtyped(function, typechecker=beartype)
-    check = beartype(function)
+        return jaxtyping.jaxtyped(function, typechecker=_check)
+    check = _check(function)
     if check is function:
         return function
 

@@ -244,7 +244,8 @@ def test_a_mesh_for_more_devices_than_the_cpu_has():
 
 def test_a_malformed_mesh():
     assert message(MeshError, lambda: MeshSpec.parse("data:2,tensor=4")) == (
-        "mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in \"data=-1,fsdp=4,tensor=2\"."
+        "mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in "
+        '"data=-1,fsdp=4,tensor=2", or "data=8(dcn=2)" for an axis over two slices.'
     )
 
 
@@ -505,7 +506,7 @@ def test_json_that_is_something_else():
     [
         (
             lambda d: d["rows"][0].update(spec=["tensor", "tensor"]),
-            "the spec P('tensor', 'tensor') is invalid for shape (3, 4, 5) on mesh data=2,tensor=4: dim 0: size 3 is",
+            "the spec P('tensor', 'tensor') is invalid for shape (3, 4, 5) on mesh data=2(dcn=2),tensor=4: dim 0:",
         ),
         (lambda d: d["rows"][0].update(spec=["stage"]), "dim 0: the mesh has no axis `stage`"),
         (lambda d: d["rows"][0].update(dtype="float13"), "dtype 'float13' is unknown to this version of JAX."),
