@@ -263,6 +263,7 @@ def _tied_to(path: str, flat: Flat) -> str:
     leaf = flat.leaves[flat.paths.index(path)]
     pairs = zip(flat.paths, flat.leaves, strict=True)
     other = next((name for name, one in pairs if one is leaf and name != path), None)
-    if other is None:
+    # One struct may stand for many arrays.
+    if other is None or not isinstance(leaf, jax.Array):
         return ""
     return f", which is the same array as `{other}`: give a tree that holds it once, as `nnx.state(module)` does"
