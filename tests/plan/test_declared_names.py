@@ -107,11 +107,12 @@ def test_a_variable_that_is_tied_is_no_tree():
     module = Tied()
     with pytest.raises(RuleError, match="`embed/embedding` and `head` are one variable .* plan `nnx.state"):
         plan(module, MESH, paths=REST)
-    made = plan(nnx.state(module), MESH.build(jax.devices()), paths=REST)
+    mesh = MESH.build(jax.devices())
+    made = plan(nnx.state(module), mesh, paths=REST)
     with pytest.raises(
         sfx.PlanMismatchError, match="no `head/value`, which is the same array as `embed/embedding/value`"
     ):
         sfx.shard(module, made)
-    step = sfx.filter_jit(lambda tree: tree, in_shardings=(plan({"a": jnp.ones(8)}, made.jax_mesh, paths=REST),))
+    step = sfx.filter_jit(lambda tree: tree, in_shardings=(plan({"a": jnp.ones(8)}, mesh, paths=REST),))
     with pytest.raises(sfx.PlanMismatchError, match="the plan has no `b`. Plan"):
         step({"a": jnp.ones(8), "b": jnp.zeros(8)})
