@@ -47,7 +47,7 @@ class Where:
             programs = [count]
         if {len(own) for own in programs} != {numbering.size}:
             raise MeshError(
-                f"the program runs on {numbering.size * slices} devices, and the mesh {spec} has {spec.size}."
+                f"the program runs on {numbering.size * slices} devices, and the mesh {spec} has {self.devices}."
             )
         self.programs = np.stack(programs)
         ids = [device.id for device in mesh.devices.ravel()] if isinstance(mesh, Mesh) else ids
