@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, reshard
+from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, plan_reshard, reshard
 from shardfx._reshard.mapped.exchange import program
 from shardfx._reshard.reshard import resharded
 from shardfx._reshard.through_map import journey_of
@@ -103,6 +103,7 @@ def cases(options: Options) -> list[Entry]:
         Case(f"{size} MiB, trainer to engine, other devices", ft.partial(_sync, size, options, True), times[1:]),
         Finding(f"{_leaf_count(options):,} leaves, trainer to engine, programs", ft.partial(_counts, options), counts),
         Finding(f"{size} MiB, trainer to engine, memory of programs", ft.partial(_room, size, options), room),
+        Finding(f"{size} MiB, trainer to engine, memory between devices", ft.partial(_apart, size, options), room),
         Finding("the second sync over the first", ft.partial(_again, options), again),
     ]
 
@@ -463,6 +464,18 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
                 jax.ShapeDtypeStruct((count * block[0], *block[1:]), dtype, sharding=where) for block, dtype in sources
             ]
             most = max(most, run.lower(*given).compile().memory_analysis().temp_size_in_bytes)
+    return {"temporary_bytes": most, "largest_shard": largest, "temporary_over_largest_shard": most / largest}
+
+
+def _apart(mebibytes: int, options: Options) -> Mapping[str, Value]:
+    """What programs between other devices take of each beside its shards, as it is planned."""
+    layers, half = _layers(mebibytes), len(options.devices) // 2
+    source, target = _trainer(layers, options.devices[:half]), _engine(layers, options.devices[half:])
+    made = plan_reshard(source, target, map=ENGINE)
+    pieces = [leaf for leaf in made.leaves if leaf.how == "pieces"]
+    # The devices of a CPU share one memory, and the plan is of that.
+    most = max(leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in pieces) // len(options.devices)
+    largest = max(leaf.bytes_per_device for leaf in target.leaves)
     return {"temporary_bytes": most, "largest_shard": largest, "temporary_over_largest_shard": most / largest}
 
 
