@@ -19,7 +19,7 @@ from shardfx._search.emulated import EMULATED
 from shardfx._search.limits import Limits
 from shardfx._search.search import Searched
 
-from . import search_hands, search_order
+from . import search_answers, search_hands, search_order
 from ._case import Entry, Finding, Limit, Value
 from ._llama import llama
 from ._runner import Options
@@ -63,6 +63,7 @@ def cases(options: Options) -> list[Entry]:
             )
         )
     found.append(Finding("known answers", _known, (Limit("right", at_least=4.0),)))
+    found.append(Finding("published answers", search_answers.answers, (Limit("right", at_least=3.0),)))
     if len(options.devices) >= 8 and not options.quick:
         found += [
             *search_order.cases(options.flags.candidates, options.devices[:8]),

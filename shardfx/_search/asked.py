@@ -17,7 +17,7 @@ from .emulated import EMULATED
 class Asked(NamedTuple):
     """The devices of a search: how many, of which kind, in how many slices; `target` is one slice, if it was named."""
 
-    count: int
+    total: int
     chip: chips.Chip
     target: str | None
     slices: int
@@ -37,8 +37,8 @@ def asked_for(devices: int | str | Sequence[Any], chip: str | chips.Chip | None,
             raise MeshError(f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave `slices` out.")
     count, kind, target = hardware(text, chip)
     found = Asked(count * times, kind, target, max(slices, times), times)
-    if found.slices < 1 or found.count % found.slices:
-        raise MeshError(f"`slices={slices}` does not divide {found.count} devices; each slice has equally many.")
+    if found.slices < 1 or found.total % found.slices:
+        raise MeshError(f"`slices={slices}` does not divide {found.total} devices; each slice has equally many.")
     return found
 
 
@@ -72,7 +72,7 @@ def hardware(devices: int | str | Sequence[Any], chip: str | chips.Chip | None) 
 
 def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | None = None) -> int:
     """How many devices a search for these is for."""
-    return asked_for(devices, chip).count
+    return asked_for(devices, chip).total
 
 
 def require_arrays(args: Sequence[Any]) -> None:

@@ -246,7 +246,7 @@ def fitting(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def devices_for(verify: Any, asked: Asked, given: Sequence[Any] | None) -> tuple[Any, ...]:
     """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
-    count, target = asked.count, asked.target
+    count, target = asked.total, asked.target
     if not isinstance(verify, str):
         for_these = tuple(verify)
         if len(for_these) != count:

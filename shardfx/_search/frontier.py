@@ -149,11 +149,11 @@ def frontier(
     asked = [asked_for(one, chip, slices) for one in devices]
     if not asked:
         raise MeshError("`devices` is empty; give numbers or slices, as `devices=(8, 16, 32)`.")
-    counts, kind = [one.count for one in asked], asked[0].chip
+    counts, kind = [one.total for one in asked], asked[0].chip
     base = Searched(step, args, math.lcm(*counts), limits)
     made = [base if size is None else _resized(base, step, args, size, limits) for size in (batches or (None,))]
     sizes = [_batch_of(one) for one in made]
-    tables = [_shares(one.count, one.slices) for one in asked]
+    tables = [_shares(one.total, one.slices) for one in asked]
     limit = kind.usable_hbm_bytes // kind.devices_per_chip - limits.free_bytes
     machines = [machine_of(kind, count, model, base.dtype(), math.inf) for count in counts]
     arrays = _stacked([padded(one.terms) for one in made])

@@ -130,7 +130,7 @@ def search(
         ```
     """
     for_these = asked_for(devices, chip, slices)
-    count, kind, slices = for_these.count, for_these.chip, for_these.slices
+    count, kind, slices = for_these.total, for_these.chip, for_these.slices
     tell = progress or (lambda _: None)
     require_arrays(args)
     tell("laying the step out under roles")

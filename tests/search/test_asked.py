@@ -11,11 +11,11 @@ from shardfx._search.asked import asked_for
 
 def test_slices_in_the_text():
     two = asked_for("tpu:v5p:4x4x4*2", None)
-    assert (two.count, two.slices, two.targets, two.target) == (128, 2, 2, "tpu:v5p:4x4x4")
+    assert (two.total, two.slices, two.targets, two.target) == (128, 2, 2, "tpu:v5p:4x4x4")
     assert two == asked_for("tpu:v5p:4x4x4*2", None, 2)
     one = asked_for("tpu:v5p:4x4x4", None)
-    assert (one.count, one.slices, one.targets) == (64, 1, 1)
-    assert asked_for("cpu:4*2", None)[0] == 8
+    assert (one.total, one.slices, one.targets) == (64, 1, 1)
+    assert asked_for("cpu:4*2", None).total == 8
     with pytest.raises(MeshError, match=r"`devices='tpu:v5p:4x4x4\*0'` does not say how many slices there are"):
         asked_for("tpu:v5p:4x4x4*0", None)
     with pytest.raises(MeshError, match=r"has 2 slices, and `slices=4`; leave `slices` out"):
