@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks._cost_suggestions import CHIP, MESH, changed, peak
+from benchmarks._cost_suggestions import CHIP, MESH, SMALL, changed, peak
 from shardfx import PathRules, chips, fit, plan
 
 
@@ -67,7 +67,8 @@ def test_the_largest_batch_is_where_the_compiler_finds_no_room():
     fits, over = 4, 8192
     while over - fits > 64:
         middle = (fits + over) // 8 * 4
-        step, plans, donate = changed(donate=state, remat=True, batch=middle)
+        sizes = dataclasses.replace(SMALL, batch=middle)
+        step, plans, donate = changed(donate=state, remat=True, sizes=sizes)
         fits, over = (middle, over) if peak(step, plans, donate) <= 4 * 2**20 else (fits, middle)
     assert told == pytest.approx(fits, rel=0.1)
 
