@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx._cost.estimate import HABITS, Prepared
-from shardfx._search.asked import hardware
+from shardfx._search.asked import asked_for
 from shardfx._search.checked import Verifier, devices_for, estimated, promised, promising, with_check
 from shardfx._search.core import CostModel
 from shardfx._search.limits import Limits
@@ -92,7 +92,8 @@ class _Ways:
 
     def __init__(self, target: str, model: tuple[Any, ...], programs: Path | None):
         step, *args = model
-        count, chip, self.slice_ = hardware(target, None)
+        asked = asked_for(target, None)
+        count, chip, self.slice_ = asked.total, asked.chip, asked.target
         # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its program's text.
         costs = CostModel(overlap=0.0)
         begin = time.process_time()
@@ -109,7 +110,7 @@ class _Ways:
         self.own = without_twins([*various(self.chosen, COMPILED // 2), *self.hands], COMPILED)
         # Of twins, whose arguments lie alike, the way by hand: laid out, the other is another program.
         self.every = promising(without_twins([*self.hands, *self.own], len(self.own) + len(self.hands)))
-        devices = devices_for("compile", count, self.slice_, None)
+        devices = devices_for("compile", asked, None)
         self.verifier = Verifier(step, tuple(args), devices, chip, costs, programs, print)
 
     def table(self) -> Table:

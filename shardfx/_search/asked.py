@@ -35,14 +35,14 @@ def asked_for(devices: int | str | Sequence[Any], chip: str | chips.Chip | None,
         times = int(many)
         if slices not in (1, times):
             raise MeshError(f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave `slices` out.")
-    count, kind, target = hardware(text, chip)
+    count, kind, target = _hardware(text, chip)
     found = Asked(count * times, kind, target, max(slices, times), times)
     if found.slices < 1 or found.total % found.slices:
         raise MeshError(f"`slices={slices}` does not divide {found.total} devices; each slice has equally many.")
     return found
 
 
-def hardware(devices: int | str | Sequence[Any], chip: str | chips.Chip | None) -> tuple[int, chips.Chip, str | None]:
+def _hardware(devices: int | str | Sequence[Any], chip: str | chips.Chip | None) -> tuple[int, chips.Chip, str | None]:
     """How many devices, of which kind, and the slice that they are, if one was named."""
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
