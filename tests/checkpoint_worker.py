@@ -129,7 +129,8 @@ def saved(path, arrays, made, **options):
 
 
 def interrupted(after_seconds):
-    """Sends this process what Ctrl-C sends."""
+    """Sends this process what Ctrl-C sends, which processes that a shell starts in the background ignore at first."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(after_seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 

@@ -23,6 +23,7 @@ from jax._src import source_info_util
 
 
 _MARK = "__checked__"
+_NOWHERE = "<checks of calls>"
 # One kind of error, a `TypeError` as Python's own are.
 _check: Any = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
@@ -51,6 +52,8 @@ def _checked_function(function: Any) -> Any:
         # Tests of messages turn jaxtyping's checks off, and these with them.
         return (function if jaxtyping.config.jaxtyping_disable else check)(*args, **kwargs)
 
+    # To those who read tracebacks it is no line of a user's program.
+    call.__code__ = call.__code__.replace(co_filename=_NOWHERE)
     setattr(call, _MARK, True)
     return call
 
@@ -103,6 +106,6 @@ def check_every_call_of(package: str) -> None:
     """From now on the modules of this package are imported so."""
     assert package not in sys.modules, f"{package} was imported before its calls could be checked"
     # The lines of a program are the user's, as without the checks. JAX has no public word for this.
-    for file in (__file__, "<@beartype("):
+    for file in (__file__, _NOWHERE, "<@beartype("):
         source_info_util.register_exclusion(file)
     sys.meta_path.insert(0, _Finder(package))

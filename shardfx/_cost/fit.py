@@ -21,8 +21,8 @@ How = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
 # An estimate that is nearer to the limit than this share of the peak does not decide: of the steps that the TPU's
-# compiler has counted for the benchmark suite `fit` all are less than 12 % off (a suggested remat is 22 % too high), and
-# the order in which compilers place arrays, which leaves gaps, is not estimated at all.
+# compiler has counted for the benchmark suite `fit` all are less than 12 % off, a suggested remat is 22 % too high, and
+# the order in which compilers place arrays, which leaves gaps, is not estimated.
 _CLOSE = 0.15
 _ARGUMENTS_ALONE = "no step was given, so activations are not counted; pass `step=`."
 

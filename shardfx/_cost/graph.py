@@ -6,6 +6,7 @@ operation "carry" from what the body makes to what the next trip takes.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .._ground.spec import bits
@@ -47,6 +48,10 @@ class Scope(NamedTuple):
     parent: int
     trips: int | None = 1
     branch: tuple[int, int] | None = None
+
+
+# A variable of a jaxpr, and the way to it: the equations around it by position, and which of their programs.
+Bound = tuple[tuple[int, ...], Any]
 
 
 class Pin(NamedTuple):
@@ -92,6 +97,8 @@ class Traced:
     before it is used. `arguments` and `results` are the numbers of the values that go in and come out, in the order of
     the leaves of the step's arguments and results that are arrays.
 
+    `bound` says which value each variable of the jaxpr is.
+
     What `Rule` says of an operation is enough to follow a name from dimension to dimension: two dimensions with a
     factor in common have the same name. To have constraints by logical name and not by mesh axis, trace the step under
     a plan on a mesh with an axis of size 1 for each name.
@@ -102,6 +109,7 @@ class Traced:
     scopes: tuple[Scope, ...]
     arguments: tuple[int, ...]
     results: tuple[int, ...]
+    bound: Mapping[Bound, int] = dataclasses.field(default_factory=dict)
 
     def calls(self, scope: int) -> tuple[int, bool]:
         """How often a scope runs in one step, and whether that is known; a loop without a known end counts once."""

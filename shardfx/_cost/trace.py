@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .factors import Kind, Rule, Shape, elementwise, rule_of
-from .graph import Op, Pin, Scope, Traced, Value
+from .graph import Bound, Op, Pin, Scope, Traced, Value
 from .nested import CALLS, scan_parts
 
 
@@ -20,11 +20,12 @@ Numbers = tuple[int, ...]
 
 
 class _Place(NamedTuple):
-    """Where equations are read: their scope, the calls around them, and the mesh axes that a `shard_map` took."""
+    """Where equations are read: their scope, the calls around them, the mesh axes that a `shard_map` took, the way."""
 
     scope: int = 0
     sources: tuple[Any, ...] = ()
     manual: frozenset[str] = frozenset()
+    path: tuple[int, ...] = ()
 
 
 def traced(closed: ClosedJaxpr, paths: Sequence[str | None] | None = None) -> Traced:
@@ -46,7 +47,7 @@ def traced(closed: ClosedJaxpr, paths: Sequence[str | None] | None = None) -> Tr
     )
     results = reader.read(closed, arguments, _Place())
     ops = _needed(reader.ops, results)
-    return Traced(tuple(reader.values), ops, tuple(reader.scopes), arguments, results)
+    return Traced(tuple(reader.values), ops, tuple(reader.scopes), arguments, results, reader.bound)
 
 
 def _needed(ops: Sequence[Op], results: Numbers) -> tuple[Op, ...]:
@@ -77,6 +78,7 @@ class _Reader:
         self.ops: list[Op] = []
         self.scopes: list[Scope] = [Scope(0)]
         self.branching = 0
+        self.bound: dict[Bound, int] = {}
         self.families: Mapping[str, Callable[..., Numbers]] = {
             "scan": self.scan,
             "while": self.loop,
@@ -115,15 +117,17 @@ class _Reader:
         numbers: dict[Any, int] = dict(zip(body.invars, given, strict=True))
         for var in body.constvars:
             numbers[var] = self.value(var.aval, is_free=True)
+        self.bound |= {(place.path, var): number for var, number in numbers.items()}
 
         def of(atom: Any) -> int:
             return self.value(atom.aval, is_free=True) if isinstance(atom, Literal) else numbers[atom]
 
-        for equation in body.eqns:
+        for at, equation in enumerate(body.eqns):
             operands = tuple(of(atom) for atom in equation.invars)
-            inner = place._replace(sources=(equation.source_info, *place.sources))
+            inner = place._replace(sources=(equation.source_info, *place.sources), path=(*place.path, at))
             made = self.equation(equation, operands, inner)
             numbers.update(zip(equation.outvars, made, strict=True))
+            self.bound |= {(place.path, var): number for var, number in zip(equation.outvars, made, strict=True)}
         return tuple(of(atom) for atom in body.outvars)
 
     def equation(self, equation: Any, operands: Numbers, place: _Place) -> Numbers:
@@ -172,7 +176,9 @@ class _Reader:
         inside = self.scope(place, params["length"])
         carried = tuple(self.carried(value, place) for value in operands[first:last])
         layers = tuple(self.layer(value, inside) for value in operands[last:])
-        made = self.read(params["jaxpr"], (*operands[:first], *carried, *layers), inside)
+        made = self.read(
+            params["jaxpr"], (*operands[:first], *carried, *layers), inside._replace(path=(*inside.path, 0))
+        )
         for old, new in zip(carried, made[: len(carried)], strict=True):
             self.same("carry", new, inside, old)
         stacks = [
@@ -205,8 +211,10 @@ class _Reader:
         tests, bodies = params["cond_nconsts"], params["body_nconsts"]
         inside = self.scope(place, None)
         carried = tuple(self.carried(value, place) for value in operands[tests + bodies :])
-        self.read(params["cond_jaxpr"], (*operands[:tests], *carried), inside)
-        made = self.read(params["body_jaxpr"], (*operands[tests : tests + bodies], *carried), inside)
+        self.read(params["cond_jaxpr"], (*operands[:tests], *carried), inside._replace(path=(*inside.path, 1)))
+        made = self.read(
+            params["body_jaxpr"], (*operands[tests : tests + bodies], *carried), inside._replace(path=(*inside.path, 0))
+        )
         for old, new in zip(carried, made, strict=True):
             self.same("carry", new, inside, old)
         return carried
@@ -217,6 +225,7 @@ class _Reader:
         number = self.branching
         for at, branch in enumerate(equation.params["branches"]):
             inside = self.scope(place, branch=(number, at))
+            inside = inside._replace(path=(*place.path, at))
             for value, result in zip(self.read(branch, operands[1:], inside), results, strict=True):
                 self.same("branch", value, inside, result)
         return results
@@ -233,7 +242,7 @@ class _Reader:
             rule = _entering(spec, manual, sizes, self.shape(whole), self.shape(local))
             self.op("enter", (whole,), (local,), rule, place)
             given.append(local)
-        made = self.read(body, tuple(given), inside)
+        made = self.read(body, tuple(given), inside._replace(path=(*inside.path, 0)))
         results = []
         for value, spec, var in zip(made, params["out_specs"], equation.outvars, strict=True):
             whole = self.value(var.aval)

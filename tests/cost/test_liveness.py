@@ -4,9 +4,10 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, fit, plan
+from shardfx import MeshSpec, PathRules, constrain, filter_jit, fit, plan
 
 
 def test_a_sum_that_is_read_in_pieces_is_scattered_once_its_parts_are_there():
@@ -69,3 +70,34 @@ def test_many_leaves_and_long_chains_by_elements_are_read_once():
 
     found = fit({"params": params}, step=step, chip="h100")
     assert found.bytes_of("parameters") == 300 * 8 * 8 * 4 // 4
+
+
+@pytest.mark.parametrize("is_laid", [False, True])
+def test_activations_lie_as_the_compiler_lays_them(is_laid):
+    """A table that is cut by width makes activations that are: of the whole batch, unless a constraint says otherwise."""
+    made = {"table": (1000, 64), "up": (6, 64, 512), "down": (6, 512, 64)}
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in made.items()}
+    tokens = jax.ShapeDtypeStruct((64, 32), jnp.int32)
+    mesh = MeshSpec({"fsdp": 8})
+    rules = [("table|up", P(None, "fsdp")), ("down", P(None, None, "fsdp"))]
+    params, batch = plan(structs, mesh, paths=PathRules(rules)), plan(tokens, mesh, paths=PathRules([("", P("fsdp"))]))
+
+    def step(weights, tokens):
+        def laid(x):
+            return constrain(x, P("fsdp", None, None), params) if is_laid else x
+
+        def layer(x, w):
+            return laid(x + jnp.tanh(x @ w["up"]) @ w["down"]), None
+
+        def loss(weights):
+            layers = {"up": weights["up"], "down": weights["down"]}
+            return jnp.mean(jax.lax.scan(layer, laid(weights["table"][tokens]), layers)[0] ** 2)
+
+        return jax.grad(loss)(weights)
+
+    found = fit([params, batch], step=step, chip="h100")
+    ends = [one.on(mesh.build(jax.devices())) for one in (params, batch)]
+    program = filter_jit(step, in_shardings=tuple(ends), out_shardings=ends[0]).lower(structs, tokens).compile()
+    memory = program.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert found.peak_bytes == pytest.approx(held, rel=0.15)

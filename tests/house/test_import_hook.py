@@ -81,7 +81,7 @@ def test_arguments_results_and_fields_are_checked(module):
 def test_dimensions_are_compared(module):
     one, two, whole = np.zeros(3), np.zeros(4), np.zeros(3, int)
     wrong = [
-        lambda: module.both(one, [one, two]),
+        lambda: module.both(one, [two]),
         lambda: module.both(whole, []),
         lambda: module.Row(whole),
         lambda: module.quoted("3"),

@@ -149,7 +149,7 @@ def test_the_page_says_what_the_plan_says(page):
     assert "121 arrays in 6 rows" in page.text("#count")
     assert "that a program may use on v5e" in page.text("#memory .verdict")
     assert page.one("#mesh [role=img]").get_attribute("aria-label") == (
-        "128 devices in a mesh of data=2,fsdp=8,tensor=8, in 2 slices"
+        "128 devices in a mesh of data=2(dcn=2),fsdp=8,tensor=8, in 2 slices"
     )
     assert [row.text.split()[1] for row in page.all("#mesh tbody th")] == ["data", "fsdp", "tensor"]
     assert "nothing" in page.all("#mesh tbody tr")[0].text

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..by_element import BY_ELEMENT
-from ..nested import scan_parts
 from .program import Op, Value
 
 
@@ -18,20 +17,18 @@ Factors = list[tuple[int, ...]]
 
 
 class Links(NamedTuple):
-    """Arrays that share factors: operands and results of an operation, or two ends of a loop.
+    """Arrays that share factors: operands and results of an operation.
 
     **Arguments:**
 
+    - `op`: the operation.
     - `numbers`: of the values.
     - `factors`: one tuple per value.
-    - `passes`: whether it computes element by element, or not at all.
-    - `op`: the operation; `None` between a loop and its body.
     """
 
+    op: Op
     numbers: tuple[int, ...]
     factors: tuple[tuple[int, ...], ...]
-    passes: bool
-    op: Op | None = None
 
 
 # These read each element once and write each once, so a fusion swallows them.
@@ -50,12 +47,11 @@ def links_of(op: Op, values: Sequence[Value]) -> Links:
     ins = [number for number in op.ins if number is not None]
     numbers = (*ins, *op.outs)
     shapes = [values[number].shape for number in numbers]
-    passes = op.name in ELEMENTWISE or op.name in VIEWS
     rule = _RULES.get(op.name, _alike if op.name in ELEMENTWISE else _none)
     factors = rule(op, shapes[: len(ins)], shapes[len(ins) :]) if len(ins) == len(op.ins) or rule is _alike else None
     if factors is None:
         factors = _same_sizes(op, shapes[: len(ins)], shapes[len(ins) :]) if rule is not _none else _nothing(shapes)
-    return Links(numbers, tuple(factors), passes, op)
+    return Links(op, numbers, tuple(factors))
 
 
 Shapes = list[tuple[int, ...]]
@@ -227,34 +223,3 @@ _RULES: dict[str, Callable[[Op, Shapes, Shapes], Factors]] = {
     "top_k": _but(lambda op: (-1,)),
     **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice", "pad"), _same_sizes),
 }
-
-
-def loop_links(op: Op, values: Sequence[Value]) -> list[Links]:
-    """How the values outside of a loop or conditional go on inside."""
-    if not op.blocks:
-        return []
-    body = op.blocks[0]
-    pairs: list[tuple[int | None, int | None, int]] = []
-    if op.name == "scan":
-        consts, carried = scan_parts(op.params)
-        pairs += [(a, b, 0) for a, b in zip(op.ins[: consts + carried], body.ins, strict=False)]
-        pairs += [(a, b, 1) for a, b in zip(op.ins[consts + carried :], body.ins[consts + carried :], strict=True)]
-        pairs += [(a, b, 0) for a, b in zip(body.outs[:carried], body.ins[consts : consts + carried], strict=True)]
-        pairs += [(a, b, 0) for a, b in zip(op.outs[:carried], body.outs, strict=False)]
-        pairs += [(a, b, 1) for a, b in zip(op.outs[carried:], body.outs[carried:], strict=True)]
-    elif op.name == "while":
-        cond, consts = op.params["cond_nconsts"], op.params["body_nconsts"]
-        pairs += [(a, b, 0) for a, b in zip(op.ins[cond:], body.ins, strict=True)]
-        pairs += [(a, b, 0) for a, b in zip(op.outs, body.outs, strict=True)]
-        pairs += [(a, b, 0) for a, b in zip(body.outs, body.ins[consts:], strict=True)]
-    elif op.name == "cond":
-        for branch in op.blocks:
-            pairs += [(a, b, 0) for a, b in zip(op.ins[1:], branch.ins, strict=True)]
-            pairs += [(a, b, 0) for a, b in zip(op.outs, branch.outs, strict=True)]
-    return [_tied(a, b, offset, values) for a, b, offset in pairs if a is not None and b is not None]
-
-
-def _tied(outer: int, inner: int, offset: int, values: Sequence[Value]) -> Links:
-    """Two values of which the first has `offset` more leading dimensions."""
-    dims = tuple(range(len(values[inner].shape)))
-    return Links((outer, inner), ((-1,) * offset + dims, dims), True)

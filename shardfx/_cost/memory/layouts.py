@@ -1,25 +1,21 @@
-"""How each value of a program lies on a mesh: from arguments and constraints to all that they decide.
-
-What cuts a dimension cuts every dimension that is the same one (see `factors`), as far as an array has that axis free
-and its size divides. Operations that go element by element come first, then all others, as in Shardy.
-"""
+"""How each value of a program lies on a mesh, and what that is in bytes: the layouts that estimates of traffic have."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding
-
 from ..._ground.spec import array_bytes, entries_of, entry_axes, pinned
-from .factors import Links, links_of, loop_links
-from .program import Block, Op, Program, Value
+from ...topology._mesh import MeshSpec
+from ..graph import Pin
+from ..layout import MeshParts, Parts
+from ..propagate import propagated
+from ..trace import constrained_results
+from .factors import Links, links_of
+from .program import Block, Op, Program
 
 
 # The mesh axes that cut each dimension of an array.
 Dims = tuple[tuple[str, ...], ...]
-
-_CONSTRAINTS = ("sharding_constraint", "reshard")
-_SWEEPS = 8
 
 
 class Layouts:
@@ -29,7 +25,7 @@ class Layouts:
 
     - `program`: the step.
     - `sizes`: of the mesh axes.
-    - `given`: of some values, by number, the layouts that are known: those of the arguments.
+    - `given`: the layouts of values, by number; others are whole.
     - `tile`: what the chip pads the last two dimensions to, whichever those are; see [`shardfx.chips.Chip`][].
     """
 
@@ -41,15 +37,8 @@ class Layouts:
         tile: tuple[int, int] | None = None,
     ):
         self.sizes, self.values, self.tile = sizes, program.values, tile
-        self.dims: list[Dims] = [((),) * len(value.shape) for value in program.values]
-        self.fixed: set[int] = set()
-        for number, dims in given.items():
-            self._fix(number, dims)
-        links = list(self._links(program.block))
-        self.links = {id(link.op): link for link in links if link.op is not None}
-        passing = [link for link in links if link.passes]
-        for these in (passing, links):
-            self._settle(these)
+        self.dims = [given.get(number, ((),) * len(value.shape)) for number, value in enumerate(program.values)]
+        self.links = {id(link.op): link for link in self._links(program.block)}
 
     def bytes_of(self, number: int, dims: Dims | None = None) -> int:
         """The bytes of a value in a device's memory, as it lies or as it would."""
@@ -94,72 +83,68 @@ class Layouts:
             )
         return link.numbers, tuple(found)
 
-    def _fix(self, number: int, dims: Dims) -> None:
-        self.dims[number] = dims
-        self.fixed.add(number)
-
     def _links(self, block: Block) -> Iterator[Links]:
         for op in block.ops:
-            if op.name in _CONSTRAINTS:
-                self._constrain(op)
-            elif op.name == "shard_map":
-                for out, spec in zip(op.outs, op.params["out_specs"], strict=True):
-                    self._fix(out, dims_of(spec, len(self.values[out].shape), self.sizes))
             yield links_of(op, self.values)
-            if op.name != "shard_map":  # inside of it, shapes are those of one device
-                between = loop_links(op, self.values)
-                yield from between
-                for inner in op.blocks:
-                    yield from self._links(inner)
-                yield from between
+            for inner in op.blocks:
+                for link in self._links(inner):
+                    # Inside of a `shard_map` shapes are those of one device.
+                    apart = tuple((-1,) * len(dims) for dims in link.factors)
+                    yield link._replace(factors=apart) if op.name == "shard_map" else link
+
+
+def as_compiled(
+    program: Program, sizes: Mapping[str, int], known: Mapping[int, Dims]
+) -> tuple[dict[str, int], dict[int, Dims]]:
+    """How values lie as compilers decide it, where it is known how arguments and results do.
+
+    **Returns:**
+
+    The sizes of the mesh axes, and of their parts where a part alone cuts something; and the layouts by number.
+    """
+    assert program.graph is not None
+    axes = MeshParts(MeshSpec(dict(sizes)))
+    graph = program.graph
+
+    def pin(number: int | None) -> Pin | None:
+        return None if number is None or number not in known else Pin(known[number])
+
+    pins = {value: Pin(known[number]) for value, number in zip(graph.arguments, program.block.ins, strict=True)}
+    layouts = propagated(constrained_results(graph, [pin(number) for number in program.block.outs]), axes, pins)
+    names = _PartNames(axes)
+    found = {
+        number: tuple(map(names.of, layouts[graph.bound[variable]]))
+        for number, variable in program.variables.items()
+        if variable in graph.bound
+    }
+    return names.sizes, {**found, **known}
+
+
+class _PartNames:
+    """Names for parts of mesh axes: an axis's own where all of its parts come together."""
+
+    def __init__(self, axes: MeshParts):
+        self.axes, self.sizes = axes, dict(axes.mesh.shape)
+        self.known: dict[Parts, tuple[str, ...]] = {}
+
+    def of(self, parts: Parts) -> tuple[str, ...]:
+        if parts not in self.known:
+            self.known[parts] = tuple(self._named(parts))
+        return self.known[parts]
+
+    def _named(self, parts: Parts) -> Iterator[str]:
+        at = 0
+        while at < len(parts):
+            axis = self.axes.axis[parts[at]]
+            whole = self.axes.of([axis])
+            if parts[at : at + len(whole)] == whole:
+                at += len(whole)
+                yield axis
             else:
-                for inner in op.blocks:
-                    for link in self._links(inner):
-                        if link.op is not None:
-                            yield link._replace(factors=tuple((-1,) * len(dims) for dims in link.factors))
-
-    def _constrain(self, op: Op) -> None:
-        sharding = op.params.get("sharding", op.params.get("dst_sharding"))
-        if isinstance(sharding, NamedSharding):
-            (out,) = op.outs
-            self._fix(out, dims_of(sharding.spec, len(self.values[out].shape), self.sizes))
-
-    def _settle(self, links: list[Links]) -> None:
-        for sweep in range(_SWEEPS):
-            changed = False
-            for link in links if sweep % 2 == 0 else reversed(links):
-                changed |= self._pass(link)
-            if not changed and sweep:
-                return
-
-    def _pass(self, link: Links) -> bool:
-        """Gives what cuts a factor in one array to the others; whether anything changed."""
-        best: dict[int, tuple[str, ...]] = {}
-        for number, factors in zip(link.numbers, link.factors, strict=True):
-            for factor, axes in zip(factors, self.dims[number], strict=True):
-                if factor >= 0 and len(axes) > len(best.get(factor, ())):
-                    best[factor] = axes
-        if not best:
-            return False
-        changed = False
-        for number, factors in zip(link.numbers, link.factors, strict=True):
-            if number in self.fixed:
-                continue
-            for dim, factor in enumerate(factors):
-                wanted = best.get(factor, ())
-                if factor >= 0 and len(wanted) > len(self.dims[number][dim]) and self._allows(number, dim, wanted):
-                    dims = list(self.dims[number])
-                    dims[dim] = wanted
-                    self.dims[number] = tuple(dims)
-                    changed = True
-        return changed
-
-    def _allows(self, number: int, dim: int, axes: tuple[str, ...]) -> bool:
-        own = self.dims[number]
-        if own[dim] != axes[: len(own[dim])]:
-            return False
-        elsewhere = {axis for other, taken in enumerate(own) if other != dim for axis in taken}
-        return not elsewhere & set(axes) and self.values[number].shape[dim] % self.count(axes) == 0
+                name = f"{axis}/{parts[at] - whole[0]}"
+                self.sizes[name] = self.axes.sizes[parts[at]]
+                at += 1
+                yield name
 
 
 def dims_of(spec: Any, rank: int, sizes: Mapping[str, int]) -> Dims:
@@ -168,14 +153,6 @@ def dims_of(spec: Any, rank: int, sizes: Mapping[str, int]) -> Dims:
         tuple(axis for axis in entry_axes(entry) if sizes.get(axis, 1) > 1) for entry in entries_of(pinned(spec))
     ]
     return (*entries[:rank], *((),) * (rank - len(entries)))
-
-
-def typed(value: Value, sizes: Mapping[str, int]) -> Dims | None:
-    """What the type of a value says of its layout, under Explicit axes; `None` where it says nothing."""
-    sharding = getattr(value.aval, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or not entries_of(sharding.spec):
-        return None
-    return dims_of(sharding.spec, len(value.shape), sizes)
 
 
 def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from .program import Block, Op, Program
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")
 # The sum of parts passes through these: they may be done to the parts, or to what is left of the sum on a device.
-_SUMS_PASS = frozenset(["add", "add_any", "convert_element_type", *_CONSTRAINTS])
+_SUMS_PASS = frozenset(["add", "add_any", "convert_element_type", "meant_for", *_CONSTRAINTS])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,13 @@ class _Timeline:
         self.arrays: dict[int, bool] = {}
         self.copiers: dict[_Key, Op] = {}
         self.unsummed: dict[int, frozenset[str]] = {}
+        self.pieces: dict[tuple[int, int], Dims | None] = {}
         for op in block.ops:  # the mesh axes over which parts of each value are still to be added up
             self.unsummed.update((out, self.left_to_sum(op, out)) for out in op.outs)
+        for op in reversed(block.ops):  # readers first, so that no long chain is followed to its end at once
+            for number in op.ins:
+                if number is not None:
+                    self.scattered(number, op)
 
     def peak(self) -> Peak:
         """The worst moment."""
@@ -345,13 +350,24 @@ class _Timeline:
 
         A device then keeps its piece: compilers scatter a sum as soon as its parts are there.
         """
-        if op.name not in ELEMENTWISE or op.name in _CONSTRAINTS or not self.unsummed.get(number):
+        if not self.unsummed.get(number) or len(op.outs) != 1:
             return None
-        dims, own = self.layouts.dims[op.outs[0]], self.layouts.dims[number]
-        if self.layouts.values[number].shape != self.layouts.values[op.outs[0]].shape:
+        if (number, id(op)) not in self.pieces:
+            self.pieces[number, id(op)] = self._scattered(number, op, op.outs[0])
+        return self.pieces[number, id(op)]
+
+    def _scattered(self, number: int, op: Op, out: int) -> Dims | None:
+        if self.layouts.values[number].shape != self.layouts.values[out].shape:
             return None
+        dims, own = self.layouts.dims[out], self.layouts.dims[number]
         more = {axis for axes in dims for axis in axes} - {axis for axes in own for axis in axes}
-        return dims if more and more <= self.unsummed[number] else None
+        if op.name in ELEMENTWISE and op.name not in _CONSTRAINTS and more and more <= self.unsummed[number]:
+            return dims
+        if op.name not in _SUMS_PASS or more or out in self.results:
+            return None
+        # What is added to it, and where it is said to lie, comes before those who read pieces of the whole sum.
+        found = {self.scattered(out, user) for user in self.uses.get(out, ())}
+        return found.pop() if len(found) == 1 else None
 
     def left_to_sum(self, op: Op, out: int) -> frozenset[str]:
         """The mesh axes over which devices hold parts of a result that are still to be added up."""

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from ..graph import Bound, Traced
 from ..nested import scan_parts
+from ..trace import traced
 
 
 class Value(NamedTuple):
@@ -61,6 +63,8 @@ class Program:
 
     `constants` are the values of arrays that the step holds; `donated` says of each of the block's `ins` whether its
     memory may be reused, and `given` is what the outermost `jit` says of the shardings of arguments and results.
+    `variables` says which variable of the jaxpr each value is, and `graph` is that jaxpr as estimates of traffic read
+    it, which decides how arrays lie.
     """
 
     values: list[Value]
@@ -68,67 +72,79 @@ class Program:
     constants: tuple[int, ...] = ()
     donated: tuple[bool, ...] = ()
     given: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+    variables: dict[int, Bound] = dataclasses.field(default_factory=dict)
+    graph: Traced | None = None
 
 
 def program_of(closed: ClosedJaxpr) -> Program:
     """The program of a jaxpr, without operations whose results nobody uses."""
     reader = _Reader()
     jaxpr = closed.jaxpr
-    ins = tuple(reader.new(var) for var in jaxpr.invars)
-    constants = tuple(reader.new(var) for var in jaxpr.constvars)
+    ins = tuple(reader.new(var, ()) for var in jaxpr.invars)
+    constants = tuple(reader.new(var, ()) for var in jaxpr.constvars)
     names: dict[Any, int | None] = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*ins, *constants], strict=True))
-    ops, outs = reader.opened(jaxpr, names)
+    ops, outs = reader.opened(jaxpr, names, ())
     block = _needed(Block(ins, outs, ops), set(outs))
     donated, given = _outermost(jaxpr, names, ins)
-    return Program(reader.values, block, constants, donated, given)
+    return Program(reader.values, block, constants, donated, given, reader.variables, traced(closed))
 
 
 class _Reader:
     def __init__(self):
         self.values: list[Value] = []
+        self.variables: dict[int, Bound] = {}
 
-    def new(self, var: Any) -> int:
+    def new(self, var: Any, path: tuple[int, ...]) -> int:
         aval = var.aval
+        self.variables[len(self.values)] = path, var
         self.values.append(Value(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None), aval))
         return len(self.values) - 1
 
-    def block(self, jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> Block:
+    def block(self, jaxpr: Jaxpr, path: tuple[int, ...]) -> Block:
         """A body with values of its own; the constants that it closes over are values that nobody gives."""
-        ins = tuple(self.new(var) for var in jaxpr.invars)
+        ins = tuple(self.new(var, path) for var in jaxpr.invars)
         names: dict[Any, int | None] = dict(zip(jaxpr.invars, ins, strict=True))
-        names |= {var: self.new(var) for var in jaxpr.constvars}
-        ops, outs = self.opened(jaxpr, names)
+        names |= {var: self.new(var, path) for var in jaxpr.constvars}
+        ops, outs = self.opened(jaxpr, names, path)
         return Block(ins, outs, ops)
 
-    def opened(self, jaxpr: Jaxpr, names: dict[Any, int | None]) -> tuple[list[Op], tuple[int | None, ...]]:
+    def opened(
+        self, jaxpr: Jaxpr, names: dict[Any, int | None], path: tuple[int, ...]
+    ) -> tuple[list[Op], tuple[int | None, ...]]:
         """The operations of a jaxpr whose inputs have numbers, calls opened, and the numbers of its outputs."""
         ops: list[Op] = []
 
         def number(atom: Any) -> int | None:
             return None if isinstance(atom, Literal) else names[atom]
 
-        for eqn in jaxpr.eqns:
+        for at, eqn in enumerate(jaxpr.eqns):
+            here = (*path, at)
             ins = tuple(map(number, eqn.invars))
             inner = _called(eqn)
             if inner is not None:
                 body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                barriers, ins = self.barriers(eqn, ins, body)
+                barriers, ins = self.barriers(eqn, ins, body, here)
                 ops += barriers
-                own = {**dict(zip(body.invars, ins, strict=True)), **{var: self.new(var) for var in body.constvars}}
-                more, results = self.opened(body, own)
+                own = {
+                    **dict(zip(body.invars, ins, strict=True)),
+                    **{var: self.new(var, here) for var in body.constvars},
+                }
+                more, results = self.opened(body, own, here)
                 ops += more
                 names.update(zip(eqn.outvars, results, strict=True))
                 continue
-            outs = tuple(self.new(var) for var in eqn.outvars)
+            outs = tuple(self.new(var, path) for var in eqn.outvars)
             names.update(zip(eqn.outvars, outs, strict=True))
             if eqn.primitive.name == "optimization_barrier":
                 ops += [self.barrier(eqn, *pair) for pair in zip(ins, outs, strict=True)]
                 continue
-            blocks, trips = self.inside(eqn)
+            blocks, trips = self.inside(eqn, here)
             ops.append(Op(eqn.primitive.name, eqn.params, ins, outs, blocks, trips, eqn.source_info))
         return ops, tuple(map(number, jaxpr.outvars))
 
-    def barriers(self, eqn: Any, ins: tuple[int | None, ...], body: Jaxpr) -> tuple[list[Op], tuple[int | None, ...]]:
+    def barriers(
+        self, eqn: Any, ins: tuple[int | None, ...], body: Jaxpr, path: tuple[int, ...]
+    ) -> tuple[list[Op], tuple[int | None, ...]]:
         """What keeps a compiler from merging what is computed again with what was: copies in name only.
 
         So a weight that was gathered in the forward pass is gathered again, and not kept until then.
@@ -139,7 +155,7 @@ class _Reader:
         found: list[int | None] = []
         for number, var, stop in zip(ins, body.invars, which, strict=True):
             if number is not None and stop:
-                ops.append(self.barrier(eqn, number, self.new(var)))
+                ops.append(self.barrier(eqn, number, self.new(var, path)))
                 number = ops[-1].outs[0]
             found.append(number)
         return ops, tuple(found)
@@ -148,17 +164,19 @@ class _Reader:
         """One value of a barrier, which holds nothing and changes nothing."""
         return Op("optimization_barrier", {}, (number,), (out,), source=eqn.source_info)
 
-    def inside(self, eqn: Any) -> tuple[tuple[Block, ...], int | None]:
+    def inside(self, eqn: Any, path: tuple[int, ...]) -> tuple[tuple[Block, ...], int | None]:
         name, params = eqn.primitive.name, eqn.params
+        bodies: Sequence[Jaxpr] = ()
         if name == "scan":
-            return (self.block(params["jaxpr"].jaxpr),), params["length"]
-        if name == "while":
-            return (self.block(params["body_jaxpr"].jaxpr), self.block(params["cond_jaxpr"].jaxpr)), None
-        if name == "cond":
-            return tuple(self.block(branch.jaxpr) for branch in params["branches"]), 1
-        if name == "shard_map":
-            return (self.block(params["jaxpr"]),), 1
-        return (), 1
+            bodies = [params["jaxpr"].jaxpr]
+        elif name == "while":
+            bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
+        elif name == "cond":
+            bodies = [branch.jaxpr for branch in params["branches"]]
+        elif name == "shard_map":
+            bodies = [params["jaxpr"]]
+        trips = params["length"] if name == "scan" else None if name == "while" else 1
+        return tuple(self.block(body, (*path, at)) for at, body in enumerate(bodies)), trips
 
 
 def _called(eqn: Any) -> Any:

@@ -8,7 +8,7 @@ import equinox as eqx
 from jax.sharding import NamedSharding
 
 from ..nested import without_dead
-from .layouts import Dims, Layouts, dims_of
+from .layouts import Dims, Layouts, as_compiled, dims_of
 from .liveness import Changed, Peak, peak_of
 from .program import Program, program_of
 
@@ -81,7 +81,7 @@ def usage_of(
     _returned_as_given(program, shardings, known, sizes)
     # An argument that nobody shards is whole.
     known = {**{number: ((),) * len(program.values[number].shape) for number in ins}, **known}
-    layouts = Layouts(program, sizes, known, tile)
+    layouts = Layouts(program, *as_compiled(program, sizes, known), tile)
     outs = [number for number in program.block.outs if number is not None]
     spare = [_kind(layouts, number) for number, yes in zip(ins, donated, strict=True) if yes]
     aliased: list[int] = []
