@@ -74,7 +74,7 @@ def test_many_leaves_and_long_chains_by_elements_are_read_once():
 
 @pytest.mark.parametrize("is_laid", [False, True])
 def test_activations_lie_as_the_compiler_lays_them(is_laid):
-    """A table that is cut by width makes activations that are: of the whole batch, unless a constraint says otherwise."""
+    """A table that is cut by width makes activations that are: of the whole batch, but for constraints."""
     made = {"table": (1000, 64), "up": (6, 64, 512), "down": (6, 512, 64)}
     structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in made.items()}
     tokens = jax.ShapeDtypeStruct((64, 32), jnp.int32)
