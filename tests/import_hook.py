@@ -47,7 +47,6 @@ def _checked_function(function: Any) -> Any:
     if check is function:
         return function
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Tests of messages turn jaxtyping's checks off, and these with them.
         return (function if jaxtyping.config.jaxtyping_disable else check)(*args, **kwargs)
@@ -55,7 +54,7 @@ def _checked_function(function: Any) -> Any:
     # To those who read tracebacks it is no line of a user's program.
     call.__code__ = call.__code__.replace(co_filename=_NOWHERE)
     setattr(call, _MARK, True)
-    return call
+    return functools.wraps(function)(call)
 
 
 def _names_arrays(hint: Any) -> bool:
