@@ -46,9 +46,10 @@ MODELS = {
 }
 
 
-def config_of(family: str) -> dict:
+def config_of(family: str, **more_sizes: int) -> dict:
     """What its config.json would say."""
     _, sizes, more = MODELS[family]
+    sizes = {**sizes, **more_sizes}
     heads, dim = sizes["heads"], sizes.get("head_dim", 0)
     config = {"model_type": family, "vocab_size": sizes["vocab"], "num_hidden_layers": sizes["layers"]}
     if family == "gpt2":
@@ -64,10 +65,10 @@ def config_of(family: str) -> dict:
     return {"model_type": family, "text_config": config} if family == "gemma3" else config
 
 
-def files_of(family: str, dtype: Any = np.float64) -> dict[str, np.ndarray]:
+def files_of(family: str, dtype: Any = np.float64, **more_sizes: int) -> dict[str, np.ndarray]:
     """Random weights by the names of the checkpoint."""
     name, sizes, _ = MODELS[family]
-    flat, random = flatten(models.tree(name, **sizes)), np.random.default_rng(0)
+    flat, random = flatten(models.tree(name, **{**sizes, **more_sizes})), np.random.default_rng(0)
     shapes = {path.replace("/", "."): leaf.shape for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
     return {path: (random.normal(size=shape) / 4).astype(dtype) for path, shape in shapes.items()}
 

@@ -6,5 +6,6 @@ each kind of weight, two of them make a map, and a map is a value too.
 
 from ._hugging_face import hugging_face as hugging_face
 from ._layout import TreeLayout as TreeLayout
+from ._maxtext import maxtext as maxtext
 from ._places import Counted as Counted, Fused as Fused, Scaled as Scaled
-from ._targets import engine as engine, maxtext as maxtext, stacked as stacked
+from ._targets import engine as engine, stacked as stacked

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..._convert import From
 from ..._convert.patterns import sum_of
 from ..._ground.errors import MapError
-from ._places import Counted, Entry, Fused, Place, Scaled, places_of
+from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
 
 
 Group = tuple[str, ...]
@@ -98,19 +98,60 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
         raise MapError(f"`{want.path}`: the source has `{want.kind}` in {paths}; give each a range of the same axis.")
     (axis,) = axes
     assert axis is not None
-    ordered = sorted(sources, key=lambda one: one.range.start if one.range is not None else 0)
     whole = want._replace(range=None)
     if axis in want.in_path:
         whole = whole._replace(dims=((axis,), *want.dims), in_path=tuple(n for n in want.in_path if n != axis))
+    is_entry = want.range is not None and want.range.axis == axis and not want.range.step
+    if is_entry:
+        whole = whole._replace(dims=((axis,), *want.dims))
     if (axis,) not in whole.dims:
         raise MapError(f"`{want.path}`: `{axis}` comes in parts, and must be a dimension of its own, or in the path.")
     dim = whole.dims.index((axis,))
-    made = From.concat([_taken(one._replace(range=None), whole, sizes) for one in ordered], dim=dim)
+    made = _joined([(one.range, _part_of(one, whole, sizes)) for one in sources if one.range is not None], dim, want)
     if axis in want.in_path:
         made = made.at(axis)
     if want.range is None:
         return made
-    return made.slice(want.range.start, want.range.stop, dim=want.dims.index((want.range.axis,)))
+    return _cut(made, want.range, dim if is_entry else want.dims.index((want.range.axis,)))
+
+
+def _part_of(one: Place, whole: Place, sizes: Sizes) -> From:
+    """A part of an axis as the whole has it; of one entry, without the axis."""
+    assert one.range is not None
+    if not one.range.step:
+        whole = whole._replace(dims=tuple(group for group in whole.dims if group != (one.range.axis,)))
+    return _taken(one._replace(range=None), whole, sizes)
+
+
+def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
+    """The parts of an axis as one: end to end, and those with a step in turn."""
+    groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
+    for span, made in sorted(parts, key=lambda part: part[0].start):
+        # Those that go in turn begin one after the other, and end together.
+        first = span.start - span.start % span.step if span.step > 1 else span.start
+        groups.setdefault((first, span.stop if span.step > 1 else None, span.step), []).append((span.start, made))
+    rows = []
+    for (first, _, step), own in groups.items():
+        if step > 1 and [start for start, _ in own] != list(range(first, first + step)):
+            starts = ", ".join(str(start) for start, _ in own)
+            raise MapError(f"`{want.path}`: of every {step} `{want.kind}` the source has those from {starts}, not all.")
+        turns = [made for _, made in own]
+        if step > 1:
+            rows.append(From.stacked(turns, dim=dim + 1).merge(dim))
+        else:
+            rows.append(turns[0] if step else From.stacked(turns, dim=dim))
+    return rows[0] if len(rows) == 1 else From.concat(rows, dim=dim)
+
+
+def _cut(made: From, span: Range, dim: int) -> From:
+    """A part of a dimension."""
+    if not span.step:
+        return made.at(span.start, dim=dim)
+    if span.step == 1:
+        return made.slice(span.start, span.stop, dim=dim)
+    first = span.start - span.start % span.step
+    whole = made if span.stop is None and not first else made.slice(first, span.stop, dim=dim)
+    return whole.split(dim, -1, span.step).at(span.start - first, dim=dim + 1)
 
 
 class _Way:
@@ -147,6 +188,10 @@ class _Way:
         self.made = self.made.stack(axis, dim=dim, count=count)
         self.dims.insert(dim, (axis,))
 
+    def split_off(self, span: Range) -> None:
+        """A part of an axis."""
+        self.made = _cut(self.made, span, self.dims.index((span.axis,)))
+
     def resize(self, axis: str, sizes: Sizes) -> None:
         """Zeros behind an axis, or its first entries, where the target has another size."""
         before, size, dim = sizes.source.get(axis, 0), sizes.resized(axis), self.dims.index((axis,))
@@ -167,11 +212,14 @@ def _apart(place: Place, other: Place, apart: Mapping[str, Group]) -> Place:
 def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
     made, stacked = _opened(source, want, sizes)
+    entry = want.range if want.range is not None and not want.range.step else None
+    if entry is not None and entry.axis in source.in_path:
+        source = source._replace(in_path=tuple(axis for axis in source.in_path if axis != entry.axis))
     way = _Way(made, source.dims)
     here, there = (*source.axes, *source.in_path), (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
     cores = [tuple(axis for axis in group if axis not in more) for group in want.dims]
-    less = [axis for axis in here if axis not in there]
+    less = [axis for axis in here if axis not in there and (entry is None or axis != entry.axis)]
     if less and more or any(axis in want.in_path for axis in there if axis not in here):
         raise MapError(
             f"`{want.kind}` has other axes in both layouts: {' '.join(here)} in `{source.path}`, {' '.join(there)} in "
@@ -184,6 +232,8 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     for axis in [axis for axis in source.axes if axis in want.in_path]:
         way.resize(axis, sizes)
         way.at(axis, axis)
+    if entry is not None and entry.axis in source.axes:
+        way.at(entry.start, entry.axis)
     for axis in less:
         _without(way, source, axis)
     order = [one for core in cores for one in ([core] if core in kept else [(axis,) for axis in core])]
@@ -192,9 +242,8 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
         way.stack(axis, order, stacked.get(axis))
     for (axis,) in [group for group in order if len(group) == 1]:
         way.resize(axis, sizes)
-    if want.range is not None and want.range.axis not in source.in_path:
-        dim = way.dims.index((want.range.axis,))
-        way.made = way.made.slice(want.range.start, want.range.stop, dim=dim)
+    if want.range is not None and entry is None and want.range.axis not in source.in_path:
+        way.split_off(want.range)
     return _counted(_repeated(_merged(way.made, cores, kept), want, more, sizes), want.entry)
 
 
@@ -242,10 +291,8 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
     path, counts = source.path, {axis: sizes.source.get(axis) for axis in source.in_path}
     by = source.entry.by if isinstance(source.entry, Scaled) else ""
     if want.range is not None and want.range.axis in source.in_path:
-        axis, start, stop = want.range
-        end = counts[axis] if stop is None else stop
-        path, by = _further(path, axis, start), _further(by, axis, start)
-        counts[axis] = None if end is None else end - start
+        path, by = _further(path, want.range), _further(by, want.range)
+        counts[want.range.axis] = want.range.entries(counts[want.range.axis])
     made = From(path)
     if isinstance(source.entry, Scaled):
         return made.scale(by, block=source.entry.block).cast(source.entry.dtype), counts
@@ -255,16 +302,18 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
     return (_part(made, source, sizes) if isinstance(source.entry, Fused) else made), counts
 
 
-def _further(path: str, axis: str, by: int) -> str:
-    """A path whose braces count an axis from a later number on."""
+def _further(path: str, span: Range) -> str:
+    """A path whose braces count a part of an axis; of one entry, the path of that."""
 
     def shifted(braces: re.Match[str]) -> str:
         one = sum_of(braces[1])
-        factor = sum(count for count, name in one.terms if name == axis)
-        if not factor or not by:
+        factor = sum(count for count, name in one.terms if name == span.axis)
+        if not factor or (span.start, span.step) == (0, 1):
             return braces[0]
-        terms = [name if count == 1 else f"{count}*{name}" for count, name in one.terms]
-        return "{" + "+".join([*terms, str(one.rest + factor * by)]) + "}"
+        scaled = [(count * span.step if name == span.axis else count, name) for count, name in one.terms]
+        terms = [name if count == 1 else f"{count}*{name}" for count, name in scaled if count]
+        rest = one.rest + factor * span.start
+        return "{" + "+".join([*terms, *([str(rest)] if rest else [])]) + "}" if terms else str(rest)
 
     return re.sub(r"\{([^{}]*)\}", shifted, path)
 

@@ -22,7 +22,8 @@ class TreeLayout:
     - `weights`: from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`. Axes in
         parentheses lie in one dimension, the first of them outermost. An axis of which each entry is an array of its
         own stands in braces in the path, as in `model.layers.{layers}.self_attn.q_proj.weight`, and not in the text.
-        There it may be counted with: `{layers+3}`. With `layers[:3]` and `layers[3:]` two arrays have a part each. An
+        There it may be counted with: `{layers+3}`. With `layers[:3]` and `layers[3:]` two arrays have a part each, with
+        `layers[0::2]` and `layers[1::2]` every other entry; an array with `layers[3]` has one, and not the axis. An
         axis that only one of two layouts has is a repetition. See also [`shardfx.presets.maps.Fused`][] and
         [`shardfx.presets.maps.Scaled`][].
     - `sizes`: of axes, where they must be known: of all in parentheses but the first, of repetitions, and where two

@@ -112,11 +112,17 @@ Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """A part of an axis."""
+    """A part of an axis: every so many entries, or with a step of 0 one, whose array does not have the axis."""
 
     axis: str
     start: int
     stop: int | None
+    step: int = 1
+
+    def entries(self, size: int | None) -> int | None:
+        """How many entries it has of an axis of a size, if that can be known."""
+        end = size if self.stop is None else self.stop
+        return None if end is None else len(range(self.start, end, self.step or 1))
 
 
 class Place(NamedTuple):
@@ -147,7 +153,7 @@ class Place(NamedTuple):
 
 
 _LINE = re.compile(r"\s*(\w+)\s*:(.*)", re.DOTALL)
-_DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(\d*):(\d*)\])?)\s*")
+_DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?::([1-9]\d*))?|(\d+))\])?)\s*")
 
 
 def places_of(path: str, entry: Entry) -> list[Place]:
@@ -168,9 +174,12 @@ def _place(path: str, text: str, entry: Entry, number: int) -> Place:
     at, axes = 0, line[2].strip() if line else ""
     while line and at < len(axes) and (found := _DIM.match(axes, at)):
         at = found.end()
+        if found[6] is not None:
+            parts.append(Range(found[2], int(found[6]), int(found[6]) + 1, 0))
+            continue
         dims.append(tuple(found[1].split()) if found[1] is not None else (found[2],))
         if found[3] is not None:
-            parts.append(Range(found[2], int(found[3] or 0), int(found[4]) if found[4] else None))
+            parts.append(Range(found[2], int(found[3] or 0), int(found[4]) if found[4] else None, int(found[5] or 1)))
     if line is None or at < len(axes) or len(parts) > 1:
         raise MapError(
             f"{quoted(path)}: {quoted(text)} cannot be read; write the kind and its axes, as in "
@@ -178,7 +187,7 @@ def _place(path: str, text: str, entry: Entry, number: int) -> Place:
         )
     in_path = pattern(path).names
     place = Place(line[1], path, tuple(dims), parts[0] if parts else None, in_path, entry, number)
-    every = (*place.axes, *in_path)
+    every = (*place.axes, *in_path, *[one.axis for one in parts if not one.step])
     if len(set(every)) != len(every):
         twice = next(axis for axis in every if every.count(axis) > 1)
         raise MapError(f"{quoted(path)}: {quoted(text)} has the axis `{twice}` twice, in braces or without.")

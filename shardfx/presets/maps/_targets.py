@@ -1,4 +1,4 @@
-"""The layouts of programs: a model that scans over its layers, MaxText's tree, and an inference engine's."""
+"""The layouts of programs: a model that scans over its layers, and an inference engine's tree."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ..._ground.errors import MapError
 from ._hugging_face import hugging_face, text_config
 from ._layout import TreeLayout
-from ._places import Counted, Entry, Fused, Place, places_of
+from ._places import Entry, Fused, Place, places_of
 
 
 class Stack(NamedTuple):
@@ -64,47 +64,6 @@ _STACKED = {
     "shared_down": ("mlp/shared/down", "shared_hidden embed"),
 }
 
-_MAXTEXT = {
-    "embedding": ("token_embedder/embedding", "vocab embed"),
-    "norm": ("decoder/decoder_norm/scale", "embed"),
-    "head": ("decoder/logits_dense/kernel", "embed vocab"),
-    "attention_norm": ("pre_self_attention_layer_norm/scale", "embed"),
-    "mlp_norm": ("post_self_attention_layer_norm/scale", "embed"),
-    "query": ("self_attention/query/kernel", "embed heads dim"),
-    "key": ("self_attention/key/kernel", "embed kv_heads dim"),
-    "value": ("self_attention/value/kernel", "embed kv_heads dim"),
-    "out": ("self_attention/out/kernel", "heads dim embed"),
-    "query_bias": ("self_attention/query/bias", "heads dim"),
-    "key_bias": ("self_attention/key/bias", "kv_heads dim"),
-    "value_bias": ("self_attention/value/bias", "kv_heads dim"),
-    "query_norm": ("self_attention/query_norm/scale", "dim"),
-    "key_norm": ("self_attention/key_norm/scale", "dim"),
-    "latent_out": ("self_attention/out/kernel", "heads value_dim embed"),
-    "query_a": ("self_attention/wq_a/kernel", "embed query_latent"),
-    "query_a_norm": ("self_attention/q_norm/scale", "query_latent"),
-    "query_b": ("self_attention/wq_b/kernel", "query_latent heads dim"),
-    "kv_a": ("self_attention/wkv_a/kernel", "embed latent_and_rope"),
-    "kv_a_norm": ("self_attention/kv_norm/scale", "latent"),
-    "kv_b": ("self_attention/wkv_b/kernel", "latent heads both_dim"),
-    "gate": ("mlp/wi_0/kernel", "embed hidden"),
-    "up": ("mlp/wi_1/kernel", "embed hidden"),
-    "down": ("mlp/wo/kernel", "hidden embed"),
-    "router": ("{moe}/gate/kernel", "embed experts"),
-    "router_bias": ("{moe}/gate/bias", "experts"),
-    "expert_gate": ("{moe}/wi_0", "experts embed hidden"),
-    "expert_up": ("{moe}/wi_1", "experts embed hidden"),
-    "expert_down": ("{moe}/wo", "experts hidden embed"),
-    "shared_gate": ("DeepSeekMoeBlock_0/shared_experts/wi_0/kernel", "embed shared_hidden"),
-    "shared_up": ("DeepSeekMoeBlock_0/shared_experts/wi_1/kernel", "embed shared_hidden"),
-    "shared_down": ("DeepSeekMoeBlock_0/shared_experts/wo/kernel", "shared_hidden embed"),
-}
-_MOE = {"mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}
-# Whose queries MaxText's converter divides by the square root of the head's size, which its attention then leaves out.
-_DIVIDED = ("llama", "mistral", "mixtral")
-_MAXTEXT_TYPES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2"),
-)
-
 
 def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
     """The layout of a model that scans over its layers: one array for each kind of weight, `[layers, in, out]`.
@@ -137,64 +96,10 @@ def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
         ```
     """
     rows: dict[str, Entry] = {}
-    for kind, layers, axis in _stacks(config):
+    for kind, layers, axis in stacks_of(config):
         name, axes = _STACKED[kind]
         rows[f"{prefix}{layers}/{name}" if layers else f"{prefix}{name}"] = f"{kind}: {axis} {axes}"
     return TreeLayout(rows, sizes=dict(hugging_face(config).sizes))
-
-
-def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
-    """The layout of MaxText's parameters with scanned layers: heads apart, and the layers are the second axis.
-
-    MaxText keeps the query of Llama, Mistral and Mixtral divided by the square root of the head's size, and so does the
-    map: in float32, rounded to the weight's dtype, which loses nothing where that root is a power of two.
-
-    **Arguments:**
-
-    - `config`: as of [`shardfx.presets.maps.hugging_face`][].
-    - `prefix`: what stands before each path.
-    - `interleaved_rope`: whether the two numbers that a rotation turns lie side by side, as MaxText has them for Llama
-        3.1 and later, and not half a head apart. By default where the configuration has Llama 3's scaling.
-
-    **Returns:**
-
-    A [`shardfx.presets.maps.TreeLayout`][].
-
-    **Raises:**
-
-    `MapError` for families of which there is no table, as Gemma and GPT-2.
-
-    !!! Example
-
-        ```python
-        from shardfx.presets import maps
-
-        config = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4}
-        theirs = maps.maxtext(config)
-        query = dict(theirs.weights)["params/decoder/layers/self_attention/query/kernel"]
-        assert query == "query: embed layers heads dim"
-        ```
-    """
-    family = config.get("model_type")
-    if family not in _MAXTEXT_TYPES:
-        raise MapError(f"there is no table of MaxText's names for {family!r}; there are {', '.join(_MAXTEXT_TYPES)}.")
-    if interleaved_rope is None:
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        interleaved_rope = scaling.get("rope_type") == "llama3"
-    sizes = dict(hugging_face(config).sizes)
-    moe, rows = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"), dict[str, Entry]()
-    for kind, layers, axis in _stacks(config):
-        name, axes = _MAXTEXT[kind]
-        if interleaved_rope and kind in ("query", "key"):
-            axes = axes.replace("dim", "(half two)")
-        first, *others = axes.split(" ", 1)
-        path = f"decoder/{layers}/{name}" if layers else name
-        entry: Entry = f"{kind}: {' '.join([first, axis, *others])}"
-        if kind == "query" and family in _DIVIDED:
-            entry = Counted(entry, times=sizes["dim"] ** -0.5)
-        rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
-    apart = {"dim": "two half"} if interleaved_rope else {}
-    return TreeLayout(rows, sizes=sizes | {"two": 2, "half": sizes["dim"] // 2} if apart else sizes, apart=apart)
 
 
 def engine(config: Mapping[str, Any], *, shards: int) -> TreeLayout:
@@ -277,7 +182,7 @@ def _experts(place: Place, name: str) -> str:
     return f"{place.path.partition('{experts}')[0]}{name}"
 
 
-def _stacks(config: Mapping[str, Any]) -> Iterator[Stack]:
+def stacks_of(config: Mapping[str, Any]) -> Iterator[Stack]:
     """Each kind of weight of a model, and the stacks of layers in which it is."""
     theirs = hugging_face(config)
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]

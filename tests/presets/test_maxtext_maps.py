@@ -1,0 +1,179 @@
+"""MaxText's trees of checkpoints: names and numbers as its own converter has them, written down in `tests/data`."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from small_models import config_of, files_of
+
+from shardfx import MapError
+from shardfx.presets import maps
+
+
+NAMES = json.loads((Path(__file__).parents[1] / "data" / "maxtext_names.json").read_text())
+DIM, EMBED = 8, 32
+
+
+def blocks(family, layers):
+    """Where the layers are in MaxText's tree: what comes before a block's name, what ends it, and which layers."""
+    if family == "gemma2":
+        return [("layers", end, range(at, layers, 2)) for at, end in enumerate(("_local", "_global"))]
+    if not family.startswith("gemma3"):
+        return [("layers", "", range(layers))]
+    full = layers - layers % 6
+    scanned = [(f"layers/layers_{at}", "", range(at, full, 6)) for at in range(6 if full else 0)]
+    return scanned + [(f"layers_remainder/layers_{at - full}", "", at) for at in range(full, layers)]
+
+
+def shape_of(name, one):
+    """The shape of one weight in MaxText's tree."""
+    block, kind, *_ = name.split("/")
+    if name.endswith("bias"):
+        return (-1, DIM)
+    if block == "self_attention" and name.endswith("kernel"):
+        return (-1, DIM, EMBED) if kind == "out" else (EMBED, -1, DIM)
+    return one.T.shape
+
+
+def kept(family, name, one):
+    """One weight as MaxText keeps it, before layers are stacked."""
+    is_gemma = family.startswith("gemma")
+    if name == "token_embedder/embedding":
+        root = EMBED**0.5 if family in ("gemma", "gemma2") else float(np.asarray(EMBED**0.5, ml_dtypes.bfloat16))
+        return one * np.float32(root) if is_gemma else one
+    one = one.T.reshape(shape_of(name, one))
+    if name.endswith("scale") and is_gemma:
+        return one + 1
+    is_divided = name == "self_attention/query/kernel" and family in ("llama", "gemma", "gemma2")
+    return one * np.float32(DIM**-0.5) if is_divided else one
+
+
+def by_hand(family, files, layers):
+    """The tree, loop by loop."""
+    before = {"gemma3": "language_model.model."}.get(family, "model.")
+    found = {}
+
+    def one(name, path):
+        if "{e}" in path:
+            return np.stack([one(name, path.replace("{e}", str(e))) for e in range(4)])
+        return kept(family, name, files[path])
+
+    for name, path in NAMES["ends"].items():
+        path = path if path == "lm_head.weight" else f"{before}{path}"
+        if path in files:
+            found[f"params/{name}"] = one(name, path)
+    rows = {mine: theirs for group in NAMES["families"][family] for mine, theirs in NAMES[group].items()}
+    for at, end, numbers in blocks(family, layers):
+        for name, path in rows.items():
+            block, _, rest = name.partition("/")
+            if isinstance(numbers, range):
+                whole = np.stack([one(name, f"{before}layers.{i}.{path}") for i in numbers], axis=1)
+            else:
+                whole = one(name, f"{before}layers.{numbers}.{path}")
+            found[f"params/decoder/{at}/{block}{end}/{rest}"] = whole
+    return found
+
+
+FAMILIES = [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("qwen3_moe", 3), ("gemma", 3), ("gemma2", 4)]
+FAMILIES += [("gemma3_text", 14), ("gemma3", 6), ("gemma3_text", 2)]
+
+
+@pytest.mark.parametrize("family, layers", FAMILIES)
+def test_trees_are_as_maxtexts_converter_makes_them(family, layers):
+    config, files = config_of(family, layers=layers), files_of(family, np.float32, layers=layers)
+    theirs, mine = maps.hugging_face(config), maps.maxtext(config)
+    expected = by_hand(family, files, layers)
+    read = {path: one for path, one in files.items() if not path.startswith(("vision", "multi"))}
+    tree = theirs.to(mine).apply(files)
+    assert sorted(tree) == sorted(expected)
+    for path, one in expected.items():
+        assert tree[path].shape == one.shape, path
+        np.testing.assert_array_equal(tree[path], one, err_msg=path)
+    # Back by the rules of the two layouts, and by the inverse of one; what was counted was rounded.
+    for again in (mine.to(theirs).apply(tree, like=read), theirs.to(mine).inverse().apply(tree, like=read)):
+        assert sorted(again) == sorted(read)
+        for path, one in read.items():
+            np.testing.assert_allclose(again[path], one, rtol=1e-6, atol=2e-7, err_msg=path)
+    # From one program's tree to another's.
+    stacked = maps.stacked(config)
+    for path, one in mine.to(stacked).apply(tree).items():
+        np.testing.assert_allclose(one, theirs.to(stacked).apply(files)[path], rtol=1e-6, atol=2e-7, err_msg=path)
+    two = stacked.to(mine).apply(theirs.to(stacked).apply(files))
+    for path, one in expected.items():
+        np.testing.assert_array_equal(two[path], one, err_msg=path)
+
+
+def test_numbers_of_bfloat16_are_rounded_as_maxtexts_converter_rounds_them():
+    config = config_of("gemma3_text", layers=7) | {"hidden_size": 40}
+    files = {p: one.astype(ml_dtypes.bfloat16) for p, one in files_of("gemma3_text", layers=7, embed=40).items()}
+    tree = maps.hugging_face(config).to(maps.maxtext(config)).apply(files)
+    root = np.asarray(40**0.5, ml_dtypes.bfloat16)
+    theirs = np.multiply(files["model.embed_tokens.weight"], root)
+    assert tree["params/token_embedder/embedding"].tobytes() == theirs.tobytes()
+    norm = np.add(files["model.layers.6.self_attn.q_norm.weight"], np.asarray(1, ml_dtypes.bfloat16))
+    assert tree["params/decoder/layers_remainder/layers_0/self_attention/query_norm/scale"].tobytes() == norm.tobytes()
+
+
+def test_a_padded_vocabulary_of_maxtext():
+    config, files = config_of("gemma"), files_of("gemma")
+    theirs, mine = maps.hugging_face(config), maps.maxtext(config).with_sizes(vocab=70)
+    tree = theirs.to(mine).apply(files)
+    table = tree["params/token_embedder/embedding"]
+    assert table.shape == (70, 32) and not table[64:].any()
+    again = mine.to(theirs).apply(tree)["model.embed_tokens.weight"]
+    np.testing.assert_allclose(again, files["model.embed_tokens.weight"], rtol=1e-6)
+
+
+PARTS = {
+    "turns": ({"w0": "w: a b[0::2]", "w1": "w: a b[1::2]"}, {"w0": np.s_[:, ::2], "w1": np.s_[:, 1::2]}),
+    "turns, and the rest": (
+        {"w0": "w: b[0:4:2] a", "w1": "w: a b[1:4:2]", "w2": "w: b[4] a", "w3": "w: a b[5:]"},
+        {"w0": (np.s_[:, :4:2], True), "w1": np.s_[:, 1:4:2], "w2": np.s_[:, 4], "w3": np.s_[:, 5:]},
+    ),
+    "one by one": ({f"w{i}": f"w: b[{i}] a" for i in range(6)}, {f"w{i}": np.s_[:, i] for i in range(6)}),
+}
+
+
+@pytest.mark.parametrize("rows, places", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("form", ["w: a b", "w: b a", "in the path", "a in the path"])
+def test_parts_in_turn_and_alone(rows, places, form):
+    whole = np.arange(24.0).reshape(4, 6)
+    parts = {}
+    for path, place in places.items():
+        index, turned = place if isinstance(place[-1], bool) else (place, False)
+        parts[path] = whole[index].T if turned else whole[index]
+    if form == "in the path":
+        other, tree = maps.TreeLayout({"x.{b}": "w: a"}), {f"x.{i}": whole[:, i] for i in range(6)}
+    elif form == "a in the path":
+        other, tree = maps.TreeLayout({"x.{a}": "w: b"}), {f"x.{i}": whole[i] for i in range(4)}
+    else:
+        other, tree = maps.TreeLayout({"x": form}), {"x": whole if form == "w: a b" else whole.T}
+    mine = maps.TreeLayout(rows)
+    there = other.to(mine)
+    found, again = there.apply(tree), mine.to(other).apply(parts, like=tree)
+    for one, two in ((found, parts), (again, tree), (there.inverse().apply(parts, like=tree), tree)):
+        assert sorted(one) == sorted(two)
+        assert all(one[path].shape == two[path].shape and (one[path] == two[path]).all() for path in two)
+    same = mine.to(mine).apply(parts)
+    assert all((same[path] == parts[path]).all() for path in parts)
+
+
+MISTAKES = {
+    "blocks": (
+        lambda: maps.maxtext({"model_type": "gemma3_text", "hidden_size": 64, "head_dim": 8}),
+        "the layers of Gemma 3 come in blocks of six; say `num_hidden_layers`",
+    ),
+    "a root": (lambda: maps.maxtext({"model_type": "gemma"}), "hold a root of `hidden_size`, which the configuration"),
+    "a turn": (
+        lambda: maps.TreeLayout({"w": "w: a[0::3]", "v": "w: a[2::3]"}).to(maps.TreeLayout({"x": "w: a"})),
+        "`x`: of every 3 `w` the source has those from 0, 2, not all",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, message", MISTAKES.values(), ids=MISTAKES)
+def test_what_is_missing_is_said(make, message):
+    with pytest.raises(MapError, match=message):
+        make()
