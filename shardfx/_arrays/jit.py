@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.tree import flatten, tree_paths
 from .devices import Place, in_order, lies_elsewhere, raise_apart
+from .donation import Given, raise_deleted, raise_shared
 from .entries import (
     Donate,
     by_parameter,
@@ -89,7 +90,9 @@ def filter_jit(
     `PlanMismatchError` at once if a plan has no devices, or a bare PartitionSpec is given, which says nothing of the
     mesh: `jax.set_mesh` is not asked. When it is traced, if arguments or results are not the trees that their plans
     are for, in paths, shapes or dtypes. When it is called, if `*args` or `**kwargs` take what entries are about in
-    another way than the entries say. `LeafTypeError` for a static argument that cannot be hashed.
+    another way than the entries say; if an array is gone (of a function that donates all arrays are looked at, of
+    others the first of each entry); or if one that is donated is given twice. `LeafTypeError` for a static argument
+    that cannot be hashed.
 
     !!! Example
 
@@ -210,7 +213,7 @@ class Jitted(Generic[P, R]):
         return self if instance is None else ft.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        arguments, static, lists = self._bound(args, kwargs)
+        arguments, static, lists = self._bound(args, kwargs, runs=True)
         try:
             out = self._run(static, self._fn_arrays, *lists)
         except (TypeError, ValueError, AttributeError) as error:
@@ -220,14 +223,14 @@ class Jitted(Generic[P, R]):
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered[P, R]":
         """Traces and lowers the function for arguments, or structs, of these shapes."""
-        arguments, static, lists = self._bound(args, kwargs)
+        arguments, static, lists = self._bound(args, kwargs, runs=False)
         try:
             return Lowered(self, static, self._run.lower(static, self._fn_arrays, *lists))
         except (TypeError, ValueError, AttributeError) as error:
             self._explain(error, *arguments)
             raise
 
-    def _bound(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Sequence[Any]]]:
+    def _bound(self, args: Any, kwargs: Any, *, runs: bool) -> tuple[Any, Static, Sequence[Sequence[Any]]]:
         # Most calls are like the one before: to compare with it is cheaper than to flatten, or to hash.
         layout, leaves = self._last, None
         if layout is not None and layout.form is not None and not kwargs:
@@ -242,6 +245,11 @@ class Jitted(Generic[P, R]):
             if leaves[at].sharding is not self._seen[slot]:
                 self._check_devices([(self._wanted[slot], [at])], leaves, arguments)
                 self._seen[slot] = leaves[at].sharding
+        if runs:
+            if True in [leaves[at].is_deleted() for at in layout.placed]:
+                raise_deleted(self._arrays_given(layout, leaves, arguments))
+            if layout.donates and len({id(leaves[at]) for at in layout.placed}) < len(layout.placed):
+                raise_shared(self._arrays_given(layout, leaves, arguments))
         return arguments, layout.alone or self._static(treedef, layout, leaves), layout.lists(leaves)
 
     def _given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -288,7 +296,8 @@ class Jitted(Generic[P, R]):
                     groups[numbers[key_of(sharding), is_donated]].append(at)
                 at += 1
         with_entry = [slot for slot, one in enumerate(self._wanted) if one is not None]
-        return Layout(treedef, kinds, groups, with_entry, None if kwargs else form_of(args))
+        gone = [slot for slot, (_, is_donated) in enumerate(self._slots) if is_donated]
+        return Layout(treedef, kinds, groups, with_entry, gone, None if kwargs else form_of(args))
 
     def _argument(self, which: str) -> str:
         return f"argument {which} of `{self._name}`"
@@ -360,6 +369,17 @@ class Jitted(Generic[P, R]):
             yield from _entry_places(f"the entry of `in_shardings` for {self._argument(which)} is on", entry)
         yield from _entry_places(f"an entry of `out_shardings` of `{self._name}` is on", self._out)
 
+    def _arrays_given(self, layout: Layout, leaves: list[Any], arguments: Any) -> Iterator[Given]:
+        """The arrays of a call that are looked at before it runs."""
+        slots = {at: slot for slot, group in enumerate(layout.groups) for at in group}
+        names = [
+            f"`{path}` of {self._argument(which)}" if path else self._argument(which)
+            for which, arg, _ in self._in.of(arguments[0], dict(sorted(arguments[1].items())))
+            for path in tree_paths(jax.tree.structure(arg))
+        ]
+        for at in layout.placed:
+            yield Given(names[at], leaves[at], self._wanted[slots[at]], self._slots[slots[at]][1])
+
     def _check_devices(self, groups: Iterable[tuple[Any, list[int]]], leaves: list[Any], arguments: Any) -> None:
         """Raises where an array lies on other devices than its entry says."""
         if any(lies_elsewhere(leaves[at], wanted) for wanted, group in groups if wanted is not None for at in group):
@@ -417,7 +437,7 @@ class Compiled(Generic[P, R]):
         self._jitted, self._static, self.compiled = jitted, static, compiled
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        _, static, lists = self._jitted._bound(args, kwargs)
+        _, static, lists = self._jitted._bound(args, kwargs, runs=True)
         if static != self._static:
             raise PlanMismatchError(
                 f"`{self._jitted._name}` was compiled for other arguments: they differ in their structure, or in what "

@@ -18,6 +18,7 @@ class Layout:
         kinds: tuple[type, ...],
         groups: list[list[int]],
         with_entry: Sequence[int],
+        donated: Sequence[int],
         form: Form | None,
     ):
         self.treedef, self.given, self.groups, self.form = treedef, kinds, groups, form
@@ -35,6 +36,9 @@ class Layout:
         self.is_checked = False
         placed = [[at for at in group if _is_placed(kinds[at])] for group in groups]
         self.watched = [(slot, group[0]) for slot, group in enumerate(placed) if group and slot in with_entry]
+        # What is donated is gone as a whole, mostly: where nothing is at stake the first of each list tells.
+        self.donates = any(placed[slot] for slot in donated)
+        self.placed = [at for group in placed for at in (group if self.donates else group[:1])]
 
     def joined(self, static: Static, lists: tuple[Sequence[Any], ...]) -> Any:
         leaves: list[Any] = [None] * len(self.kinds)

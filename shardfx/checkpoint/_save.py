@@ -184,7 +184,12 @@ def _require_free(path: str, is_file: bool, overwrite: bool) -> None:
         return
     if os.path.lexists(path):
         hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
-        raise CheckpointError(f"{path!r} exists, and nothing was changed; {hint}, or remove it first.")
+        why = (
+            " `overwrite=True` replaces .safetensors files: a directory cannot be replaced at once."
+            if overwrite
+            else ""
+        )
+        raise CheckpointError(f"{path!r} exists, and nothing was changed; {hint}, or remove it first.{why}")
 
 
 def _layout(

@@ -191,6 +191,42 @@ def test_donation():
         filter_jit(lambda a, b: a, donate="z")(X, X)
 
 
+def rows(x):
+    mesh = SPEC.build(jax.devices()[:8])
+    return jax.device_put(x, NamedSharding(mesh, P("data"))), NamedSharding(mesh, P("data"))
+
+
+def test_an_array_that_is_gone():
+    x, where = rows(X)
+    step = filter_jit(lambda state, x: (state, x.sum()), in_shardings={"state": where}, donate="state")
+    state = {"b": x, "w": jnp.copy(x)}
+    (state, _), used = step(state, X), state
+    assert used["b"].is_deleted() and step.lower(used, X)
+    with pytest.raises(PlanMismatchError, match="`b` of argument 0 .* was deleted, or donated to an earlier call"):
+        step(used, X)
+    with pytest.raises(PlanMismatchError, match="`w` of argument 0 .* was deleted"):
+        step({"b": state["b"], "w": used["w"]}, X)
+    with pytest.raises(PlanMismatchError, match="argument 0 of .*, float32\\[8, 16\\], was deleted"):
+        filter_jit(lambda x: x)(used["w"])
+
+
+def test_an_array_that_is_donated_twice():
+    x, where = rows(X)
+    both = filter_jit(lambda state: jax.tree.map(lambda x: x + 1, state), in_shardings=(where,), donate="all")
+    with pytest.raises(PlanMismatchError, match="`ema` of argument 0 of .* and `params` of .* one array.* both are"):
+        both({"params": x, "ema": x})
+    one = filter_jit(lambda a, *, c, b: (a + 1, b + 1, c), donate="a")
+    with pytest.raises(PlanMismatchError, match="argument `b` of .* and argument 0 of .* one of them is donated"):
+        one(x, c=jnp.ones(3), b=x)
+    with pytest.raises(PlanMismatchError, match="are one array"):
+        one.lower(x, c=jnp.ones(3), b=x).compile()(x, c=jnp.ones(3), b=x)
+    # What is copied on its way is donated as a copy, and what is not donated is as often there as one likes.
+    assert np.array_equal(both({"params": X, "ema": X})["ema"], X + 1)
+    loose = jnp.asarray(X)
+    assert np.array_equal(both({"params": loose, "ema": loose})["params"], X + 1)
+    assert np.array_equal(filter_jit(lambda a, b: a + b)(x, x), 2 * X) and not x.is_deleted()
+
+
 def test_compiled_ahead_of_time():
     params, opt, batch = plans(AxisType.Auto)
     train = filter_jit(step, in_shardings=(params, opt, batch), out_shardings=(params, opt, None))
