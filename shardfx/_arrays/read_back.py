@@ -3,7 +3,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import canonical
@@ -14,7 +14,7 @@ def specs_of(tree: Any) -> Any:
 
     **Arguments:**
 
-    - `tree`: any tree of arrays or ShapeDtypeStructs; inside `jax.jit`, of traced ones.
+    - `tree`: any tree of arrays or ShapeDtypeStructs; inside `jax.jit`, of traced ones on Explicit axes.
 
     **Returns:**
 
@@ -24,10 +24,11 @@ def specs_of(tree: Any) -> Any:
     **Raises:**
 
     `LeafTypeError` for a JAX array that lies on one device, or is sharded without a mesh: it has no PartitionSpec.
+    For a traced array on Auto axes, too: how they cut it is for the compiler to choose.
     """
 
     def spec(path: Any, leaf: Any) -> PartitionSpec | None:
-        sharding = sharding_of(leaf)
+        sharding = _known(path, leaf)
         if isinstance(sharding, NamedSharding):
             return canonical(sharding.spec)
         if isinstance(leaf, jax.Array) and leaf.ndim:
@@ -54,17 +55,32 @@ def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
 
     **Raises:**
 
-    `PlanMismatchError` for a bare PartitionSpec without `mesh`.
+    `PlanMismatchError` for a bare PartitionSpec without `mesh`. `LeafTypeError` for a traced array on Auto axes.
     """
 
-    def sharding(leaf: Any) -> Sharding | None:
+    def sharding(path: Any, leaf: Any) -> Sharding | None:
         if not isinstance(leaf, PartitionSpec):
-            return leaf if isinstance(leaf, Sharding) else sharding_of(leaf)
+            return leaf if isinstance(leaf, Sharding) else _known(path, leaf)
         if mesh is None:
             raise PlanMismatchError(f"the tree holds the bare spec {leaf}; pass the mesh that it is for: `mesh=`.")
         return NamedSharding(mesh, leaf)
 
-    return jax.tree.map(sharding, tree)
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def _known(path: Any, leaf: Any) -> Sharding | None:
+    """The sharding of an array or struct; raises where the type of a traced one does not say it."""
+    sharding = sharding_of(leaf)
+    if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        autos = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
+        if any(mesh.shape[name] > 1 for name in autos):
+            raise LeafTypeError(
+                f"array `{jax.tree_util.keystr(path, simple=True, separator='/')}`, shape {leaf.shape}, is traced on a "
+                f"mesh with the Auto axes {tuple(autos)}: the compiler chooses how they cut it, and has not yet. Look "
+                "at what the compiled function returns; or use Explicit axes, which are in the type."
+            )
+    return sharding
 
 
 def sharding_of(leaf: Any) -> Sharding | None:

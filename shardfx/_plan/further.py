@@ -16,8 +16,9 @@ from .decide import Request
 def further(request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec, over: Fsdp) -> Request:
     """`request` with the axes of `over` that it does not use, on the dimension that they cut furthest.
 
-    Of several such dimensions one that nothing shards yet is taken, then the largest. A dimension that is sharded is
-    cut further within its shards, so that what one device then holds is part of what it would have held.
+    Of several such dimensions one that nothing shards yet is taken, then the largest. Axes that do not fit there too
+    go to the next such dimension. A dimension that is sharded is cut further within its shards, so that what one
+    device then holds is part of what it would have held. Axes for which no dimension has room are a reason.
     """
     spec = correct(request.spec, shape, mesh, units=request.units).spec
     entries = [*entries_of(spec), *[None] * (len(shape) - len(entries_of(spec)))]
@@ -27,17 +28,29 @@ def further(request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec
     if free and nbytes < over.min_bytes:
         small = reason(Code.small, None, free, size=nbytes, limit=over.min_bytes)
         return request._replace(reasons=(*request.reasons, small))
-    choices = []
-    for dim, (size, unit) in enumerate(zip(shape, request.units or (1,) * len(shape), strict=True)):
-        left = 1 if size % unit else size // unit // mesh.axis_size(entry_axes(entries[dim]))
-        kept = _dividing(free, left, mesh)
-        choices += [(mesh.axis_size(kept), entries[dim] is None, left, -dim, kept)] if kept and size else []
-    if not choices:
-        return request._replace(reasons=(*request.reasons, *_no_room(free, shape, mesh)))
-    *_, dim, kept = max(choices)
-    entries[-dim] = (*entry_axes(entries[-dim]), *kept)
-    rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(kept)}"
+    units, added = request.units or (1,) * len(shape), ()
+    while found := _roomiest(free, entries, shape, units, mesh):
+        dim, kept = found
+        entries[dim] = (*entry_axes(entries[dim]), *kept)
+        free, added = tuple(axis for axis in free if axis not in kept), (*added, *kept)
+    request = request._replace(reasons=(*request.reasons, *_no_room(free, shape, mesh)))
+    if not added:
+        return request
+    rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
     return request._replace(spec=trimmed(entries, spec), rule=rule)
+
+
+def _roomiest(
+    axes: tuple[str, ...], entries: list[Any], shape: tuple[int, ...], units: tuple[int, ...], mesh: MeshSpec
+) -> tuple[int, tuple[str, ...]] | None:
+    """The dimension that some of `axes` cut furthest, and these; `None` where none cuts any."""
+    choices = []
+    for dim, (size, unit) in enumerate(zip(shape, units, strict=True)):
+        left = 1 if size % unit else size // unit // mesh.axis_size(entry_axes(entries[dim]))
+        kept = _dividing(axes, left, mesh)
+        choices += [(mesh.axis_size(kept), entries[dim] is None, left, -dim, kept)] if kept and size else []
+    *_, dim, kept = max(choices, default=(0, ()))
+    return (-dim, kept) if kept else None
 
 
 def _dividing(axes: tuple[str, ...], size: int, mesh: MeshSpec) -> tuple[str, ...]:

@@ -251,3 +251,12 @@ def test_reading_back_inside_jit_sees_explicit_types():
     x = jax.device_put(X, NamedSharding(EXPLICIT, P("data")))
     jax.jit(lambda x: seen.append(specs_of({"x": x})))(x)
     assert seen == [{"x": P("data")}]
+
+
+@pytest.mark.parametrize("read", [specs_of, shardings_of])
+def test_reading_back_inside_jit_does_not_guess_what_auto_axes_do(read):
+    x = jax.device_put(X, NamedSharding(AUTO, P("data")))
+    with pytest.raises(LeafTypeError, match="array `x`, .* is traced on a mesh with the Auto axes \\('data'"):
+        jax.jit(lambda x: read({"x": x}))(x)
+    # A program for one device has nothing to guess.
+    jax.jit(lambda x: read({"x": x}) and x)(jnp.ones((4, 4)))

@@ -507,6 +507,17 @@ def test_over_never_cuts_units_and_says_where_there_is_no_room():
     assert empty.spec == P()
 
 
+def test_over_spreads_axes_that_fit_no_dimension_together():
+    shapes = {"a": (6, 4), "b": (12,), "c": (4, 2), "d": (5, 3)}
+    tree = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    whole = plan(tree, MeshSpec({"x": 2, "y": 4}), paths=PathRules.parse(".*->replicate"))
+    made = follow(lambda tree: tree, whole, over=("x", "y"))
+    assert [made[name].spec for name in shapes] == [P("x", "y"), P("y"), P("y", "x"), P()]
+    assert made["a"].reasons == () and str(made["a"].rule).endswith("over y, x")
+    # What nothing has room for is a reason, whether other axes found some or not.
+    assert [[one.axes for one in made[name].reasons] for name in "bcd"] == [[("x",)], [], [("x", "y")]]
+
+
 def test_training_with_states_over_more_axes_equals_one_device():
     optimizer = optax.adamw(1e-2)
     mesh = MESH.build(jax.devices())
