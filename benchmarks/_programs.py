@@ -21,9 +21,14 @@ def planned(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSh
 
 def steps_program(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Callable[[Any], Any]:
     """The planned steps as a function to be traced; the meshes list the same devices in the same order."""
+    return program_of(planned(shape, dtype, src, dst), len(shape), src, dst)
+
+
+def program_of(plan: Redistribution, rank: int, src: NamedSharding, dst: NamedSharding) -> Callable[[Any], Any]:
+    """The steps of a plan as a function to be traced, of arrays of `rank` dimensions."""
     src, dst = untyped(src), untyped(dst)
-    like, _ = layouts(len(shape), src, dst)
-    return ft.partial(program, src=src, dst=dst, steps=planned(shape, dtype, src, dst).steps, like=like)
+    like, _ = layouts(rank, src, dst)
+    return ft.partial(program, src=src, dst=dst, steps=plan.steps, like=like)
 
 
 def lowered(

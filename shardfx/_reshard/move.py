@@ -111,7 +111,7 @@ def move_of(
     - `src`, `dst`: shardings; a move between meshes without devices can be looked at, and not be made.
     - `lost`: devices whose shards are not to be read. Elements that they alone hold are `transfer.tiles.missing`.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
-    - `meshes`: of ends without devices, what says how their meshes span slices.
+    - `meshes`: what says how the meshes of the ends span slices, where their devices do not.
 
     **Returns:**
 

@@ -13,9 +13,10 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks._programs import lowered, planned, steps_program, wire_bytes
-from shardfx import reshard, topology
+from benchmarks._programs import lowered, planned, program_of, steps_program, wire_bytes
+from shardfx import MeshSpec, reshard
 from shardfx._ground.errors import LeafTypeError, MeshError, SpecError
+from shardfx._reshard.carry_out import carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.reshard import resharded
 
@@ -436,20 +437,22 @@ def test_what_is_compiled_sends_what_is_planned():
         assert sent[0] == plan.wire_bytes <= sent[1]
 
 
-def test_between_slices_the_planned_steps_cross_less_than_xla(monkeypatch):
-    monkeypatch.setattr(topology, "slices", lambda devices: ((0, 1, 2, 3), (4, 5, 6, 7)))
-    m = mesh(slices=2, a=2, b=2)
+def test_between_slices_the_planned_steps_cross_less_than_xla():
+    m, told = mesh(slices=2, a=2, b=2), MeshSpec({"slices": 2, "a": 2, "b": 2}, dcn={"slices": 2})
     src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("slices", "a"))
-    plan = planned((256, 256), jnp.dtype("float32"), src, dst)
+    chosen = move_of((256, 256), jnp.dtype("float32"), src, dst, copies=False, meshes=(told, told))
+    plan = chosen.plan
+    assert plan is not None
     # The other half of a row's columns is in the own slice: nothing need cross.
     assert plan.wire_bytes == 256 * 256 * 4 // 4 and plan.dcn_bytes == 0
-    steps = steps_program((256, 256), jnp.dtype("float32"), src, dst)
     ours, theirs = (
-        lowered(fn, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text() for fn in (steps, lambda x: x)
+        lowered(fn, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text()
+        for fn in (program_of(plan, 2, src, dst), lambda x: x)
     )
     assert wire_bytes(ours, 8) == plan.wire_bytes and wire_bytes(ours, 8, slices=2) == 0
     assert wire_bytes(theirs, 8, slices=2) == 256 * 256 * 4 // 8
-    assert_lies(move(put(VALUES, src), dst), VALUES, dst)
+    values = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
+    assert_lies(carry_out(chosen, put(values, src)), values, dst)
 
 
 def test_errors_say_what_to_do():
