@@ -17,7 +17,7 @@ from .memory.program import Op
 from .memory.usage import Usage
 
 
-How = Literal["compiled", "estimated", "arguments"]
+Basis = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
 # An estimate that is nearer to the limit than this share of the peak does not decide: of the steps that the TPU's
@@ -89,7 +89,7 @@ class Fit:
 
     rows: tuple[FitRow, ...]
     chip: chips.Chip
-    how: How
+    how: Basis
     largest: tuple[Offender, ...] = ()
     changes: tuple[Change, ...] = ()
     batch: int | None = None

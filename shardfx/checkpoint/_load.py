@@ -1,3 +1,5 @@
+"""Loading: what a plan wants, read in parallel and put onto devices shard by shard."""
+
 import concurrent.futures
 import dataclasses
 import functools as ft
@@ -172,14 +174,14 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    how = How(rename, map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
+    asked = Asked(rename, map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
     for left in reversed(range(tries)):
         try:
             index = path if isinstance(path, Index) else read_index(path, root=root)
-            return load_index(index, plan, how, Host())
+            return load_index(index, plan, asked, Host())
         except ChangedError as error:
             if not left:
                 # The name of the private class would say no more than the sentence does.
@@ -188,7 +190,7 @@ def load(
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class Asked:
     """What `load` was asked for, apart from what and where to."""
 
     rename: Rename = None
@@ -200,19 +202,19 @@ class How:
     progress: bool | None = None
 
 
-def load_index(index: Index, plan: Any, how: How, host: Host) -> Any:
+def load_index(index: Index, plan: Any, asked: Asked, host: Host) -> Any:
     """What an index says, loaded into the tree of a plan."""
-    leaves, rebuild = wanted(index, plan, how.rename, how.dtype, how.map)
+    leaves, rebuild = wanted(index, plan, asked.rename, asked.dtype, asked.map)
     require_devices(leaf.sharding for leaf in leaves)
-    landed = _read(index, leaves, how, host)
+    landed = _read(index, leaves, asked, host)
     placed = [landed.placed.get(number) for number in range(len(leaves))]
     return rebuild(list(map(_assembled, leaves, landed.filled, placed)))
 
 
-def _read(index: Index, leaves: Sequence[Wanted], how: How, host: Host) -> Flight:
+def _read(index: Index, leaves: Sequence[Wanted], asked: Asked, host: Host) -> Flight:
     """Reads what this process holds of the leaves, in parallel; they have landed."""
-    units, limit = units_of(leaves, host, how.memory_limit_bytes)
-    bar = Progress("loading", sum(unit.nbytes for unit in units), how.progress)
+    units, limit = units_of(leaves, host, asked.memory_limit_bytes)
+    bar = Progress("loading", sum(unit.nbytes for unit in units), asked.progress)
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
     entries = [entry for leaf in leaves for entry in leaf.entries]
     stores.require_possible([entry for entry in entries if isinstance(entry, StoreArray)], index.place)
@@ -223,7 +225,7 @@ def _read(index: Index, leaves: Sequence[Wanted], how: How, host: Host) -> Fligh
             flight = Flight(pool, limit, bar, host, len(leaves))
             try:
                 for group in groups(units, min(limit, RUN_BYTES)):
-                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, how), files.read_pieces)
+                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, asked), files.read_pieces)
                 flight.land()
             finally:
                 # After an error, what has not begun must not begin.
@@ -234,19 +236,19 @@ def _read(index: Index, leaves: Sequence[Wanted], how: How, host: Host) -> Fligh
     return flight
 
 
-def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], how: How) -> Iterator[Task]:
+def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: Asked) -> Iterator[Task]:
     found, gathered = fetches(unit.leaf, unit.kind.boxes)
     for fetch in found:
         targets = fetch.targets(memory)
         entry = fetch.entry
         if isinstance(entry, StoreArray):
-            yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=how.missing_chunks)
+            yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=asked.missing_chunks)
             continue
         in_place = all(t.dtype == entry.dtype and t.flags.c_contiguous for t in targets)
-        for batch in _batches(spans_of(entry, fetch.boxes, in_place, how.gap_bytes)):
+        for batch in _batches(spans_of(entry, fetch.boxes, in_place, asked.gap_bytes)):
             yield ft.partial(files.read, entry, batch, fetch.boxes, targets)
     for one in gathered:
-        yield ft.partial(gather, files, unit, one, memory[one.number], how.gap_bytes, how.missing_chunks)
+        yield ft.partial(gather, files, unit, one, memory[one.number], asked.gap_bytes, asked.missing_chunks)
 
 
 def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
