@@ -1,4 +1,4 @@
-"""Arrays under a plan: placing them, constraining them, and reading back how they are placed."""
+"""An array where a plan wants it, inside `jit` and outside: `constrain`, by logical names or by a spec."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, overload

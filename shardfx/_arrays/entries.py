@@ -242,9 +242,4 @@ def lacks(form: Any, tree: Any) -> list[str]:
     entries, structure = jax.tree.flatten(form, is_leaf=_is_entry)
     pairs = zip(entries, structure.flatten_up_to(tree), strict=True)
     plans = [(entry.content, set(flatten(part).paths)) for entry, part in pairs if isinstance(entry, ShardPlan)]
-    return [
-        path
-        for content, present in plans
-        for path, i in zip(content.paths, content.index, strict=True)
-        if i < 0 and path not in present
-    ]
+    return [path for content, present in plans for path, i in content.numbered if i < 0 and path not in present]

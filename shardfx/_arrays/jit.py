@@ -1,3 +1,5 @@
+"""Compiling a function under plans: `filter_jit`, which is one `jax.jit` with one static argument."""
+
 import dataclasses
 import functools as ft
 import inspect

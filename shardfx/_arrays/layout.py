@@ -1,3 +1,5 @@
+"""Where the arrays of a call are among all its leaves, for one structure of the arguments."""
+
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

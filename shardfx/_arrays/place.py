@@ -1,3 +1,5 @@
+"""Arrays onto the devices of a plan, and back as whole arrays: `shard` and `gather`."""
+
 from typing import Any, TypeVar, overload
 
 import jax

@@ -1,3 +1,5 @@
+"""How the arrays of a tree are sharded now, as specs and as shardings."""
+
 from typing import Any
 
 import jax

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools as ft
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -15,8 +15,9 @@ from .._ground.errors import PlanFormatError, PlanMismatchError
 from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
-from . import codec, plan_json
+from . import plan_json
 from .leaf import LeafPlan, Row, canonical_dtype, named_sharding
+from .skeleton import Skeleton
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -33,15 +34,11 @@ class Content:
     mode: str | None
     rows: Sequence[Row]
     index: Sequence[int]
-    paths: Sequence[str]
-    treedef: Any
-    order: Sequence[int] | None = None
-    structure: Any = None
+    skeleton: Skeleton
     strict: bool = False
 
     def __post_init__(self):
         self.rows, self.index = _in_order_of_use(self.rows, self.index)
-        self.paths = tuple(self.paths)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -60,13 +57,14 @@ class Content:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The sentinels within an Equinox treedef do not survive being pickled; those of a tree are made anew.
-        skeleton = jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
+        tree, order = self.skeleton.numbered, self.skeleton.order
         devices = None if self.jax_mesh is None else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
-        return _unpickled, (self.to_json(), skeleton, self.order, devices)
+        return _unpickled, (self.to_json(), tree, order, devices)
 
-    @ft.cached_property
-    def encoded_structure(self) -> Any:
-        return codec.encode_structure(self.treedef) if self.structure is None else self.structure
+    @property
+    def numbered(self) -> Iterable[tuple[str, int]]:
+        """For each leaf its path and the number of its row, which is -1 at leaves that are no arrays."""
+        return zip(self.skeleton.paths, self.index, strict=True)
 
     @ft.cached_property
     def digest(self) -> str:
@@ -76,14 +74,12 @@ class Content:
         return plan_json.written({**self._payload(), "digest": self.digest})
 
     def _payload(self) -> dict[str, Any]:
-        leaves = zip(self.paths, self.index, strict=True)
-        return plan_json.payload(
-            self.mesh, self.axes, self.mode, self.rows, leaves, self.encoded_structure, self.strict
-        )
+        structure = self.skeleton.encoded
+        return plan_json.payload(self.mesh, self.axes, self.mode, self.rows, self.numbered, structure, self.strict)
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
-        return tuple(self.leaf(path, i) for path, i in zip(self.paths, self.index, strict=True) if i >= 0)
+        return tuple(self.leaf(path, i) for path, i in self.numbered if i >= 0)
 
     def leaf(self, path: str, number: int) -> LeafPlan:
         """The LeafPlan of the array at `path`, whose row has this number."""
@@ -127,10 +123,7 @@ class Content:
     def tree(self, values: Sequence[Any], other: Any = None) -> Any:
         """The planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are no arrays."""
         table = [*values, other]
-        column = [table[i] for i in self.index]
-        if self.order is not None:
-            column = [column[i] for i in self.order]
-        return jax.tree.unflatten(self.treedef, column)
+        return self.skeleton.filled([table[i] for i in self.index])
 
     def replaced(self, **changes: Any) -> "Content":
         return dataclasses.replace(self, **changes)
@@ -162,10 +155,11 @@ def read_json(text: str) -> Content:
     return content
 
 
-def _unpickled(text: str, skeleton: Any, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
+def _unpickled(text: str, tree: Any, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
     content = read_json(text)
     jax_mesh = None if devices is None else _mesh_again(content.mesh, devices)
-    return content.replaced(jax_mesh=jax_mesh, treedef=jax.tree.structure(skeleton), order=order)
+    skeleton = dataclasses.replace(content.skeleton, treedef=jax.tree.structure(tree), order=order)
+    return content.replaced(jax_mesh=jax_mesh, skeleton=skeleton)
 
 
 def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
@@ -184,9 +178,10 @@ def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
 def shaped_like(content: Content, like: Any) -> Content:
     flat = flatten(like)
     index = rows_of(content, flat)
-    if flat.paths == content.paths:
-        return content.replaced(treedef=flat.treedef, order=None)
-    return content.replaced(treedef=flat.treedef, order=None, paths=flat.paths, index=index, structure=None)
+    if flat.paths == content.skeleton.paths:
+        # A structure that was read stays, and with it the digest.
+        return content.replaced(skeleton=dataclasses.replace(content.skeleton, treedef=flat.treedef, order=None))
+    return content.replaced(skeleton=Skeleton(flat.paths, flat.treedef), index=index)
 
 
 def rows_of(content: Content, flat: Flat) -> Sequence[int]:
@@ -219,9 +214,9 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
 
 def aligned(content: Content, flat: Flat) -> Sequence[int]:
     """As `rows_of`, by where the arrays are in the tree alone: neither their shapes nor their dtypes are compared."""
-    if flat.paths == content.paths:
+    if flat.paths == content.skeleton.paths:
         return content.index
-    planned = list(zip(content.paths, content.index, strict=True))
+    planned = list(content.numbered)
     kept = {path for path, i in planned if i >= 0}
     index: list[int] = []
     at = 0
@@ -245,9 +240,9 @@ def _same_dtype(leaf: Any, planned: Any) -> bool:
 
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
-    planned = [path for path, i in zip(content.paths, content.index, strict=True) if i >= 0]
+    planned = [path for path, i in content.numbered if i >= 0]
     given = [path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped]
-    known, present = set(content.paths), set(flat.paths)
+    known, present = set(content.skeleton.paths), set(flat.paths)
     extra = [path for path in given if path not in known]
     missing = [path for path in planned if path not in present]
     found = [f"the plan has no `{path}`{_tied_to(path, flat)}" for path in extra[:1]]

@@ -1,3 +1,5 @@
+"""The one function that drops axes of a spec, with the reason for each: what fits the mesh and the shape stays."""
+
 import functools as ft
 import math
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,5 @@
+"""What each distinct array gets of what was asked for it: a `Row`."""
+
 import dataclasses
 import functools as ft
 import operator

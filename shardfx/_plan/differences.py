@@ -1,3 +1,5 @@
+"""How two plans differ, as lines of text."""
+
 import dataclasses
 
 from .leaf import LeafPlan

@@ -63,7 +63,7 @@ class Facts(NamedTuple):
 def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
     """The arrays in the tree's order, repeated layers as one row."""
     groups: dict[Any, list[str]] = {}
-    for number, path in zip(content.index, content.paths, strict=True):
+    for path, number in content.numbered:
         if number >= 0:
             groups.setdefault((between_numbers(path), number), []).append(path)
     rows = []

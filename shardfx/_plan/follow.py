@@ -1,3 +1,5 @@
+"""The plan of what is made from planned arrays: an optimizer's state, gradients, statistics."""
+
 import contextlib
 import itertools
 import math
@@ -26,13 +28,13 @@ from .complaints import (
     raise_unused,
     unused_rules,
 )
-from .content import Content
 from .correct import axes_of
 from .decide import Request, row_of
 from .further import further
 from .leaf import LeafPlan, Row, memory_kind_pairs
 from .requests import asked_by_target
 from .shard_plan import ShardPlan, check_plan
+from .skeleton import Skeleton
 
 
 def follow(
@@ -128,8 +130,8 @@ def follow(
         raise_loose(follower.loose)
     content = plan.content
     known = axes if content.axes is None else content.axes
-    columns = (rows, index, flat.paths, flat.treedef)
-    return ShardPlan(Content(content.mesh, content.jax_mesh, known, content.mode, *columns, strict=content.strict))
+    skeleton = Skeleton(flat.paths, flat.treedef)
+    return ShardPlan(content.replaced(axes=known, rows=rows, index=index, skeleton=skeleton))
 
 
 _NO_RULES = PathRules(())

@@ -1,3 +1,5 @@
+"""What a plan says of one array, and the row that arrays which are planned alike share."""
+
 import dataclasses
 import functools as ft
 from collections.abc import Iterable, Mapping

@@ -13,6 +13,7 @@ from ..topology._mesh import MeshSpec
 from . import codec
 from .correct import correct
 from .leaf import MEMORY_KINDS, Row
+from .skeleton import Skeleton
 
 
 _FORMAT = "shardfx.plan"
@@ -136,8 +137,5 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
         "mode": data["mode"],
         "rows": rows,
         "index": index,
-        "paths": paths,
-        "treedef": treedef,
-        "order": order,
-        "structure": data["structure"],
+        "skeleton": Skeleton(tuple(paths), treedef, order, data["structure"]),
     }

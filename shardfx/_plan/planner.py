@@ -33,6 +33,7 @@ from .names import names_of_leaves
 from .replan import refined
 from .requests import asked_by_names, asked_by_target
 from .shard_plan import ShardPlan
+from .skeleton import Skeleton
 
 
 _NO_RULES = PathRules(())
@@ -137,7 +138,8 @@ def plan(
         raise_unused("rule", by_path.rules, unused_rules(by_path.rules, by_path.used, flat, given, NAMES))
         raise_unused("`memory_kinds` entry", kinds.rules, unused_rules(kinds.rules, kinds.used, flat))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
-    made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, flat.paths, flat.treedef, strict=strict))
+    skeleton = Skeleton(flat.paths, flat.treedef)
+    made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, skeleton, strict))
     if refine:
         content = refined(made, min_bytes).content
         rows = [row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows]

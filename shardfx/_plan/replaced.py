@@ -24,13 +24,14 @@ def replaced(content: Content, where: str, target: Any) -> Content:
     """See `shardfx.ShardPlan.replace`."""
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
-    chosen = leaves_at(where, content.paths, is_array, f"`replace({where!r}, ...)`: no array of the plan")
+    paths = content.skeleton.paths
+    chosen = leaves_at(where, paths, is_array, f"`replace({where!r}, ...)`: no array of the plan")
     rows, index, errors = list(content.rows), list(content.index), []
     for at in chosen:
         try:
-            rows.append(_row(content, content.paths[at], content.rows[content.index[at]], checked))
+            rows.append(_row(content, paths[at], content.rows[content.index[at]], checked))
         except (RuleError, SpecError, UnmatchedError) as error:
-            errors.append((content.paths[at], error))
+            errors.append((paths[at], error))
         index[at] = len(rows) - 1
     raise_errors(errors)
     return content.replaced(rows=rows, index=index)

@@ -1,3 +1,5 @@
+"""The same rules on another mesh: with fewer devices, or with axes that are split."""
+
 import collections
 import dataclasses
 from collections.abc import Iterable
@@ -138,7 +140,7 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> Replan:
     made = replanned(plan, mesh)
     lines = [] if plan.mesh == made.mesh else [f"mesh: {plan.mesh} -> {made.mesh}"]
     texts: dict[tuple[int, int], str] = {}
-    for path, before, after in zip(plan.content.paths, plan.content.index, made.content.index, strict=True):
+    for (path, before), after in zip(plan.content.numbered, made.content.index, strict=True):
         if before >= 0:
             if (before, after) not in texts:
                 texts[before, after] = _change(plan.content.leaf(path, before), made.content.leaf(path, after))

@@ -1,3 +1,5 @@
+"""The plan as users have it: an immutable value round its content."""
+
 import collections
 import difflib
 import re
@@ -18,6 +20,7 @@ from .facts import html_of
 from .leaf import LeafPlan, named_sharding
 from .replaced import replaced
 from .single import decision_for, require_pinned
+from .skeleton import Skeleton
 
 
 class ShardPlan(eqx.Module):
@@ -100,7 +103,7 @@ class ShardPlan(eqx.Module):
         return path in self.content.by_path
 
     def __iter__(self) -> Iterator[str]:
-        return (path for path, i in zip(self.content.paths, self.content.index, strict=True) if i >= 0)
+        return (path for path, i in self.content.numbered if i >= 0)
 
     def __len__(self) -> int:
         return sum(i >= 0 for i in self.content.index)
@@ -116,7 +119,7 @@ class ShardPlan(eqx.Module):
                 f"the plan has no leaf `{path}`"
                 + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ".")
             )
-        if collections.Counter(self.content.paths)[path] > 1:
+        if collections.Counter(self.content.skeleton.paths)[path] > 1:
             raise UnknownPathError(f"several leaves have the path `{path}`; read them from `plan.leaves`.")
         return found
 
@@ -205,15 +208,15 @@ class ShardPlan(eqx.Module):
         _require_same("axes", axes)
         rows, index, paths = [], [], []
         for name, content in contents.items():
-            index += [i + len(rows) if i >= 0 else -1 for i in _ordered(content, content.index)]
-            paths += [f"{name}/{path}" if path else name for path in _ordered(content, content.paths)]
+            for path, i in content.skeleton.in_order(list(content.numbered)):
+                paths.append(f"{name}/{path}" if path else name)
+                index.append(i + len(rows) if i >= 0 else -1)
             rows += content.rows
-        trees = {name: jax.tree.unflatten(c.treedef, range(c.treedef.num_leaves)) for name, c in contents.items()}
-        treedef = jax.tree.structure(trees)
+        treedef = jax.tree.structure({name: content.skeleton.numbered for name, content in contents.items()})
         joined_axes = next(iter(axes.values()), None)
         strict = any(content.strict for content in contents.values())
-        columns = (rows, index, paths, treedef)
-        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, *columns, strict=strict))
+        skeleton = Skeleton(tuple(paths), treedef)
+        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, skeleton, strict))
 
     @overload
     def sharding(
@@ -337,9 +340,7 @@ class ShardPlan(eqx.Module):
         `RuleError` if the regex does not compile, or matches no path.
         """
         pattern = _compile(regex)
-        index = [
-            i if pattern.search(path) else -1 for i, path in zip(self.content.index, self.content.paths, strict=True)
-        ]
+        index = [i if pattern.search(path) else -1 for path, i in self.content.numbered]
         if max(index, default=-1) < 0:
             raise RuleError(
                 f"`select({regex!r})` matches no path of the plan; paths look like `{next(iter(self), '')}`."
@@ -387,10 +388,6 @@ class ShardPlan(eqx.Module):
 def check_plan(what: str, given: Any) -> None:
     """Raises unless the argument named `what` is a plan."""
     check_type(what, given, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
-
-
-def _ordered(content: Content, column: Sequence[Any]) -> Sequence[Any]:
-    return column if content.order is None else [column[i] for i in content.order]
 
 
 def _require_same(what: str, values: dict[str, Any]) -> None:

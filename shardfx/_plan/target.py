@@ -39,10 +39,10 @@ def target_of(plan: Any, what: str) -> Target:
     """What is to be filled by the function `what`: a plan's tree, or the tree itself."""
     if isinstance(plan, ShardPlan):
         content = plan.content
-        order = range(len(content.paths)) if content.order is None else content.order
-        arrays = [content.paths[i] for i in order if content.index[i] >= 0]
-        others = [(at, content.paths[i], None) for at, i in enumerate(order) if content.index[i] < 0]
-        return Target(list(zip(arrays, jax.tree.leaves(plan.structs), strict=True)), others, content.treedef)
+        leaves = content.skeleton.in_order(list(content.numbered))
+        arrays = [path for path, number in leaves if number >= 0]
+        others = [(at, path, None) for at, (path, number) in enumerate(leaves) if number < 0]
+        return Target(list(zip(arrays, jax.tree.leaves(plan.structs), strict=True)), others, content.skeleton.treedef)
     flat = flatten(plan)
     rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]

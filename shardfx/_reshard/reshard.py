@@ -1,3 +1,5 @@
+"""Moving a tree of arrays: which leaves go together, in which order, and how much is under way at a time."""
+
 import collections
 import contextlib
 import dataclasses

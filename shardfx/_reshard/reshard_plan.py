@@ -306,9 +306,9 @@ class _Leaf(NamedTuple):
 
 def _columns(form: Any, what: str) -> list[_Leaf]:
     if isinstance(form, ShardPlan):
-        mesh, index = None if form.jax_mesh else form.mesh, zip(form.content.paths, form.content.index, strict=True)
+        mesh = None if form.jax_mesh else form.mesh
         rows = list(zip(form.content.rows, form.content.row_shardings, strict=True))
-        found = [(path, *rows[at]) for path, at in index if at >= 0]
+        found = [(path, *rows[at]) for path, at in form.content.numbered if at >= 0]
         return [_Leaf(path, row.shape, row.dtype, sharding, mesh) for path, row, sharding in found]
     flat = flatten(form)
     arrays = [(path, leaf) for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if shaped]

@@ -1,3 +1,5 @@
+"""Ordered rules from regexes on paths to specs, names or strategies: `PathRules`, and which rule a path has."""
+
 import functools as ft
 import re
 from collections.abc import Iterable

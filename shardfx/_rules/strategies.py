@@ -1,3 +1,5 @@
+"""Ways to shard an array by its shape, as `fsdp(...)` and `atomic(...)` do, and targets that combine them."""
+
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

@@ -13,6 +13,7 @@ from .._ground.text import array_text, between_numbers, bytes_text, joined, prin
 from .._plan.differences import OTHER_TREES, fields_that_differ, plan_lines
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
+from .._plan.skeleton import Skeleton
 from .._reshard.reshard_plan import LeafMove, plan_reshard
 
 
@@ -228,9 +229,12 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
 
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
     """The plan of a flat tree that has these arrays, in this order."""
-    numbers = dict(zip(plan.content.paths, plan.content.index, strict=True))
-    index, treedef = [numbers[path] for path in paths], jax.tree.structure([*range(len(paths))])
-    return ShardPlan(plan.content.replaced(index=index, paths=paths, treedef=treedef, order=None, structure=None))
+    numbers = dict(plan.content.numbered)
+    index, skeleton = (
+        [numbers[path] for path in paths],
+        Skeleton(tuple(paths), jax.tree.structure([*range(len(paths))])),
+    )
+    return ShardPlan(plan.content.replaced(index=index, skeleton=skeleton))
 
 
 _HEADER = ("path", "arrays", "shape", "before", "after", "bytes/device", "what", "wire/device", "how")

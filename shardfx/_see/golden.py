@@ -137,7 +137,7 @@ def _mesh_text(content: Content) -> str:
 def _leaf_lines(content: Content) -> list[str]:
     groups: dict[Any, list[str]] = {}
     texts = [_row_text(row) for row in content.rows]
-    for path, number in zip(content.paths, content.index, strict=True):
+    for path, number in content.numbered:
         if number >= 0:
             groups.setdefault((between_numbers(path), texts[number]), []).append(path)
     return [_line(path, count, text) for (_, text), paths in groups.items() for path, count in joined_exactly(paths)]

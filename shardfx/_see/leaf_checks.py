@@ -140,7 +140,7 @@ def _more_if_refined(subject: Subject, group: Group) -> bool:
     if subject.refine or subject.flat is None:
         return False
     content = subject.refined
-    at = content.paths.index(group.paths[0])
+    at = content.skeleton.paths.index(group.paths[0])
     row = content.rows[content.index[at]]
     return row.byte_counts(content.mesh.shape)[1] < subject.content.byte_counts[group.number][1]
 

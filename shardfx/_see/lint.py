@@ -13,6 +13,7 @@ from .._plan.leaf import MEMORY_KINDS, memory_kind_pairs
 from .._plan.names import names_of_leaves
 from .._plan.planner import Draft, drafted
 from .._plan.shard_plan import ShardPlan
+from .._plan.skeleton import Skeleton
 from .._rules.axis_rules import AxisRules, check_axis_rules, near, nearest
 from .._rules.path_rules import PathRules, check_path_rules
 from ..topology._mesh import MeshSpec
@@ -101,7 +102,7 @@ def lint(
         mode = None
         draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
     index = [max(number, -1) for number in draft.numbers] if draft.errors else draft.numbers
-    content = Content(draft.mesh, None, axes, mode, draft.rows, index, flat.paths, flat.treedef)
+    content = Content(draft.mesh, None, axes, mode, draft.rows, index, Skeleton(flat.paths, flat.treedef))
     subject = Subject(content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
     rules: Severity = "error" if unmatched == "raise" else "warning"
     found += unplannable(subject, draft)

@@ -154,7 +154,7 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
         size = sum(
             subject.lost(draft.rows[draft.numbers[at]].shape, draft.rows[draft.numbers[at]].dtype, 1) for at in leaves
         )
-        path = subject.content.paths[leaves[0]]
+        path = subject.content.skeleton.paths[leaves[0]]
         meant = next(iter(nearest(name, axes.names)), None)
         fix = f"axes = axes.extend([({name!r}, None)])"
         if meant is not None:

@@ -89,7 +89,7 @@ class Subject:
         found: dict[Any, list[str]] = {}
         # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
         between: dict[str, Any] = {}
-        for path, number in zip(self.content.paths, self.content.index, strict=True):
+        for path, number in self.content.numbered:
             if number >= 0:
                 template = path.translate(_ZEROS)
                 parts = between.get(template)
@@ -128,7 +128,7 @@ class Subject:
     @ft.cached_property
     def _alike(self) -> collections.Counter[tuple[str, ...]]:
         """How many paths there are that differ in numbers only."""
-        return collections.Counter(map(between_numbers, self.content.paths))
+        return collections.Counter(map(between_numbers, self.content.skeleton.paths))
 
     def regex(self, paths: Sequence[str]) -> str:
         return regex_of(paths, self._alike)

@@ -1,3 +1,5 @@
+"""One array of a checkpoint as an index has it: in a file, or in a store of chunks."""
+
 import dataclasses
 import math
 from typing import Any

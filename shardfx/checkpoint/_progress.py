@@ -1,3 +1,5 @@
+"""One line on a terminal that says how far a load or save is."""
+
 import sys
 import time
 

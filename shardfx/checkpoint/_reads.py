@@ -1,3 +1,5 @@
+"""What a load would read, as a value: nothing but headers is opened."""
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,3 +1,5 @@
+"""Saving: shards written in parallel beside the target, which takes its place once all of them are there."""
+
 import concurrent.futures
 import contextlib
 import dataclasses

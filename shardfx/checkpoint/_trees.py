@@ -1,3 +1,5 @@
+"""Trees of shardings for a checkpoint, and trees put where they say: what eformer users ask for by these names."""
+
 import dataclasses
 from typing import Any
 

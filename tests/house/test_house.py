@@ -177,6 +177,7 @@ def test_files_are_small_and_finished(path):
     assert text.count("\n") <= 500
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
     assert not path.stem.endswith("_utils")
+    assert text.startswith('"""'), f"{path}: say in the first line what this file is for"
 
 
 def test_optional_libraries_stay_in_their_files():
