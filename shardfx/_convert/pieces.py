@@ -335,17 +335,6 @@ def hull(piece: Piece) -> Box:
     return tuple((low, low + span(along(piece, dim))) for dim, low in enumerate(piece.target))
 
 
-def is_dense(piece: Piece) -> bool:
-    """Whether the piece fills its hull, each element once."""
-    for dim in range(len(piece.target)):
-        length = 1
-        for factor in reversed(along(piece, dim)):
-            if factor.target_step != length:
-                return False
-            length *= factor.size
-    return all(factor.target_dim != NOWHERE for factor in piece.factors)
-
-
 def dense(piece: Piece) -> Iterator[Piece]:
     """The piece in parts that each fill a box of the target."""
     for dim in range(len(piece.target)):

@@ -140,7 +140,7 @@ def _goals(traced: Traced, origins: dict[int, str]) -> dict[int, str]:
             continue
         result = op.results[0]
         if result in returned:
-            _begin(traced, origins, op, goals)
+            _begin(origins, op, goals)
             returned.update(v for v in op.operands if traced.values[v].shape == traced.values[result].shape)
         if result in goals and (op.rule.is_simple or op.name == "stack"):
             for operand in op.operands:
@@ -149,7 +149,7 @@ def _goals(traced: Traced, origins: dict[int, str]) -> dict[int, str]:
     return goals
 
 
-def _begin(traced: Traced, origins: dict[int, str], op: Op, goals: dict[int, str]) -> None:
+def _begin(origins: dict[int, str], op: Op, goals: dict[int, str]) -> None:
     if op.name not in _UPDATES or len(op.operands) != 2:
         return
     for weight, change in (op.operands, op.operands[::-1]):

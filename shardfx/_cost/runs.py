@@ -132,7 +132,7 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
     left, right = (_element(scope, condition, operand) for operand in compare.operands)
     start, step, stop = None, None, None
     if isinstance(left, int) and isinstance(right, str):
-        start, step, stop = _initial(module, around, loop, left), _step(module, body, left), _integer(right)
+        start, step, stop = _initial(around, loop, left), _step(module, body, left), _integer(right)
     if start is None or step is None or stop is None:
         return None
     return _trips(start, step, stop, direction[1])
@@ -177,7 +177,7 @@ def _element(scope: Mapping[str, Instruction], outer: Mapping[str, Instruction],
     return found.inside if found.opcode == "constant" else None
 
 
-def _initial(module: HloModule, around: Mapping[str, Instruction], loop: Instruction, index: int) -> int | None:
+def _initial(around: Mapping[str, Instruction], loop: Instruction, index: int) -> int | None:
     given = around.get(loop.operands[0])
     if given is None or given.opcode != "tuple":
         return None

@@ -233,20 +233,19 @@ class _Reader:
     def shard_map(self, equation: Any, operands: Numbers, place: _Place) -> Numbers:
         params, body = equation.params, equation.params["jaxpr"]
         manual = frozenset(params.get("newly_manual_axes", params.get("manual_axes", params["mesh"].axis_names)))
-        sizes = params["mesh"].shape
         inside = place._replace(manual=place.manual | manual)
         given = []
         for value, spec, var in zip(operands, params["in_specs"], body.invars, strict=True):
             whole = self.same("shard_map", value, place, pin=_manual_pin(spec, manual, len(self.shape(value))))
             local = self.value(var.aval, is_free=self.values[value].is_free)
-            rule = _entering(spec, manual, sizes, self.shape(whole), self.shape(local))
+            rule = _entering(spec, manual, self.shape(whole), self.shape(local))
             self.op("enter", (whole,), (local,), rule, place)
             given.append(local)
         made = self.read(body, tuple(given), inside._replace(path=(*inside.path, 0)))
         results = []
         for value, spec, var in zip(made, params["out_specs"], equation.outvars, strict=True):
             whole = self.value(var.aval)
-            entering = _entering(spec, manual, sizes, self.shape(whole), self.shape(value))
+            entering = _entering(spec, manual, self.shape(whole), self.shape(value))
             rule = Rule(entering.sizes, entering.kinds, entering.results, entering.operands, is_simple=True)
             pin = _manual_pin(spec, manual, len(self.shape(whole)))
             self.op("leave", (value,), (whole,), rule, place, pin)
@@ -291,7 +290,7 @@ def _manual_pin(spec: Any, manual: frozenset[str], rank: int) -> Pin:
     return Pin(tuple(tuple(axis for axis in entry_axes(entry) if axis in manual) for entry in entries), manual)
 
 
-def _entering(spec: Any, manual: frozenset[str], sizes: Mapping[str, int], whole: Shape, local: Shape) -> Rule:
+def _entering(spec: Any, manual: frozenset[str], whole: Shape, local: Shape) -> Rule:
     """Each dimension of the whole is the parts of all devices, then what one device has."""
     operand, result, factors = [], [], []
     pins = _manual_pin(spec, manual, len(whole))

@@ -120,11 +120,15 @@ def axis_names_of(specs: Any) -> tuple[str, ...]:
 
     **Arguments:**
 
-    - `specs`: a tree whose leaves are PartitionSpecs, Shardings or `None`; other leaves are an error.
+    - `specs`: a tree whose leaves are PartitionSpecs or NamedShardings; `None` has no axes.
 
     **Returns:**
 
     A tuple of mesh axis names: the same on every process, whatever PYTHONHASHSEED is.
+
+    **Raises:**
+
+    `SpecError` for any other leaf, and for an entry of a spec that is none.
 
     !!! Example
 

@@ -197,9 +197,7 @@ def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:
     # Only an instance knows the keys of its children. JAX demands that unflattening accepts any leaves.
     node = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    if len(keyed) != count:
-        keyed = [(path, child) for path, child in _with_empty(node)]
-    return [_key_text(path[0]) for path, _ in keyed]
+    return [jtu.keystr(path, simple=True) for path, _ in keyed]
 
 
 def _state_key(marker: Any, index: int) -> str:
@@ -213,19 +211,3 @@ def _state_key(marker: Any, index: int) -> str:
         return str(index)
     keys = ["".join(found) for found in _MARKER.findall(marker)]
     return (".".join(keys) or marker).replace("/", ".")
-
-
-def _with_empty(node: Any) -> list[tuple[Any, Any]]:
-    """One level of `node`, children without leaves included."""
-    keyed, _ = jtu.default_registry.flatten_one_level_with_keys(node)
-    return [((key,), child) for key, child in keyed]
-
-
-def _key_text(key: Any) -> str:
-    if isinstance(key, jtu.GetAttrKey):
-        return key.name
-    if isinstance(key, jtu.SequenceKey):
-        return str(key.idx)
-    if isinstance(key, jtu.DictKey | jtu.FlattenedIndexKey):
-        return str(key.key)
-    return str(key)

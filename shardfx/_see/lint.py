@@ -11,7 +11,7 @@ from .._ground.tree import Flat, flatten
 from .._plan.content import Content
 from .._plan.leaf import MEMORY_KINDS, memory_kind_pairs
 from .._plan.names import names_of_leaves
-from .._plan.planner import Draft, drafted
+from .._plan.planner import drafted
 from .._plan.shard_plan import ShardPlan
 from .._plan.skeleton import Skeleton
 from .._rules.axis_rules import AxisRules, check_axis_rules, near, nearest
@@ -98,7 +98,7 @@ def lint(
     draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
     if axes is not None and mode is not None and mode not in dict(axes.modes):
         if draft.errors:
-            found.append(_unknown_mode(mode, axes, draft))
+            found.append(_unknown_mode(mode, axes))
         mode = None
         draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
     index = [max(number, -1) for number in draft.numbers] if draft.errors else draft.numbers
@@ -157,7 +157,7 @@ def _kinds(given: Iterable[tuple[str, str]] | None, found: list[Finding]) -> tup
     return tuple(used)
 
 
-def _unknown_mode(mode: str, axes: AxisRules, draft: Draft) -> Finding:
+def _unknown_mode(mode: str, axes: AxisRules) -> Finding:
     known = tuple(dict(axes.modes))
     meant = next(iter(nearest(mode, known)), None)
     message = f"the mode {mode!r} is unknown; the rules have {known}{near(mode, known)}"

@@ -32,6 +32,7 @@ from shardfx import (
     UnknownPathError,
     UnmatchedError,
     atomic,
+    axis_names_of,
     constrain,
     correct,
     diff,
@@ -50,6 +51,7 @@ from shardfx import (
     report_rows,
     resolve,
     shard,
+    topology,
 )
 
 
@@ -280,6 +282,52 @@ def test_axis_rules_that_are_not_wrapped(bare, as_users_run_it):
     assert message(RuleError, lambda: plan(TREE, MESH, names=names, axes=bare)) == f"`axes` {wanted}"
     assert message(RuleError, lambda: resolve(("mlp",), bare)) == f"`rules` {wanted}"
     assert message(RuleError, lambda: AXES.merge(bare)) == f"`other` {wanted}"
+
+
+@pytest.mark.parametrize(
+    "call, wanted",
+    [
+        (
+            lambda: plan(TREE, MESH, paths=EVERYTHING, unmatched=cast(Any, "drop")),
+            '`unmatched=\'drop\'` is no policy of `plan`; use "raise" or "replicate".',
+        ),
+        (
+            lambda: plan(TREE, MESH, paths=EVERYTHING, unused=cast(Any, "drop")),
+            '`unused=\'drop\'` is no policy of `plan`; use "raise" or "allow".',
+        ),
+        (
+            lambda: plan(TREE, MESH, paths=EVERYTHING, axes=AXES).sharding(("mlp",), unmatched=cast(Any, "drop")),
+            '`unmatched=\'drop\'` is no policy for an array; use "raise" or "replicate".',
+        ),
+        (
+            lambda: atomic("heads", (1, 2)),
+            "`atomic('heads', (1, 2))`: a name takes one int, a whole spec or tuple of names takes a tuple of ints, "
+            "one per dimension.",
+        ),
+        (
+            lambda: correct(P(cast(Any, 3)), (4,), MESH),
+            "3 is no entry of a PartitionSpec; it must be a mesh axis, a tuple of mesh axes, `None` or "
+            "`PartitionSpec.UNCONSTRAINED`.",
+        ),
+        (
+            lambda: axis_names_of({"a": 3}),
+            "a tree of specs holds 3, which is neither a PartitionSpec nor a NamedSharding.",
+        ),
+        (lambda: MESH.axis_size(cast(Any, (1,))), "mesh axes are named by strings, not by (1,)."),
+        (
+            lambda: topology.coords(cast(Any, jax.devices()[0]), 0),
+            "`local_device_count` is 0; it must be at least 1 without `coords`.",
+        ),
+        (
+            lambda: topology.device_order(jax.devices()[:2], (3,)),
+            "mesh axes of sizes (3,) have 3 devices, but 2 were given.",
+        ),
+    ],
+)
+def test_arguments_that_mean_nothing(call, wanted, as_users_run_it):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == wanted
 
 
 def test_what_is_no_plan(as_users_run_it):

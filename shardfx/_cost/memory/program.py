@@ -199,13 +199,13 @@ def _needed(block: Block, wanted: set[int | None]) -> Block:
     for op in reversed(block.ops):
         if op.outs and not any(out in wanted for out in op.outs):
             continue
-        op.blocks = tuple(_needed(inner, _wanted_inside(op, at, inner, wanted)) for at, inner in enumerate(op.blocks))
+        op.blocks = tuple(_needed(inner, _wanted_inside(op, inner, wanted)) for inner in op.blocks)
         kept.append(op)
         wanted.update(op.ins)
     return Block(block.ins, block.outs, kept[::-1])
 
 
-def _wanted_inside(op: Op, at: int, inner: Block, wanted: set[int | None]) -> set[int | None]:
+def _wanted_inside(op: Op, inner: Block, wanted: set[int | None]) -> set[int | None]:
     if op.name == "scan":
         # What is carried may be needed by the next trip; what is stacked only by those who use the stack.
         _, carried = scan_parts(op.params)
