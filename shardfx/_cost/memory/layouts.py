@@ -1,16 +1,17 @@
 """How each value of a program lies on a mesh, and what that is in bytes: the layouts that estimates of traffic have."""
 
+import collections
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..._ground.spec import array_bytes, entries_of, entry_axes, pinned
 from ...topology._mesh import MeshSpec
+from ..factors import rule_of
 from ..graph import Pin
 from ..layout import MeshParts, Parts
 from ..propagate import propagated
 from ..trace import constrained_results
-from .factors import Links, links_of
 from .program import Block, Op, Program
 
 
@@ -38,7 +39,7 @@ class Layouts:
     ):
         self.sizes, self.values, self.tile = sizes, program.values, tile
         self.dims = [given.get(number, ((),) * len(value.shape)) for number, value in enumerate(program.values)]
-        self.links = {id(link.op): link for link in self._links(program.block)}
+        self.on_one_device = {id(op) for op in _inside_shard_maps(program.block)}
 
     def bytes_of(self, number: int, dims: Dims | None = None) -> int:
         """The bytes of a value in a device's memory, as it lies or as it would."""
@@ -58,39 +59,55 @@ class Layouts:
 
         Each factor is cut in one way: by the axes that cut it where it cuts the most bytes. An axis cuts one factor.
         """
-        link = self.links[id(op)]
+        numbers = (*[number for number in op.ins if number is not None], *op.outs)
+        arrays = list(zip(numbers, self._factors(op), strict=True))
         weight: dict[tuple[int, str], int] = {}
-        for number, factors in zip(link.numbers, link.factors, strict=True):
+        for number, factors in arrays:
             size = array_bytes(self.values[number].shape, self.values[number].dtype) if factors else 0
             for factor, axes in zip(factors, self.dims[number], strict=True):
-                for axis in axes if factor >= 0 else ():
-                    weight[factor, axis] = weight.get((factor, axis), 0) + size
+                if factor is not None:
+                    for axis in axes:
+                        weight[factor, axis] = weight.get((factor, axis), 0) + size
         cut: dict[int, tuple[str, ...]] = {}
         taken: set[str] = set()
         for factor, axis in sorted(weight, key=lambda one: -weight[one]):
             if axis not in taken:
                 taken.add(axis)
                 cut[factor] = (*cut.get(factor, ()), axis)
-        found = []
-        for number, factors in zip(link.numbers, link.factors, strict=True):
-            own = self.dims[number]
-            # A dimension that is no factor keeps what no factor takes from it.
-            found.append(
-                tuple(
-                    cut.get(factor, ()) if factor >= 0 else tuple(axis for axis in axes if axis not in taken)
-                    for factor, axes in zip(factors, own, strict=True)
-                )
-            )
-        return link.numbers, tuple(found)
 
-    def _links(self, block: Block) -> Iterator[Links]:
-        for op in block.ops:
-            yield links_of(op, self.values)
-            for inner in op.blocks:
-                for link in self._links(inner):
-                    # Inside of a `shard_map` shapes are those of one device.
-                    apart = tuple((-1,) * len(dims) for dims in link.factors)
-                    yield link._replace(factors=apart) if op.name == "shard_map" else link
+        def laid(factor: int | None, axes: tuple[str, ...]) -> tuple[str, ...]:
+            # A dimension that is no factor keeps what no factor takes from it.
+            return tuple(axis for axis in axes if axis not in taken) if factor is None else cut.get(factor, ())
+
+        return numbers, tuple(tuple(map(laid, factors, self.dims[number])) for number, factors in arrays)
+
+    def _factors(self, op: Op) -> list[list[int | None]]:
+        """For each array of an operation the factor of each dimension, where a cut of it is a cut of others.
+
+        A reshape splits or joins dimensions: then the leading factor is what an axis cuts.
+        """
+        given = [() if number is None else self.values[number].shape for number in op.ins]
+        made = [self.values[number].shape for number in op.outs]
+        rule = rule_of(op.name, op.params, given, made)
+        operands = [dims for number, dims in zip(op.ins, rule.operands, strict=True) if number is not None]
+        arrays = [*operands, *rule.results]
+        # Inside of a `shard_map` shapes are those of one device.
+        apart = id(op) in self.on_one_device
+        count = collections.Counter(factor for dims in arrays for dim in dims for factor in dim)
+
+        def leading(dim: Sequence[int]) -> int | None:
+            factor = next((one for one in dim if rule.sizes[one] > 1), None)
+            return None if apart or factor is None or rule.kinds[factor] == "whole" or count[factor] == 1 else factor
+
+        return [list(map(leading, dims)) for dims in arrays]
+
+
+def _inside_shard_maps(block: Block, apart: bool = False) -> Iterator[Op]:
+    for op in block.ops:
+        if apart:
+            yield op
+        for inner in op.blocks:
+            yield from _inside_shard_maps(inner, apart or op.name == "shard_map")
 
 
 def as_compiled(
