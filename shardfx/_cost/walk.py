@@ -106,9 +106,8 @@ class _Walk:
         self.traced, self.axes, self.layouts, self.habits = traced, axes, layouts, habits
         self.prices = Prices(axes, scatters=habits.scatters)
         self.states = [_State(layout, (), -1) for layout in layouts]
-        self.known: dict[
-            tuple[int, Layout, bool], int
-        ] = {}  # copies of a value in other layouts, and the scope that made it
+        # Copies of values in other layouts: for each the scope that made it.
+        self.known: dict[tuple[int, Layout, bool], int] = {}
         self.found: list[Sent] = []
         self.uses = traced.uses()
         self.sizes = [self.size_of(value) for value in range(len(layouts))]

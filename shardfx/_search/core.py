@@ -1,8 +1,8 @@
 """The cost and memory of many candidates at once, as one compiled function of arrays.
 
-A candidate is a set of at most `AXES` roles with a number of devices for each. What its rows come to depends on
-which of its roles divide them alone: 2**AXES sums for each set of roles, and for each way to share out the devices a
-vector of powers. So a block of sets times all shares is one product of matrices.
+A candidate is a set of at most `AXES` roles with a number of devices for each. What its rows come to depends only on
+which of the set's roles divide them. So each set has 2**AXES sums, one for each kind of row, and each way to share out
+the devices divides these by 2**AXES numbers. A block of sets times all shares is one product of matrices.
 """
 
 import collections
@@ -22,7 +22,7 @@ from ..chips import Chip
 from .terms import Terms, padded
 
 
-# Of JAX, or of NumPy.
+# Of JAX, or of NumPy: the same code is compiled for many candidates, and run as it is for few.
 _Array = Array | np.ndarray
 Numbers = Mapping[str, Any]
 AXES = 4
@@ -68,7 +68,10 @@ def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
 
 
 def links_of(chip: Chip, devices: int) -> tuple[float, float, float]:
-    """Of a network: bytes per second of one direction of one dimension, its dimensions, and devices per island."""
+    """A chip's network: bytes per second in one direction of one dimension, its dimensions, and devices per island.
+
+    An island is what a switch joins; a torus has none.
+    """
     bandwidth = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return bandwidth, 0.0, float(chip.island_chips * chip.devices_per_chip)
@@ -159,7 +162,7 @@ def _seconds_per_byte(
     sizes: Int[_Array, "shares axes"],
     slices: Int[_Array, "shares axes"],
 ) -> Float[_Array, "_ _ _"]:
-    """How long one byte takes on each axis, the part of it that the ring leaves out taken off.
+    """How long each byte of a collective takes on each axis: in a ring of n devices, (n - 1) / n of it is sent.
 
     In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands (`sent` is
     given), the axes that send most are put inside them. What goes between slices takes the hosts' network.
@@ -257,58 +260,64 @@ def find(
     axes, only the roles are combined that the best smaller sets have, and as many others as there is room for; then
     the others are tried in the best sets, one at a time.
     """
-    arrays = padded(terms)
     roles = tuple(range(terms.divides.shape[1])) if only is None else only
-    # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
-    nothing = terms.divides.shape[1]
     by_count = [shares_of(devices, number, slices) for number in range(axes + 1)]
-    room = max(8, max(len(sizes) for sizes, _ in by_count))
-    room += -room % 8
-    block = min(_SETS, max(1, _BLOCK // room))
-    islands = bool(np.isfinite(machine["island"]))
-    found: list[Found] = []
+    look = _Look(terms, machine, axes, keep, most=max(len(sizes) for sizes, _ in by_count))
     count = 0
     for number, (sizes, between) in enumerate(by_count):
         if not len(sizes):
             continue
-        filled, spans = _filled(sizes, axes, room), _filled(between, axes, room)
-
-        def look(
-            sets: Iterator[tuple[int, ...]], number: int = number, filled: Any = filled, spans: Any = spans
-        ) -> int:
-            """Adds the best of these sets; returns how many there were."""
-            looked = 0
-            begun: collections.deque[tuple[np.ndarray, tuple[Array, ...]]] = collections.deque()
-
-            def read() -> None:
-                block_of_sets, priced = begun.popleft()
-                at, share, parts = map(np.asarray, priced)
-                worst = found[-1].seconds if len(found) == keep else math.inf
-                few = parts[:, 0] < worst
-                if few.any():
-                    found.extend(_read(at[few], share[few], parts[few], block_of_sets, filled, spans, number))
-                    found[:] = [*dict.fromkeys(sorted(found, key=lambda made: made.seconds))][:keep]
-
-            for block_of_sets, real in _blocks(sets, number, axes, block, nothing):
-                priced = best_of_block(
-                    arrays, machine, block_of_sets, filled, spans, np.int32(real), keep=keep, islands=islands
-                )
-                begun.append((block_of_sets[:real], priced))
-                looked += real
-                # The next block is made while this one is priced.
-                if len(begun) > 1:
-                    read()
-            while begun:
-                read()
-            return looked
-
-        worth = _worth(roles, found, number, most // len(sizes))
-        count += look(itertools.combinations(worth, number)) * len(sizes)
+        worth = _worth(roles, look.found, number, most // len(sizes))
+        count += look.at(itertools.combinations(worth, number), sizes, between)
         if worth != roles:
             # Some roles were left out: each may still take the place of one in the best sets.
             for _ in range(_ROUNDS):
-                count += look(_near(found, roles, number)) * len(sizes)
-    return found, count
+                count += look.at(_near(look.found, roles, number), sizes, between)
+    return look.found, count
+
+
+class _Look:
+    """A look at many sets of roles, block by block; `found` are the best candidates so far."""
+
+    def __init__(self, terms: Terms, machine: Numbers, axes: int, keep: int, *, most: int):
+        self.arrays, self.machine, self.axes, self.keep = padded(terms), machine, axes, keep
+        # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
+        self.nothing = terms.divides.shape[1]
+        self.room = max(8, most)
+        self.room += -self.room % 8
+        self.islands = bool(np.isfinite(machine["island"]))
+        self.found: list[Found] = []
+
+    def at(self, sets: Iterator[tuple[int, ...]], sizes: np.ndarray, between: np.ndarray) -> int:
+        """Keeps the best of these sets with these shares; returns how many candidates they are.
+
+        `between` says how many slices each axis of a share spans.
+        """
+        number, looked = sizes.shape[1], 0
+        shares = tuple(_filled(each, self.axes, self.room) for each in (sizes, between))
+        begun: collections.deque[tuple[np.ndarray, tuple[Array, ...]]] = collections.deque()
+        for block, real in _blocks(sets, number, self.axes, min(_SETS, max(1, _BLOCK // self.room)), self.nothing):
+            priced = best_of_block(
+                self.arrays, self.machine, block, *shares, np.int32(real), keep=self.keep, islands=self.islands
+            )
+            begun.append((block[:real], priced))
+            looked += real
+            # The next block is made while this one is priced.
+            if len(begun) > 1:
+                self.read(number, shares, *begun.popleft())
+        while begun:
+            self.read(number, shares, *begun.popleft())
+        return looked * len(sizes)
+
+    def read(self, number: int, shares: tuple[np.ndarray, ...], sets: np.ndarray, priced: tuple[Array, ...]) -> None:
+        """Takes over what is better in one block than the worst that is kept."""
+        at, share, parts = map(np.asarray, priced)
+        worst = self.found[-1].seconds if len(self.found) == self.keep else math.inf
+        few = parts[:, 0] < worst
+        if few.any():
+            better = _read(at[few], share[few], parts[few], sets, shares, number)
+            ranked = sorted([*self.found, *better], key=lambda made: made.seconds)
+            self.found = [*dict.fromkeys(ranked)][: self.keep]
 
 
 def _near(found: list[Found], roles: tuple[int, ...], number: int) -> Iterator[tuple[int, ...]]:
@@ -374,14 +383,10 @@ def _blocks(
 
 
 def _read(
-    at: np.ndarray,
-    share: np.ndarray,
-    parts: np.ndarray,
-    sets: np.ndarray,
-    sizes: np.ndarray,
-    between: np.ndarray,
-    number: int,
+    at: np.ndarray, share: np.ndarray, parts: np.ndarray, sets: np.ndarray, shares: tuple[np.ndarray, ...], number: int
 ) -> list[Found]:
+    """The candidates of a block with a finite score, of `number` roles each."""
+    sizes, between = shares
     return [
         Found(
             tuple(map(int, sets[row][:number])),

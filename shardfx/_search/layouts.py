@@ -1,8 +1,8 @@
 """What one mesh axis does to a step, given in which order it prefers dimensions: a role.
 
-The axis cuts each array along the first class of its role that the array has. An operation is shared out along the
-first class of the role among its labels; operands that lie otherwise are moved, and sums over a cut dimension stay
-partial until someone needs the whole. The result says what is sent, and how each array lies.
+The axis cuts each array along the first class of its role that the array has. It shares an operation out along the
+first class of the role among the operation's labels. Operands that lie otherwise are moved. Sums over a cut dimension
+stay partial until someone needs the whole. The result says what is sent, and how each array lies.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Layout:
     cuts: tuple[int, ...]
     shared: tuple[bool, ...]
     used: frozenset[int]
-    # How an operation takes a value that it cannot take as it lies: by value and operation, the position of the cut.
+    # Where an operation cannot take a value as it lies: by value and operation, the position at which it takes it cut.
     moved: Mapping[tuple[int, int], int]
     # Values that were sums of parts when they were made.
     summed: frozenset[int]
@@ -116,14 +116,8 @@ def _numbers(classes: Classes, devices: int) -> dict[int, int]:
         root: number
         for number, group in enumerate(classes.groups)
         for root in group.roots
-        if root not in scanned and _shares_a_factor(classes.program.parts.sizes[root], devices)
+        if root not in scanned and math.gcd(classes.program.parts.sizes[root], devices) > 1
     }
-
-
-def _shares_a_factor(size: int, devices: int) -> bool:
-    while devices:
-        size, devices = devices, size % devices
-    return size > 1
 
 
 class _Labels:

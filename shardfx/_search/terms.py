@@ -16,21 +16,27 @@ from .together import Together
 
 # How many moments of the step are looked at for the memory that is in use.
 _MOMENTS = 8
-# From this many operations on, a value that lives so long was put aside.
+# A value that is used this many operations after it was made, or later, was put aside in memory.
 _LONG = 40
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Coefficients of rows, for R roles. All are global: of the whole step on one device.
+    """Coefficients of rows, for some roles. All are global: of the whole step on one device.
 
-    `divides` says which roles divide a row, `divides_sent` which divide a row of what one role sends. `flops` and `hbm`
-    are operations and bytes moved to and from memory; `arguments` are bytes that the arguments take; `moments` bytes of
-    temporaries at several moments. `sent` has for each role bytes that a device receives, those that computation waits
-    for and those that it can hide, before they are multiplied by (1 - 1 / size). `calls` counts collectives. `limits`
-    holds, for each class of dimensions, which roles cut it, and `sizes` its size. `after` has for each role the classes
-    that must be cut wholly. `named` says which roles a mesh axis that must exist can have, and `named_sizes` how large
-    it must be, 0 for any size.
+    - `divides`: which roles divide a row.
+    - `flops`, `hbm`: operations, and bytes moved to and from memory.
+    - `arguments`: bytes that the arguments take.
+    - `moments`: bytes of temporaries, at several moments.
+    - `divides_sent`: which roles divide a row of what one role sends.
+    - `sent`: for each role the bytes that a device receives: first those that computation waits for, then those that
+        it can hide. They are still to be multiplied by (1 - 1 / size).
+    - `calls`: how many collectives each role has.
+    - `classes`, `sizes`: the classes of dimensions that any role cuts, by number, and their sizes.
+    - `limits`: which roles cut each class.
+    - `least`: into how many pieces each class must be cut at least.
+    - `after`: for each role the classes that must be cut wholly, since it cuts what stands behind them.
+    - `named`, `named_sizes`: which roles a mesh axis that must exist can have, and its size; 0 for any size.
     """
 
     divides: Bool[np.ndarray, "rows roles"]
@@ -44,7 +50,6 @@ class Terms:
     limits: Bool[np.ndarray, "classes roles"]
     sizes: Int[np.ndarray, " classes"]
     after: Bool[np.ndarray, "roles classes"]
-    # The numbers of the classes, and into how many pieces each must be cut at least.
     classes: tuple[int, ...]
     least: Int[np.ndarray, " classes"]
     named: Bool[np.ndarray, "names roles"]
