@@ -59,7 +59,7 @@ class Table:
         for row in self.rows:
             row.fully = None if hurry else row.quickly
         # How much faster the program is that was compiled with care; of all others it is taken to be as much.
-        first = self.rows[0]
+        first = min(self.rows, key=lambda row: not fits(row.quickly))
         self.faster = (
             self.full(first).checks[-1].compute_seconds / first.quickly.checks[-1].compute_seconds if hurry else 1.0
         )
@@ -76,7 +76,7 @@ class Table:
     def best(self, suits: Callable[[sfx.Candidate], bool]) -> sfx.Candidate:
         """The fastest that fits in memory of those that suit."""
         done: list[sfx.Candidate] = []
-        for row in sorted((row for row in self.rows if suits(row.given)), key=self.seems):
+        for row in sorted((row for row in self.rows if suits(row.given)), key=self.rank):
             if row.fully is not None or self.is_worth_care(row, [one for one in done if fits(one)]):
                 done.append(self.full(row))
         return min(filter(fits, done), key=lambda one: one.checks[-1].seconds)
@@ -86,6 +86,10 @@ class Table:
         soon = self.slowest < _SOON
         best = min((one.checks[-1].seconds for one in done), default=math.inf)
         return not done or (len(done) < _MOST[soon] and self.seems(row) < _NEAR[soon] * best)
+
+    def rank(self, row: Row) -> tuple[bool, float]:
+        """What fits first, then what seems fastest."""
+        return not fits(row.quickly), self.seems(row)
 
     def seems(self, row: Row) -> float:
         """How long a step seems to take."""

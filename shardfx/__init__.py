@@ -20,6 +20,7 @@ from ._ground.errors import (
     MapError as MapError,
     MeshError as MeshError,
     MoveError as MoveError,
+    OutOfMemoryError as OutOfMemoryError,
     PlanFormatError as PlanFormatError,
     PlanMismatchError as PlanMismatchError,
     ProgramError as ProgramError,
@@ -157,9 +158,9 @@ __all__ = """
     Attempt AxisMove AxisRules Candidate Change Check CheckpointError ChipError Code Comparison CompiledFor
     CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Frontier
     FrontierPoint Layout LeafDiff LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError
-    MeshSpec MoveError NamedAxes NamedAxis Offender PathRules PlanFormatError PlanMismatchError ProgramError
-    Reason Replan ReportRow ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step Surplus
-    Traffic TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
+    MeshSpec MoveError NamedAxes NamedAxis Offender OutOfMemoryError PathRules PlanFormatError PlanMismatchError
+    ProgramError Reason Replan ReportRow ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step
+    Surplus Traffic TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
     assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches compare compile_for
     constrain correct diff differences estimate explain field filter_jit fit fit_chip follow frontier fsdp
     gather hosts html_report interop lay_out lint match name_axes optional plan plan_reshard plan_text presets

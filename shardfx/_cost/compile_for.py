@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from .. import chips
 from .._arrays import filter_jit
 from .._arrays.entries import Donate
-from .._ground.errors import ChipError, MeshError
+from .._ground.errors import ChipError, MeshError, OutOfMemoryError
 from .._plan import ShardPlan
 from ..interop import tpu
 from ..topology._mesh import MeshSpec
@@ -32,6 +32,11 @@ from .arguments import arguments_of
 _FORMAT = "shardfx program 1"
 _MOST_BYTES = 2**31
 _EVERY_SECONDS = 2.0
+# What the TPU's compiler says where arguments and all else are too much, and where temporaries alone are.
+_FULL = (
+    re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm"),
+    re.compile(r"total memory required for [\w ]+ \(([\d.]+[KMGT]?)\) exceeds available \w+ \(([\d.]+[KMGT]?)\)"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +130,8 @@ def compile_for(
     **Raises:**
 
     `MeshError` for a target that is not known, has too few devices, or for which nothing is installed, with what to
-    install; and what JAX raises for a step that it cannot lower or compile.
+    install; `OutOfMemoryError` where the compiler says that the program takes more memory than a device has; and what
+    JAX raises for a step that it cannot lower or compile.
 
     !!! Example
 
@@ -166,11 +172,11 @@ def compile_for(
     if found is None:
         with _telling(name, progress):
             start = time.perf_counter()
-            compiled = lowered.compile()
+            made = compiled(lowered)
             seconds = time.perf_counter() - start
-        analysis = compiled.memory_analysis()
+        analysis = made.memory_analysis()
         sizes = {field.name: int(getattr(analysis, field.name)) for field in dataclasses.fields(MemoryAnalysis)}
-        found = {"text": compiled.as_text(), "memory": sizes, "paths": compiled.argument_paths}
+        found = {"text": made.as_text(), "memory": sizes, "paths": made.argument_paths}
         if file is not None:
             _write(file, found)
     else:
@@ -178,6 +184,32 @@ def compile_for(
     ids = tuple(int(device.id) for device in mesh.devices.flat)
     memory = MemoryAnalysis(**found["memory"])
     return CompiledFor(found["text"], memory, given.mesh, found["paths"], name, _chip_of(mesh), seconds, ids)
+
+
+def compiled(lowered: Any) -> Any:
+    """The program, or an error of its own where it takes more memory than a device has."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if not text.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        needed, limit = next((one.groups() for form in _FULL if (one := form.search(text))), (None, None))
+        raise OutOfMemoryError(
+            f"the program does not fit a device: its compiler needs {needed or 'more than there is'}"
+            f"{f' of {limit}' if limit else ''}. `shardfx.fit(plans, step=step, chip=...)` says what takes the memory, "
+            "and which single change would make it fit.",
+            _bytes_of(needed),
+            _bytes_of(limit),
+        ) from error
+
+
+def _bytes_of(text: str | None) -> int | None:
+    """Bytes of a size as XLA writes it, "16.18G"."""
+    if text is None:
+        return None
+    number, unit = re.fullmatch(r"([\d.]+)([KMGT]?)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return int(float(number) * 2 ** (10 * " KMGT".index(unit or " ")))
 
 
 def _positions(donate: Donate, names: tuple[str, ...]) -> Donate:

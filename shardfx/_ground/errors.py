@@ -37,6 +37,18 @@ class ProgramError(ValueError):
     """A compiled program that cannot be read: its text is cut off, or it has a collective that is not known."""
 
 
+class OutOfMemoryError(ProgramError):
+    """A program that its compiler refuses, because it takes more memory than a device has.
+
+    `needed_bytes` and `limit_bytes` are per device, as the compiler tells them; `None` where it does not. What is
+    needed may be of temporaries alone.
+    """
+
+    def __init__(self, message: str, needed_bytes: int | None = None, limit_bytes: int | None = None):
+        super().__init__(message)
+        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
+
+
 class ChipError(ValueError, LookupError):
     """An accelerator that is not known, or of which a number that is needed is not."""
 

@@ -17,7 +17,7 @@ from .._arrays import filter_jit
 from .._cost import Traffic, compare, compile_for, seconds as seconds_of, traffic
 from .._cost.estimate import Compiler, Prepared
 from .._cost.work import work_of
-from .._ground.errors import MeshError
+from .._ground.errors import MeshError, OutOfMemoryError
 from .._plan import ShardPlan
 from ..interop import tpu
 from .asked import Asked
@@ -99,7 +99,10 @@ class Verifier:
     def looked_at(
         self, candidates: Sequence[Candidate], program_of: ProgramOf | None = None
     ) -> Iterator[tuple[Candidate, Any]]:
-        """Each candidate with its program: as it is, or laid out where the compiler does worse than was expected."""
+        """Each candidate with its program: as it is, or laid out where the compiler does worse than was expected.
+
+        There is no program where the compiler says that it takes more memory than a device has.
+        """
         # Where the compiler went astray once, though the estimate of each operation did not see it, it does so again.
         surprised = False
         for number, one in enumerate(candidates, start=1):
@@ -108,12 +111,12 @@ class Verifier:
             laid_out = self.laid_out or ((foreseen or surprised) and not _is_data(one))
             self.progress(f"{told}{', laid out' * laid_out}: {one.title}")
             looked, program = self._look(one, laid_out=laid_out, program_of=program_of)
-            if not self.laid_out and _is_astray(looked):
+            if not self.laid_out and (program is None or _is_astray(looked)):
                 surprised |= not laid_out
                 self.progress(f"{told}, {'as it is' if laid_out else 'laid out'}: {one.title}")
                 other, its = self._look(one, laid_out=not laid_out, program_of=program_of)
-                # Of two that are as fast, the one that asks for nothing.
-                if (other.checks[-1].seconds, not laid_out) < (looked.checks[-1].seconds, laid_out):
+                # The one that fits; of two that are as fast, the one that asks for nothing.
+                if _rank(other) < _rank(looked):
                     looked, program = other, its
             yield looked, program
 
@@ -123,8 +126,11 @@ class Verifier:
 
     def _look(self, one: Candidate, *, laid_out: bool, program_of: ProgramOf | None = None) -> tuple[Candidate, Any]:
         step = lay_out(self.step, one.mesh.build(self.devices), one.rules) if laid_out else self.step
-        program = (program_of or self._program_of)(one, step)
         marked = dataclasses.replace(one, laid_out=laid_out)
+        try:
+            program = (program_of or self._program_of)(one, step)
+        except OutOfMemoryError as error:
+            return with_check(marked, _refused(marked, error)), None
         return with_check(marked, self._check(marked, program)), program
 
     def _program_of(self, one: Candidate, step: Any) -> Any:
@@ -271,6 +277,16 @@ def devices_for(verify: Any, asked: Asked, given: Sequence[Any] | None) -> tuple
 def has_libtpu() -> bool:
     """Whether the TPU's compiler is installed."""
     return importlib.util.find_spec("libtpu") is not None
+
+
+def _refused(made: Candidate, error: OutOfMemoryError) -> Check:
+    """A look at a candidate whose program the compiler refuses: there is nothing to read but that it does not fit."""
+    held = max(error.needed_bytes or 0, made.limit_bytes + 1)
+    return dataclasses.replace(as_priced(made), by="compile", memory_bytes=held)
+
+
+def _rank(one: Candidate) -> tuple[bool, float, bool]:
+    return not fits(one), one.checks[-1].seconds, one.laid_out
 
 
 def _is_astray(looked: Candidate) -> bool:

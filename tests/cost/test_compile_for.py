@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from shardfx import (
     MeshError,
     MeshSpec,
+    OutOfMemoryError,
     PathRules,
     ShardPlan,
     chips,
@@ -20,6 +21,7 @@ from shardfx import (
     seconds,
     traffic,
 )
+from shardfx._cost.compile_for import compiled
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
@@ -181,3 +183,44 @@ def test_extents_that_do_not_hold_the_mesh():
     for wrong in ("4x4", "2x2x4", "2x2xtwo"):
         with pytest.raises(MeshError, match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'"):
             seconds(made, "v5p", mesh, slice=wrong)
+
+
+class Refused:
+    """A program that the compiler refuses with this text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.text)
+
+
+# The first two are libtpu's own words.
+@pytest.mark.parametrize(
+    ("text", "needed", "limit"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.18G) "
+            "exceeds available HBM (15.75G).",
+            int(16.18 * 2**30),
+            int(15.75 * 2**30),
+        ),
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 900.50M "
+            "of 512.00M hbm. Exceeded hbm capacity by 388.50M.",
+            int(900.5 * 2**20),
+            512 * 2**20,
+        ),
+        ("RESOURCE_EXHAUSTED: there is no room.", None, None),
+    ],
+)
+def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit):
+    with pytest.raises(OutOfMemoryError, match=r"does not fit a device: .*`shardfx.fit\(plans, step=step") as raised:
+        compiled(Refused(text))
+    assert (raised.value.needed_bytes, raised.value.limit_bytes) == (needed, limit)
+    assert str(raised.value.__cause__) == text
+
+
+def test_what_else_a_compiler_raises_stays():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compiled(Refused("INTERNAL: of another kind"))

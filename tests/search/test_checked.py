@@ -7,7 +7,20 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from models import MODELS, f32
 
-from shardfx import AxisRules, CostModel, LeafTypeError, Limits, MeshError, MeshSpec, fit_chip, plan, search
+from shardfx import (
+    AxisRules,
+    CostModel,
+    LeafTypeError,
+    Limits,
+    MeshError,
+    MeshSpec,
+    OutOfMemoryError,
+    chips,
+    fit_chip,
+    plan,
+    search,
+)
+from shardfx._search.checked import Verifier, fits, fitting
 from shardfx._search.reasons import various
 from shardfx._search.search import Searched
 
@@ -194,3 +207,22 @@ def test_what_fits_nowhere_says_how_many_devices_would_do():
     half = search(step, params, f32(256, 65536), devices=count // 2, chip="v5e", keep=1)
     assert not half[0].fits
     assert dataclasses.replace(alone, reasons=()) != alone
+
+
+def test_what_the_compiler_refuses_is_dropped():
+    """As it is or laid out: the one that has a program counts. What has none does not stop the others."""
+    found = search(step, *ARGS, devices=8, chip="v5e", keep=3)
+    verifier = Verifier(step, ARGS, tuple(jax.devices()), chips.find("v5e"), CostModel(), None, lambda _: None)
+    first, second, third = found
+
+    def program_of(one, its_step):
+        if one.title == first.title or (one.title == second.title and its_step is step):
+            raise OutOfMemoryError("no room", 2**40, 2**34)
+        return verifier._program_of(one, its_step)
+
+    looked = list(verifier.looked_at(found, program_of))
+    assert [one.laid_out for one, _ in looked][1] and [program is None for _, program in looked] == [True, False, False]
+    assert not fits(looked[0][0]) and looked[0][0].checks[-1].memory_bytes == 2**40
+    kept = fitting([one for one, _ in looked])
+    assert {one.title for one in kept} == {second.title, third.title}
+    assert "1.0 TiB" in looked[0][0].explain()
