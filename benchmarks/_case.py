@@ -1,6 +1,7 @@
 """What a suite hands to the runner: races against rivals, findings of its own, and limits on both."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,7 +63,9 @@ class Race:
     `jax.block_until_ready` on the result, for results that hold no arrays. `clear_caches=True` drops JAX's
     compiled programs before each rival's first call, so that `cold_seconds` includes compilation. `clock` may be
     `time.thread_time` where one thread does all the work and waits for nothing: then other processes on the
-    machine do not disturb the ratios.
+    machine do not disturb the ratios. `also` is a second clock that is read in the same runs, for the values
+    `processor_seconds.<rival>` and `processor_speedup.<rival>`. After `most_seconds` no further round begins, as soon
+    as each rival was timed three times: of large inputs a run takes seconds.
     """
 
     rivals: tuple[Rival, ...]
@@ -74,6 +77,8 @@ class Race:
     block: bool = True
     clear_caches: bool = True
     clock: Callable[[], float] = time.perf_counter
+    also: Callable[[], float] | None = None
+    most_seconds: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ The values of a `Case`, by key (`<rival>` is `Rival.name`; the first rival is ca
 - `speedup.<rival>`: the rival's median over ours (above 1: we are faster); `speedup.best`: over the fastest
   rival
 - `floor_ratio.<rival>`: its median over the floor's
+- `processor_seconds.<rival>`, `processor_speedup.<rival>`: the same runs by the race's second clock, if it has one
 - everything in `Race.facts`
 
 A rival that fails its check, or that raises, is no rival: its line says so, and the suite goes on; where ours
@@ -34,6 +35,7 @@ import gc
 import importlib
 import importlib.util
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -136,7 +138,12 @@ def _race(race: Race, repeats: int, record: Record) -> None:
     if race.floor is not None:
         record.floor = race.floor.name
         runs[race.floor.name] = race.floor.run
-    record.values.update(_ratios(_alternate(runs, race, repeats), record, race.byte_count))
+    wall, also = _alternate(runs, race, repeats)
+    record.values.update(_ratios(wall, record, race.byte_count))
+    if also:
+        record.values.update({f"processor_seconds.{name}": seconds for name, seconds in also.items()})
+        ours, *others = record.rivals
+        record.values.update({f"processor_speedup.{name}": also[name] / also[ours] for name in others if also[ours]})
 
 
 def _first_run(rival: Rival, race: Race) -> tuple[Callable[[Any], Any], float]:
@@ -152,10 +159,18 @@ def _first_run(rival: Rival, race: Race) -> tuple[Callable[[Any], Any], float]:
     return run, cold
 
 
-def _alternate(runs: dict[str, Callable[[Any], Any]], race: Race, repeats: int) -> dict[str, float]:
+def _alternate(
+    runs: dict[str, Callable[[Any], Any]], race: Race, repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The median of each by the race's clock, and by its second one if it has one."""
     times: dict[str, list[float]] = {name: [] for name in runs}
+    others: dict[str, list[float]] = {name: [] for name in runs if race.also is not None}
+    also = race.also or race.clock
     order = list(runs.items())
+    first = time.monotonic()
     for repeat in range(repeats + 1):
+        if repeat > 3 and time.monotonic() - first > race.most_seconds:
+            break
         # Nobody is first, or after the same rival, more often than the others: memory is slow when it is touched anew.
         start = repeat % len(order)
         turn = order[start:] + order[:start]
@@ -163,15 +178,17 @@ def _alternate(runs: dict[str, Callable[[Any], Any]], race: Race, repeats: int) 
             given = race.fresh()
             gc.collect()
             gc.freeze()
-            begin = race.clock()
+            begin, other = race.clock(), also()
             for _ in range(race.number):
                 _finished(run(given), race.block)
-            seconds = (race.clock() - begin) / race.number
+            seconds, other = (race.clock() - begin) / race.number, (also() - other) / race.number
             gc.unfreeze()
             if repeat > 0:  # round 0 warms caches that the first run could not
                 times[name].append(seconds)
+                others.get(name, []).append(other)
             del given
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    by_clock, by_other = ({name: statistics.median(taken) for name, taken in one.items()} for one in (times, others))
+    return by_clock, by_other
 
 
 def _ratios(medians: dict[str, float], record: Record, byte_count: int | None) -> dict[str, Value]:

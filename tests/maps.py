@@ -78,7 +78,7 @@ def _next(draw, made, shape, kind):
         low = draw(st.integers(0, size - 1))
         high = draw(st.integers(low + 1, size))
         return made.slice(low, high, dim=dim), (*shape[:dim], high - low, *shape[dim + 1 :])
-    if kind == "at" and rank > 1:
+    if kind == "at" and rank > 1 and size:
         return made.at(draw(st.integers(0, size - 1)), dim=dim), (*shape[:dim], *shape[dim + 1 :])
     return made, shape
 

@@ -43,13 +43,22 @@ def bound_steps(
     """The steps of a map, one after the other, with the leaves of both trees."""
     made: Mapping[str, Made] | None = None
     known: Mapping[str, Leaf] = source
-    for number, step in enumerate(steps):
-        last = number == len(steps) - 1
-        new = _step(step, known, target if last else None)
+    for step, there in zip(steps, _targets(steps, target), strict=True):
+        new = _step(step, known, there)
         made = new if made is None else _through(new, made)
         known = new
     assert made is not None
     return Bound(source, made)
+
+
+def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
+    """What each step leads to, where that is known: before a step that goes backwards, what its rules make."""
+    found = [target]
+    for after in reversed(steps[1:]):
+        there = found[-1]
+        made = _forward(after, there, None) if after.inverted and there is not None else None
+        found.append(made if made is None else structs_of(made, made.values()))
+    return found[::-1]
 
 
 def _step(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | None) -> Mapping[str, Made]:

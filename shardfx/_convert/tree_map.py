@@ -150,25 +150,36 @@ class TreeMap:
         """
         try:
             data = json.loads(text)
-            if data["version"] != _VERSION:
-                raise MapError(f"a TreeMap of version {data['version']!r:.20}; this reads version {_VERSION}.")
-            made = [
-                TreeMap(
-                    {path: from_data(one) for path, one in step["rules"]}, drop=step["drop"], casts=step["casts"]
-                ).steps[0]
-                for step in data["steps"]
-            ]
-            flags = [bool(step["inverted"]) for step in data["steps"]]
-            if not made:
-                raise MapError("a TreeMap without a step; write maps with `TreeMap.to_json`.")
-        except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
+            version = data["version"]
+            if version != _VERSION or isinstance(version, bool):
+                raise MapError(f"a TreeMap of version {version!r:.20}; this reads version {_VERSION}.")
+            made = [_step_of(step) for step in data["steps"]]
+        except MapError:
+            raise
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise MapError(
                 f"this is no TreeMap's JSON ({type(error).__name__}: {error}); write it with `TreeMap.to_json`."
             ) from error
-        return of_steps([dataclasses.replace(one, inverted=flag) for one, flag in zip(made, flags, strict=True)])
+        if not made:
+            raise MapError("a TreeMap without a step; write maps with `TreeMap.to_json`.")
+        return of_steps(made)
 
     def __str__(self) -> str:
         return "\n".join(line for step in self.steps for line in _lines(step))
+
+
+def _step_of(data: Any) -> Rules:
+    """A step out of JSON."""
+    rules, drop, casts, inverted = (data[name] for name in ("rules", "drop", "casts", "inverted"))
+    for name, value, kind in (("rules", rules, list), ("drop", drop, list), ("casts", casts, bool)):
+        if not isinstance(value, kind):
+            raise TypeError(f"`{name}` is {value!r:.80}")
+    if not isinstance(inverted, bool):
+        raise TypeError(f"`inverted` is {inverted!r:.80}")
+    made = {path: from_data(one) for path, one in rules}
+    if len(made) != len(rules):
+        raise ValueError("two rules make the same leaf")
+    return dataclasses.replace(TreeMap(made, drop=drop, casts=casts).steps[0], inverted=inverted)
 
 
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Bound:

@@ -66,6 +66,8 @@ def forged(*rule):
 
 
 LEAF = ["leaf", ["w"], []]
+STEP = '{"version": 1, "steps": [{"rules": [%s], "drop": [], "casts": false, "inverted": false}]}'
+TWICE = '["x", ["leaf", ["v"], []]], ["x", ["leaf", ["w"], []]]'
 FORGED = {
     "no path": (forged("leaf", [], []), r"`leaf` takes 1 arguments, not 0"),
     "a number": (forged("leaf", [3], []), r"`leaf` takes the path of a leaf, not 3"),
@@ -81,14 +83,43 @@ FORGED = {
     "a list": (forged("reshape", [[1]], [LEAF]), r"`reshape` takes a whole number, not \(1,\)"),
     "an operation": (forged("open", ["w"], []), r"is no expression of a TreeMap"),
     "no steps": ('{"version": 1, "steps": []}', r"a TreeMap without a step"),
+    "half a rule": (STEP.replace("%s", '["x"]'), r"no TreeMap's JSON \(ValueError: not enough"),
+    "a rule twice": (STEP.replace("%s", TWICE), r"\(ValueError: two rules make the same leaf\)"),
+    "dropped text": (forged(*LEAF).replace('"drop": []', '"drop": "w"'), r"\(TypeError: `drop` is 'w'\)"),
+    "a word": (forged(*LEAF).replace('"inverted": false', '"inverted": "false"'), r"`inverted` is 'false'"),
+    "a number for yes": (forged(*LEAF).replace('"casts": false', '"casts": 0'), r"`casts` is 0"),
+    "a version": (forged(*LEAF).replace('"version": 1', '"version": true'), r"a TreeMap of version True; this reads"),
     "a brace": (forged("leaf", ["{"], []), r"the path `\{` has a brace without its other half"),
 }
 
 
 @pytest.mark.parametrize("text, message", FORGED.values(), ids=FORGED)
 def test_forged_json_is_refused(text, message):
-    with pytest.raises(MapError, match=message):
+    with pytest.raises(MapError, match=message) as caught:
         TreeMap.from_json(text)
+    assert "MapError" not in str(caught.value)
+
+
+ODD_NAMES = ["a.b[0]", "(x|y)*", "^$", "", "a\\b", "a\nb", "\x00", "%s", "ü/日本", "a'b\"c`", "model..weight/"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_names_are_taken_as_they_are(name):
+    made = TreeMap({name: From(name)})
+    assert TreeMap.from_json(made.to_json()) == made and eval(str(made.rules[name])) == made.rules[name]
+    same(made.apply({name: W["w"]})[name], W["w"])
+    for other in ("x", name + "x", name.replace(".", "x") + "y"):
+        with pytest.raises(MapError, match="the source has no"):
+            made.apply({other: W["w"]})
+
+
+def test_names_in_a_circle():
+    arrays = {name: np.full(2, number) for number, name in enumerate("abc")}
+    circle = TreeMap({"a": "b", "b": "c", "c": "a"})
+    found = circle.then(circle).apply(arrays)
+    assert [int(found[name][0]) for name in "abc"] == [2, 0, 1]
+    for three in (circle.then(circle).then(circle), circle.then(circle.then(circle)), circle.then(circle.inverse())):
+        assert all((three.apply(arrays, like=arrays)[name] == one).all() for name, one in arrays.items())
 
 
 def test_numbers_of_numpy_are_plain_ones():

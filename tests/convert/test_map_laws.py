@@ -102,6 +102,22 @@ def test_there_and_back_is_one_map(case):
 
 
 @settings(max_examples=40, deadline=None)
+@given(maps(keeps_all=True), st.data())
+def test_the_inverse_of_several_maps_leads_back(case, data):
+    made, arrays = written(case)
+    for number in range(data.draw(st.integers(1, 2))):
+        notes = {
+            path: data.draw(chains(leaf(path), one.shape, keeps_all=True))[0]
+            for path, one in made.apply(arrays).items()
+        }
+        made = made.then(TreeMap({f"{number}/{path}": note.make(None) for path, note in notes.items()}))
+    there = made.apply(arrays)
+    for tree in (there, {path: jnp.asarray(one) for path, one in there.items()}):
+        for path, array in made.inverse().apply(tree, like=arrays).items():
+            same(array, arrays[path])
+
+
+@settings(max_examples=40, deadline=None)
 @given(maps())
 def test_a_map_is_its_text_and_its_json(case):
     made, _ = written(case)

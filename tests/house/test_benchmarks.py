@@ -56,6 +56,22 @@ def test_values_of_a_race(capsys):
     assert "[1/1] test: copy" in capsys.readouterr().err
 
 
+def test_a_second_clock_and_a_bound_on_the_time():
+    calls, ticks = [], iter(range(1000))
+    rivals = (Rival("shardfx", lambda: calls.append), Rival("theirs", lambda: lambda _: next(ticks)))
+    made = Race(rivals, lambda: 0, block=False, also=lambda: float(next(ticks)), most_seconds=0.0)
+    (record,) = run_suite(
+        [Case("bounded", lambda: made)],
+        Options(quick=True, repeats=50, devices=[], flags=OPTIONS.flags),
+        Progress("test", 1),
+    )
+    # The first call, a round that warms caches, and three that count.
+    assert len(calls) == 5
+    # Between two ticks of the second clock theirs ticks once itself.
+    assert number(record, "processor_seconds.shardfx") == 1 and number(record, "processor_seconds.theirs") == 2
+    assert number(record, "processor_speedup.theirs") == 2
+
+
 def test_a_wrong_rival_is_dropped_and_a_wrong_own_result_fails():
     [dropped, failed] = run(
         Case("theirs is wrong", lambda: race(theirs=lambda b: b + b"!")),
