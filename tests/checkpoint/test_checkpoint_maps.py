@@ -175,6 +175,19 @@ def test_casts_and_constants(tmp_path):
     equal(load_file(tmp_path / "out" / "model.safetensors"), lower.apply(whole))
 
 
+def test_a_map_casts_to_what_a_file_can_hold(tmp_path):
+    whole = {"w": np.arange(8, dtype=np.float32).reshape(2, 4)}
+    made = planned(whole)
+    tree = shardfx.shard(whole, made)
+    # The format has no name for four bits; it is in the file's metadata.
+    checkpoint.save(tmp_path / "four.safetensors", tree, made, map=TreeMap({"w": From("w").cast("int4")}))
+    four = {"w": whole["w"].astype(jnp.int4)}
+    equal(checkpoint.load(tmp_path / "four.safetensors", planned(four)), four)
+    with pytest.raises(LeafTypeError, match="`w` is complex128, which safetensors cannot hold; cast it"):
+        checkpoint.save(tmp_path / "no.safetensors", tree, made, map=TreeMap({"w": From("w").cast("complex128")}))
+    assert not (tmp_path / "no.safetensors").exists()
+
+
 def test_keys_are_stacked_whole(tmp_path):
     keys = {"k.0": jax.random.split(jax.random.key(0), 4), "k.1": jax.random.split(jax.random.key(1), 4)}
     mesh = MeshSpec(MESH).build(jax.devices())

@@ -166,6 +166,10 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
     (model / "w" / "0").symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match="symbolic link that leaves"):
         checkpoint.load(index, structs)
+    (model / "w" / "0").unlink()
+    (model / "w" / "0").symlink_to("nothing")
+    with pytest.raises(CheckpointError, match="nothing' is missing"):
+        checkpoint.load(index, structs)
     (model / "w").rename(tmp_path / "moved")
     (model / "w").symlink_to(tmp_path / "moved")
     eformer_index(model, arrays=[{"path": "w"}])
