@@ -69,8 +69,8 @@ def constrain(
 ) -> Any:
     """Says how an intermediate array is sharded: by logical names or by a spec, corrected to its shape.
 
-    The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis types, under `jax.set_mesh`
-    and without it, and inside `jax.shard_map`, where the Manual axes are left out of the spec.
+    The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis types, with `jax.set_mesh` and
+    without. Inside `jax.shard_map` it leaves the Manual axes out of the spec.
 
     **Arguments:**
 
@@ -92,10 +92,12 @@ def constrain(
 
     **Raises:**
 
-    `RuleError` for names if the plan has no `axes`, `UnmatchedError` for a name that no rule is about, `SpecError` for
-    another number of names than dimensions, for an unknown mesh axis, and under `strict` if anything would be dropped,
-    `PlanMismatchError` if `x` lies on another mesh, and where the plan has no devices if it would do nothing: outside
-    `jit`, and where no argument of the compiled function lies on the mesh.
+    - `RuleError` for names if the plan has no `axes`.
+    - `UnmatchedError` for a name that no rule is about.
+    - `SpecError` for another number of names than dimensions, for an unknown mesh axis, and under `strict` if anything
+        would be dropped.
+    - `PlanMismatchError` if `x` lies on another mesh. Under a plan without devices, also if it would do nothing:
+        outside `jit`, and where no argument of the compiled function lies on the mesh.
 
     !!! Example
 

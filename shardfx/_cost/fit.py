@@ -175,8 +175,10 @@ def fit(
 
     **Raises:**
 
-    `ChipError` for a chip that is not known, `PlanMismatchError` for plans of different meshes or arguments that are
-    not the planned ones, `LeafTypeError` for a step that is neither, and what the step raises when it is traced.
+    - `ChipError` for a chip that is not known.
+    - `PlanMismatchError` for plans of different meshes, and for arguments that are not the planned ones.
+    - `LeafTypeError` for a step that is neither compiled nor a function.
+    - What the step raises when it is traced.
 
     !!! Example
 

@@ -77,8 +77,8 @@ def follow(
     **Raises:**
 
     What `init` raises; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does. Under a
-    plan that was made with `strict=True`, `SpecError` with all arrays of more than one element that follow nothing and
-    have no rule, or whose rule does not fit; `over` adds what there is room for, under any plan.
+    plan that was made with `strict=True`, also `SpecError`. It lists all arrays of more than one element that follow
+    nothing and have no rule, or whose rule does not fit. `over` adds what there is room for, under any plan.
 
     !!! Example
 

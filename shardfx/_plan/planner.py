@@ -71,9 +71,9 @@ def plan(
     - `min_bytes`: arrays of fewer bytes are replicated.
     - `memory_kinds`: pairs of a regex and a memory kind, as `("opt/.*mu", "pinned_host")`; the first that matches an
         array's path holds.
-    - `unmatched`: "raise": an array that neither names nor a path rule covers is an error, and so are a logical name
-        that no rule of `axes` is about, and a mesh axis of a rule that the mesh lacks and `AxisRules(..., axes=...)` or
-        `PathRules(..., axes=...)` does not declare. "replicate": they are replicated, with a reason.
+    - `unmatched`: "raise": an array that neither names nor a path rule covers is an error. So is a logical name that no
+        rule of `axes` is about. So is a mesh axis of a rule that the mesh lacks, unless `AxisRules(..., axes=...)` or
+        `PathRules(..., axes=...)` declares it. "replicate": such dimensions are replicated, with a reason.
     - `unused`: "raise": a rule of `paths`, or an entry of `memory_kinds`, that decides about no array is an error: no
         path matches it, or those before it take all that it matches. The last rule may match every path and
         be left nothing, and one whose target is [`shardfx.optional`][] may always. "allow": so may all.

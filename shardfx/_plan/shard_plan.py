@@ -28,9 +28,9 @@ class ShardPlan(eqx.Module):
 
     Made by [`shardfx.plan`][].
 
-    A value: it can be printed, stored, compared, hashed, closed over, and passed to a jitted function as an
-    argument, where an equal plan (one read back from JSON, for example) does not compile again. It pickles; the
-    devices of a plan on devices are found again by their ids, or it is an error ([`shardfx.ShardPlan.off`][]).
+    A value: it can be printed, stored, compared, hashed, and closed over. It can be an argument of a jitted function,
+    which an equal plan (one read back from JSON, for example) does not compile again. It pickles; the devices of a plan
+    on devices are found again by their ids, or it is an error ([`shardfx.ShardPlan.off`][]).
 
     A plan is read by path: `plan["layers/0/w"]` is a [`shardfx.LeafPlan`][], `"layers/0/w" in plan` says whether
     there is such an array, `for path in plan` goes through the paths, and `len(plan)` counts the arrays.

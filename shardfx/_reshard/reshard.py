@@ -82,11 +82,11 @@ def reshard(
 ) -> Any:
     """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
 
-    Live arrays go in groups: all leaves of one shape, dtype and pair of shardings share a program, leaves that are
-    where they should be are not touched, and only so much is under way at a time. Over the same devices an array takes
-    the steps of [`shardfx.plan_reshard`][]; to other devices, and between all devices that this process's CPU plays,
-    each shard is put together from the shards that overlap it. No device ever holds a whole array that it was not
-    asked to hold.
+    Live arrays go in groups: all leaves of one shape, dtype and pair of shardings share a program. Leaves that are
+    where they should be are not touched. Only so much is under way at a time. Over the same devices an array takes
+    the steps of [`shardfx.plan_reshard`][]. To other devices, and between devices that this process's CPU plays, each
+    shard is put together from the shards that overlap it. No device ever holds a whole array that it was not asked to
+    hold.
 
     Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. What
     such a function returns lies as its `out_shardings` say; without them XLA may gather it.

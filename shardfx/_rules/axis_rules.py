@@ -74,8 +74,8 @@ class AxisRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for a rule that is no pair, a target that is none of the above or repeats a mesh axis, a
-        unit that is no positive integer, an axis that is no name, and for aliases that go in a circle.
+        `RuleError` for a rule that is no pair; for a target that is none of the above, or repeats a mesh axis; for a
+        unit that is no positive integer; for an axis that is no name; for aliases that go in a circle.
         """
         self.rules = _rules(rules, "rules")
         by_mode = _pairs(modes or (), "modes")

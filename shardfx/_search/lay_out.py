@@ -30,10 +30,10 @@ _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 def lay_out(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., Any]:
     """The same step with its arrays constrained to where rules for its arguments want them.
 
-    A plan says how arguments lie; how everything between them does is left to the compiler, which often sends several
-    times more than it need. This names the step's dimensions as [`shardfx.name_axes`][] does, lays out every operation
-    under the role that the rules give each mesh axis, as [`shardfx.search`][] prices it, and constrains what the
-    operations take and make. The step needs no change, and what it computes stays the same.
+    A plan says how arguments lie. How everything between them lies is left to the compiler, which often sends several
+    times more than it need. This names the step's dimensions as [`shardfx.name_axes`][] does. It lays out every
+    operation under the role that the rules give each mesh axis, as [`shardfx.search`][] prices it. Then it constrains
+    what the operations take and make. The step needs no change, and what it computes stays the same.
 
     **Arguments:**
 

@@ -22,10 +22,10 @@ def embedded(value: Any) -> str:
 def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     """What `report_data` returned, with its text made printable, in a form of bounded size.
 
-    Rows that are planned alike share a kind: what they have in common, with the bytes of one array. A row is how many
-    characters its path begins with as the path before it does, the rest of its path, how many arrays it stands for,
-    and the number of its kind. Where they are too many, the rows with the fewest bytes per device are left out, and
-    `more` says what they are in all; findings and traffic are cut at their end.
+    Rows that are planned alike share a kind: what they have in common, with the bytes of one array. A row is four
+    values: how many characters its path shares with the path before it, the rest of its path, how many arrays it stands
+    for, and the number of its kind. Where there are too many rows, those with the fewest bytes per device are left out,
+    and `more` says what they are in all. Findings and traffic are cut at their end.
     """
     traffic = data["traffic"]
     rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])

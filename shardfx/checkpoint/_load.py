@@ -149,10 +149,10 @@ def load(
 
     **Raises:**
 
-    `MapError` that lists all of a map that does not fit, and `CheckpointError` that lists every leaf that the
-    checkpoint lacks or has with another shape or dtype, before anything is read; `CheckpointError` for a file that is
-    truncated, missing, or changed since its header was read; for an integer that the dtype it is cast to lacks; for a
-    limit below the largest shard. Nothing is half loaded.
+    - `MapError` that lists all of a map that does not fit, before anything is read.
+    - `CheckpointError` that lists every leaf that the checkpoint lacks or has with another shape or dtype, before
+        anything is read. Also for a file that is truncated, missing, or changed since its header was read; for an
+        integer that the dtype it is cast to lacks; for a limit below the largest shard. Nothing is half loaded.
 
     !!! Example
 

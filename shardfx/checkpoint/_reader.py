@@ -37,9 +37,9 @@ _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: 
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
     """Uninitialised memory for arrays that are read."""
-    # Not numpy's own memory: of that it asks for large pages, which cost three times as much to touch first on virtual
-    # machines whose host takes back the large blocks that the guest has free. This is from `malloc`, uninitialised,
-    # and a process that loads again finds it touched already.
+    # NumPy asks for large pages. They cost three times as much to touch first on virtual machines whose host takes back
+    # large blocks that the guest has free. This memory is from `malloc`, and a process that loads again finds it
+    # touched already.
     return np.frombuffer(_uninitialised(None, nbytes), np.uint8)
 
 

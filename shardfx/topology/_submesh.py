@@ -95,8 +95,8 @@ def submesh_order(
     """The order of T5X's data x model mesh: each row is one copy of the model, in a box of shape `submesh`.
 
     With host tiling, a host's devices are a contiguous part of the mesh, so that a host loads one range of
-    rows. Without, rows follow the hardware. Models that fill a line of X or Y, or a plane with Z, are ordered
-    with Z slower than the other dimension beside them and without host tiling, as in T5X.
+    rows. Without, rows follow the hardware. As in T5X, a model that fills a line of X or Y, or a plane with Z,
+    takes no host tiling; then Z is slower than the other dimension beside it.
 
     **Arguments:**
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from safetensors.numpy import load_file
 import shardfx
 from shardfx import LeafTypeError, PathRules, PlanFormatError, PlanMismatchError, checkpoint
 from shardfx._ground.errors import CheckpointError
-from shardfx.checkpoint import _save
 
 
 def mesh_of(sizes, names="abc"):
@@ -226,7 +226,7 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number
 
 def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
-    monkeypatch.setattr(_save.shutil, "disk_usage", lambda path: _Usage(1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1000))
     with pytest.raises(OSError, match=r"saving takes \d+ bytes and 1000 are free; nothing was written"):
         checkpoint.save(tmp_path / "step", arrays, made)
     assert os.listdir(tmp_path) == []
@@ -338,15 +338,16 @@ def test_whoever_is_killed_leaves_the_old_checkpoint_whole(tmp_path, target):
 def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
     arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
     others = jax.tree.map(lambda x: x * 3, arrays)
-    commit = _save._commit
+    last = "rename" if target == "step" else "link"
+    put = getattr(os, last)
 
-    def late(staging, path, is_file, overwrite):
-        # Another writer comes through between the writing and the rename of this one.
-        monkeypatch.setattr(_save, "_commit", commit)
+    def late(staging, path):
+        # Another writer comes through between the writing and the last call of this one.
+        monkeypatch.setattr(os, last, put)
         checkpoint.save(tmp_path / target, others, made)
-        commit(staging, path, is_file, overwrite)
+        put(staging, path)
 
-    monkeypatch.setattr(_save, "_commit", late)
+    monkeypatch.setattr(os, last, late)
     with pytest.raises(
         CheckpointError, match="appeared while this was saving, from another writer, and stays as it is"
     ):

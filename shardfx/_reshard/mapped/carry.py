@@ -134,8 +134,8 @@ def _within(part: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
 
 def _by_copies(work: Work, data: Mapping[str, Any], means: Means) -> Coming:
     assert work.leaf.sharding is not None
-    where = (work.leaf.sharding, work.targets, work.fillings, work.sources)
-    return coming(work.shape, work.dtype, *where, means.shards, _reader(data), means.pool)
+    wanted = jax.ShapeDtypeStruct(work.shape, work.dtype, sharding=work.leaf.sharding)
+    return coming(wanted, work.targets, work.fillings, work.sources, means.shards, _reader(data), means.pool)
 
 
 def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:

@@ -142,14 +142,12 @@ class Coming(NamedTuple):
 
     **Arguments:**
 
-    - `shape`, `dtype`, `sharding`: of the array.
+    - `wanted`: its shape, dtype and sharding.
     - `targets`, `built`: its different boxes, and the memory of each; replicas share one.
     - `tasks`: the copies that other threads make.
     """
 
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: jax.sharding.Sharding
+    wanted: jax.ShapeDtypeStruct
     targets: Sequence[Box]
     built: Sequence[np.ndarray]
     tasks: Sequence[Future[None]]
@@ -159,19 +157,16 @@ class Coming(NamedTuple):
         for task in self.tasks:
             task.result()
         by_box = dict(zip(self.targets, self.built, strict=True))
-        if len(self.built) == 1:
-            return jax.make_array_from_callback(self.shape, self.sharding, lambda _: self.built[0], dtype=self.dtype)
+        shape = self.wanted.shape
 
         def shard(index: Any) -> np.ndarray:
-            return by_box[as_box(index or (), self.shape)]
+            return self.built[0] if len(self.built) == 1 else by_box[as_box(index or (), shape)]
 
-        return jax.make_array_from_callback(self.shape, self.sharding, shard, dtype=self.dtype)
+        return jax.make_array_from_callback(shape, self.wanted.sharding, shard, dtype=self.wanted.dtype)
 
 
 def coming(
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: jax.sharding.Sharding,
+    wanted: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
     fillings: Sequence[Filling],
     names: Sequence[str],
@@ -183,7 +178,7 @@ def coming(
 
     **Arguments:**
 
-    - `shape`, `dtype`, `sharding`: of the array.
+    - `wanted`: the array's shape, dtype and sharding.
     - `targets`: its different boxes.
     - `fillings`: what each of them is made of.
     - `names`: the arrays that are read, by number.
@@ -191,7 +186,7 @@ def coming(
     - `read`: a box of a whole array, for what takes two.
     - `pool`: threads to copy with: NumPy lets others run meanwhile.
     """
-    built = memory_of([tuple(stop - start for start, stop in box) for box in targets], np.dtype(dtype))
+    built = memory_of([tuple(stop - start for start, stop in box) for box in targets], np.dtype(wanted.dtype))
     pairs = list(zip(built, fillings, strict=True))
     batches = list(_batches(view for buffer, one in pairs for view in _views(buffer, one.copies, names, shards)))
     tasks = [pool.submit(_copy_all, batch) for batch in batches] if len(batches) > 1 else []
@@ -200,7 +195,7 @@ def coming(
     for buffer, one in pairs:
         for cut in one.others:
             _fill_other(buffer, cut, shards, read)
-    return Coming(shape, dtype, sharding, targets, built, tasks)
+    return Coming(wanted, targets, built, tasks)
 
 
 # A part of a new shard, a part of an old one, and along which dimension they are copied in blocks.

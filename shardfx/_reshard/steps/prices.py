@@ -13,8 +13,8 @@ from .factors import End, levels
 
 # Among paths of equal traffic the one with fewer steps is taken, so that each step costs a little.
 STEP = 1e-9
-# Among those the one that permutes before any all-to-all: a permutation that comes first reads the source itself, of
-# which no copy is made, and of what follows the TPU compiler may keep one piece on the chip.
+# Among those the one that permutes before any all-to-all. A permutation that comes first reads the source itself, so
+# that no copy of it is made. Of what follows, the TPU compiler may keep one piece on the chip.
 STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 

@@ -1,7 +1,7 @@
 """The steps of a Redistribution as a traced program: one `shard_map` over the source's own mesh.
 
-Collectives name their groups of devices one by one, so no refined mesh is built, and a step that belongs to the
-factors of the target's mesh runs there as well as one of the source's.
+Collectives name their groups of devices one by one. So no refined mesh is built, and steps along factors of the
+target's mesh run there, too.
 """
 
 import functools as ft

@@ -13,9 +13,7 @@ from .tile_map import Tile, TileMap
 
 
 def put_together(
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: jax.sharding.Sharding,
+    wanted: jax.ShapeDtypeStruct,
     tile_map: TileMap,
     devices: Sequence[Any],
     shards: Mapping[int, jax.Array],
@@ -27,7 +25,7 @@ def put_together(
 
     **Arguments:**
 
-    - `shape`, `dtype`, `sharding`: of the array that is wanted.
+    - `wanted`: the array's shape, dtype and sharding.
     - `tile_map`: whose device numbers are places in `devices`.
     - `shards`: the source's shards as single-device arrays, by device number.
     - `in_flight_bytes`: how many bytes of pieces may exist at a time, where the largest is no larger.
@@ -45,12 +43,13 @@ def put_together(
         if free is not None and sender not in left:
             free(sender)
     place = {device: index for index, device in enumerate(devices)}
+    shape, sharding = wanted.shape, wanted.sharding
     shard_shape = sharding.shard_shape(shape)
     built, in_flight = [], 0
     for device in sharding.addressable_devices_indices_map(shape):
         target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         tiles = by_receiver.get(place[device], [])
-        out = None if len(tiles) == 1 else jnp.zeros(shard_shape, dtype, device=target)
+        out = None if len(tiles) == 1 else jnp.zeros(shard_shape, wanted.dtype, device=target)
         for tile in tiles:
             # A piece is cut on its sender and copied to its receiver, and the two may be one memory.
             if in_flight and 2 * (in_flight + tile.bytes) > in_flight_bytes:
@@ -66,7 +65,7 @@ def put_together(
                 in_flight = 0
                 free(tile.sender)
         built.append(out)
-    return jax.make_array_from_single_device_arrays(shape, sharding, built, dtype=dtype)
+    return jax.make_array_from_single_device_arrays(shape, sharding, built, dtype=wanted.dtype)
 
 
 def _cut(shard: jax.Array, tile: Tile) -> jax.Array:

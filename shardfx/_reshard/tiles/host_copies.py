@@ -1,7 +1,7 @@
 """Putting shards together in host memory: the copies of a tile map as NumPy assignments, in an order that frees early.
 
-On the CPU backend a shard is host memory that NumPy can look at, and an aligned NumPy buffer is a shard that JAX can
-look at, so each byte is copied once, from the old shard to the new one.
+On the CPU backend NumPy can look at a shard, which is host memory, and JAX at an aligned NumPy buffer. So each byte is
+copied once, from the old shard to the new one.
 """
 
 import collections

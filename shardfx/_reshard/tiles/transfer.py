@@ -245,15 +245,9 @@ def _copies_allowed() -> contextlib.AbstractContextManager[Any]:
 
 def _by_pieces(x: jax.Array, made: Transfer, donate: bool, *, in_flight_bytes: int) -> jax.Array:
     shards, free = _shards(x, made, donate)
+    wanted = jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=made.sharding)
     return device_copies.put_together(
-        made.shape,
-        made.dtype,
-        made.sharding,
-        made.tiles,
-        made.devices,
-        shards,
-        in_flight_bytes=in_flight_bytes,
-        free=free,
+        wanted, made.tiles, made.devices, shards, in_flight_bytes=in_flight_bytes, free=free
     )
 
 
