@@ -106,9 +106,10 @@ def follow(
         check_axis_rules("axes", axes)
     kinds = memory_kind_pairs(memory_kinds)
     kind_rules = PathRules((regex, ()) for regex, _ in kinds)
-    flat = flatten(_evaluated(init, plan, args))
+    made, refused = _evaluated(init, plan, args)
+    flat = flatten(made)
     raise_repeated(flat)
-    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan))
+    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan), refused)
     rows, index, used_kinds = [], [], {}
     patterns = compiled(kind_rules)
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
@@ -150,7 +151,8 @@ def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
     return given
 
 
-def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> Any:
+def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> tuple[Any, str]:
+    """What `init` makes, as structs; and where these have no shardings, why JAX could not say them."""
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     given = (plan, *args)
@@ -161,12 +163,18 @@ def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...])
     # Not every `init` can be typed on an Explicit mesh (an ambiguous contraction, a foreign callback): then its shapes
     # alone decide.
     *attempts, last = itertools.product((explicit, None), others)
+    refused = ""
     for abstract, other in attempts:
         try:
-            return _shapes(init, given, abstract, other)
-        except Exception:  # JAX's sharding type error is not public; what is really wrong is raised again below.
-            continue
-    return _shapes(init, given, *last)
+            return _shapes(init, given, abstract, other), "" if abstract is explicit else refused
+        except Exception as error:  # JAX's sharding type error is not public; what is wrong is raised again below.
+            refused = f"{type(error).__name__}: {_first_sentence(str(error))}" if abstract is explicit else refused
+    return _shapes(init, given, *last), refused
+
+
+def _first_sentence(text: str) -> str:
+    """What a message says first, in one line and without its end."""
+    return text.strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
 
 
 class _NoArray:
@@ -204,8 +212,8 @@ def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
 class _Follower:
     """What one call of `follow` goes by, and what it has found so far."""
 
-    def __init__(self, plan: ShardPlan, paths: PathRules, axes: AxisRules | None, over: Fsdp | None):
-        self.plan, self.mesh, self.paths, self.over = plan, axes_of(plan.mesh), paths, over
+    def __init__(self, plan: ShardPlan, paths: PathRules, axes: AxisRules | None, over: Fsdp | None, refused: str):
+        self.plan, self.mesh, self.paths, self.over, self.refused = plan, axes_of(plan.mesh), paths, over, refused
         self.axes = plan.axes if axes is None else axes
         self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
         self.patterns = compiled(paths)
@@ -245,7 +253,8 @@ class _Follower:
             return asked_by_target(target, path, leaf, rule, self.axes, self.plan.mode)
         if self.over is not None:
             return _NOTHING
-        what = "the array (it follows no planned one; rules for such arrays go into `follow(..., paths=...)`)"
+        why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""
+        what = f"the array (it follows no planned one{why}; rules for such arrays go into `follow(..., paths=...)`)"
         return _NOTHING._replace(reasons=(reason(Code.unmatched, None, what=what),))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .._ground.spec import entries_of, entry_axes
 from .._ground.text import entry_text
-from .._rules.axis_rules import AxisRules
+from .._rules.axis_rules import AxisRules, nearest
 from .._rules.path_rules import PathRules
 from .._rules.strategies import axes_of_target
 from .finding import Finding, Severity
@@ -48,12 +48,17 @@ def unused_axes(subject: Subject) -> Iterator[Finding]:
     for axis, size in subject.mesh.shape.items():
         if size > 1 and axis not in used:
             what = "paths" if subject.axes is None else "axes"
-            fix = f"{what} = {what}.extend(axes=({axis!r},))"
-            message = (
-                f"no rule uses the mesh axis {axis!r} of size {size}: devices along it hold the same. If it is for the "
-                f"batch alone, declare it: `{fix}`"
-            )
-            yield Finding("unused-axis", severity, f"mesh axis {axis!r}", share - share // size, message, fix)
+            message = f"no rule uses the mesh axis {axis!r} of size {size}: devices along it hold the same. "
+            close = nearest(axis, sorted(used - set(subject.mesh.shape)))[:1]
+            if close:
+                sizes = {close[0] if name == axis else name: size for name, size in subject.mesh.shape.items()}
+                fix = f"mesh = MeshSpec({sizes!r})"
+                message += f"The rules use {close[0]!r}, which the mesh lacks: if that is meant, `{fix}`"
+            else:
+                fix = f"{what} = {what}.extend(axes=({axis!r},))"
+                message += f"If it is for the batch alone, declare it: `{fix}`"
+            found = "warning" if close else severity
+            yield Finding("unused-axis", found, f"mesh axis {axis!r}", share - share // size, message, fix)
 
 
 def _axes_used(subject: Subject) -> set[str]:

@@ -325,6 +325,15 @@ def test_other_arguments_and_other_plans(params_plan):
     assert made.specs["extra"] is None
 
 
+def test_the_reason_says_where_jax_follows_no_sharding():
+    made = follow(lambda tree: {"w": tree["a"]["w"], "square": tree["a"]["w"].T @ tree["a"]["w"]}, SMALL_PLAN)
+    (why,) = made["square"].reasons
+    assert "JAX cannot follow shardings through `init`: ShardingTypeError: Contracting dimensions" in str(why)
+    # Arrays by the paths of planned ones follow those all the same.
+    named = follow(lambda tree: {**tree, "square": tree["a"]["w"].T @ tree["a"]["w"]}, SMALL_PLAN)
+    assert named["a/w"].spec == SMALL_PLAN["a/w"].spec and named["a/w"].reasons == ()
+
+
 def test_memory_kinds_of_the_state(params_plan):
     made = follow(optax.adam(1e-3).init, params_plan, memory_kinds=[("/(mu|nu)/", "pinned_host")])
     kinds = {leaf.path: leaf.memory_kind for leaf in made.leaves}

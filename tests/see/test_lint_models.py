@@ -43,6 +43,13 @@ def test_data_parallel_rules_declare_the_axis_of_the_batch():
     assert (other.code, other.severity, other.where) == ("unused-axis", "info", "mesh axis 'batch'")
 
 
+def test_a_mesh_axis_that_is_spelt_wrong():
+    tree, rules = models.tree("llama3-8b"), models.rules_for("llama3-8b", "dp")
+    (found,) = sfx.lint(tree, MeshSpec({"dta": 8}), paths=rules).without("replicated")
+    assert (found.code, found.severity, found.fix) == ("unused-axis", "warning", "mesh = MeshSpec({'data': 8})")
+    assert "The rules use 'data', which the mesh lacks" in found.message
+
+
 def test_the_largest_model():
     tree, rules = models.tree("llama3-405b"), models.rules_for("llama3-405b", "fsdp_tp")
     found = sfx.lint(tree, MeshSpec.parse("data=4,fsdp=64,tensor=8"), paths=rules)
