@@ -35,7 +35,7 @@ def specs_of(tree: Any) -> Any:
             return canonical(sharding.spec)
         if isinstance(leaf, jax.Array) and leaf.ndim:
             raise LeafTypeError(
-                f"array `{jax.tree_util.keystr(path, simple=True, separator='/')}`, shape {leaf.shape}, lies on "
+                f"{_name(path)}, shape {leaf.shape}, lies on "
                 f"{sharding}, which has no PartitionSpec; place it with `shard(tree, plan)`, or use `shardings_of`."
             )
         return PartitionSpec() if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else None
@@ -78,11 +78,16 @@ def _known(path: Any, leaf: Any) -> Sharding | None:
         autos = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
         if any(mesh.shape[name] > 1 for name in autos):
             raise LeafTypeError(
-                f"array `{jax.tree_util.keystr(path, simple=True, separator='/')}`, shape {leaf.shape}, is traced on a "
+                f"{_name(path)}, shape {leaf.shape}, is traced on a "
                 f"mesh with the Auto axes {tuple(autos)}: the compiler chooses how they cut it, and has not yet. Look "
                 "at what the compiled function returns; or use Explicit axes, which are in the type."
             )
     return sharding
+
+
+def _name(path: Any) -> str:
+    where = jax.tree_util.keystr(path, simple=True, separator="/")
+    return f"array `{where}`" if where else "the array"
 
 
 def sharding_of(leaf: Any) -> Sharding | None:

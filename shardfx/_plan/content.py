@@ -245,8 +245,10 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     known, present = set(content.skeleton.paths), set(flat.paths)
     extra = [path for path in given if path not in known]
     missing = [path for path in planned if path not in present]
-    found = [f"the plan has no `{path}`{_tied_to(path, flat)}" for path in extra[:1]]
-    found += [f"the tree has no `{path}`" for path in missing[:1]]
+    # A tree that is one array has no path.
+    alone = f"this is one array, and the plan is for {'no array' if not planned else f'a tree, as of `{planned[0]}`'}"
+    found = [f"the plan has no `{path}`{_tied_to(path, flat)}" if path else alone for path in extra[:1]]
+    found += [f"the tree has no `{path}`" if path else "the plan is for one array" for path in missing[:1]]
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({len(extra)} arrays more, {len(missing)} missing): "
         f"{'; '.join(found) or 'the arrays are in another order'}. Plan the tree that you use."

@@ -156,3 +156,12 @@ def test_a_replicated_plan_of_a_deep_tree_comes_back():
         tree = {"a": [tree]}
     made = plan(tree, MESH, paths=PathRules([(".*", replicate)]))
     assert ShardPlan.from_json(made.to_json()) == made == pickle.loads(pickle.dumps(made))
+
+
+def test_one_array_and_a_tree_are_told_apart_in_words():
+    tree, array = {"w": jnp.ones(8)}, jnp.ones(8)
+    of_tree, of_array = (plan(one, MESH, paths=PathRules([("", P("a"))])).to_json() for one in (tree, array))
+    with pytest.raises(PlanMismatchError, match="this is one array, and the plan is for a tree, as of `w`; the tree"):
+        ShardPlan.from_json(of_tree, like=array)
+    with pytest.raises(PlanMismatchError, match="the plan has no `w`; the plan is for one array"):
+        ShardPlan.from_json(of_array, like=tree)
