@@ -136,6 +136,7 @@ class _Walk:
         for value, layout in zip(op.results, way.results, strict=True):
             self.make(value, layout, (*partial, *way.partial), made_by, op)
         self.exchange_margins(at, op, way)
+        self.shift(at, op, way)
         if op.rule.note and not any(sent.op == at for sent in self.found[-len(op.operands) - 1 :]):
             self.found.append(Sent(Move("unknown", (), 0.0, 0.0), at, op.scope, op.results[0], op.rule.note))
 
@@ -377,6 +378,35 @@ class _Walk:
                         size = self.sizes[value] / self.axes.shards(layout) * self.axes.count(parts) * margin / length
                         move = self.prices.made("collective-permute", parts, size)
                         self.found.append(Sent(move, at, op.scope, value, op.rule.note))
+
+    def shift(self, at: int, op: Op, way: _Way) -> None:
+        """Sends the parts of a dimension that lie elsewhere in the result.
+
+        A device sends what it has of the smaller side. Of arrays that are put one behind the other compilers exchange
+        each as if it were as large as the result.
+        """
+        if "shift" not in op.rule.kinds:
+            return
+        operands = self.shifted(op, op.operands, op.rule.operands, way.operands)
+        results = self.shifted(op, op.results, op.rule.results, way.results)
+        if op.name == "concatenate":
+            moves = [self.prices.made("all-to-all", parts, results[0][1]) for parts, _ in operands if results]
+        else:
+            side = min(operands, results, key=lambda side: sum(size for _, size in side))
+            moves = [self.prices.made("collective-permute", parts, size) for parts, size in side]
+        self.found += [Sent(move, at, op.scope, op.results[0], op.rule.note) for move in moves]
+
+    def shifted(
+        self, op: Op, values: tuple[int, ...], sides: tuple[Dims, ...], layouts: tuple[Layout, ...]
+    ) -> list[tuple[Parts, float]]:
+        """What cuts the dimension that is shifted, and the bytes that a device has, of each array that is cut so."""
+        found: list[tuple[Parts, float]] = []
+        for value, dims, layout in zip(values, sides, layouts, strict=True):
+            shifts = [own for dim, own in zip(dims, layout, strict=True) if op.rule.kinds[dim[0]] == "shift"]
+            parts = tuple(itertools.chain.from_iterable(shifts))
+            if parts and not self.traced.values[value].is_free:
+                found.append((parts, self.sizes[value] / self.axes.shards(layout)))
+        return found
 
     def send_by_word(self, at: int, op: Op) -> None:
         sends = op.rule.sends

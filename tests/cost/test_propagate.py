@@ -46,3 +46,23 @@ def test_arrays_that_nobody_constrains_lie_as_compilers_lay_them(loss, down):
     ours = estimate(loss, params, tokens, compiler="cpu")
     found = traffic(compile_for(loss, [params, tokens], "cpu"))
     assert ours.wire_bytes == pytest.approx(found.wire_bytes, rel=0.01)
+
+
+def gated(params, tokens):
+    def cell(state, x):
+        gate, new = jnp.split(x @ params["in"] + state @ params["again"], 2, axis=-1)
+        return jax.nn.sigmoid(gate) * state + jnp.tanh(new), None
+
+    x = jnp.swapaxes(params["table"][tokens], 0, 1)
+    return jnp.sum(jax.lax.scan(cell, jnp.zeros((B, D)), x)[0] ** 2)
+
+
+def test_the_pieces_of_an_array_lie_as_it_does_and_are_sent_where_they_lie():
+    # A recurrent cell computes its gates at once: both are pieces of an array that is cut as its weights are.
+    weights = {"in": struct((D, 2 * D), None, "fsdp"), "again": struct((D, 2 * D), None, "fsdp")}
+    params, tokens = {"table": struct((V, D), "fsdp"), **weights}, struct((B, T), "fsdp", dtype=jnp.int32)
+    ours = estimate(gated, params, tokens, compiler="cpu")
+    found = traffic(compile_for(gated, [params, tokens], "cpu"))
+    assert ours.wire_bytes == pytest.approx(found.wire_bytes, rel=0.1)
+    pieces = [row.calls for row in ours.rows if row.kind == "collective-permute"]
+    assert pieces and set(pieces) == {T}

@@ -6,14 +6,16 @@ what that costs is decided by the factor's kind.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 
 # "pass": whoever holds a part works on it alone. "sum": parts are added up, and the sum may wait. "join": parts are
 # combined in another way (a maximum), at once. "whole": every device needs all of it. "window": as "pass", but
-# neighbours exchange the margins of their parts.
-Kind = Literal["pass", "sum", "join", "whole", "window"]
+# neighbours exchange the margins of their parts. "shift": as "pass", but parts are sent on, since those of one array
+# lie elsewhere than those of the other: a piece of an array, and arrays that are put one behind the other.
+Kind = Literal["pass", "sum", "join", "whole", "window", "shift"]
 Dim = tuple[int, ...]
 Dims = tuple[Dim, ...]
 Shape = tuple[int, ...]
@@ -122,3 +124,11 @@ def along(axes: Sequence[int], given: Sequence[Shape], made: Sequence[Shape]) ->
         return [shared[at] if at in shared else loops.new(size, "whole") for at, size in enumerate(shape)]
 
     return loops.rule([of(shape) for shape in given], [of(shape) for shape in made])
+
+
+def shifted(axis: int, given: Sequence[Shape], made: Sequence[Shape], **more: Any) -> Rule:
+    """As `along`, but the dimension may be cut too, into as many parts in all arrays; then parts are sent."""
+    loops, rank = Loops(), len(made[0])
+    alike = [loops.new(size) if at != axis % rank else () for at, size in enumerate(made[0])]
+    alike[axis % rank] = loops.new(math.gcd(*(shape[axis] for shape in (*given, *made))), "shift")
+    return loops.rule([alike] * len(given), [alike] * len(made), **more)

@@ -1,11 +1,10 @@
 """Operations that change what an array looks like, and little else."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .rule import Dim, Loops, Rule, Shape, along, opaque
+from .rule import Dim, Loops, Rule, Shape, opaque, shifted
 
 
 def broadcast(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
@@ -86,11 +85,21 @@ def _filled(loops: Loops, shape: Shape, dims: Sequence[Dim]) -> list[Dim]:
 
 
 def concatenate(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
-    return along([params["dimension"]], given, made)
+    return shifted(params["dimension"], given, made)
 
 
 def split(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
-    return dataclasses.replace(along([params["axis"]], given, made), is_linear=True)
+    return shifted(params["axis"], given, made, is_linear=True)
+
+
+def piece(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
+    """A part of an array, in a place that is known before it runs."""
+    loops = Loops()
+    dims = [
+        loops.new(size) if size == part else loops.new(math.gcd(size, part), "shift")
+        for size, part in zip(given[0], made[0], strict=True)
+    ]
+    return loops.rule([dims], [dims], moves=True, is_linear=True)
 
 
 def cut(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
@@ -112,12 +121,11 @@ def put(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]
 
 def pad(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
     loops = Loops()
-    operand, result = [], []
-    for size, (low, high, inside), full in zip(given[0], params["padding_config"], made[0], strict=True):
-        kept = not (low or high or inside)
-        operand.append(loops.new(size, "pass" if kept else "whole"))
-        result.append(operand[-1] if kept else loops.new(full, "whole"))
-    return loops.rule([operand, *[loops.dims(s) for s in given[1:]]], [result], is_linear=True)
+    dims = [
+        loops.new(math.gcd(size, full), "shift" if low or high or inside else "pass")
+        for size, (low, high, inside), full in zip(given[0], params["padding_config"], made[0], strict=True)
+    ]
+    return loops.rule([dims, *[loops.dims(s) for s in given[1:]]], [dims], is_linear=True)
 
 
 def bitcast(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
