@@ -14,6 +14,8 @@ from .price import Move, Prices, total
 
 # Beyond so many ways of carrying an operation out, only those that its arrays agree on are looked at.
 _MOST_WAYS = 256
+# What says how an array is to lie, and does nothing else.
+_PLACED = ("sharding_constraint", "reshard", "shard_map")
 
 
 class Sent(NamedTuple):
@@ -156,6 +158,10 @@ class _Walk:
         if op.name in self.habits.whole:
             operands, results = op.rule.operands, op.rule.results
             return _Way(tuple(((),) * len(dims) for dims in operands), tuple(((),) * len(dims) for dims in results), ())
+        if op.pin is not None and op.name in _PLACED and not any(self.states[value].partial for value in op.operands):
+            # So that who asks for the same once more is not sent it again.
+            layout = (self.layouts[op.results[0]],)
+            return _Way(layout, layout, ())
         return self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
 
     def agreed(self, op: Op, partial: Parts) -> _Way | None:

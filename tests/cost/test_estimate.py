@@ -360,3 +360,14 @@ def test_numbers_give_up_the_devices_that_cut_the_width_of_a_table():
     made = estimate(step, table, at, compiler="cpu").by("kind")
     assert made["all-reduce"] == 2 * 2**20 * 3 // 4  # all rows, a quarter of the width
     assert made.keys() <= {"all-reduce", "all-to-all", "all-gather", "collective-permute"}
+
+
+def test_what_is_gathered_for_the_same_layout_again_is_sent_once():
+    x, w = struct((64, 32), "data"), struct((32, 16), "tensor")
+    size = 32 * 16 * 4 * 3 // 4
+
+    def step(x, w):
+        body = jax.shard_map(jnp.dot, mesh=MESH, in_specs=(P("data"), P()), out_specs=P("data"))
+        return body(x, w) + body(2 * x, w) + x @ constrained(w) + x @ constrained(w)
+
+    assert sum(row[2] for row in listed(step, x, w)) == size
