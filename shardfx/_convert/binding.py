@@ -307,7 +307,8 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, Leaf]) -> Mappin
             if piece.value.path is None:
                 continue
             if piece.value.scale is not None:
-                problems.append((piece.value.path, "it was scaled, and the way back would have to find the scales"))
+                what = "it was scaled, and the way back would have to find the scales"
+                problems.append((piece.value.path, f"{what}; write another map back, to weights without them"))
                 break
             casts = _back(piece.value.casts, source[piece.value.path].dtype)
             value = piece.value._replace(path=path, casts=casts)

@@ -35,7 +35,13 @@ def _view(
     shape = tuple(size for size, _, _ in factors)
     strides = tuple(0 if dim == NOWHERE else memory.strides[dim] * step for _, dim, step in factors)
     corner = memory[(*[slice(at, None) for at in first], ...)]
-    return np.lib.stride_tricks.as_strided(corner, shape, strides)
+    return strided(corner, shape, strides)
+
+
+def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """A view of memory with other strides, in bytes."""
+    # NumPy's function makes the dtype anew from its text, and that of float8_e5m2 is "<f1", which it does not know.
+    return np.lib.stride_tricks.as_strided(as_bits(memory), shape, strides).view(memory.dtype)
 
 
 def as_bits(view: np.ndarray) -> np.ndarray:
@@ -126,4 +132,4 @@ def seen(memory: np.ndarray, landing: Landing) -> np.ndarray:
     """A landing as a view of the memory, with the dimensions of the source."""
     shape = tuple(stop - start for start, stop in landing.source)
     strides = tuple(stride * memory.itemsize for stride in landing.strides)
-    return np.lib.stride_tricks.as_strided(memory.reshape(-1)[landing.offset :], shape, strides)
+    return strided(memory.reshape(-1)[landing.offset :], shape, strides)

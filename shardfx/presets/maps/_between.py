@@ -55,7 +55,10 @@ def between(
     for path, entry in target:
         parts = [_made(_found(kinds, place.kind), place, sizes) for place in rows[path]]
         if isinstance(entry, Scaled):
-            raise MapError(f"`{path}` is stored in blocks with scales, which a map cannot find; write it as a whole.")
+            raise MapError(
+                f"`{path}` is stored in blocks with scales, which a map cannot find; write it as {entry.dtype}: with "
+                "`{**config, 'quantization_config': None}`, or `entry.part` in the place of a `Scaled` of your own."
+            )
         rules[path] = From.concat(parts, dim=entry.dim, shards=entry.shards) if isinstance(entry, Fused) else parts[0]
     return rules
 
