@@ -37,12 +37,7 @@ def mesh(start, stop, *sizes):
     return Mesh(np.asarray(jax.devices()[start:stop]).reshape(sizes), ("a", "b")[: len(sizes)])
 
 
-MESHES = {
-    "all": lambda: mesh(0, 8, 2, 4),
-    "first": lambda: mesh(0, 4, 2, 2),
-    "last": lambda: mesh(4, 8, 2, 2),
-    "six": lambda: mesh(2, 8, 2, 3),
-}
+MESHES = {"all": (0, 8, 2, 4), "first": (0, 4, 2, 2), "last": (4, 8, 2, 2), "six": (2, 8, 2, 3)}
 
 
 def placed(array, sharding):
@@ -79,8 +74,8 @@ def equal(tree, whole, target):
 def test_copies_make_what_numpy_makes(source, there, case, data):
     made, arrays = written(case)
     whole = made.apply(arrays)
-    tree = {path: placed(one, drawn(data.draw, one.shape, MESHES[source]())) for path, one in arrays.items()}
-    target = target_of(data.draw, whole, MESHES[there]())
+    tree = {path: placed(one, drawn(data.draw, one.shape, mesh(*MESHES[source]))) for path, one in arrays.items()}
+    target = target_of(data.draw, whole, mesh(*MESHES[there]))
     equal(reshard(tree, target, map=made), whole, target)
     for path, one in arrays.items():
         same(tree[path], one)
@@ -92,8 +87,8 @@ def test_copies_make_what_numpy_makes(source, there, case, data):
 def test_programs_make_what_numpy_makes(source, there, case, data):
     made, arrays = written(case)
     whole = made.apply(arrays)
-    tree = {path: placed(one, drawn(data.draw, one.shape, MESHES[source]())) for path, one in arrays.items()}
-    target = target_of(data.draw, whole, MESHES[there]())
+    tree = {path: placed(one, drawn(data.draw, one.shape, mesh(*MESHES[source]))) for path, one in arrays.items()}
+    target = target_of(data.draw, whole, mesh(*MESHES[there]))
     equal(through_programs(tree, target, map=made), whole, target)
 
 
@@ -150,7 +145,7 @@ def test_a_trainers_tree_becomes_an_engines(move, there, dtype):
     # A number that is none keeps its bits.
     arrays["layers/q"].view(np.uint32 if dtype == np.float32 else np.uint16)[0, 0, :4] |= 0x7FC1
     source = "all" if there == "all" else "first"
-    tree, plan = trained(MESHES[source](), arrays), engine(MESHES[there](), arrays)
+    tree, plan = trained(mesh(*MESHES[source]), arrays), engine(mesh(*MESHES[there]), arrays)
     moved = move(tree, plan, map=ENGINE)
     for path, one in ENGINE.apply(arrays).items():
         same(moved[path], one)
@@ -332,7 +327,7 @@ def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypat
 
 def test_a_limit_is_kept_between_other_devices():
     arrays = trainer()
-    tree, plan = trained(MESHES["first"](), arrays), engine(MESHES["last"](), arrays)
+    tree, plan = trained(mesh(*MESHES["first"]), arrays), engine(mesh(*MESHES["last"]), arrays)
     moved = through_programs(tree, plan, map=ENGINE, memory_limit_bytes=100_000)
     for path, one in ENGINE.apply(arrays).items():
         same(moved[path], one)
@@ -360,9 +355,9 @@ def test_casts_constants_and_blocks_of_scales(move, there):
             "c": From.constant(7, (8,), "int32"),
         }
     )
-    where = MESHES["all" if there == "all" else "first"]()
+    where = mesh(*MESHES["all" if there == "all" else "first"])
     tree = shardfx.shard(arrays, shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])))
-    whole, where = made.apply(arrays), MESHES[there]()
+    whole, where = made.apply(arrays), mesh(*MESHES[there])
     target = {
         path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(where, P("b")))
         for path, one in whole.items()
