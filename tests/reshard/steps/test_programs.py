@@ -470,6 +470,9 @@ def test_errors_say_what_to_do():
     few = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",)), P("a"))
     with pytest.raises(MeshError, match="different orders"):
         jax.jit(lambda x: move(x, few, src=src))(put(VALUES, src))
+    rows, columns = (NamedSharding(AbstractMesh((8,), ("a",)), spec) for spec in (P("a"), P(None, "a")))
+    with pytest.raises(MeshError, match="outside of `jit` .* has no devices .* give a jax Mesh"):
+        jax.grad(lambda x: move(x, columns, src=rows).sum())(put(VALUES, src))
     with pytest.raises(SpecError, match="inside `shard_map`.*outside"):
         jax.jit(jax.shard_map(lambda x: move(x, dst), mesh=src.mesh, in_specs=src.spec, out_specs=src.spec))(
             put(VALUES, src)
