@@ -12,11 +12,17 @@ from .hlo_text import HloModule, Instruction
 _PASSES = frozenset(
     "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad "
     "optimization-barrier all-gather all-gather-start all-gather-done collective-permute collective-permute-start "
-    "collective-permute-done all-to-all async-start async-done async-update slice-start slice-done".split()
+    "collective-permute-done all-to-all all-to-all-start all-to-all-done async-done async-update slice-start "
+    "slice-done fusion-done".split()
 )
 # What was read slice by slice, in one piece.
 _JOINED = 'custom_call_target="ConcatBitcast"'
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
+# What begins apart gives out its operands too: the values are where it ends.
+_BEGUN = ("all-reduce-start", "reduce-scatter-start", "all-to-all-start", "collective-permute-start")
+_AGAIN = ("-done", "-update")
+# What runs a computation of its own with its operands.
+_RUNS = ("fusion", "fusion-start", "async-start", "call")
 # Their results are other values, whatever shape they have.
 _ENDS_HERE = (*_PRODUCTS, "custom-call", "reduce", "reduce-window", "gather", "scatter", "sort", "while", "conditional")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -39,7 +45,8 @@ class Origins:
             for instruction in computation.values():
                 if (meets := instruction.rendezvous) is not None:
                     self._ends[name, instruction.opcode, meets] = instruction
-                for _, called in instruction.called:
+                # The end of what began elsewhere names its computation again, and has other operands.
+                for _, called in () if instruction.opcode.endswith(_AGAIN) else instruction.called:
                     self._callers[called] = (name, instruction)
                 for operand in instruction.operands:
                     self._users.setdefault((name, operand), []).append(instruction)
@@ -62,7 +69,7 @@ class Origins:
             if made.opcode == "parameter" and where in self._callers:
                 given = self._operand(where, int(made.inside))
                 where, call = self._callers[where]
-                if call.opcode == "fusion" and (found := self._module.frames(call)):
+                if call.opcode in _RUNS and (found := self._module.frames(call)):
                     return found
                 made = self._module.computations[where].get(given or "", call)
             elif made.operands and made.operands[0] in self._module.computations[where]:
@@ -89,10 +96,13 @@ class Origins:
             number = 1 + [name for _, name in call.called].index(computation)
         return call.operands[number] if number < len(call.operands) else None
 
-    def gathered(self, computation: str, instruction: Instruction) -> str | None:
-        """The argument of which an instruction moves a part, by the name that JAX gave it."""
-        instruction = self.sender(computation, instruction)
-        return self._argument(computation, instruction.operands[0], 0) if instruction.operands else None
+    def gathered(self, computation: str, instruction: Instruction, element: int | None) -> str | None:
+        """The argument of which an instruction moves a part, by the name that JAX gave it.
+
+        `element` is the number of the array among those that are moved, where there are several.
+        """
+        moved = self.sender(computation, instruction).operands[element or 0 :]
+        return self._argument(computation, moved[0], 0) if moved else None
 
     def updated(self, computation: str, instruction: Instruction, element: int | None) -> str | None:
         """The argument to which the result of a reduction is added in the end: the one whose gradient it is of.
@@ -165,6 +175,14 @@ class Origins:
             elif _index(user) == element:
                 yield user
 
+    def _ends_of(self, where: str, begun: Instruction, operand: str) -> Iterator[Instruction]:
+        """What becomes of an operand where what was begun ends."""
+        for done in self._users.get((where, begun.name), ()):
+            if len(begun.operands) == 1:
+                yield done
+            else:
+                yield from self._elements(where, done, begun.operands.index(operand))
+
     def _partner(self, where: str, value: Instruction, user: Instruction) -> str | None:
         """An argument, of the shape of `value` or of a shard of it, that an instruction combines with it."""
         if user.opcode not in ("add", "subtract"):
@@ -178,7 +196,7 @@ class Origins:
         if value.is_root and where in self._callers:
             yield self._callers[where]
         for user in self._users.get((where, value.name), ()):
-            if user.opcode in ("fusion", "call"):
+            if user.opcode in _RUNS:
                 inner = next(called for _, called in user.called)
                 for given in self._module.computations[inner].values():
                     if given.opcode == "parameter" and user.operands[int(given.inside)] == value.name:
@@ -190,6 +208,11 @@ class Origins:
             elif user.opcode == "send":
                 received = self._ends.get((where, "recv", user.rendezvous or ""))
                 yield from () if received is None else ((where, found) for found in self._elements(where, received, 0))
+            elif value.opcode in _RUNS and user.opcode.endswith("-done"):
+                yield where, user
+            elif user.opcode in _BEGUN:
+                ends = self._ends_of(where, user, value.name)
+                yield from ((where, end) for end in ends if _is_shard(end, value) or _same_count(end, value))
             elif user.opcode in _ENDS_HERE:
                 continue
             elif (
@@ -212,7 +235,7 @@ class Origins:
             return self._tuple_element(computation, made, depth + 1)
         if (made.opcode in _PASSES or _JOINED in made.attributes) and made.operands:
             return self._argument(computation, made.operands[0], depth + 1)
-        if made.opcode == "fusion":
+        if made.opcode in _RUNS:
             inner = next(called for _, called in made.called)
             return self._argument(inner, _root(self._module.computations[inner]).name, depth + 1)
         return None
@@ -224,11 +247,11 @@ class Origins:
 
     def _tuple_element(self, computation: str, made: Instruction, depth: int) -> str | None:
         index, holder = _index(made), self._module.computations[computation].get(made.operands[0])
-        while holder is not None and holder.opcode in ("optimization-barrier", "copy"):
+        while holder is not None and holder.opcode.endswith(("optimization-barrier", "copy", *_AGAIN)):
             holder = self._module.computations[computation].get(holder.operands[0])
         if holder is None or index is None:
             return None
-        if holder.opcode == "tuple":
+        if holder.opcode == "tuple" or (holder.opcode in _PASSES and len(holder.operands) > index):
             return self._argument(computation, holder.operands[index], depth)
         if holder.opcode == "while":
             given = self._module.computations[computation].get(holder.operands[0])

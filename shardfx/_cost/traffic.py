@@ -260,12 +260,10 @@ class _Reader:
         self, name: str, instruction: Instruction, collective: Collective, wire_bytes: int
     ) -> tuple[tuple[str | None, int], ...]:
         """The bytes of each leaf: of the weight that is gathered, or of those whose gradients are added up."""
-        if collective.kind not in ("all-reduce", "reduce-scatter"):
-            leaf = self.origins.gathered(name, instruction)
-            return ((self.path(leaf), wire_bytes),)
+        find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         parts = collective.parts
         is_whole = len(parts) == 1 and instruction.opcode != "recv"
-        leaves = [self.origins.updated(name, instruction, None if is_whole else at) for at in range(len(parts))]
+        leaves = [find(name, instruction, None if is_whole else at) for at in range(len(parts))]
         sums: dict[str | None, int] = {}
         for leaf, part in zip(leaves, parts, strict=True):
             path = self.path(leaf)
