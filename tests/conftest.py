@@ -1,12 +1,16 @@
 import gc
 
 import equinox as eqx
+import hypothesis
 import jax
 import pytest
 from import_hook import check_every_call_of
 
 
 check_every_call_of("shardfx")
+# How long an example takes is the machine's matter: a test that is slow on a busy one has not failed.
+hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("patient")
 # One process with eight emulated devices; tests that need more processes or devices start their own.
 jax.config.update("jax_num_cpu_devices", 8)
 # Machine code of a program that runs once need not be fast. What XLA makes of the program, its collectives and its

@@ -141,7 +141,7 @@ def test_sources_are_read_and_not_run():
         huggingface.plans_in("class A:\n    base_model_tp_plan = 3")
     with pytest.raises(RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"):
         huggingface.rules_of({"a": "colwse"})
-    with pytest.raises(RuleError, match=r"rule 0 \('w'\) has the target P\('data',?\), which a plan of Hugging Face"):
+    with pytest.raises(RuleError, match=r"rule 0 \('w'\) has the target \w+\('data',?\), which a plan of Hugging Face"):
         huggingface.plan_of(PathRules([("w", P("data"))]))
 
 
@@ -240,7 +240,7 @@ def test_a_layout_map_is_written_back():
     plain = PathRules([("wi$", P(None, "model")), ("^emb", P("model")), (".*", replicate)])
     assert keras.layout_of(plain) == {".*wi$": (None, "model"), "^emb.*": ("model",)}
     with pytest.raises(
-        RuleError, match=r"rule 0 \('w'\) has the target P\(\('a', 'b'\),?\), which a LayoutMap cannot say"
+        RuleError, match=r"rule 0 \('w'\) has the target \w+\(\('a', 'b'\),?\), which a LayoutMap cannot say"
     ):
         keras.layout_of(PathRules([("w", P(("a", "b")))]))
     with pytest.raises(RuleError, match="the layout of 'w' is 3"):
