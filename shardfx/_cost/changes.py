@@ -74,17 +74,18 @@ class Traced:
             tile=self.chip.tile,
             changed=changed,
             on_host=[leaf.on_host for leaf in given.leaves],
-            tpu=self.chip.torus_dims > 0,
+            tpu=_is_tpu(self.chip),
         )
 
     def again(self, given: Arguments) -> "Traced":
         """The same step for arguments of other shapes."""
-        return dataclasses.replace(self, given=given, program=traced(given.call(self.step), given.trees))
+        program = traced(given.call(self.step), given.trees, tpu=_is_tpu(self.chip))
+        return dataclasses.replace(self, given=given, program=program)
 
 
 def traced_step(given: Arguments, step: Callable[..., Any], chip: chips.Chip, donate: Donate) -> Traced:
     """The step, traced for its arguments."""
-    program = traced(given.call(step), given.trees)
+    program = traced(given.call(step), given.trees, tpu=_is_tpu(chip))
     spare = _donated(donate, inspect.signature(step))
     names = [name for name in inspect.signature(step).parameters]
 
@@ -99,6 +100,11 @@ def traced_step(given: Arguments, step: Callable[..., Any], chip: chips.Chip, do
     return Traced(
         given, step, program, tuple(a or reusable(leaf) for a, leaf in zip(already, given.leaves, strict=True)), chip
     )
+
+
+def _is_tpu(chip: chips.Chip) -> bool:
+    """Whether the TPU's compiler compiles for it."""
+    return chip.torus_dims > 0
 
 
 def held_bytes(leaf: Leaf, given: Arguments, chip: chips.Chip, dtype: Any = None) -> int:

@@ -254,6 +254,10 @@ class _Timeline:
         """Bytes of operands that die here and whose memory the results take over."""
         if op.name not in _ELEMENTWISE and not op.blocks and op.name not in ("dynamic_update_slice", "scatter-add"):
             return 0
+        if op.name == "scan":  # what it goes through and what it stacks are there to the last turn
+            first, carried = scan_parts(op.params)
+            dies = [key for key in dies if key[0] in op.ins[first : first + carried]]
+            born = [key for key in born if key[0] in op.outs[:carried]]
         room = [live[key] for key in dies if key in live]
         spare = 0
         for key in born:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from ..nested import without_dead
 from .layouts import Dims, Layouts, as_compiled, dims_of
 from .liveness import Changed, Peak, peak_of
+from .on_tpu import as_on_tpu
 from .program import Program, program_of
 
 
@@ -39,10 +40,16 @@ class Usage:
         return sum(self.arguments) + self.outputs - self.aliased + self.peak.bytes
 
 
-def traced(function: Callable[..., Any], trees: Sequence[Any]) -> Program:
-    """The program of a function of trees of structs; what is no array is static."""
+def traced(function: Callable[..., Any], trees: Sequence[Any], *, tpu: bool = False) -> Program:
+    """The program of a function of trees of structs; what is no array is static.
+
+    **Arguments:**
+
+    - `tpu`: whether it is the TPU's compiler that will compile it.
+    """
     closed, _, _ = eqx.filter_make_jaxpr(function)(*trees)
-    return program_of(without_dead(closed))
+    program = program_of(without_dead(closed))
+    return as_on_tpu(program) if tpu else program
 
 
 def usage_of(
