@@ -2,7 +2,8 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ from .. import chips
 from .._arrays.entries import Donate, donated as _donated
 from .._ground.spec import array_bytes, shard_counts
 from .arguments import Arguments, Leaf
+from .constrained import along_the_batch
+from .frames import Frame
+from .graph import Pin
 from .memory.layouts import dims_of, padded
 from .memory.liveness import Changed
 from .memory.program import Block, Op, Program
@@ -37,6 +41,7 @@ class Change:
     - `fits`: whether that fits.
     - `how`: the change as code.
     - `host_bytes`: what a device's share of host memory then holds more.
+    - `sources`: the lines of your program that it is about, where it is about lines.
     """
 
     what: str
@@ -45,6 +50,7 @@ class Change:
     fits: bool
     how: str
     host_bytes: int = 0
+    sources: tuple[Frame, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Traced:
         *,
         donated: Sequence[bool] | None = None,
         changed: Changed | None = None,
+        pins: Mapping[int, Pin] = MappingProxyType({}),
     ) -> Usage:
         """What it needs, under these plans or others."""
         given = self.given if given is None else given
@@ -73,6 +80,7 @@ class Traced:
             donated=self.donated if donated is None else donated,
             tile=self.chip.tile,
             changed=changed,
+            pins=pins,
             on_host=[leaf.on_host for leaf in given.leaves],
             tpu=_is_tpu(self.chip),
         )
@@ -127,9 +135,10 @@ def changes_of(given: Arguments, known: Traced | None, chip: chips.Chip, peak_by
     """
     before = sum(held_bytes(leaf, given, chip) for leaf in given.leaves) if known is None else known.usage().bytes
 
-    def made(what: str, after: int, how: str, host_bytes: int = 0) -> Change:
+    def made(what: str, after: int, how: str, host_bytes: int = 0, sources: tuple[Frame, ...] = ()) -> Change:
         peak = peak_bytes - (before - after)
-        return Change(what, before - after, peak, peak <= chip.usable_hbm_bytes_per_device, how, host_bytes)
+        fits = peak <= chip.usable_hbm_bytes_per_device
+        return Change(what, before - after, peak, fits, how, host_bytes, sources)
 
     def total(other: Arguments) -> int:
         if known is not None:
@@ -208,6 +217,9 @@ def _of_the_step(known: Traced, made: Made) -> list[Change]:
         told = ", ".join(f'"{name}"' for name in names)
         how = f"filter_jit(step, donate={told if len(names) == 1 else f'({told})'})"
         found.append(made("donate what the step returns anew", known.usage(donated=donated).bytes, how))
+    if (more := along_the_batch(known.program, known.given, known.usage())) is not None:
+        what = f"constrain the activations along {' and '.join(_data_axes(known.given))}, as the batch"
+        found.append(made(what, known.usage(pins=more.pins).bytes, more.how, sources=more.sources))
     if (changed := _recomputed(known.program, known.usage())) is not None:
         how = "jax.lax.scan(jax.checkpoint(layer), x, layers)"
         found.append(made("recompute each layer in the backward pass", known.usage(changed=changed).bytes, how))

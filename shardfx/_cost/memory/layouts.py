@@ -9,7 +9,7 @@ from ..._ground.spec import array_bytes, entries_of, entry_axes, pinned
 from ...topology._mesh import MeshSpec
 from ..factors import rule_of
 from ..graph import Pin
-from ..layout import MeshParts, Parts
+from ..layout import Layout, MeshParts, Parts
 from ..propagate import propagated
 from ..trace import constrained_results
 from .program import Block, Op, Program
@@ -111,9 +111,16 @@ def _inside_shard_maps(block: Block, apart: bool = False) -> Iterator[Op]:
 
 
 def as_compiled(
-    program: Program, sizes: Mapping[str, int], known: Mapping[int, Dims]
+    program: Program, sizes: Mapping[str, int], known: Mapping[int, Dims], pins: Mapping[int, Pin]
 ) -> tuple[dict[str, int], dict[int, Dims]]:
     """How values lie as compilers decide it, where it is known how arguments and results do.
+
+    **Arguments:**
+
+    - `program`: the step.
+    - `sizes`: of the mesh axes.
+    - `known`: the layouts of arguments and results, by number.
+    - `pins`: of values that are constrained beside those that the step constrains, by their numbers in its graph.
 
     **Returns:**
 
@@ -121,20 +128,28 @@ def as_compiled(
     """
     assert program.graph is not None
     axes = MeshParts(MeshSpec(dict(sizes)))
+    layouts, names = graph_layouts(program, axes, known, pins), _PartNames(axes)
+    found = {
+        number: tuple(map(names.of, layouts[program.graph.bound[variable]]))
+        for number, variable in program.variables.items()
+        if variable in program.graph.bound
+    }
+    return names.sizes, {**found, **known}
+
+
+def graph_layouts(
+    program: Program, axes: MeshParts, known: Mapping[int, Dims], pins: Mapping[int, Pin]
+) -> list[Layout]:
+    """How the values of a program's graph lie, by their numbers there; as `as_compiled`."""
     graph = program.graph
+    assert graph is not None
 
     def pin(number: int | None) -> Pin | None:
         return None if number is None or number not in known else Pin(known[number])
 
-    pins = {value: Pin(known[number]) for value, number in zip(graph.arguments, program.block.ins, strict=True)}
-    layouts = propagated(constrained_results(graph, [pin(number) for number in program.block.outs]), axes, pins)
-    names = _PartNames(axes)
-    found = {
-        number: tuple(map(names.of, layouts[graph.bound[variable]]))
-        for number, variable in program.variables.items()
-        if variable in graph.bound
-    }
-    return names.sizes, {**found, **known}
+    arguments = {value: Pin(known[number]) for value, number in zip(graph.arguments, program.block.ins, strict=True)}
+    step = constrained_results(graph, [pin(number) for number in program.block.outs])
+    return propagated(step, axes, {**arguments, **pins})
 
 
 class _PartNames:

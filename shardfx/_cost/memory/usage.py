@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import equinox as eqx
 from jax.sharding import NamedSharding
 
+from ..graph import Pin
 from ..nested import without_dead
 from .layouts import Dims, Layouts, as_compiled, dims_of
 from .liveness import Changed, Peak, peak_of
@@ -60,6 +62,7 @@ def usage_of(
     donated: Sequence[bool],
     tile: tuple[int, int] | None = None,
     changed: Changed | None = None,
+    pins: Mapping[int, Pin] = MappingProxyType({}),
     on_host: Sequence[bool] = (),
     tpu: bool = False,
 ) -> Usage:
@@ -73,22 +76,12 @@ def usage_of(
     - `donated`: which of its arguments may be overwritten.
     - `tile`: what the chip pads the last two dimensions of an array to.
     - `changed`: what is to be taken as other than it is written.
+    - `pins`: of values that are to be constrained beside those that are, by their numbers in the program's graph.
     - `on_host`: which of its arguments lie in a host's memory and count for nothing here.
     - `tpu`: whether it is the TPU's compiler that will place its arrays.
     """
-    ins, (given, results) = program.block.ins, program.given
-    known: dict[int, Dims] = {}
-    for number, sharding in [
-        *zip(program.block.outs, results, strict=False),
-        *zip(ins, given, strict=False),
-        *zip(ins, shardings, strict=True),
-    ]:
-        if isinstance(sharding, NamedSharding) and number is not None:
-            known[number] = dims_of(sharding.spec, len(program.values[number].shape), sizes)
-    _returned_as_given(program, shardings, known, sizes)
-    # An argument that nobody shards is whole.
-    known = {**{number: ((),) * len(program.values[number].shape) for number in ins}, **known}
-    layouts = Layouts(program, *as_compiled(program, sizes, known), tile)
+    ins, known = program.block.ins, known_layouts(program, shardings, sizes)
+    layouts = Layouts(program, *as_compiled(program, sizes, known, pins), tile)
     outs = [number for number in program.block.outs if number is not None]
     spare = [_kind(layouts, number) for number, yes in zip(ins, donated, strict=True) if yes]
     aliased: list[int] = []
@@ -101,6 +94,22 @@ def usage_of(
     outputs = sum(map(layouts.bytes_of, outs))
     peak = peak_of(program, layouts, changed, aliased=frozenset(aliased), tpu=tpu)
     return Usage(arguments, outputs, sum(map(layouts.bytes_of, aliased)), peak, program, layouts)
+
+
+def known_layouts(program: Program, shardings: Sequence[Any], sizes: Mapping[str, int]) -> dict[int, Dims]:
+    """How the arguments of a program lie, and those of its results of which that is said or follows, by number."""
+    ins, (given, results) = program.block.ins, program.given
+    known: dict[int, Dims] = {}
+    for number, sharding in [
+        *zip(program.block.outs, results, strict=False),
+        *zip(ins, given, strict=False),
+        *zip(ins, shardings, strict=True),
+    ]:
+        if isinstance(sharding, NamedSharding) and number is not None:
+            known[number] = dims_of(sharding.spec, len(program.values[number].shape), sizes)
+    _returned_as_given(program, shardings, known, sizes)
+    # An argument that nobody shards is whole.
+    return {**{number: ((),) * len(program.values[number].shape) for number in ins}, **known}
 
 
 def _returned_as_given(
