@@ -7,43 +7,14 @@ import traceback
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from shardfx import (
-    ChipError,
-    LeafTypeError,
-    MapError,
-    MeshError,
-    MoveError,
-    PlanFormatError,
-    PlanMismatchError,
-    ProgramError,
-    RuleError,
-    SpecError,
-    UnknownPathError,
-    UnmatchedError,
-)
-
-from .._ground.errors import CheckpointError
+from .._ground import errors
 from .._ground.text import printable
 
 
 _Result = TypeVar("_Result")
 
-# These say all that there is to say.
-OURS = (
-    CheckpointError,
-    ChipError,
-    LeafTypeError,
-    MapError,
-    MeshError,
-    MoveError,
-    PlanFormatError,
-    PlanMismatchError,
-    ProgramError,
-    RuleError,
-    SpecError,
-    UnknownPathError,
-    UnmatchedError,
-)
+# The package's own errors say all that there is to say.
+OURS = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception))
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
 _ARGUMENT = re.compile(r"`(unmatched|unused|mode|min_bytes|strict|refine|step)=([^`]*)`")
