@@ -8,23 +8,12 @@ computed again is in the program twice.
 import bisect
 import dataclasses
 
-from ..by_element import BY_ELEMENT
 from ..nested import scan_parts
+from .kinds import ELEMENTWISE, PIECES, REDUCTIONS, VIEWS
 from .layouts import Dims, Layouts
 from .program import Block, Op, Program
 
 
-# These read each element once and write each once, so a fusion swallows them.
-_ELEMENTWISE = BY_ELEMENT | {"bitcast_convert_type", "random_bits_elementwise", "sharding_constraint"}
-# These only say the same elements in another order, or more often, or again.
-_VIEWS = frozenset(
-    ["reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "optimization_barrier"]
-)
-# Pieces of an array: what a fusion reads in place.
-_PIECES = frozenset(["slice", "dynamic_slice", "split"])
-_REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
-)
 _CONSTRAINTS = ("sharding_constraint", "reshard")
 # The sum of parts passes through these: they may be done to the parts, or to what is left of the sum on a device.
 _SUMS_PASS = frozenset(["add", "add_any", "convert_element_type", "meant_for", *_CONSTRAINTS])
@@ -201,7 +190,7 @@ class _Timeline:
         if number in slices:
             return True
         op = self.made.get(number)
-        if op is None or not (op.name in _ELEMENTWISE or op.name in _VIEWS):
+        if op is None or not (op.name in ELEMENTWISE or op.name in VIEWS):
             return False
         return all(source is None or self.is_made_of(source, slices) for source in op.ins)
 
@@ -242,7 +231,7 @@ class _Timeline:
 
     def copies(self, op: Op) -> list[_Key]:
         """Copies that an operation needs: operands gathered to how it computes, results before they are spread."""
-        if op.blocks or op.name in _VIEWS or op.name in _ELEMENTWISE or op.name in _PIECES:
+        if op.blocks or op.name in VIEWS or op.name in ELEMENTWISE or op.name in PIECES:
             return []
         found: list[_Key] = []
         for number, dims in zip(*self.layouts.inside(op), strict=True):
@@ -252,7 +241,7 @@ class _Timeline:
 
     def taken_over(self, op: Op, born: list[_Key] | tuple, dies: list[_Key] | tuple, live: dict[_Key, int]) -> int:
         """Bytes of operands that die here and whose memory the results take over."""
-        if op.name not in _ELEMENTWISE and not op.blocks and op.name not in ("dynamic_update_slice", "scatter-add"):
+        if op.name not in ELEMENTWISE and not op.blocks and op.name not in ("dynamic_update_slice", "scatter-add"):
             return 0
         if op.name == "scan":  # what it goes through and what it stacks are there to the last turn
             first, carried = scan_parts(op.params)
@@ -289,7 +278,7 @@ class _Timeline:
     def predecessor(self, number: int, begins: dict[_Key, int], ends: dict[_Key, int], taken: set[int]) -> int | None:
         """The array whose memory a value takes over: of its size, and read for the last time on the way to it."""
         at, size = begins.get((number, None)), self.layouts.bytes_of(number)
-        if self.made[number].name not in _ELEMENTWISE or at is None:
+        if self.made[number].name not in ELEMENTWISE or at is None:
             return None
         for source in self.roots(number, set()):
             key = (source, None)
@@ -305,7 +294,7 @@ class _Timeline:
                 continue
             seen.add(source)
             op = self.made.get(source)
-            if op is not None and (op.name in _ELEMENTWISE or not self.is_array(source)):
+            if op is not None and (op.name in ELEMENTWISE or not self.is_array(source)):
                 found += self.roots(source, seen)
             else:
                 found.append(source)
@@ -323,20 +312,20 @@ class _Timeline:
             return False  # it comes from outside
         if number in self.results or not self.layouts.values[number].shape:
             return True  # a number is computed once, before the many that it is read for
-        if op.name in _VIEWS or op.name in _PIECES or op.name == "iota":
+        if op.name in VIEWS or op.name in PIECES or op.name == "iota":
             return False
         if any(self.scattered(number, user) is not None for user in self.uses.get(number, ())):
             return True
         if op.name in _CONSTRAINTS:
             source = op.ins[0]
             return source is not None and self.layouts.dims[source] != self.layouts.dims[number]
-        return op.name not in _ELEMENTWISE or any(not _swallows(user) for user in self.users(number))
+        return op.name not in ELEMENTWISE or any(not _swallows(user) for user in self.users(number))
 
     def users(self, number: int) -> list[Op]:
         """Who reads a value, views looked through."""
         found: list[Op] = []
         for user in self.uses.get(number, ()):
-            if user.name in _VIEWS or (user.name in _CONSTRAINTS and not self.is_array(user.outs[0])):
+            if user.name in VIEWS or (user.name in _CONSTRAINTS and not self.is_array(user.outs[0])):
                 found += self.users(user.outs[0])
             else:
                 found.append(user)
@@ -376,7 +365,7 @@ class _Timeline:
             return None
         dims, own = self.layouts.dims[out], self.layouts.dims[number]
         more = {axis for axes in dims for axis in axes} - {axis for axes in own for axis in axes}
-        if op.name in _ELEMENTWISE and op.name not in _CONSTRAINTS and more and more <= self.unsummed[number]:
+        if op.name in ELEMENTWISE and op.name not in _CONSTRAINTS and more and more <= self.unsummed[number]:
             return dims
         if op.name not in _SUMS_PASS or more or out in self.results:
             return None
@@ -390,7 +379,7 @@ class _Timeline:
         if op.name in _SUMS_PASS:
             axes = [self.unsummed.get(number, frozenset()) for number in op.ins if number is not None]
             return frozenset().union(*axes) - own
-        if op.blocks or op.name in _ELEMENTWISE or op.name in _VIEWS or op.name in _PIECES:
+        if op.blocks or op.name in ELEMENTWISE or op.name in VIEWS or op.name in PIECES:
             return frozenset()
         laid = dict(zip(*self.layouts.inside(op), strict=True))
         cut = {axis for number in op.ins if number is not None for axes in laid[number] for axis in axes}
@@ -419,4 +408,4 @@ def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int
 
 def _swallows(op: Op) -> bool:
     """Whether an operation computes its operands while it reads them."""
-    return op.name in _ELEMENTWISE or op.name in _VIEWS or op.name in _PIECES or op.name in _REDUCTIONS
+    return op.name in ELEMENTWISE or op.name in VIEWS or op.name in PIECES or op.name in REDUCTIONS

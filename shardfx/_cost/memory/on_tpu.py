@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..nested import scan_parts
-from .factors import VIEWS
+from .kinds import VIEWS
 from .program import Block, Op, Program
 
 
