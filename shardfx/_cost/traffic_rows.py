@@ -117,7 +117,8 @@ class Traffic:
     def _below(self) -> list[str]:
         """The total, and each note once."""
         if not self.rows:
-            return [f"no traffic: a step on {self.devices} devices sends nothing."]
+            where = "one device" if self.devices == 1 else f"{self.devices} devices"
+            return [f"no traffic: a step on {where} sends nothing."]
         dcn = f", {bytes_text(self.dcn_bytes)} of them between slices" if self.dcn_bytes else ""
         total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
         return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]

@@ -21,6 +21,7 @@ _ALIASES = {
     "a100": ("a100-80", "a100-80gb"),
     "a100-40": ("a100-40gb",),
     "h100": ("h100-80", "h100-sxm"),
+    "h200": ("h200 141gb hbm3e", "h200-sxm"),  # as XLA's description of one says, for compiling without it
     "mi300x": ("instinct mi300x",),
 }
 

@@ -21,6 +21,7 @@ from shardfx import ChipError, chips, topology
         ("tpu:v7x:4x4x4", "v7x"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("nvidia h200", "h200"),
+        ("NVIDIA H200 141GB HBM3e", "h200"),
         ("H100_SXM", "h100"),
         ("A100-SXM4-80GB", "a100"),
         ("AMD Instinct MI300X", "mi300x"),

@@ -1,0 +1,70 @@
+"""Machines of GPUs as JAX shows them, made up: one alone, eight processes in a node, two nodes."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+from shardfx import MeshError, MeshSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    id: int
+    process_index: int = 0
+    slice_index: int = 0
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H200"
+
+
+ONE = MeshSpec({"data": 1, "tensor": 1})
+
+
+def step(model, x):
+    return jax.vmap(model)(x).sum()
+
+
+def test_meshes_of_one_gpu():
+    for spec in (ONE, MeshSpec({"data": -1, "tensor": 1})):
+        order = spec.order([Gpu(0)])
+        assert order.devices.shape == (1, 1) and order.devices[0, 0] == Gpu(0) and not order.reasons
+    # Emulation is for CPUs: it is no advice for a GPU.
+    with pytest.raises(MeshError) as caught:
+        MeshSpec({"data": 2, "tensor": 4}).order([Gpu(0)])
+    assert str(caught.value) == (
+        "mesh data=2,tensor=4 has 8 devices, but there are 1; give one axis the size -1 to let it take the rest."
+    )
+    with pytest.raises(MeshError, match="the known sizes give 2, which does not divide 1 devices"):
+        MeshSpec({"data": -1, "tensor": 2}).order([Gpu(0)])
+
+
+def test_nodes_are_what_their_slice_says_and_not_the_processes():
+    spec = MeshSpec({"data": 2, "tensor": 4})
+    node = [Gpu(at, process_index=at) for at in range(8)]
+    assert spec.order(node).reasons == ()
+    nodes = [Gpu(at, process_index=at, slice_index=at // 4) for at in range(8)]
+    for asked in (spec, MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2})):
+        order = asked.order(nodes[::-1])
+        assert [{gpu.slice_index for gpu in row} for row in order.devices] in ([{0}, {1}], [{1}, {0}])
+
+
+def test_a_step_on_one_gpu_from_plan_to_program():
+    model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    plans = [sfx.plan(model, ONE, unmatched="replicate"), sfx.plan(x, ONE, paths=sfx.PathRules([(".*", P("data"))]))]
+    here = ONE.build(jax.devices()[:1])
+    compiled = sfx.filter_jit(step, in_shardings=tuple(one.on(here) for one in plans)).lower(model, x).compile()
+    made = sfx.traffic(compiled)
+    assert made.rows == () and str(made) == "no traffic: a step on one device sends nothing."
+    assert sfx.seconds(made, "h200", ONE).seconds == 0
+    assert sfx.estimate(step, model, x, plans=plans).wire_bytes == 0
+    ours = (model, x)  # a model that holds functions
+    fit = sfx.fit(plans, step=step, chip="NVIDIA H200", args=ours)
+    assert fit.fits and "h200" in str(fit)
+    assert sfx.fit(plans, compiled=compiled, chip="h200", args=ours).fits
+    with pytest.raises(MeshError, match="one device needs no plan: `search` chooses how several share the work"):
+        sfx.search(step, model, x, devices=[Gpu(0)])
