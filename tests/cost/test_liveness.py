@@ -101,3 +101,19 @@ def test_activations_lie_as_the_compiler_lays_them(is_laid):
     memory = program.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert found.peak_bytes == pytest.approx(held, rel=0.15)
+
+
+def test_a_donated_cache_that_a_loop_reads_and_stacks_anew_is_there_twice():
+    cache = plan(jax.ShapeDtypeStruct((4, 64, 128), jnp.float32), MeshSpec({"data": 4}), paths=PathRules([(".*", P())]))
+
+    def stacked(cache):
+        return jax.lax.scan(lambda _, layer: (None, layer.at[0].set(1.0)), None, cache)[1]
+
+    def at_once(cache):
+        return cache.at[:, 0].set(1.0)
+
+    twice, once = (
+        fit({"cache": cache}, step=step, chip="h100", donate="all").peak_bytes for step in (stacked, at_once)
+    )
+    whole = 4 * 64 * 128 * 4
+    assert once < 1.5 * whole and 2 * whole <= twice < 2.5 * whole

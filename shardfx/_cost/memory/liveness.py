@@ -265,6 +265,8 @@ class _Timeline:
         found: set[int] = set()
         rooms: list[tuple[int, int]] = []
         for result in sorted(self.results):
+            if result in self.aliased and self.is_made_while_read(result):
+                continue
             number: int | None = result
             first = len(self.block.ops)
             while number is not None and number not in found and number in self.made:
@@ -274,6 +276,25 @@ class _Timeline:
             if result in self.made and result not in self.aliased:
                 rooms.append((self.layouts.bytes_of(result), first))
         return found, sorted(rooms)
+
+    def is_made_while_read(self, result: int) -> bool:
+        """Whether a loop stacks a result up while it goes through the argument whose memory that is to take over.
+
+        It lies elsewhere then, and is copied in the end: a cache that comes from layer to layer is there twice.
+        """
+        op = self.made.get(result)
+        if op is None or op.name != "scan" or op.outs.index(result) < scan_parts(op.params)[1]:
+            return False
+        stacked = op.ins[sum(scan_parts(op.params)) :]
+        return any(number in self.block.ins and self.is_alike(number, result) for number in stacked)
+
+    def is_alike(self, number: int | None, other: int) -> bool:
+        """Whether one value may take over the memory of another."""
+        if number is None:
+            return False
+        ours, theirs = self.layouts.values[number], self.layouts.values[other]
+        is_same = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        return is_same and self.layouts.dims[number] == self.layouts.dims[other]
 
     def predecessor(self, number: int, begins: dict[_Key, int], ends: dict[_Key, int], taken: set[int]) -> int | None:
         """The array whose memory a value takes over: of its size, and read for the last time on the way to it."""
