@@ -91,17 +91,35 @@ def on_v5e(options: Options) -> dict[str, Value]:
     counted: dict[str, int] = json.loads((Path(__file__).parent / "cost_memory.json").read_text())["suggestions"][
         "rows"
     ]
-    directory = options.flags.compile
-    if directory:
-        made = {"as it is": {}, **_MADE}
-        counted = {words: peak(*changed(**made[words], sizes=LARGE), "tpu:v5e:4x4", directory) for words in counted}
+    made = {"as it is": {}, **_MADE}
+    if options.flags.compile:
+        target = ("tpu:v5e:4x4", options.flags.compile)
+        counted = {
+            words: peak(*changed(**made[words], sizes=LARGE), *target)
+            if words in made
+            else peak(*_offloaded(), *target)
+            for words in counted
+        }
     told = {words: found.peak_bytes if words == "as it is" else _told(found, words).peak_bytes for words in counted}
     errors = {words: 100 * (told[words] / compiled - 1) for words, compiled in counted.items()}
     return {
         **{f"{words}, compiled_megabytes": round(compiled / 1e6) for words, compiled in counted.items()},
         **{f"{words}, error_percent": round(error, 1) for words, error in errors.items()},
-        "off_percent, worst": round(max(map(abs, errors.values())), 1),
+        # Moments in host memory are told apart: how much of them libtpu fetches ahead is not estimated.
+        "off_percent, worst": round(max(abs(error) for words, error in errors.items() if words in made), 1),
     }
+
+
+def _offloaded() -> tuple[Callable[..., Any], dict[str, Any], Any]:
+    """The larger step with its moments in host memory, as the suggestion says."""
+    step, plans, donate = changed(sizes=LARGE)
+
+    def moved(params: Any, opt: Any, batch: jax.Array) -> tuple[Any, Any]:
+        new, opt = step(params, jax.device_put(opt, jax.memory.Space.Device), batch)
+        return new, jax.device_put(opt, jax.memory.Space.Host)
+
+    opt = follow(_ADAM.init, plans["params"], memory_kinds=[(".*", "pinned_host")])
+    return moved, {**plans, "opt": opt}, donate
 
 
 def _told(found: Fit, words: str) -> Any:
@@ -114,9 +132,7 @@ def peak(
 ) -> int:
     """What the compiler counts: arguments, results that take memory of their own, and temporaries."""
     outs = (plans["params"], plans["opt"])
-    memory = compile_for(step, plans, target, out_shardings=outs, donate=donate, cache=cache).memory
-    sums = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return sums + memory.temp_size_in_bytes
+    return compile_for(step, plans, target, out_shardings=outs, donate=donate, cache=cache).memory.needed_bytes
 
 
 def changed(

@@ -16,6 +16,7 @@ from .arguments import Arguments, Leaf
 from .constrained import along_the_batch
 from .frames import Frame
 from .graph import Pin
+from .memory.factors import ELEMENTWISE
 from .memory.layouts import dims_of, padded
 from .memory.liveness import Changed
 from .memory.program import Block, Op, Program
@@ -275,6 +276,8 @@ def _recomputed(program: Program, usage: Usage) -> Changed | None:
                 carried.remove(same)
                 kept += usage.layouts.bytes_of(number)
                 continue
+            if _is_of_others(source.blocks[0], at):
+                continue
             body: Block = op.blocks[0]
             inside[id(body)] = inside.get(id(body), 0) + usage.layouts.bytes_of(number) // op.params["length"]
         for one in carried:
@@ -282,6 +285,22 @@ def _recomputed(program: Program, usage: Usage) -> Changed | None:
     if sum(map(usage.layouts.bytes_of, stacks)) <= 1.1 * kept:
         return None  # it is done already, or there is nothing to win
     return Changed(frozenset(stacks), kept, inside)
+
+
+def _is_of_others(body: Block, at: int) -> bool:
+    """Whether what a loop stacks follows by elements from something else that it stacks: then it needs no memory where
+    it is computed again, for a fusion swallows it."""
+    made = {out: op for op in body.ops for out in op.outs}
+    others = {out for where, out in enumerate(body.outs) if where != at}
+    waiting = [body.outs[at]]
+    while waiting:
+        op = made.get(number) if (number := waiting.pop()) is not None else None
+        if op is None or op.name not in ELEMENTWISE:
+            continue
+        if not others.isdisjoint(op.ins):
+            return True
+        waiting += op.ins
+    return False
 
 
 def batch_of(given: Arguments) -> int | None:

@@ -29,7 +29,7 @@ from ..topology._mesh import MeshSpec
 from .arguments import arguments_of
 
 
-_FORMAT = "shardfx program 1"
+_FORMAT = "shardfx program 2"
 _MOST_BYTES = 2**31
 _EVERY_SECONDS = 2.0
 # What the TPU's compiler says where arguments and all else are too much, and where temporaries alone are.
@@ -41,13 +41,44 @@ _FULL = (
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAnalysis:
-    """The compiler's count of a program's memory on one device, under the names that JAX gives them."""
+    """The compiler's count of a program's memory on one device, under the names that JAX gives them.
+
+    `peak_memory_in_bytes` is all that it needs, and 0 where the compiler does not say so: those for CPUs leave out
+    temporaries. That for TPUs counts among the temporaries also what lies where arguments and results do, so that
+    arguments, temporaries and results add up to more than the program needs.
+    """
 
     argument_size_in_bytes: int
     output_size_in_bytes: int
     alias_size_in_bytes: int
     temp_size_in_bytes: int
     generated_code_size_in_bytes: int
+    peak_memory_in_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that the program needs at its worst moment, as far as the compiler says."""
+        return self.peak_memory_in_bytes or (
+            self.argument_size_in_bytes + self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
+        )
+
+
+_COUNTED = [one for one in dataclasses.fields(MemoryAnalysis) if one.default is dataclasses.MISSING]
+
+
+def memory_of(compiled: Any) -> MemoryAnalysis:
+    """The count of a compiled step: this module's, or JAX's own."""
+    found = compiled.memory_analysis()
+    if isinstance(found, MemoryAnalysis):
+        return found
+    devices = [device for one in jax.tree.leaves(compiled.input_shardings) for device in one.device_set]
+    sizes = {one.name: int(getattr(found, one.name)) for one in _COUNTED}
+    # JAX 0.9 does not hand the peak on.
+    peak = int(getattr(found, "peak_memory_in_bytes", 0)) if any(one.platform == "tpu" for one in devices) else 0
+    if peak:  # what lies in host memory is counted with it
+        peak -= found.host_argument_size_in_bytes + found.host_output_size_in_bytes + found.host_temp_size_in_bytes
+        peak += found.host_alias_size_in_bytes
+    return MemoryAnalysis(**sizes, peak_memory_in_bytes=peak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +205,7 @@ def compile_for(
             start = time.perf_counter()
             made = compiled(lowered)
             seconds = time.perf_counter() - start
-        analysis = made.memory_analysis()
-        sizes = {field.name: int(getattr(analysis, field.name)) for field in dataclasses.fields(MemoryAnalysis)}
+        sizes = dataclasses.asdict(memory_of(made))
         found = {"text": made.as_text(), "memory": sizes, "paths": made.argument_paths}
         if file is not None:
             _write(file, found)

@@ -11,6 +11,7 @@ from .._ground.html import html_table
 from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, table
 from .arguments import Arguments, arguments_of
 from .changes import Change, Traced, changes_of, held_bytes, largest_batch, traced_step
+from .compile_for import MemoryAnalysis, memory_of
 from .frames import Frame, frames_of, is_library
 from .memory.liveness import Held
 from .memory.program import Op
@@ -21,8 +22,8 @@ Basis = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
 # An estimate that is nearer to the limit than this share of the peak does not decide: of the steps that the TPU's
-# compiler has counted for the benchmark suite `fit` all are less than 12 % off, a suggested remat is 22 % too high, and
-# the order in which compilers place arrays, which leaves gaps, is not estimated.
+# compiler has counted for the benchmark suite `fit` nearly all are less than 12 % off, and the order in which compilers
+# place arrays, which leaves gaps, is not estimated.
 _CLOSE = 0.15
 _ARGUMENTS_ALONE = "no step was given, so activations are not counted; pass `step=`."
 
@@ -240,7 +241,7 @@ def _rows(
     offenders, notes = _alike(largest), []
     usage = None if known is None else known.usage()
     if compiled is not None:
-        rows, notes = _compiled_rows(rows, compiled.memory_analysis())
+        rows, notes = _compiled_rows(rows, memory_of(compiled))
     elif usage is not None:
         rows.append(FitRow("results", usage.outputs - usage.aliased))
         sums: dict[str, int] = {}
@@ -277,7 +278,7 @@ def _laid_out(given: Arguments, compiled: Any, chip: chips.Chip) -> chips.Chip:
     return min(sums, key=lambda one: abs(sums[one] - measured))
 
 
-def _compiled_rows(rows: list[FitRow], memory: Any) -> tuple[list[FitRow], list[str]]:
+def _compiled_rows(rows: list[FitRow], memory: MemoryAnalysis) -> tuple[list[FitRow], list[str]]:
     notes = []
     rest = memory.argument_size_in_bytes - sum(row.bytes for row in rows)
     if rest > 0:
@@ -289,7 +290,7 @@ def _compiled_rows(rows: list[FitRow], memory: Any) -> tuple[list[FitRow], list[
         )
         rows.append(FitRow("arguments, not read", rest, exact=True))
     rows.append(FitRow("results", memory.output_size_in_bytes - memory.alias_size_in_bytes, exact=True))
-    rows.append(FitRow("temporaries", memory.temp_size_in_bytes, exact=True))
+    rows.append(FitRow("temporaries", memory.needed_bytes - sum(row.bytes for row in rows), exact=True))
     return rows, notes
 
 
@@ -311,7 +312,9 @@ def _offender(held: Held, usage: Usage, given: Arguments) -> Offender:
     # A gradient has the dimensions of a parameter; those of stacked layers may come in another order.
     ours = [leaf.struct.shape for leaf in given.leaves if leaf.group == "parameters" and len(leaf.struct.shape) > 1]
     is_ours = sorted(value.shape) in map(sorted, ours)
-    group = "copies in other layouts" if held.copy else "gradients" if is_ours else "activations"
+    # A conversion that lies in memory is one that the compiler does ahead of a loop.
+    is_copy = held.copy or (held.op is not None and held.op.name == "convert_element_type")
+    group = "copies in other layouts" if is_copy else "gradients" if is_ours else "activations"
     return Offender(what, held.bytes, group, _line_of(held.op))
 
 
