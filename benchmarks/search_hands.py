@@ -101,7 +101,7 @@ class _Ways:
         searched, prepared = Searched(step, args, count, Limits(), (), habits), Prepared(step, args)
 
         def priced(found: Any) -> tuple[sfx.Candidate, ...]:
-            return promising(with_check(one, estimated(prepared, one, costs.overlap)) for one in found)
+            return promising(with_check(one, estimated(prepared, one, chip, costs)) for one in found)
 
         self.chosen = priced(searched.candidates(chip, 1, _LOOKED_AT, Limits(), costs))
         self.hands = priced(searched.by_hand(searched.known, chip, 1, Limits(), costs, sizes=1))

@@ -22,7 +22,7 @@ from .propagate import propagated
 from .rows import rows_of
 from .trace import constrained_results, traced
 from .traffic_rows import Traffic
-from .walk import Habits, sent
+from .walk import Habits, walked
 
 
 Compiler = Literal["tpu", "gpu", "cpu"]
@@ -105,12 +105,16 @@ class Prepared:
 
     def under(self, plans: Any, out: Any = "as arguments", compiler: Compiler = "tpu") -> Traffic:
         """What [`shardfx.estimate`][] returns for these plans."""
+        return self.worked(plans, out, compiler)[0]
+
+    def worked(self, plans: Any, out: Any = "as arguments", compiler: Compiler = "tpu") -> tuple[Traffic, float]:
+        """What is sent under these plans, and how many operations of products each device then does."""
         given = _Given(self, plans)
         graph, pins = given.laid_out(out)
         axes = MeshParts(given.mesh)
         layouts = propagated(graph, axes, pins)
-        found = sent(graph, axes, layouts, HABITS[compiler])
-        return Traffic(rows_of(graph, axes, found), given.mesh.size)
+        found = walked(graph, axes, layouts, HABITS[compiler])
+        return Traffic(rows_of(graph, axes, found.sent), given.mesh.size), found.flops
 
 
 class _Given:

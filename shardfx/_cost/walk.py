@@ -85,8 +85,21 @@ class _Bring(NamedTuple):
     among: bool = False
 
 
-def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits) -> list[Sent]:
-    """All that a step sends.
+class Walked(NamedTuple):
+    """What a step comes to on one device.
+
+    **Arguments:**
+
+    - `sent`: all that it sends.
+    - `flops`: of its products, loops as often as they run: what is not shared out, each device does in full.
+    """
+
+    sent: list[Sent]
+    flops: float
+
+
+def walked(traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits) -> Walked:
+    """All that a step sends, and what each device multiplies.
 
     **Arguments:**
 
@@ -100,7 +113,7 @@ def sent(traced: Traced, axes: MeshParts, layouts: list[Layout], habits: Habits)
         walk.run(at, op)
     for value in traced.results:
         walk.resolve(value, 0)
-    return walk.found
+    return Walked(walk.found, walk.flops)
 
 
 class _Walk:
@@ -111,6 +124,7 @@ class _Walk:
         # Copies of values in other layouts: for each the scope that made it.
         self.known: dict[tuple[int, Layout, bool], int] = {}
         self.found: list[Sent] = []
+        self.flops = 0.0
         self.uses = traced.uses()
         self.sizes = [self.size_of(value) for value in range(len(layouts))]
         self.takers: dict[int, list[Op]] = {}
@@ -129,6 +143,8 @@ class _Walk:
             self.send_by_word(at, op)
         partial = self.carried(op)
         way = self.chosen(op, partial)
+        if op.rule.flops:
+            self.multiply(op, way)
         for number, (value, layout) in enumerate(zip(op.operands, way.operands, strict=True)):
             is_led = number < len(way.through)
             how = _Bring(layout, way.through[number], way.among[number]) if is_led else _Bring(layout)
@@ -141,6 +157,15 @@ class _Walk:
         self.shift(at, op, way)
         if op.rule.note and not any(sent.op == at for sent in self.found[-len(op.operands) - 1 :]):
             self.found.append(Sent(Move("unknown", (), 0.0, 0.0), at, op.scope, op.results[0], op.rule.note))
+
+    def multiply(self, op: Op, way: _Way) -> None:
+        """Counts what a device multiplies; which branch of a conditional runs is not known, so each counts for its share."""
+        shared = {part for layout in (*way.operands, *way.results) for parts in layout for part in parts}
+        times = self.traced.calls(op.scope)[0]
+        for conditional, _ in self.traced.branches(op.scope):
+            labels = {scope.branch for scope in self.traced.scopes if scope.branch and scope.branch[0] == conditional}
+            times /= len(labels)
+        self.flops += op.rule.flops * times / self.axes.count(shared)
 
     def carried(self, op: Op) -> Parts:
         """The parts along which the result stays a sum to be made: those of all operands, if they are the same."""

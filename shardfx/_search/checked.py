@@ -23,6 +23,7 @@ from ..interop import tpu
 from .asked import Asked
 from .candidate import Candidate, Check
 from .core import CostModel
+from .emulated import EMULATED
 from .lay_out import lay_out
 
 
@@ -187,8 +188,7 @@ class Verifier:
         clock = _clock(self.chip)
         if work.cycles and clock:
             return work.cycles / clock
-        peak = float(self.chip.flops("bfloat16")) / self.chip.devices_per_chip * self.model.compute
-        return max(made.compute_seconds, work.flops / peak)
+        return max(made.compute_seconds, work.flops / _peak(self.chip, self.model))
 
 
 def as_priced(made: Candidate) -> Check:
@@ -205,18 +205,21 @@ def as_priced(made: Candidate) -> Check:
     )
 
 
-def estimated(step: Prepared, made: Candidate, overlap: float) -> Check:
-    """The candidate by the estimate of every operation; see [`shardfx.estimate`][]."""
-    found = step.under(made.plans)
-    scale = found.wire_bytes / made.wire_bytes if made.wire_bytes else 1.0
-    sending = (made.exposed_seconds + made.hidden_seconds) * scale
+def estimated(step: Prepared, made: Candidate, chip: chips.Chip, model: CostModel) -> Check:
+    """The candidate by the estimate of every operation of the step as it is written; see [`shardfx.estimate`][]."""
+    found, flops = step.worked(made.plans, compiler="tpu" if chip.torus_dims else "cpu" if chip == EMULATED else "gpu")
+    if made.wire_bytes:
+        sending = (made.exposed_seconds + made.hidden_seconds) * found.wire_bytes / made.wire_bytes
+    else:
+        sending = seconds_of(found, chip, made.mesh).seconds / model.network
+    compute = max(made.compute_seconds, flops / _peak(chip, model))
     return Check(
         by="estimate",
         wire_bytes=float(found.wire_bytes),
         memory_bytes=None,
-        seconds=_step_seconds(made, made.compute_seconds, sending, overlap),
+        seconds=_step_seconds(made, compute, sending, model.overlap),
         axis_bytes=_by_axes(found),
-        compute_seconds=made.compute_seconds,
+        compute_seconds=compute,
     )
 
 
@@ -305,6 +308,11 @@ def _step_seconds(made: Candidate, compute: float, sending: float, overlap: floa
     whole = made.exposed_seconds + made.hidden_seconds
     hidden = sending * made.hidden_seconds / whole if whole else 0.0
     return compute + (sending - hidden) + max(0.0, hidden - overlap * compute)
+
+
+def _peak(chip: chips.Chip, model: CostModel) -> float:
+    """Operations of products in a second of one device."""
+    return float(chip.flops("bfloat16")) / chip.devices_per_chip * model.compute
 
 
 def _by_axes(found: Traffic) -> tuple[tuple[tuple[str, ...], float], ...]:

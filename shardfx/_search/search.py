@@ -141,7 +141,7 @@ def search(
     def look(number: int, found: Sequence[Candidate]) -> Check:
         tell(f"estimating candidate {number + 1} of {len(found)}")
         one = found[number]
-        return as_priced(one) if laid_out else estimated(prepared, one, model.overlap)
+        return as_priced(one) if laid_out else estimated(prepared, one, kind, model)
 
     def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         looked = (with_check(one, look(number, found)) for number, one in enumerate(found))

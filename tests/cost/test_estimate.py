@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 from benchmarks._step_plans import LAYOUTS, Layout, planned
 from benchmarks._steps import SMALL, Sizes, Way
 from shardfx import MeshError, MeshSpec, PathRules, PlanMismatchError, estimate, filter_jit, plan, traffic
+from shardfx._cost.estimate import Prepared
 
 
 SPEC = MeshSpec({"data": 2, "tensor": 4})
@@ -371,3 +372,46 @@ def test_what_is_gathered_for_the_same_layout_again_is_sent_once():
         return body(x, w) + body(2 * x, w) + x @ constrained(w) + x @ constrained(w)
 
     assert sum(row[2] for row in listed(step, x, w)) == size
+def relu_twice(params, x):
+    (first, shift), (second, more) = params
+    # A bias of `nn.Dense` is reshaped before it is added, that of a module under `vmap` is repeated.
+    hidden = jax.nn.relu(x @ first + shift.reshape(1, -1))
+    return jax.nn.relu(hidden @ second + jnp.broadcast_to(more, (x.shape[0], more.size)))
+
+
+def test_biases_that_are_cut_over_the_data_axis_leave_the_batch_where_it_is():
+    """Weights cut along their first dimension, and biases, all over the axis that cuts the batch."""
+    mesh, devices = MeshSpec({"fsdp": 8}), jax.devices()[:8]
+    params = [(jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32))] * 2
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    plans = tuple(plan(tree, mesh, paths=PathRules.parse(".*->fsdp")) for tree in (params, x))
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.sum(relu_twice(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    weights, biases = 2 * 64 * 64 * 4, 2 * 64 * 4
+    found = estimate(step, params, x, plans=plans, compiler="cpu").wire_bytes
+    # All is gathered once, and gradients are summed up whole.
+    assert found == 3 * (weights + biases) * 7 // 8
+    placed = tuple(one.on(mesh.build(devices)) for one in plans)
+    program = filter_jit(step, in_shardings=placed, out_shardings=placed[0]).lower(params, x).compile()
+    assert found == traffic(program, mesh).wire_bytes
+
+
+def test_operations_of_products_are_shared_as_the_products_are():
+    x, w = struct((64, 32), "data"), struct((32, 16), None, "tensor")
+    made = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    cut = Prepared(jnp.dot, (x, w)).worked(None)[1]
+    whole = Prepared(jnp.dot, (made[0], w)).worked(None)[1]
+    assert (cut, whole) == (2 * 64 * 32 * 16 / 8, 2 * 64 * 32 * 16 / 4)
+    image, kernel = struct((8, 16, 16, 4), "data"), struct((3, 3, 4, 32))
+    conv = ft.partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
+    numbers = ("NHWC", "HWIO", "NHWC")
+    found = Prepared(lambda x, k: conv(x, k, dimension_numbers=numbers), (image, kernel)).worked(None)[1]
+    assert found == 2 * 8 * 16 * 16 * 32 * 3 * 3 * 4 / 2
+    # A loop counts as often as it runs, a branch for its share.
+    scanned = Prepared(lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), (x, w)).worked(None)[1]
+    assert scanned == 5 * cut
+    either = Prepared(lambda x, w: jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: x[:, :16]), (x, w)).worked(None)[1]
+    assert either == cut / 2

@@ -1,5 +1,6 @@
 """Products: of matrices, of groups of rows, and convolutions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,10 @@ def dot_general(params: Mapping[str, Any], given: Sequence[Shape], made: Sequenc
     for shape, own, rest in ((left, lefts, free[0]), (right, rights, free[1])):
         own.update({at: loops.new(shape[at]) for at in rest})
     result = [*batch, *[lefts[at] for at in free[0]], *[rights[at] for at in free[1]]]
+    flops = 2.0 * math.prod(loops.sizes)
     more = [loops.dims(shape) for shape in given[2:]]
     operands = [[own[at] for at in range(len(shape))] for shape, own in ((left, lefts), (right, rights))]
-    return loops.rule([*operands, *more], [result], is_product=True)
+    return loops.rule([*operands, *more], [result], is_product=True, flops=flops)
 
 
 def ragged_dot(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
@@ -46,12 +48,17 @@ def ragged_dot(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence
     columns = [
         rights[at] for at in range(len(right)) if at not in right_batch and at not in right_sum and at not in groups
     ]
+    # Each row meets one group.
+    flops = 2.0 * math.prod(loops.sizes) / math.prod(right[at] for at in groups)
     result = [*batch, *rows, *columns]
     if len(result) < len(made[0]):  # groups in the contraction: one product for each
         result = [*loops.dims(made[0][: len(made[0]) - len(result)], "whole"), *result]
     operands = [[own[at] for at in range(len(shape))] for shape, own in ((left, lefts), (right, rights))]
     return loops.rule(
-        [*operands, loops.dims(sizes, "whole"), *[loops.dims(s) for s in given[3:]]], [result], is_product=True
+        [*operands, loops.dims(sizes, "whole"), *[loops.dims(s) for s in given[3:]]],
+        [result],
+        is_product=True,
+        flops=flops,
     )
 
 
@@ -79,4 +86,6 @@ def conv(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape
         else:
             lefts[at], outs[to] = loops.new(image[at], "whole"), loops.new(result[to], "whole")
     operands = [[own[at] for at in range(len(own))] for own in (lefts, rights)]
-    return loops.rule(operands, [[outs[at] for at in range(len(outs))]], margins=tuple(margins), is_product=True)
+    flops = 2.0 * math.prod(result) * math.prod(kernel) / (kernel[out] or 1)
+    results = [[outs[at] for at in range(len(outs))]]
+    return loops.rule(operands, results, margins=tuple(margins), is_product=True, flops=flops)

@@ -45,6 +45,7 @@ class Rule:
     - `moves`: whether the result is the first operand, in another form or a part of it.
     - `is_simple`: whether an array is laid out the same before and after, so that it is asked first.
     - `is_product`: whether it multiplies two arrays and adds up: compilers match before they move.
+    - `flops`: what its products and sums come to on one device, if no other shared them.
     - `margins`: of a "window" factor, how many elements a device needs from its neighbours.
     - `sends`: what it sends whatever the layouts are.
     - `note`: what to say on its rows.
@@ -58,6 +59,7 @@ class Rule:
     moves: bool = False
     is_simple: bool = False
     is_product: bool = False
+    flops: float = 0.0
     margins: tuple[tuple[int, int], ...] = ()
     sends: Sends | None = None
     note: str = ""
