@@ -1,5 +1,6 @@
 """What a step should send under its plans, from its jaxpr: nothing is compiled."""
 
+import functools as ft
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -8,6 +9,7 @@ import equinox as eqx
 import jax
 from jax.sharding import NamedSharding
 
+from .. import chips
 from .._arrays.entries import by_parameter, spread
 from .._arrays.static import is_traced
 from .._ground.errors import MeshError, PlanMismatchError
@@ -17,6 +19,8 @@ from .._plan.shard_plan import ShardPlan
 from ..topology._mesh import MeshSpec
 from .graph import Pin, Traced
 from .layout import MeshParts
+from .memory.program import Program
+from .memory.usage import traced as traced_program, usage_of
 from .nested import without_dead
 from .propagate import propagated
 from .rows import rows_of
@@ -115,6 +119,20 @@ class Prepared:
         layouts = propagated(graph, axes, pins)
         found = walked(graph, axes, layouts, HABITS[compiler])
         return Traffic(rows_of(graph, axes, found.sent), given.mesh.size), found.flops
+
+    def held(self, plans: Any, chip: chips.Chip) -> int:
+        """Bytes of a device at the worst moment under these plans; results take over the memory of arguments."""
+        given = _Given(self, plans)
+        shardings = [given.shardings[at] for at in self.arrays]
+        donated = [True] * len(shardings)
+        is_tpu = chip.torus_dims > 0
+        sizes = dict(given.mesh.shape)
+        return usage_of(self.program, shardings, sizes, donated=donated, tile=chip.tile, tpu=is_tpu).bytes
+
+    @ft.cached_property
+    def program(self) -> Program:
+        """The step as its memory is measured."""
+        return traced_program(self.step, self.args)
 
 
 class _Given:

@@ -159,7 +159,7 @@ class _Walk:
             self.found.append(Sent(Move("unknown", (), 0.0, 0.0), at, op.scope, op.results[0], op.rule.note))
 
     def multiply(self, op: Op, way: _Way) -> None:
-        """Counts what a device multiplies; which branch of a conditional runs is not known, so each counts for its share."""
+        """Counts what a device multiplies; each branch of a conditional counts for its share."""
         shared = {part for layout in (*way.operands, *way.results) for parts in layout for part in parts}
         times = self.traced.calls(op.scope)[0]
         for conditional, _ in self.traced.branches(op.scope):

@@ -42,7 +42,9 @@ class Candidate:
     a mesh axis and the seconds that it sends. `memory_bytes` is per device, of `limit_bytes`. `traffic` says what is
     sent, per device and step. `reasons` say what the next candidates, and near ones, cost instead. `checks` hold what
     a closer look found, the last of which decided the order. With `laid_out` that is for the step by
-    [`shardfx.lay_out`][] with this mesh and these rules: left to itself, the compiler does worse.
+    [`shardfx.lay_out`][] with this mesh and these rules: left to itself, the compiler does worse. `state_over` are the
+    mesh axes that cut the optimizer's state beside those that cut its parameters (ZeRO-1): `plans` has that, `rules` do
+    not.
     """
 
     mesh: MeshSpec
@@ -60,6 +62,7 @@ class Candidate:
     reasons: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
     laid_out: bool = False
+    state_over: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -75,7 +78,8 @@ class Candidate:
     def title(self) -> str:
         """The mesh, with what each axis cuts: `data=4 (batch), tensor=2 (heads, mlp)`."""
         roles = dict(self.roles)
-        return ", ".join(f"{axis}={size} ({', '.join(roles[axis])})" for axis, size in self.mesh.shape.items())
+        axes = [f"{axis}={size} ({', '.join(roles[axis])})" for axis, size in self.mesh.shape.items()]
+        return ", ".join([*axes, *([f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else [])])
 
     def code(self) -> str:
         """A Python file that makes the mesh and the rules, for a person to read and commit."""
@@ -86,6 +90,7 @@ class Candidate:
         head = (
             f"Chosen by shardfx.search: {ms(seconds)} a step {how}, {bytes_text(held)} a device.",
             *(f"{axis}={size} cuts {', '.join(dict(self.roles)[axis])}." for axis, size in self.mesh.shape.items()),
+            *([f"Cut the state further: {self._zero_1()}."] if self.state_over else []),
             *(["Lay the step out, too: `step = shardfx.lay_out(step, MESH, RULES)`."] if self.laid_out else []),
             *(f"Not {reason}." for reason in self.reasons[:1] if self.fits),
         )
@@ -110,7 +115,7 @@ class Candidate:
             told = (look.by, ms(look.seconds), ms(look.compute_seconds), _mb(look.wire_bytes), held)
             rows.append((*told, *(_mb(sent.get(axes, 0.0)) for axes in self._axis_sets())))
         compared = [str(look.comparison) for look in self.checks if look.by == "compile" and look.comparison]
-        return "\n".join([self.title, *table(rows, right=set(rows[0][1:])), *compared])
+        return "\n".join([self.title, *table(rows, right=set(rows[0][1:])), *self._zero_1_told(), *compared])
 
     def _told(self, look: Check) -> str:
         laid = ", the step laid out" if self.laid_out and look.by != "estimate" else ""
@@ -144,7 +149,21 @@ class Candidate:
             for row in self.traffic[:6]
         ]
         checks = [self._told(look) for look in self.checks]
-        return first, rows, [*checks, *self._worse_as_written(), *self.reasons]
+        return first, rows, [*checks, *self._zero_1_told(), *self._worse_as_written(), *self.reasons]
+
+    def _zero_1(self) -> str:
+        over = ", ".join(f'"{axis}"' for axis in self.state_over)
+        over = over if len(self.state_over) == 1 else f"({over})"
+        return f"`state_plan = shardfx.follow(optimizer.init, params_plan, over={over})`"
+
+    def _zero_1_told(self) -> list[str]:
+        if not self.state_over:
+            return []
+        return [
+            f"ZeRO-1: the optimizer's state is cut over {' x '.join(self.state_over)} too, the parameters are not; the "
+            "gradients' sum is scattered and the new parameters are gathered, which sends as much as the sum alone: "
+            f"{self._zero_1()}"
+        ]
 
     def _worse_as_written(self) -> list[str]:
         """What to do where the compiler is expected to lay activations out in a way that costs much more."""

@@ -11,9 +11,14 @@ def without_twins(found: Iterable[Candidate], most: int) -> list[Candidate]:
     """The first of those whose plans are alike."""
     kept: list[Candidate] = []
     for one in found:
-        if len(kept) < most and not any(_alike(one, other) for other in kept):
+        if len(kept) < most and is_new(one, kept):
             kept.append(one)
     return kept
+
+
+def is_new(one: Candidate, kept: Iterable[Candidate]) -> bool:
+    """Whether no other has the same plans."""
+    return not any(_alike(one, other) for other in kept)
 
 
 def various(found: Iterable[Candidate], most: int, each: int = 2) -> list[Candidate]:

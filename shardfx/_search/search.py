@@ -1,6 +1,7 @@
 """The mesh and rules that a step is fastest under, chosen among all that fit."""
 
 import dataclasses
+import functools as ft
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from .checked import Verifier, as_priced, devices_for, estimated, fitting, in_or
 from .classes import Classes
 from .core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from .emulated import EMULATED
+from .held import holding, states_of, weighed, zero_1
 from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
@@ -143,6 +145,12 @@ def search(
         one = found[number]
         return as_priced(one) if laid_out else estimated(prepared, one, kind, model)
 
+    def smaller(one: Candidate) -> Candidate | None:
+        other = zero_1(one, made.states)
+        if other is None or not other.fits:
+            return None
+        return weighed(prepared, with_check(other, estimated(prepared, other, kind, model)), kind)
+
     def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         looked = (with_check(one, look(number, found)) for number, one in enumerate(found))
         # What is compiled may turn out as either estimate says.
@@ -154,9 +162,14 @@ def search(
         return found[:keep]
     # The core prices steps that are laid out; as it is written, a step may be fastest under a plain way.
     asked, known = (priced(made.by_hand(ways, kind, slices, limits, model)) for ways in (made.asked, made.known))
-    if verify is None:
-        every = in_order([*found, *asked, *known])
-        looked = tuple(without_twins(every, keep + 2))
+    if verify is None and laid_out:
+        looked = tuple(without_twins(in_order([*found, *asked, *known]), keep + 2))
+    elif verify is None:
+        # Ways that fit with the state of the optimizer cut further alone.
+        large = made.by_hand(made.known, kind, slices, limits, model, fit=False)
+        less = [other for one in large if (other := zero_1(one, made.states)) is not None and other.fits]
+        every = in_order([*found, *asked, *known, *priced(less)])
+        looked = tuple(holding(every, keep + 2, ft.partial(weighed, prepared, chip=kind), smaller))
     else:
         targets = devices_for(verify, for_these, None if isinstance(devices, int | str) else devices)
         verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)
@@ -210,6 +223,7 @@ class Searched:
         self.terms = self.limited(limits)
         self.arrays = padded(self.terms)
         self.names = names_trees(self.classes)
+        self.states = states_of(self.classes)
         self.data = has_data(self.layouts)
 
     def add(self, layouts: Iterable[Layout]) -> None:
@@ -241,14 +255,16 @@ class Searched:
         limits: Limits,
         model: CostModel,
         sizes: int = _SIZES,
+        *,
+        fit: bool = True,
     ) -> list[Candidate]:
-        """Each way with the sizes that it is fastest with, and the next; those alone that fit in memory."""
+        """Each way with the sizes that it is fastest with, and the next; those alone that fit in memory, or do not."""
         limit, machine = self.machine(chip, limits, model)
         found: list[Found] = []
         for way in ways if limits.most_axes == AXES else [way for way in ways if len(way) <= limits.most_axes]:
             ones = [self.found(way, each, slices, machine) for each in shares(self.devices, len(way)).tolist()]
-            fit = [one for one in ones if one is not None and one.memory_bytes <= limit]
-            found += sorted(fit, key=lambda one: one.seconds)[:sizes]
+            these = [one for one in ones if one is not None and (one.memory_bytes <= limit) == fit]
+            found += sorted(these, key=lambda one: one.seconds)[:sizes]
         return [self.candidate(one, built, machine, limit) for one, built in self.diverse(found, len(found))]
 
     def found(self, way: tuple[int, ...], sizes: Sequence[int], slices: int, machine: Numbers) -> Found | None:
