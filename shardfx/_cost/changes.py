@@ -16,7 +16,7 @@ from .arguments import Arguments, Leaf
 from .constrained import along_the_batch
 from .frames import Frame
 from .graph import Pin
-from .memory.factors import ELEMENTWISE
+from .memory.kinds import ELEMENTWISE
 from .memory.layouts import dims_of, padded
 from .memory.liveness import Changed
 from .memory.program import Block, Op, Program

@@ -372,6 +372,8 @@ def test_what_is_gathered_for_the_same_layout_again_is_sent_once():
         return body(x, w) + body(2 * x, w) + x @ constrained(w) + x @ constrained(w)
 
     assert sum(row[2] for row in listed(step, x, w)) == size
+
+
 def relu_twice(params, x):
     (first, shift), (second, more) = params
     # A bias of `nn.Dense` is reshaped before it is added, that of a module under `vmap` is repeated.
