@@ -8,7 +8,7 @@ import optax
 import pytest
 from models import f32
 
-from shardfx import Limits, PathRules, chips, follow, plan
+from shardfx import Candidate, Limits, PathRules, chips, follow, plan
 from shardfx._cost.estimate import Prepared
 from shardfx._search.checked import estimated
 from shardfx._search.core import CostModel
@@ -44,11 +44,23 @@ def looked(prepared, one):
     return dataclasses.replace(one, checks=(estimated(prepared, one, CHIP, CostModel()),))
 
 
+def held_by(prepared, one) -> int:
+    found = weighed(prepared, one, CHIP).checks[-1].memory_bytes
+    assert found is not None
+    return found
+
+
+def less(one, states) -> Candidate:
+    found = zero_1(one, states)
+    assert found is not None
+    return found
+
+
 def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched):
     made, prepared, ways = searched
     whole = ways["data=8 (batch)"]
     assert made.states == (1,)
-    cut = zero_1(whole, made.states)
+    cut = less(whole, made.states)
     assert cut.state_over == ("data",) and cut.plans[0] == whole.plans[0]
     followed = follow(OPTIMIZER.init, whole.plans[0], over="data")
     assert [leaf.spec for leaf in cut.plans[1].leaves] == [leaf.spec for leaf in followed.leaves]
@@ -57,7 +69,7 @@ def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched):
     assert whole.memory_bytes - cut.memory_bytes == moments * 7 // 8
     before, after = looked(prepared, whole), looked(prepared, cut)
     assert after.checks[0].wire_bytes == before.checks[0].wire_bytes
-    held = [weighed(prepared, one, CHIP).checks[0].memory_bytes for one in (before, after)]
+    held = [held_by(prepared, one) for one in (before, after)]
     assert held[0] - held[1] > moments * 6 // 8
     assert cut.title == "data=8 (batch), ZeRO-1 over data"
     assert 'follow(optimizer.init, params_plan, over="data")' in cut.code()
@@ -70,19 +82,19 @@ def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched):
 def test_what_does_not_fit_as_it_is_written_makes_way_or_is_to_be_laid_out(searched):
     made, prepared, ways = searched
     whole = looked(prepared, ways["data=8 (batch)"])
-    held = weighed(prepared, whole, CHIP).checks[0].memory_bytes
+    held = held_by(prepared, whole)
 
     def chosen(limit, other):
         one = dataclasses.replace(whole, limit_bytes=limit)
         return holding([one, one], 3, lambda one: weighed(prepared, one, CHIP), other)
 
     def smaller(one):
-        return weighed(prepared, looked(prepared, zero_1(one, made.states)), CHIP)
+        return weighed(prepared, looked(prepared, less(one, made.states)), CHIP)
 
     (one,) = chosen(held, smaller)
     assert not one.laid_out and one.checks[-1].memory_bytes == held and not one.state_over
     (one,) = chosen(held - 1, smaller)
-    assert one.state_over == ("data",) and one.checks[-1].memory_bytes < held
+    assert one.state_over == ("data",) and held_by(prepared, one) < held
     tight = dataclasses.replace(whole, memory_bytes=held - 10)
     (one,) = holding(
         [dataclasses.replace(tight, limit_bytes=held - 5)], 3, lambda x: weighed(prepared, x, CHIP), lambda _: None
