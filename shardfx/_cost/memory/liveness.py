@@ -15,6 +15,8 @@ from .program import Block, Op, Program
 
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")
+# Between host and device; each array lies there as it does here, however many are moved at once.
+_PUT = "device_put"
 # The sum of parts passes through these: they may be done to the parts, or to what is left of the sum on a device.
 _SUMS_PASS = frozenset(["add", "add_any", "convert_element_type", "meant_for", *_CONSTRAINTS])
 
@@ -224,14 +226,14 @@ class _Timeline:
 
     def first_use(self, op: Op, at: int) -> int:
         """From when on the results of an operation are in memory; what comes from the host comes when it is read."""
-        if op.name != "device_put":
+        if op.name != _PUT:
             return at
         users = {id(user) for out in op.outs for user in self.uses.get(out, ())}
         return next((later for later, one in enumerate(self.block.ops) if id(one) in users), at)
 
     def copies(self, op: Op) -> list[_Key]:
         """Copies that an operation needs: operands gathered to how it computes, results before they are spread."""
-        if op.blocks or op.name in VIEWS or op.name in ELEMENTWISE or op.name in PIECES:
+        if op.blocks or op.name in VIEWS or op.name in ELEMENTWISE or op.name in PIECES or op.name == _PUT:
             return []
         found: list[_Key] = []
         for number, dims in zip(*self.layouts.inside(op), strict=True):
