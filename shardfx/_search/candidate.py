@@ -168,7 +168,7 @@ class Candidate:
     def _worse_as_written(self) -> list[str]:
         """What to do where the compiler is expected to lay activations out in a way that costs much more."""
         look = self.checks[-1] if self.checks else None
-        if self.laid_out or look is None or look.by != "estimate" or look.seconds < _MUCH * self.seconds:
+        if self.laid_out or look is None or look.by != "estimate" or look.seconds < MUCH * self.seconds:
             return []
         return [
             f"as the step is written, activations will not lie as they should: {ms(look.seconds)} and not "
@@ -179,7 +179,7 @@ class Candidate:
 
 _NUMBERS = {"MB", "calls"}
 # How many times what was searched for the step as it is written may take before a candidate says so.
-_MUCH = 1.25
+MUCH = 1.25
 
 
 def ms(seconds: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
-from .candidate import Candidate, ms
+from .candidate import MUCH, Candidate, ms
 
 
 def without_twins(found: Iterable[Candidate], most: int) -> list[Candidate]:
@@ -55,6 +55,17 @@ def by_look(mine: Candidate, others: Iterable[Candidate]) -> Iterable[str]:
         told = [f"{more(change)} of {what}" for what, change in parts if abs(change) > 1e-3 * look.seconds]
         told.append(f"{bytes_text(round(theirs.wire_bytes))} sent, not {bytes_text(round(look.wire_bytes))}")
         yield f"{other.title} by {look.by}: {more(theirs.seconds - look.seconds)}: {', '.join(told)}"
+
+
+def worth_laying_out(first: Candidate, found: Iterable[Candidate]) -> tuple[str, ...]:
+    """Says so where another candidate is clearly faster than the first once the step is laid out as it was priced."""
+    best, look = min(found, key=lambda one: one.seconds), first.checks[-1]
+    if first.laid_out or look.seconds < MUCH * best.seconds:
+        return ()
+    return (
+        f"{best.title} takes {ms(best.seconds)} where the step is laid out, by its own constraints or by "
+        f"`shardfx.lay_out`, and this one {ms(look.seconds)} as it is written: search with `laid_out=True`",
+    )
 
 
 def parts_of(parts: Sequence[float], mine: Candidate) -> str:

@@ -29,7 +29,7 @@ from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
 from .priced import sent_rows
-from .reasons import by_look, more, parts_of, various, without_twins
+from .reasons import by_look, more, parts_of, various, without_twins, worth_laying_out
 from .roles import layouts_of, roles_of_rules
 from .seeds import distinct, seeds
 from .terms import Terms, has_data, padded, terms_of
@@ -170,6 +170,8 @@ def search(
         less = [other for one in large if (other := zero_1(one, made.states)) is not None and other.fits]
         every = in_order([*found, *asked, *known, *priced(less)])
         looked = tuple(holding(every, keep + 2, ft.partial(weighed, prepared, chip=kind), smaller))
+        better = worth_laying_out(looked[0], every)
+        looked = (dataclasses.replace(looked[0], reasons=(*looked[0].reasons, *better)), *looked[1:])
     else:
         targets = devices_for(verify, for_these, None if isinstance(devices, int | str) else devices)
         verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)

@@ -21,7 +21,7 @@ from shardfx import (
     search,
 )
 from shardfx._search.checked import Verifier, fits, fitting
-from shardfx._search.reasons import various
+from shardfx._search.reasons import various, worth_laying_out
 from shardfx._search.search import Searched
 
 
@@ -226,3 +226,14 @@ def test_what_the_compiler_refuses_is_dropped():
     kept = fitting([one for one, _ in looked])
     assert {one.title for one in kept} == {second.title, third.title}
     assert "1.0 TiB" in looked[0][0].explain()
+
+
+def test_what_laying_out_would_gain_is_told():
+    """The first as it is written, against the fastest as it was priced."""
+    first, second, *_ = search(step, *ARGS, devices=8, chip="v5e", keep=3)
+    (check,) = first.checks
+    slow = dataclasses.replace(first, checks=(dataclasses.replace(check, seconds=2 * second.seconds),))
+    (told,) = worth_laying_out(slow, [slow, dataclasses.replace(second, seconds=first.seconds / 2)])
+    assert told.startswith(f"{second.title} takes") and "`laid_out=True`" in told
+    assert not worth_laying_out(dataclasses.replace(slow, laid_out=True), [slow, second])
+    assert not worth_laying_out(first, [dataclasses.replace(first, seconds=check.seconds)])
