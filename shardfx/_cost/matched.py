@@ -100,6 +100,8 @@ class _Match:
             if factor not in found:
                 self.meet(factor, found)
         self.follow(found)
+        if any(found.get(factor) for factor in self.summed):
+            self.keep(found)
         apart = tuple(among.get(side, bool(is_apart or found)) for side in (0, 1))
         return Matched({factor: parts for factor, parts in found.items() if parts}, self.sides, apart)
 
@@ -188,15 +190,28 @@ class _Match:
         self.taken.update(found[factor])
 
     def follow(self, found: Cut) -> None:
-        """What only the result cuts: where nothing has to move for it, or all devices are cut so."""
+        """What only the result cuts. Where that is not all, and something is in the way, operands are gathered."""
         left = self.axes.count(part for part in range(len(self.axes.sizes)) if part not in self.taken)
         rest = [[factor for factor in own if factor not in found] for own in self.free]
         wanted = [tuple(part for factor in own for part in self.wanted.get(factor, ())) for own in rest]
         is_bare = all(factor in found or not cut for side in self.sides for factor, cut in side.items())
         for own, parts in zip(rest, wanted, strict=True):
-            if parts and self.taken.isdisjoint(parts) and (is_bare or self.axes.count(parts) == left):
+            if parts and self.taken.isdisjoint(parts):
+                if not is_bare and self.axes.count(parts) != left:
+                    for side in self.sides:
+                        side.update({factor: () for factor in side if factor not in found})
                 found.update({factor: self.wanted.get(factor, ()) for factor in own})
                 self.taken.update(parts)
+
+    def keep(self, found: Cut) -> None:
+        """Beside a sum, what an operand cuts stays where the result is cut alike, but finer."""
+        for side, own in enumerate(self.free):
+            for factor in own:
+                parts = self.sides[side].get(factor, ())
+                if parts and factor not in found and self.taken.isdisjoint(parts):
+                    if self.wanted.get(factor, ())[: len(parts)] == parts:
+                        found[factor] = parts
+                        self.taken.update(parts)
 
 
 def _all(cut: Cut) -> Parts:

@@ -1,12 +1,12 @@
 """What it takes to bring an array from one layout to another: the collectives, and the bytes that enter a device."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .layout import Layout, MeshParts, Parts
+from .relaid import Step, steps
 
 
 class Move(NamedTuple):
@@ -24,6 +24,7 @@ class Prices:
     def __init__(self, axes: MeshParts, *, scatters: bool):
         self.axes, self.scatters = axes, scatters
         self._shares: dict[Any, float] = {}
+        self._ways: dict[tuple[Layout, Layout], list[Step]] = {}
         self._known: dict[tuple[float, Layout, Parts, Layout], tuple[Move, ...]] = {}
 
     def moves(self, size: float, source: Layout, partial: Parts, target: Layout) -> tuple[Move, ...]:
@@ -46,8 +47,7 @@ class Prices:
     def _moved(self, size: float, source: Layout, partial: Parts, target: Layout) -> list[Move]:
         count, made = self.axes.count, []
         local = size / self.axes.shards(source)
-        wanted = {part: at for at, parts in enumerate(target) for part in parts}
-        held = {part: at for at, parts in enumerate(source) for part in parts}
+        wanted = {part for parts in target for part in parts}
         if partial:
             scattered = tuple(part for part in partial if part in wanted) if self.scatters else ()
             rest = tuple(part for part in partial if part not in scattered)
@@ -60,78 +60,44 @@ class Prices:
             local /= count(part for part in rest if part in wanted)
             if last := tuple(part for part in rest if part not in wanted):
                 made.append(self.made("all-reduce", last, local))
-        ways: dict[tuple[int, int], Parts] = {}
-        for part, at in held.items():
-            if wanted.get(part, at) != at:
-                ways[at, wanted[part]] = (*ways.get((at, wanted[part]), ()), part)
-        # XLA exchanges between one dimension and one other; between one and two it gathers, and cuts again.
-        is_forked = len(ways) > 1 and any(len({way[end] for way in ways}) < len(ways) for end in (0, 1))
-        gone = [tuple(part for part in parts if part not in wanted) for parts in source]
-        new = [tuple(part for part in parts if part not in held and part not in partial) for parts in target]
-        local /= math.prod(max(1, count(more) / count(less)) for more, less in zip(new, gone, strict=True))
-        parts, share = self._traded(source, target, gone, new)
-        if share:
-            made.append(self.made("collective-permute", parts, local, share * count(parts)))
-        if not is_forked:
-            for at in {to for _, to in ways if gone[to] and not new[to]}:
-                # What is to leave a dimension does so before others come.
-                local *= count(gone[at])
-                made.append(self.made("all-gather", gone[at], local))
-                gone[at] = ()
-            made += [self.made("all-to-all", parts, local) for parts in ways.values()]
-        for parts, less, more in zip(source, gone, new, strict=True):
-            forked = tuple(part for part in parts if is_forked and wanted.get(part, held[part]) != held[part])
-            left = max(1, count(less) / count(more)) * count(forked)
-            if left > 1:
-                local *= left
-                less = (*less, *forked)
-                made.append(self.made("all-gather", less, local * (1 - 1 / left) / (1 - 1 / count(less))))
+        for step in self._steps(self._now(source, partial, target), target):
+            bytes_after = size / self.axes.shards(step.result)
+            share = self._moving(step) * count(step.parts) if step.kind == "collective-permute" else None
+            made.append(self.made(step.kind, step.parts, bytes_after, share))
         return made
 
-    def _traded(
-        self, source: Layout, target: Layout, gone: Sequence[Parts], new: Sequence[Parts]
-    ) -> tuple[Parts, float]:
-        """The parts along which devices trade places, and the share of devices that do.
-
-        What stays on a dimension may come behind what goes, or before what comes; and what comes may take the place of
-        what goes.
-        """
-        orders: list[tuple[Parts, Parts]] = []
-        least = 0.0
-        for own, after, less, more in zip(source, target, gone, new, strict=True):
-            stays = tuple(part for part in own if part in after or part in less)
-            wanted = tuple(part for part in after if part in own or part in more)
-            if not (less and more):
-                orders.append(((*stays, *more), (*wanted, *less)))
-            elif self.axes.count(less) == self.axes.count(more):
-                orders.append((stays, wanted))
+    def _now(self, source: Layout, partial: Parts, target: Layout) -> Layout:
+        """How a sum lies once it is made: cut along the parts that it was added up along, where it is to be."""
+        found = []
+        for own, wanted in zip(source, target, strict=True):
+            new = tuple(part for part in wanted if part in partial)
+            if new and set(own) <= set(wanted):
+                found.append(tuple(part for part in wanted if part in own or part in new))
             else:
-                least = 1 - 1 / max(self.axes.count(less), self.axes.count(more))
-                orders.append(((), ()))
-        moved = [pair for pair in orders if pair[0] != pair[1]]
-        parts = tuple(dict.fromkeys(part for pair in moved for order in pair for part in order))
-        if least:
-            traded = (part for less, more in zip(gone, new, strict=True) if less and more for part in (*less, *more))
-            parts = tuple(dict.fromkeys((*parts, *traded)))
-        return parts, max(least, self._moving(parts, moved))
+                found.append((*own, *new))
+        return tuple(found)
 
-    def _moving(self, parts: Parts, orders: Sequence[tuple[Parts, Parts]]) -> float:
-        """The share of devices whose piece is another in the second of each pair of orders."""
-        if not orders:
-            return 0.0
-        key = (parts, tuple(orders))
+    def _steps(self, source: Layout, target: Layout) -> list[Step]:
+        if (source, target) not in self._ways:
+            self._ways[source, target] = steps(self.axes, source, target)
+        return self._ways[source, target]
+
+    def _moving(self, step: Step) -> float:
+        """The share of devices that hold another piece, or copy, after a collective-permute."""
+        key = (step.before, step.result)
         if key not in self._shares:
+            parts = step.parts
             sizes = [self.axes.sizes[part] for part in parts]
             where = dict(zip(parts, np.indices(sizes).reshape(len(sizes), -1), strict=True))
 
-            def piece(order: Parts) -> np.ndarray:
-                number = np.zeros(math.prod(sizes), dtype=np.int64)
-                for part in order:
-                    number = number * self.axes.sizes[part] + where[part]
-                return number
+            def number(layout: Layout) -> np.ndarray:
+                found = np.zeros(math.prod(sizes), dtype=np.int64)
+                order = [part for own in layout for part in own if part in where]
+                for part in (*order, *sorted(where.keys() - set(order))):
+                    found = found * self.axes.sizes[part] + where[part]
+                return found
 
-            moves = np.any([piece(first) != piece(second) for first, second in orders], axis=0)
-            self._shares[key] = float(moves.mean())
+            self._shares[key] = float(np.mean(number(step.before) != number(step.result)))
         return self._shares[key]
 
     def made(self, kind: str, parts: Parts, size: float, share: float | None = None) -> Move:

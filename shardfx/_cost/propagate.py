@@ -17,7 +17,7 @@ from .layout import Layout, MeshParts, Parts
 from .matched import Cut
 
 
-_CONSTRAINTS = ("sharding_constraint", "reshard", "result")
+_CONSTRAINTS = ("sharding_constraint", "reshard")
 # What hands values on between a loop and what is around it.
 _PASSED = ("carry", "layer", "stack", "branch", "enter", "leave", "again", "shard_map")
 # What takes a piece of an array, or puts one there: at first only the array tells the piece.

@@ -187,7 +187,21 @@ class _Walk:
             # So that who asks for the same once more is not sent it again.
             layout = (self.layouts[op.results[0]],)
             return _Way(layout, layout, ())
-        return self.agreed(op, partial) or min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
+        if (found := self.agreed(op, partial)) is not None:
+            return found
+        if op.rule.is_simple and not any(self.states[value].partial for value in op.operands):
+            return min(self.simply(op), key=lambda way: self.cost(op, way, partial))
+        return min(self.ways(op, partial), key=lambda way: self.cost(op, way, partial))
+
+    def simply(self, op: Op) -> Iterator[_Way]:
+        """Where the result is to lie, or where one of the operands does."""
+        wanted: dict[int, Parts] = {}
+        for value, dims in zip(op.results, op.rule.results, strict=True):
+            wanted.update(self.by_factor(op, self.layouts[value], dims))
+        yield self.way(op, wanted)
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if not self.traced.values[value].is_free:
+                yield self.way(op, self.by_factor(op, self.states[value].layout, dims))
 
     def agreed(self, op: Op, partial: Parts) -> _Way | None:
         """The way that needs nothing to be moved, where all arrays already agree on one."""

@@ -154,6 +154,55 @@ def test_a_convolution_shares_images_channels_and_rows_of_pixels():
     assert margin == ("collective-permute", ("data",), 2 * 8 * 32 * 8 * 4 // 2, 1)
 
 
+def test_windows_ask_their_neighbours_for_no_more_than_they_overlap():
+    x = struct((8, 32, 32, 16), "data", "tensor")
+
+    def pooled(window, step):
+        return lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, *window, 1), (1, *step, 1), "SAME")
+
+    assert listed(pooled((2, 2), (2, 2)), x) == []
+    assert listed(jax.grad(lambda x: jnp.sum(pooled((2, 2), (2, 2))(x) ** 2)), x) == []
+    row = 4 * 32 * 16 * 4
+    assert listed(pooled((3, 3), (2, 2)), x) == [("collective-permute", ("tensor",), row * 3 // 4, 1)]
+    assert listed(pooled((3, 3), (1, 1)), x) == [("collective-permute", ("tensor",), 2 * row * 3 // 4, 1)]
+    # Windows that steps do not divide, and those between elements, take all.
+    assert [row[0] for row in listed(pooled((3, 3), (3, 3)), struct((8, 32, 32, 16), "data", "tensor"))] == [
+        "all-gather"
+    ]
+
+
+def test_the_gradient_of_a_kernel_is_added_up_over_rows_of_pixels():
+    x, kernel = struct((8, 32, 32, 8), None, "tensor"), struct((3, 3, 8, 16))
+
+    def loss(k, x):
+        return jnp.sum(
+            jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) ** 2
+        )
+
+    rows = listed(lambda k, x: constrained(jax.grad(loss)(k, x)), kernel, x)
+    assert {row[0] for row in rows} == {"collective-permute", "all-reduce"}
+    assert ("all-reduce", ("tensor",), 2 * 3 * 3 * 8 * 16 * 4 * 3 // 4, 1) in rows
+
+
+def test_elements_meet_where_that_is_cheapest_of_where_they_are_made_and_where_they_are_needed():
+    mesh = MeshSpec({"a": 2, "b": 2, "c": 2}).abstract()
+    ours = struct((16, 8, 64), ("a", "b"), "c", mesh=mesh)
+    theirs = struct((16, 8, 64), None, None, ("a", "b", "c"), mesh=mesh)
+    end = NamedSharding(mesh, P(None, None, ("a", "b", "c")))
+    # No way is known from one to the other, so each device gets all of the first.
+    sent = Prepared(lambda x, y: x * y, (ours, theirs)).under(None, end)
+    assert sent.wire_bytes == 16 * 8 * 64 * 4 * 7 // 8
+
+
+def test_a_result_that_is_asked_for_does_not_say_how_it_is_computed():
+    mesh = MeshSpec({"a": 2, "b": 2, "c": 2}).abstract()
+    x, w = struct((64, 128), mesh=mesh), struct((128, 256), None, "c", mesh=mesh)
+    out = NamedSharding(mesh, P("b"))
+    rows = Prepared(lambda x, w: x @ w, (x, w)).under(None, out).rows
+    # Each device makes its columns, and gathers them; it does not gather the weight, which is larger.
+    assert [(row.kind, row.axes, row.wire_bytes) for row in rows] == [("all-gather", ("c",), 32 * 256 * 4 // 2)]
+
+
 def test_what_a_shard_map_sends_by_its_own_word():
     def body(x):
         total = jax.lax.psum(x, "tensor")

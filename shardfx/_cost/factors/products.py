@@ -77,6 +77,12 @@ def conv(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape
     outs[numbers.out_spec[0]], outs[numbers.out_spec[1]] = rows, group + columns
     margins = []
     for number, (at, own, to) in enumerate(zip(space, window, numbers.out_spec[2:], strict=True)):
+        if kernel[own] == image[at] > result[to] and params["lhs_dilation"][number] == 1:
+            # The gradient of a kernel: both are cut along the image, and what neighbours have is looked at, too.
+            lefts[at] = rights[own] = loops.new(image[at], "sum")
+            outs[to] = loops.new(result[to], "whole")
+            margins.append((lefts[at][0], result[to] - 1))
+            continue
         rights[own] = loops.new(kernel[own], "whole")
         stride = image[at] // result[to] if result[to] and not image[at] % result[to] else 0
         if stride == params["window_strides"][number] and params["lhs_dilation"][number] == 1:

@@ -1,5 +1,6 @@
 """Operations along some dimensions: reductions, sums so far, sorts, windows, and matrices as a whole."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,31 @@ def matrices(given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
 
 
 def windows(params: Mapping[str, Any], given: Sequence[Shape], made: Sequence[Shape]) -> Rule:
-    """Along dimensions with windows of one element each device works alone; along others all is needed."""
-    sizes = params["window_dimensions"]
-    return along([at for at, size in enumerate(sizes) if size > 1], given, made)
+    """Along dimensions with windows each device works alone but for margins, where steps divide the array."""
+    loops, steps = Loops(), params["window_strides"]
+    wide = max(given, key=math.prod)
+    narrow = min((shape for shape in (*given, *made) if len(shape) == len(wide)), key=math.prod)
+    lefts: list[Dim] = []
+    rights: list[Dim] = []
+    margins = []
+    plain = (1,) * len(wide)
+    dilated = [params.get("base_dilation", plain), params.get("window_dilation", plain)]
+    for size, few, window, step, *dilations in zip(
+        wide, narrow, params["window_dimensions"], steps, *dilated, strict=True
+    ):
+        if size == few * step and dilations == [1, 1]:
+            place = loops.new(few, "window" if window > 1 else "pass")
+            lefts.append(place + loops.new(step, "whole") if step > 1 else place)
+            rights.append(place)
+            if window > step:
+                margins.append((place[0], window - step))
+        else:
+            lefts.append(loops.new(size, "whole"))
+            rights.append(lefts[-1] if size == few else loops.new(few, "whole"))
+
+    def of(shape: Shape) -> list[Dim]:
+        if len(shape) != len(wide):
+            return loops.dims(shape, "whole")
+        return lefts if shape == wide else rights
+
+    return loops.rule(list(map(of, given)), list(map(of, made)), margins=tuple(margins))
