@@ -35,6 +35,9 @@ def looked_up(rule: Rule, axes: MeshParts, table: Cut, numbers: Cut, wanted: Map
     asked = {factor: table[factor] for factor in rows}
     if not held & used:
         yield _without(asked, held | used) | width | numbers
+        if held & _parts(asked.values()):
+            # Those that hold rows get all the numbers.
+            yield asked | width | _without(numbers, _parts(asked.values()))
         # Where the result is to be cut by those that hold rows, the rows are brought there.
         slots = {dim[0] for dim in rule.operands[1]}
         more = {factor: parts for factor, parts in wanted.items() if factor in slots and parts}

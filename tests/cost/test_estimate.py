@@ -140,6 +140,18 @@ def test_a_lookup_adds_up_rows_that_others_hold():
     assert rows == [("all-reduce", ("data",), 64 * 32 * 4, 1)]
 
 
+def test_those_that_hold_rows_get_the_numbers_that_ask_for_them():
+    mesh = MeshSpec({"a": 2, "b": 4}).abstract()
+    table = struct((16, 8, 64), None, None, ("a", "b"), mesh=mesh)
+    at = struct((16, 8, 1), "b", dtype=jnp.int32, mesh=mesh)
+    rows = estimate(lambda t, i: jnp.take_along_axis(t, i, -1), table, at, compiler="cpu").rows
+    found = {"all-gather": 0, "all-reduce": 0}
+    for row in rows:
+        found[row.kind] += row.wire_bytes
+    # As it is compiled: the numbers are gathered, and what each device finds is added up; the table stays.
+    assert found == {"all-gather": 16 * 8 * 4 * 3 // 4, "all-reduce": 2 * 16 * 8 * 4 * 7 // 8}
+
+
 def test_a_convolution_shares_images_channels_and_rows_of_pixels():
     kernel = struct((3, 3, 8, 16))
 
