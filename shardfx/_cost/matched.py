@@ -5,7 +5,7 @@ result cut alike stays, and the other operand gives those devices up; then what 
 is added up, whether or not the same devices hold them. Everything else is gathered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .factors import Dims, Rule
@@ -23,14 +23,14 @@ class Side(NamedTuple):
     local_bytes: float
 
 
-def can_match(rule: Rule) -> bool:
-    """Whether an operation is a product of two arrays whose factors are each shared or summed."""
+def can_match(rule: Rule, cuts: Iterable[Cut]) -> bool:
+    """Whether an operation is a product of two arrays, and what cuts them and the result is each shared or summed."""
     return (
         rule.is_product
         and len(rule.operands) >= 2
         and len(rule.results) == 1
-        and set(rule.kinds) <= {"pass", "sum"}
-        and all(len(dim) == 1 for dims in (*rule.operands[:2], *rule.results) for dim in dims)
+        and all(dim for dims in (*rule.operands[:2], *rule.results) for dim in dims)
+        and all(rule.kinds[factor] in ("pass", "sum") for cut in cuts for factor in cut)
     )
 
 
@@ -68,6 +68,8 @@ class _Match:
         self.axes, self.wanted = axes, wanted
         self.sides = (dict(left.cut), dict(right.cut))
         self.bytes = [left.local_bytes, right.local_bytes]
+        # No slice goes through a convolution.
+        self.has_windows = not set(rule.kinds) <= {"pass", "sum"}
         factors = [_factors(dims) for dims in (*rule.operands[:2], rule.results[0])]
         self.order = [[dim[0] for dim in dims] for dims in rule.operands[:2]]
         self.both = [f for f in factors[0] if f in factors[1]]
@@ -169,7 +171,9 @@ class _Match:
                 self.replace(side, factor, tuple(part for part in new if part >= 0))
             return True
         for factor, own in list(cut.items()):
-            self.replace(side, factor, tuple(part for part in own if part not in parts))
+            left = tuple(part for part in own if part not in parts)
+            # What a convolution gives up in part it gives up whole.
+            self.replace(side, factor, () if self.has_windows and len(left) < len(own) else left)
         return True
 
     def replace(self, side: int, factor: int, parts: Parts) -> None:
@@ -196,12 +200,14 @@ class _Match:
         wanted = [tuple(part for factor in own for part in self.wanted.get(factor, ())) for own in rest]
         is_bare = all(factor in found or not cut for side in self.sides for factor, cut in side.items())
         for own, parts in zip(rest, wanted, strict=True):
-            if parts and self.taken.isdisjoint(parts):
-                if not is_bare and self.axes.count(parts) != left:
-                    for side in self.sides:
-                        side.update({factor: () for factor in side if factor not in found})
-                found.update({factor: self.wanted.get(factor, ()) for factor in own})
-                self.taken.update(parts)
+            is_all = self.axes.count(parts) == left
+            if not parts or not self.taken.isdisjoint(parts) or (self.has_windows and not is_all):
+                continue
+            if not is_bare and not is_all:
+                for side in self.sides:
+                    side.update({factor: () for factor in side if factor not in found})
+            found.update({factor: self.wanted.get(factor, ()) for factor in own})
+            self.taken.update(parts)
 
     def keep(self, found: Cut) -> None:
         """Beside a sum, what an operand cuts stays where the result is cut alike, but finer."""

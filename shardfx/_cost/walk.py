@@ -239,7 +239,7 @@ class _Walk:
 
     def ways(self, op: Op, partial: Parts) -> Iterator[_Way]:
         rule, options = op.rule, {}
-        if can_match(rule) and not partial:
+        if not partial and can_match(rule, (self.by_factor(op, lay, dims) for lay, dims in self.sides(op))):
             yield self.matched(op)
             return
         if can_look_up(op.name, rule) and not partial:

@@ -159,11 +159,37 @@ def test_a_convolution_shares_images_channels_and_rows_of_pixels():
         return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     assert listed(conv, struct((8, 32, 32, 8), "data"), kernel) == []
-    small = struct((3, 3, 8, 2))
-    assert listed(conv, struct((8, 32, 32, 8), None, None, None, "data"), small)[0][0] == "all-reduce"
+    # Channels that both cut are added up; those that the image alone has are gathered, as compilers do.
+    image = struct((8, 32, 32, 8), None, None, None, "data")
+    assert listed(conv, image, struct((3, 3, 8, 2), None, None, "data"))[0][0] == "all-reduce"
+    assert listed(conv, image, struct((3, 3, 8, 2)))[0][0] == "all-gather"
     # Two rows of pixels more than a device has, from the one beside it.
     (margin,) = listed(conv, struct((8, 32, 32, 8), None, "data"), kernel)
     assert margin == ("collective-permute", ("data",), 2 * 8 * 32 * 8 * 4 // 2, 1)
+
+
+@pytest.mark.parametrize(
+    "image, kernel, out",
+    [
+        (P("b", None, None, "a"), P(None, None, "a", "c"), P("b", None, None, "c")),
+        # The channels that both cut are added up; no slice of the result goes through a convolution.
+        (P(None, None, None, "c"), P(), P("c")),
+        (P("c", None, None, "b"), P(), P(("b", "c"))),
+    ],
+)
+def test_a_convolution_is_carried_out_as_it_is_compiled(image, kernel, out):
+    mesh = MeshSpec({"a": 2, "b": 2, "c": 2}).build(jax.devices())
+    x, k = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((16, 8, 8, 32), image), ((3, 3, 32, 64), kernel))
+    )
+    end = NamedSharding(mesh, out)
+
+    def conv(x, k):
+        return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    compiled = traffic(jax.jit(conv, out_shardings=end).lower(x, k).compile(), mesh)
+    assert Prepared(conv, (x, k)).under(None, end, "cpu").wire_bytes == compiled.wire_bytes
 
 
 def test_windows_ask_their_neighbours_for_no_more_than_they_overlap():
