@@ -20,11 +20,12 @@ from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from .asked import Tracing, asked_for, require_arrays
 from .candidate import Candidate, Check
-from .checked import Verifier, as_priced, devices_for, estimated, fitting, in_order, promising, with_check
+from .checked import Verifier, devices_for, estimated, fitting, in_order, promising, with_check
 from .classes import Classes
 from .core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from .emulated import EMULATED
 from .held import holding, states_of, weighed, zero_1
+from .lay_out import lay_out
 from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
@@ -39,6 +40,8 @@ from .written import axis_name, mesh_and_rules
 
 # How many candidates get a closer look.
 _LOOKED_AT = 32
+# How many where each step is laid out, and traced anew.
+_LAID_OUT = 12
 # With how many sizes each way that is written by hand is looked at.
 _SIZES = 2
 # With so many roles all searches share one compiled core.
@@ -90,7 +93,7 @@ def search(
     - `closely`: how many candidates to compile at most, beside those of `also`.
     - `limits`: see [`shardfx.Limits`][].
     - `laid_out`: whether the step will be run as [`shardfx.lay_out`][] makes it. Then candidates are ordered, and
-        verified, as they are priced: everything between the arguments lies as the search wants it, too.
+        verified, so: everything between the arguments lies as the search wants it, too.
     - `model`: what is assumed beside the chip's data sheet; see [`shardfx.CostModel`][].
     - `cache`: a directory that keeps what is compiled; see [`shardfx.compile_for`][].
     - `progress`: is told what is being estimated, compiled or run.
@@ -143,7 +146,8 @@ def search(
     def look(number: int, found: Sequence[Candidate]) -> Check:
         tell(f"estimating candidate {number + 1} of {len(found)}")
         one = found[number]
-        return as_priced(one) if laid_out else estimated(prepared, one, kind, model)
+        its = Prepared(lay_out(step, one.mesh, one.rules), made.args) if laid_out else prepared
+        return estimated(its, one, kind, model)
 
     def smaller(one: Candidate) -> Candidate | None:
         other = zero_1(one, made.states)
@@ -157,11 +161,12 @@ def search(
         return (in_order if verify is None or laid_out else promising)(looked)
 
     tell(f"pricing meshes of {count} devices")
-    found = priced(made.candidates(kind, slices, max(keep, _LOOKED_AT), limits, model))
+    closest, sizes = (_LAID_OUT, 1) if laid_out else (_LOOKED_AT, _SIZES)
+    found = priced(made.candidates(kind, slices, max(keep, closest), limits, model))
     if not found[0].fits:
         return found[:keep]
     # The core prices steps that are laid out; as it is written, a step may be fastest under a plain way.
-    asked, known = (priced(made.by_hand(ways, kind, slices, limits, model)) for ways in (made.asked, made.known))
+    asked, known = (priced(made.by_hand(ways, kind, slices, limits, model, sizes)) for ways in (made.asked, made.known))
     if verify is None and laid_out:
         looked = tuple(without_twins(in_order([*found, *asked, *known]), keep + 2))
     elif verify is None:

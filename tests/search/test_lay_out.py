@@ -145,6 +145,6 @@ def test_a_search_for_a_step_that_will_be_laid_out():
     found = shardfx.search(step, *structs, **how, verify=jax.devices()[:4], closely=2)
     for one in found:
         asked, compiled = one.checks
-        assert (asked.by, compiled.by) == ("search", "compile")
+        assert (asked.by, compiled.by) == ("estimate", "compile")
         # A CPU's partitioner sums all where a TPU's scatters: at most twice as much.
         assert 0.9 * asked.wire_bytes <= compiled.wire_bytes <= 2.2 * asked.wire_bytes
