@@ -1,5 +1,6 @@
 """What a verb prints: text in colours where a terminal shows them, JSON, and what it is working on."""
 
+import functools as ft
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ._usage import calling, encodable, in_flags
+from ._usage import UsageError, calling, encodable, in_flags
 
 
 JSON = click.option(
@@ -66,6 +67,27 @@ def write(text: str, file: str) -> None:
         print(text)
         return
     calling(f"writing {file!r}", lambda: _write(text, file))
+
+
+def require_writable(*files: str | None) -> None:
+    """Refuses what could not be written in the end, before the work begins; only one result can be printed.
+
+    **Raises:**
+
+    `UsageError` for a file that cannot be opened, or where two results are to be printed.
+    """
+    if files.count("-") > 1:
+        raise UsageError('two results would be printed as one; give a file for all but one "-"')
+    for file in files:
+        if file is not None and file != "-":
+            calling(f"writing {file!r}", ft.partial(_try_to_write, file))
+
+
+def _try_to_write(file: str) -> None:
+    is_new = not os.path.lexists(file)
+    open(file, "a", encoding="utf-8").close()
+    if is_new:
+        os.remove(file)
 
 
 def _write(text: str, file: str) -> None:

@@ -43,8 +43,8 @@ class Candidate:
     sent, per device and step. `reasons` say what the next candidates, and near ones, cost instead. `checks` hold what
     a closer look found, the last of which decided the order. With `laid_out` that is for the step by
     [`shardfx.lay_out`][] with this mesh and these rules: left to itself, the compiler does worse. `state_over` are the
-    mesh axes that cut the optimizer's state beside those that cut its parameters (ZeRO-1): `plans` has that, `rules` do
-    not.
+    mesh axes that cut the optimizer's state beside those that cut its parameters (ZeRO-1), and `states` are the numbers
+    of the arguments that hold it: `plans` has that, `rules` do not.
     """
 
     mesh: MeshSpec
@@ -63,6 +63,7 @@ class Candidate:
     checks: tuple[Check, ...] = ()
     laid_out: bool = False
     state_over: tuple[str, ...] = ()
+    states: tuple[int, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -82,7 +83,10 @@ class Candidate:
         return ", ".join([*axes, *([f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else [])])
 
     def code(self) -> str:
-        """A Python file that makes the mesh and the rules, for a person to read and commit."""
+        """A Python file for a person to read and commit: the mesh, the rules, and a function that makes the plans.
+
+        `plans_of(step, *args)` in it makes this candidate's plans. With `laid_out`, `laid_out(step)` is what to jit.
+        """
         look = self.checks[-1] if self.checks else None
         seconds = self.seconds if look is None else look.seconds
         held = self.memory_bytes if look is None or look.memory_bytes is None else look.memory_bytes
@@ -90,11 +94,11 @@ class Candidate:
         head = (
             f"Chosen by shardfx.search: {ms(seconds)} a step {how}, {bytes_text(held)} a device.",
             *(f"{axis}={size} cuts {', '.join(dict(self.roles)[axis])}." for axis, size in self.mesh.shape.items()),
-            *([f"Cut the state further: {self._zero_1()}."] if self.state_over else []),
-            *(["Lay the step out, too: `step = shardfx.lay_out(step, MESH, RULES)`."] if self.laid_out else []),
+            *([f"ZeRO-1: {' x '.join(self.state_over)} cuts the optimizer's state, too."] if self.state_over else []),
+            *(["Chosen for the step laid out: jit `laid_out(step)`."] if self.laid_out else []),
             *(f"Not {reason}." for reason in self.reasons[:1] if self.fits),
         )
-        return code_of(self.mesh, self.rules, head)
+        return code_of(self.mesh, self.rules, head, self.states, self.state_over, laid_out=self.laid_out)
 
     def explain(self) -> str:
         """Where the estimate and a closer look differ: bytes of each mesh axis, seconds, memory, and the lines.

@@ -47,7 +47,13 @@ def zero_1(one: Candidate, states: Sequence[int]) -> Candidate | None:
     if not saved:
         return None
     return dataclasses.replace(
-        one, plans=tuple(plans), memory_bytes=one.memory_bytes - saved, state_over=axes, checks=(), reasons=()
+        one,
+        plans=tuple(plans),
+        memory_bytes=one.memory_bytes - saved,
+        state_over=axes,
+        states=tuple(states),
+        checks=(),
+        reasons=(),
     )
 
 

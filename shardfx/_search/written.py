@@ -98,17 +98,56 @@ def _in_order(orders: list[list[int]]) -> list[int] | None:
     return found
 
 
-def code_of(mesh: MeshSpec, rules: AxisRules, head: Sequence[str]) -> str:
-    """A Python file with the mesh and the rules."""
+def code_of(
+    mesh: MeshSpec,
+    rules: AxisRules,
+    head: Sequence[str],
+    states: Sequence[int] = (),
+    state_over: Sequence[str] = (),
+    *,
+    laid_out: bool = False,
+) -> str:
+    """A Python file with the mesh, the rules, and what makes the plans of a step's arguments.
+
+    **Arguments:**
+
+    - `mesh`, `rules`: what is written.
+    - `head`: lines of a comment above them.
+    - `states`: numbers of the arguments whose plans are cut over the mesh axes `state_over`, too.
+    - `laid_out`: whether the file has a function that lays the step out.
+    """
+    used = ["AxisRules", "MeshSpec", *(["follow"] if states else []), *(["lay_out"] if laid_out else [])]
     sizes = ", ".join(f'"{name}": {size}' for name, size in mesh.shape.items())
     spans = {name: span for name, span in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if span > 1}
     dcn = f", dcn={_dict(spans)}" if spans else ""
-    lines = ["from shardfx import AxisRules, MeshSpec", "", ""]
+    lines = [f"from shardfx import {', '.join([*used, 'name_axes', 'plan'])}", "", ""]
     lines += [f"# {line}" for line in head]
     lines += [f"MESH = MeshSpec({{{sizes}}}{dcn})", "RULES = AxisRules(", "    ["]
     lines += [f"        ({_text(name)}, {_text(target)})," for name, target in rules.rules]
-    lines += ["    ],", f"    axes={_text(tuple(mesh.axis_names))},", ")", ""]
-    return "\n".join(lines)
+    lines += ["    ],", f"    axes={_text(tuple(mesh.axis_names))},", ")"]
+    lines += ["", "", *_PLANS]
+    lines += [
+        f"    plans[{which}] = follow(lambda state: state, plans[{which}], over={_text(tuple(state_over))})"
+        for which in states
+    ]
+    lines += ["    return tuple(plans)", ""]
+    return "\n".join([*lines, *(_LAID_OUT if laid_out else [])])
+
+
+_PLANS = (
+    "def plans_of(step, *args):",
+    '    """A plan for each argument of the step: arrays, or structs of them."""',
+    "    names = name_axes(step, *args).names",
+    "    pairs = zip(args, names, strict=True)",
+    "    plans = [plan(arg, MESH, names=tree, axes=RULES) for arg, tree in pairs]",
+)
+_LAID_OUT = (
+    "",
+    "def laid_out(step):",
+    '    """The step with what is between its arguments laid out, too: what to jit."""',
+    "    return lay_out(step, MESH, RULES)",
+    "",
+)
 
 
 def _dict(spans: dict[str, int]) -> str:

@@ -17,6 +17,7 @@ from test_cli import ROOT, VERBS, failure, run
 
 import shardfx
 from shardfx import ShardPlan
+from shardfx._cli._data import data_of
 from shardfx._cli.group import shardfx_
 
 
@@ -349,7 +350,12 @@ def test_search_chooses_mesh_and_rules_that_run(here, capsys):
     assert len(found) == 2 and found[0]["fits"] and found[0]["seconds"] <= found[1]["seconds"]
     space = {}
     exec(Path("chosen.py").read_text(), space)
-    assert str(space["MESH"]) == found[0]["mesh"]
+    assert str(space["MESH"]) == found[0]["mesh"] and Path("chosen.py").read_text().endswith("plans)\n")
+    step, args = importlib.import_module("my_model").plain_step()
+    plans = space["plans_of"](step, *args)
+    assert [{leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans] == found[0]["plans"]
+    assert found[0]["laid_out"] is False and found[0]["state_over"] == found[0]["states"] == []
+    assert found[0]["wire_bytes"] > 0
     assert run(*words[:2], "--devices", "2", "--chip", "v5e", "--kwargs", "width=65536") == 1
     capsys.readouterr()
     assert "add one, as --chip h100" in failure(capsys, *words[:2], "--devices", "16")
@@ -357,6 +363,18 @@ def test_search_chooses_mesh_and_rules_that_run(here, capsys):
     assert "takes a `mesh`" in failure(capsys, "search", "my_model:train_step", "--devices", "tpu:v5e:2x4")
     assert "say what the devices are: --target tpu:v5e:4x4, or --devices" in failure(capsys, *words[:2])
     assert "is None; name AxisRules" in failure(capsys, *words, "--rules", "my_model:loss.__doc__")
+
+
+def test_search_says_before_it_begins_what_it_cannot_write(here, capsys):
+    # The module is not there: what is said first is about the file.
+    words = ("search", "no_model:step", "--devices", "tpu:v5e:2x4")
+    assert "writing 'no/where.py' failed: FileNotFoundError" in failure(capsys, *words, "--write", "no/where.py")
+    assert "failed: IsADirectoryError" in failure(capsys, *words, "--write", "a.py", "--json", ".")
+    assert "two results would be printed as one" in failure(capsys, *words, "--write", "-", "--json")
+    assert "no_model" in failure(capsys, *words, "--write", "b.py") and not Path("a.py").exists()
+    Path("kept.py").write_text("1\n")
+    failure(capsys, *words, "--write", "kept.py")
+    assert Path("kept.py").read_text() == "1\n" and not Path("b.py").exists()
 
 
 def test_search_compiles_the_best_and_rules_by_hand(here, capsys):

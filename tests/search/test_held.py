@@ -50,6 +50,17 @@ def held_by(prepared, one) -> int:
     return found
 
 
+def run_code(one) -> dict:
+    space: dict = {}
+    exec(one.code(), space)
+    return space
+
+
+def plans_by_code(one, args):
+    with jax.numpy_dtype_promotion("standard"):
+        return run_code(one)["plans_of"](step, *args)
+
+
 def less(one, states) -> Candidate:
     found = zero_1(one, states)
     assert found is not None
@@ -72,7 +83,8 @@ def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched):
     held = [held_by(prepared, one) for one in (before, after)]
     assert held[0] - held[1] > moments * 6 // 8
     assert cut.title == "data=8 (batch), ZeRO-1 over data"
-    assert 'follow(optimizer.init, params_plan, over="data")' in cut.code()
+    assert cut.states == (1,) and "# ZeRO-1: data cuts the optimizer's state, too." in cut.code()
+    assert plans_by_code(cut, prepared.args) == cut.plans
     assert "ZeRO-1: the optimizer's state is cut over data too" in str(after)
     assert "ZeRO-1: the optimizer's state is cut over data too" in after.explain()
     # There is nothing left to cut, and without data there is no axis for it.
@@ -99,7 +111,19 @@ def test_what_does_not_fit_as_it_is_written_makes_way_or_is_to_be_laid_out(searc
     (one,) = holding(
         [dataclasses.replace(tight, limit_bytes=held - 5)], 3, lambda x: weighed(prepared, x, CHIP), lambda _: None
     )
-    assert one.laid_out and one.checks[-1].by == "search" and "shardfx.lay_out(step, MESH, RULES)" in one.code()
+    assert one.laid_out and one.checks[-1].by == "search" and "jit `laid_out(step)`" in one.code()
+
+
+def test_the_code_of_a_candidate_that_is_laid_out_and_cut_further_is_whole(searched):
+    """What `--write` writes needs nothing beside it: the plans are those that were searched, and the step runs."""
+    made, prepared, ways = searched
+    one = dataclasses.replace(less(ways["data=8 (batch)"], made.states), laid_out=True)
+    plans = plans_by_code(one, prepared.args)
+    assert plans == one.plans
+    placed = [each.on(one.mesh.build(jax.devices())).structs for each in plans]
+    with jax.numpy_dtype_promotion("standard"):
+        text = jax.jit(run_code(one)["laid_out"](made.step)).lower(*placed).as_text()
+    assert "sharding_constraint" in text and text.count('"data"') > len(jax.tree.leaves(placed))
 
 
 def test_products_that_are_not_shared_out_are_counted(searched):

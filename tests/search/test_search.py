@@ -137,6 +137,7 @@ def test_the_code_makes_the_same_plans():
     named = Searched(step, args, 8, Limits()).names
     for arg, names, wanted in zip(args, named, best.plans, strict=True):
         assert plan(arg, made["MESH"], names=names, axes=made["RULES"]) == wanted
+    assert made["plans_of"](step, *args) == best.plans and "laid_out" not in made
 
 
 def test_code_with_slices_and_several_axes_runs():

@@ -11,7 +11,7 @@ from ..._ground.text import bytes_text, table
 from ..._search import device_count
 from .._data import as_json
 from .._load import attribute
-from .._screen import JSON, show, working, write
+from .._screen import JSON, require_writable, show, working, write
 from .._step import emulate, load_bare_step
 from .._types import Whole
 from .._usage import UsageError, calling
@@ -19,6 +19,10 @@ from .._values import literals, whole_number
 from .._verb import verb
 
 
+_FIELDS = (
+    *("roles", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "axis_seconds", "wire_bytes"),
+    *("memory_bytes", "limit_bytes", "fits", "laid_out", "state_over", "states", "traffic", "reasons"),
+)
 _LOOK = ("by", "seconds", "compute_seconds", "wire_bytes", "memory_bytes", "axis_bytes")
 
 
@@ -77,6 +81,7 @@ def search(
     dimensions are named by what the step does with them; without --verify nothing is compiled.
     """
     hardware = _hardware(target, devices, chip)
+    require_writable(code_file, json_file)
     function, args = load_bare_step(step, None if kwargs is None else literals(kwargs, "kwargs"))
     also = [_axis_rules(name) for name in rules]
     if verify is not None:
@@ -94,7 +99,7 @@ def search(
     if json_file != "-":
         show("\n\n".join([_table(found), *map(str, found)]))
     if code_file is not None:
-        write(found[0].code(), code_file)
+        write(found[0].code().removesuffix("\n"), code_file)
     if json_file is not None:
         write(as_json([_data(one) for one in found]), json_file)
     return 0 if found[0].fits else 1
@@ -139,7 +144,7 @@ def _table(found: Sequence[Candidate]) -> str:
 
 
 def _data(found: Candidate) -> dict[str, object]:
-    names = ("roles", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "axis_seconds", "memory_bytes")
-    numbers = {name: getattr(found, name) for name in (*names, "limit_bytes", "fits", "traffic", "reasons")}
+    fields = {name: getattr(found, name) for name in _FIELDS}
+    plans = [{leaf.path: leaf.spec for leaf in plan.leaves} for plan in found.plans]
     checks = [{name: getattr(look, name) for name in _LOOK} for look in found.checks]
-    return {"mesh": str(found.mesh), "rules": found.rules.rules, **numbers, "checks": checks}
+    return {"mesh": str(found.mesh), "rules": found.rules.rules, "plans": plans, **fields, "checks": checks}
