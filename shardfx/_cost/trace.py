@@ -84,6 +84,8 @@ class _Reader:
             "while": self.loop,
             "cond": self.cond,
             "shard_map": self.shard_map,
+            "stack": self.joined,
+            "unstack": self.parted,
         }
 
     def value(self, aval: Any, path: str | None = None, *, is_free: bool = False) -> int:
@@ -194,8 +196,7 @@ class _Reader:
     def layer(self, stacked: int, inside: _Place) -> int:
         """One of what a loop goes through."""
         shape = self.shape(stacked)
-        value = self.like(stacked, is_free=self.values[stacked].is_free)
-        self.values[value] = self.values[value]._replace(shape=shape[1:])
+        value = self.shaped(stacked, shape[1:])
         rule = _with_first(elementwise([shape[1:]], [shape[1:]]), shape[0])
         self.op("layer", (stacked,), (value,), rule, inside)
         return value
@@ -205,6 +206,40 @@ class _Reader:
         rule = _with_first(elementwise([shape], [shape]), self.shape(stacked)[0], of_results=True)
         self.op("stack", (value,), (stacked,), rule, inside)
         return stacked
+
+    def joined(self, equation: Any, operands: Numbers, place: _Place) -> Numbers:
+        """`jnp.stack`, as it is lowered: each array gets a dimension of one, and they are put one behind the other."""
+        (var,), axis = equation.outvars, equation.params["axis"]
+        whole = self.value(var.aval, is_free=all(self.values[operand].is_free for operand in operands))
+        full = self.shape(whole)
+        shape, kept = (*full[:axis], 1, *full[axis + 1 :]), tuple(at for at in range(len(full)) if at != axis)
+        rows = []
+        for operand in operands:
+            rows.append(self.shaped(operand, shape))
+            rule = rule_of("broadcast_in_dim", {"broadcast_dimensions": kept}, [self.shape(operand)], [shape])
+            self.op("broadcast_in_dim", (operand,), (rows[-1],), rule, place)
+        rule = rule_of("concatenate", {"dimension": axis}, [shape] * len(rows), [full])
+        self.op("concatenate", tuple(rows), (whole,), rule, place, _typed(equation.outvars))
+        return (whole,)
+
+    def parted(self, equation: Any, operands: Numbers, place: _Place) -> Numbers:
+        """`jnp.unstack`, as it is lowered: slices of one, without that dimension."""
+        (whole,), axis = operands, equation.params["axis"]
+        full = self.shape(whole)
+        shape, made = (*full[:axis], 1, *full[axis + 1 :]), []
+        for _ in equation.outvars:
+            row = self.shaped(whole, shape)
+            self.op("slice", (whole,), (row,), rule_of("slice", {}, [full], [shape]), place)
+            made.append(self.shaped(row, (*full[:axis], *full[axis + 1 :])))
+            rule = rule_of("squeeze", {"dimensions": (axis,)}, [shape], [self.shape(made[-1])])
+            self.op("squeeze", (row,), (made[-1],), rule, place)
+        return tuple(made)
+
+    def shaped(self, value: int, shape: Shape) -> int:
+        """A new value of another shape; it is free where this one is."""
+        made = self.like(value, is_free=self.values[value].is_free)
+        self.values[made] = self.values[made]._replace(shape=shape)
+        return made
 
     def loop(self, equation: Any, operands: Numbers, place: _Place) -> Numbers:
         params = equation.params

@@ -504,3 +504,21 @@ def test_operations_of_products_are_shared_as_the_products_are():
     assert scanned == 5 * cut
     either = Prepared(lambda x, w: jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: x[:, :16]), (x, w)).worked(None)[1]
     assert either == cut / 2
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacked_arrays_are_those_put_one_behind_the_other(axis):
+    """`jnp.stack` and `jnp.unstack` are primitives of newer JAX; they cost what they are lowered to."""
+
+    def stacked(w, x):
+        rows = jnp.stack([x @ w, jnp.tanh(x @ w)], axis)
+        return jnp.mean(sum(jnp.unstack(rows, axis=axis)) ** 2)
+
+    def joined(w, x):
+        rows = jnp.concatenate([jnp.expand_dims(row, axis) for row in (x @ w, jnp.tanh(x @ w))], axis)
+        return jnp.mean(sum(jax.lax.index_in_dim(rows, at, axis, keepdims=False) for at in range(2)) ** 2)
+
+    w, x = struct((64, 32)), struct((128, 64), "tensor")
+    # The sum of the gradient, and nothing for the arrays between.
+    wanted = [("all-reduce", ("tensor",), 2 * 64 * 32 * 4 * 3 // 4, 1)]
+    assert listed(jax.grad(stacked), w, x) == listed(jax.grad(joined), w, x) == wanted
