@@ -262,7 +262,9 @@ class _Namer:
             self.give(number, "vocab" if group.size in vocabs else "classes")
 
     def heads(self) -> None:
-        """Parts that products run over in batches: heads where a unit follows them, experts where none does."""
+        """Parts that products run over in batches: heads where a unit follows them, or the batch of the data is a batch
+        of the same product; experts, whose weights no batch has, where neither is so.
+        """
         found = [(n, g) for n, g in self.groups() if self.is_marked(g, "batched") and self.in_model(g)]
         groups = self.classes.of_root
         kept = [leaves[: self.classes.kept(leaves)] for dims in self.classes.dims for leaves in dims]
@@ -270,10 +272,11 @@ class _Namer:
         behind = {groups[leaf] for leaves in kept for leaf in leaves[1:]}
         shared = {groups[leaves[0]] for leaves in kept}
         found = [(n, g) for n, g in self.groups() if n in behind or (n, g) in found]
-        named: set[int] = set()
+        named, together = set[int](), self.with_data()
         for number, group in found:
             paths = self.paths(self.in_model(group))
             attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in group.places)
+            attends |= number in together
             if number in behind:
                 self.give(number, "query_groups")
             elif number in shared:
@@ -285,6 +288,21 @@ class _Namer:
                 self.give(number, "heads")
             named.add(number)
         self.within_heads(named)
+
+    def with_data(self) -> set[int]:
+        """The groups that products run over in batches together with the batch of the data."""
+        program, found = self.traced.program, set[int]()
+        for made in program.operations:
+            if len(made.labels.batched) < 2:
+                continue
+            parts = zip(program.values[made.ins[0]].parts, made.labels.ins[0], strict=True)
+            leaves = [
+                leaf for part, label in parts if label in made.labels.batched for leaf in program.parts.leaves(part)
+            ]
+            numbers = {self.classes.of_root[leaf] for leaf in leaves if leaf in self.classes.of_root}
+            if any(self.classes.groups[number].name == "batch" for number in numbers):
+                found |= numbers
+        return found
 
     def within_heads(self, heads: set[int]) -> None:
         """What follows heads, in their dimension or in the next one, is a head's own."""

@@ -211,6 +211,23 @@ def _split(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) 
     return Relation((labels,), (labels,) * len(outs))
 
 
+def _stack(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
+    labels, axis = tuple(range(len(ins[0]))), params["axis"] % len(outs[0])
+    return Relation((labels,) * len(ins), ((*labels[:axis], None, *labels[axis:]),))
+
+
+def _unstack(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
+    labels, axis = tuple(range(len(outs[0]))), params["axis"] % len(ins[0])
+    return Relation(((*labels[:axis], None, *labels[axis:]),), (labels,) * len(outs))
+
+
+def _bits(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
+    """Numbers as others of their bits; the last dimension of wider ones is a number's parts."""
+    shared = range(min(len(ins[0]), len(outs[0])))
+    operand, result = ((*shared, *(None,) * (len(s) - len(shared))) for s in (ins[0], outs[0]))
+    return Relation((operand,), (result,))
+
+
 def _reverse(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
     labels = tuple(None if dim in params["dimensions"] else dim for dim in range(len(ins[0])))
     return Relation((labels,), (labels,))
@@ -248,7 +265,8 @@ def _gather(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape])
     for dim, place in zip(batching, numbers.start_indices_batching_dims, strict=True):
         labels[dim] = index_labels[place]
     looked_up = []
-    for dim in numbers.collapsed_slice_dims:
+    # One row is looked up, whether its dimension of one is dropped at once or kept, as under `jax.vmap`.
+    for dim in (*numbers.collapsed_slice_dims, *_of_one(windows, numbers.start_index_map, sizes, operand)):
         labels[dim] = len(out) + dim
         looked_up.append(len(out) + dim)
     return Relation(
@@ -265,10 +283,12 @@ def _scatter(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]
     windows = [dim for dim in range(len(operand)) if dim not in gone]
     rows = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
     given: list[int | None] = [None] * len(updates)
+    sizes = dict(zip(windows, [updates[place] for place in numbers.update_window_dims], strict=True))
+    single = _of_one(windows, numbers.scatter_dims_to_operand_dims, sizes, operand)
     for dim, place in zip(windows, numbers.update_window_dims, strict=True):
         if updates[place] == operand[dim]:
             given[place] = dim
-        else:
+        elif dim not in single:
             labels[dim] = None
     for number, place in enumerate(rows):
         given[place] = len(operand) + number
@@ -279,8 +299,13 @@ def _scatter(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]
         (tuple(labels), tuple(index_labels[: len(indices)]), tuple(given)),
         (tuple(labels),),
         heavy=True,
-        looked_up=tuple(numbers.inserted_window_dims),
+        looked_up=(*numbers.inserted_window_dims, *single),
     )
+
+
+def _of_one(windows: Sequence[int], indexed: Sequence[int], sizes: Any, operand: Shape) -> tuple[int, ...]:
+    """The dimensions of windows that are one wide, of several, where an index says."""
+    return tuple(dim for dim in windows if dim in indexed and sizes[dim] == 1 < operand[dim])
 
 
 def _convolution(params: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> Relation:
@@ -327,6 +352,9 @@ _RULES: dict[str, Rule] = {
     "dynamic_update_slice": _update,
     "concatenate": _concatenate,
     "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
+    "bitcast_convert_type": _bits,
     "rev": _reverse,
     "gather": _gather,
     "scatter": _scatter,

@@ -262,3 +262,60 @@ def test_tables_of_positions_that_are_added():
     found = name_axes(jax.grad(loss), {name: f32(*shape) for name, shape in shapes.items()}, Struct((8, 128), "int32"))
     assert found.names[0]["wpe"][0].startswith("positions") and found["vocab"].size == 5000
     assert found.names[0]["pos_embed"][1].startswith("positions")
+
+
+def test_stacked_and_unstacked_arrays_keep_their_axes():
+    def step(params, x):
+        rows = jnp.stack([x @ params["a"], jnp.tanh(x) @ params["b"]], axis=1)
+        return sum(jnp.unstack(rows @ params["c"], axis=1)) @ params["d"]
+
+    params = {"a": f32(32, 96), "b": f32(32, 96), "c": f32(96, 48), "d": f32(48, 32)}
+    found = name_axes(step, params, f32(64, 32))
+    assert not found.notes
+    wide, out = found.names[0]["a"][1], found.names[0]["c"][1]
+    assert found.names[0]["b"][1] == found.names[0]["c"][0] == wide != out == found.names[0]["d"][0]
+    assert found["batch"].size == 64
+
+
+def test_bits_of_numbers_keep_their_axes():
+    def step(x):
+        words = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        halves = jax.lax.bitcast_convert_type(words, jnp.uint16)
+        return jax.lax.bitcast_convert_type(halves, jnp.float32) + jnp.float32(1), halves
+
+    found = name_axes(step, f32(64, 32))
+    assert not found.notes and [axis.size for axis in found.axes] == [64, 32]
+
+
+def test_a_row_that_is_looked_up_under_vmap_is_of_a_vocabulary():
+    """As Equinox's embedding does it: a slice of one row, which `jax.vmap` makes a lookup that keeps a one."""
+
+    def step(params, tokens):
+        rows = jax.vmap(jax.vmap(lambda token: params["table"][token]))(tokens)
+        return jnp.mean((rows @ params["out"]) ** 2)
+
+    params = {"table": f32(5000, 64), "out": f32(64, 96)}
+    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    for traced in (step, jax.grad(step)):
+        found = name_axes(traced, params, tokens)
+        assert found.names[0]["table"] == ("vocab", "embed") and found.names[1] == ("batch", "sequence")
+
+
+def test_heads_are_not_experts_where_nothing_is_called_attention():
+    """Products of heads run over the batch, too; those of experts do not, whose weights no example has of its own."""
+
+    def attend(params, x):
+        q, k, v = (jnp.einsum("bte,ehd->bthd", x, params[name]) for name in "qkv")
+        mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+        return x + jnp.einsum("bthd,hde->bte", mixed, params["o"])
+
+    params = {**{name: f32(64, 4, 16) for name in "qkv"}, "o": f32(4, 16, 64)}
+    found = name_axes(attend, params, f32(16, 8, 64))
+    assert found.names[0]["q"] == ("embed", "heads", "head_dim") and found["heads"].size == 4
+
+    def choose(params, x):
+        wide = jax.nn.relu(jnp.einsum("bsd,edf->bsef", x, params["a"]))
+        return jnp.einsum("bsef,efd,bse->bsd", wide, params["b"], jax.nn.softmax(x @ params["r"]))
+
+    params = {"a": f32(4, 64, 128), "b": f32(4, 128, 64), "r": f32(64, 4)}
+    assert name_axes(choose, params, f32(16, 8, 64)).names[0]["a"][0] == "experts"
