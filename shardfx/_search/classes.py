@@ -183,6 +183,7 @@ class _Namer:
 
     def name_all(self) -> None:
         self.declared()
+        self.key_words()
         self.layers()
         self.data()
         self.heads()
@@ -224,6 +225,12 @@ class _Namer:
                 if isinstance(name, str) and place.of == 1:
                     self.give(number, name)
                     break
+
+    def key_words(self) -> None:
+        """The numbers of a raw key are no batch, and no axis cuts them."""
+        for number, group in self.groups():
+            if self.is_marked(group, "words"):
+                self.give(number, "key_words")
 
     def layers(self) -> None:
         for number, group in self.groups():

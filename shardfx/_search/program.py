@@ -98,7 +98,9 @@ class _Walk:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self.parts = Parts()
-        self.marks: dict[str, list[int]] = {"scanned": [], "looked_up": [], "batched": [], "contracted": []}
+        self.marks: dict[str, list[int]] = {
+            kind: [] for kind in ("scanned", "looked_up", "batched", "contracted", "words")
+        }
         self.notes: dict[str, int] = {}
         # For each equation that is being walked, the programs within it so far.
         self.bodies: list[list[Body]] = [[]]
@@ -154,6 +156,9 @@ class _Walk:
             labels = unknown([self.values[ins[0]].shape], out_shapes)._replace(linear=True)
             self.add("reshape", name, ins, outs, labels, times, equation.source_info)
             return
+        if name == "random_wrap":
+            # The numbers of a raw key, as `jax.random.PRNGKey` makes it, are one thing.
+            self.marks["words"] += self.values[ins[0]].parts[len(out_shapes[0]) :]
         found = relation(name, equation.params, in_shapes, out_shapes)
         if found is None:
             self.note(f"`{name}` is not known: the dimensions of what it takes and makes are not tied")

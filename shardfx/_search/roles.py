@@ -7,6 +7,7 @@ from .._ground.spec import entry_axes
 from .._rules.axis_rules import AxisRules
 from .classes import Classes
 from .layouts import Layout, Layouts, Role
+from .limits import Limits, blocking, numbers_of
 
 
 # How many sets of classes lead a role, at most: those that most bytes have.
@@ -26,9 +27,27 @@ def layouts_of(layouts: Layouts, *, most: int = 72, never: frozenset[int] = froz
     return list(found.values())
 
 
-def roles_of_rules(rules: AxisRules, classes: Classes) -> dict[str, Role]:
-    """The role that each mesh axis has by given rules: the names that it cuts, those of the first rules first."""
-    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
+def nothing_to_cut(layouts: Layouts, limits: Limits, devices: int) -> str:
+    """What to say where no mesh axis could cut anything: the sizes are to blame, or the limits."""
+
+    def can(other: Limits) -> bool:
+        never = frozenset(numbers_of(other.never, layouts.classes).values())
+        if other.rules is not None:
+            roles = roles_of_rules(other.rules, layouts.classes, never)
+            return any(layouts.under(role).used for role in roles.values())
+        return any(made.used for made in layouts_of(layouts, most=1, never=never))
+
+    culprits = blocking(limits, can)
+    within = "" if limits == Limits() or not can(Limits()) else " within the limits"
+    return f"no dimension of the step's arguments has a factor in common with {devices} devices{within}; {culprits}."
+
+
+def roles_of_rules(rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()) -> dict[str, Role]:
+    """The role that each mesh axis has by given rules: the names that it cuts, those of the first rules first.
+
+    The classes `never` are not cut, whatever the rules say.
+    """
+    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots and number not in never}
     orders: dict[str, dict[int, None]] = {}
     for name, target in rules.rules:
         for axis in entry_axes(target) if name in known else ():
@@ -71,10 +90,11 @@ def _can_be_whole(layouts: Layouts, made: Layout) -> bool:
 
 
 def _weights(layouts: Layouts) -> dict[int, float]:
-    """For each class how many bytes the arrays have, in sum, that it is in."""
-    found: dict[int, float] = {}
+    """For each class how many bytes the arrays have, in sum, that it is in; those of raw keys are not to be cut."""
+    classes, found = layouts.classes, dict[int, float]()
+    words = {classes.of_root[leaf] for leaf in classes.marked["words"] if leaf in classes.of_root}
     for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
-        for number in {number for number, _ in parts if number >= 0}:
+        for number in {number for number, _ in parts if number >= 0} - words:
             found[number] = found.get(number, 0.0) + value.bytes
     return found
 

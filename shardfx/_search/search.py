@@ -31,7 +31,7 @@ from .limits import Limits, blocking, named_roles, numbers_of
 from .name_axes import names_trees
 from .priced import sent_rows
 from .reasons import by_look, more, parts_of, various, without_twins, worth_laying_out
-from .roles import layouts_of, roles_of_rules
+from .roles import layouts_of, nothing_to_cut, roles_of_rules
 from .seeds import distinct, seeds
 from .terms import Terms, has_data, padded, terms_of
 from .trace import trace
@@ -208,25 +208,16 @@ class Searched:
         if devices == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")
         never = frozenset(numbers_of(limits.never, self.classes).values())
-        given = [
-            tuple(
-                Role(tuple(number for number in role.order if number not in never), role.behind)
-                for role in roles_of_rules(rules, self.classes).values()
-            )
-            for rules in also
-        ]
+        given = [roles_of_rules(rules, self.classes, never) for rules in also]
         self.made: list[Layout] = []
-        self.asked = self.numbered(given)
+        self.asked = self.numbered([tuple(roles.values()) for roles in given])
         self.known = self.numbered(seeds(self.layouts, never) if limits.rules is None else [])
         if limits.rules is None:
             self.add(layouts_of(self.layouts, never=never))
         else:
-            self.add(self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes).values())
+            self.add(self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes, never).values())
         if not self.made:
-            raise SpecError(
-                f"no dimension of the step's arguments has a factor in common with {devices} devices; "
-                "pad one, or use another number of devices."
-            )
+            raise SpecError(nothing_to_cut(self.layouts, limits, devices))
         self.terms = self.limited(limits)
         self.arrays = padded(self.terms)
         self.names = names_trees(self.classes)
@@ -300,9 +291,13 @@ class Searched:
         least = np.ones_like(terms.sizes)
         for name, number in numbers.items():
             if number not in terms.classes:
+                size = self.classes.groups[number].size
                 raise SpecError(
-                    f"`limits` wants {name!r} cut, but its size {self.classes.groups[number].size} has no factor in "
-                    f"common with {self.devices} devices; pad it, or take it out of the limits."
+                    f"`limits` wants {name!r} cut, but its size {size} has no factor in common with {self.devices} "
+                    "devices; pad it, or take it out of the limits."
+                    if math.gcd(size, self.devices) == 1
+                    else f"`limits` wants {name!r} cut, and no mesh axis within the other limits cuts it; let `rules` "
+                    "cut it, take it out of `never`, or do not want it."
                 )
             least[terms.classes.index(number)] = wanted[name]
         named, sizes = named_roles(limits, [self.called(layout) for layout in self.made])

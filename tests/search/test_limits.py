@@ -91,3 +91,30 @@ def test_limits_that_contradict_themselves():
         Limits(axes=(("data", 1),))
     with pytest.raises(RuleError, match="wants a mesh axis 'tensr', and no role of this step is called so.*tensor"):
         found(axes=("tensr",))
+
+
+def test_where_the_limits_leave_nothing_to_cut_they_are_to_blame():
+    def step(params, x):
+        return x @ params["w"]
+
+    args = ({"w": f32(64, 32)}, f32(16, 64))
+    names = tuple(axis.name for axis in shardfx.name_axes(step, *args).axes)
+    with pytest.raises(SpecError, match=r"within the limits; without `never='w_0'`, or without"):
+        search(step, *args, devices=8, chip="v5e", limits=Limits(never=names))
+    with pytest.raises(SpecError, match="7 devices; pad one, or use another number"):
+        search(step, *args, devices=7, chip="v5e", limits=Limits(never=names))
+    rules = AxisRules([("batch", "x")])
+    with pytest.raises(SpecError, match=r"without `never='batch'`, or without `rules` there is one"):
+        search(step, *args, devices=8, chip="v5e", limits=Limits(never=("batch",), rules=rules))
+    with pytest.raises(SpecError, match=r"no mesh axis within the other limits cuts it; let `rules` cut it"):
+        search(step, *args, devices=8, chip="v5e", limits=Limits(always=("w_1",), rules=rules))
+
+
+def test_names_that_are_never_cut_are_not_by_rules_either():
+    def step(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    args = ({"up": f32(64, 256), "down": f32(256, 64)}, f32(16, 64))
+    limits = Limits(never=("mlp",), rules=AxisRules([("batch", "x"), ("mlp", "x")]))
+    for one in search(step, *args, devices=8, chip="v5e", limits=limits):
+        assert all("mlp" not in names for _, names in one.roles) and not any(one.plans[0]["up"].spec)

@@ -319,3 +319,17 @@ def test_heads_are_not_experts_where_nothing_is_called_attention():
 
     params = {"a": f32(4, 64, 128), "b": f32(4, 128, 64), "r": f32(64, 4)}
     assert name_axes(choose, params, f32(16, 8, 64)).names[0]["a"][0] == "experts"
+
+
+@pytest.mark.parametrize("shape", [(2,), (16, 2)], ids=["one", "each"])
+def test_the_numbers_of_raw_keys_are_no_batch(shape):
+    def step(params, key, x):
+        keys = key if len(shape) == 2 else jax.random.split(key, 16)
+        noise = jax.vmap(lambda key: jax.random.normal(key, (64,)))(keys)
+        return jnp.mean(((x + noise) @ params["a"] @ params["b"]) ** 2)
+
+    args = ({"a": f32(64, 96), "b": f32(96, 64)}, jax.ShapeDtypeStruct(shape, jnp.uint32), f32(16, 64))
+    found = name_axes(step, *args)
+    assert found.names[1] == (*["batch"] * (len(shape) - 1), "key_words") and found.names[2][0] == "batch"
+    for one in shardfx.search(step, *args, devices=8, chip="v5e"):
+        assert all("key_words" not in names for _, names in one.roles)
