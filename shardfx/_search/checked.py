@@ -49,6 +49,7 @@ class Verifier:
     - `progress`: is told what is being done.
     - `laid_out`: whether each candidate is compiled as [`shardfx.lay_out`][] makes it; else those are whose programs
         send clearly more than they should.
+    - `smaller`: the same candidate in less memory, estimated, for one whose program does not fit; or `None`.
     """
 
     step: Any
@@ -59,6 +60,7 @@ class Verifier:
     cache: Any
     progress: Progress
     laid_out: bool = False
+    smaller: Callable[[Candidate], Candidate | None] = lambda _: None
 
     @ft.cached_property
     def prepared(self) -> Prepared:
@@ -118,6 +120,12 @@ class Verifier:
                 other, its = self._look(one, laid_out=not laid_out, program_of=program_of)
                 # The one that fits; of two that are as fast, the one that asks for nothing.
                 if _rank(other) < _rank(looked):
+                    looked, program = other, its
+            less = None if fits(looked) else self.smaller(one)
+            if less is not None:
+                self.progress(f"{told}, in less memory: {less.title}")
+                other, its = self._look(less, laid_out=looked.laid_out, program_of=program_of)
+                if fits(other):
                     looked, program = other, its
             yield looked, program
 

@@ -151,9 +151,11 @@ def search(
 
     def smaller(one: Candidate) -> Candidate | None:
         other = zero_1(one, made.states)
-        if other is None or not other.fits:
-            return None
-        return weighed(prepared, with_check(other, estimated(prepared, other, kind, model)), kind)
+        return with_check(other, look(0, [other])) if other is not None and other.fits else None
+
+    def smaller_weighed(one: Candidate) -> Candidate | None:
+        other = smaller(one)
+        return None if other is None else weighed(prepared, other, kind)
 
     def priced(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         looked = (with_check(one, look(number, found)) for number, one in enumerate(found))
@@ -167,20 +169,21 @@ def search(
         return found[:keep]
     # The core prices steps that are laid out; as it is written, a step may be fastest under a plain way.
     asked, known = (priced(made.by_hand(ways, kind, slices, limits, model, sizes)) for ways in (made.asked, made.known))
+    # Ways that fit with the state of the optimizer cut further alone.
+    large = [] if laid_out else made.by_hand(made.known, kind, slices, limits, model, fit=False)
+    less = priced([other for one in large if (other := zero_1(one, made.states)) is not None and other.fits])
     if verify is None and laid_out:
         looked = tuple(without_twins(in_order([*found, *asked, *known]), keep + 2))
     elif verify is None:
-        # Ways that fit with the state of the optimizer cut further alone.
-        large = made.by_hand(made.known, kind, slices, limits, model, fit=False)
-        less = [other for one in large if (other := zero_1(one, made.states)) is not None and other.fits]
-        every = in_order([*found, *asked, *known, *priced(less)])
-        looked = tuple(holding(every, keep + 2, ft.partial(weighed, prepared, chip=kind), smaller))
+        every = in_order([*found, *asked, *known, *less])
+        looked = tuple(holding(every, keep + 2, ft.partial(weighed, prepared, chip=kind), smaller_weighed))
         better = worth_laying_out(looked[0], every)
         looked = (dataclasses.replace(looked[0], reasons=(*looked[0].reasons, *better)), *looked[1:])
     else:
         targets = devices_for(verify, for_these, None if isinstance(devices, int | str) else devices)
-        verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out)
-        closer = without_twins([*various(found, (closely + 1) // 2), *asked, *known], closely + len(asked))
+        verifier = Verifier(step, made.args, targets, kind, model, cache, tell, laid_out, smaller)
+        closer = [*various(found, (closely + 1) // 2), *asked, *less[: closely // 4], *known]
+        closer = without_twins(closer, closely + len(asked))
         looked = verifier.ran(closer) if verify == "run" else fitting(verifier.compiled(closer))
     return tuple(
         dataclasses.replace(one, reasons=(*by_look(one, looked[at + 1 : at + 3]), *one.reasons))

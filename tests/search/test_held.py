@@ -10,7 +10,7 @@ from models import f32
 
 from shardfx import Candidate, Limits, PathRules, chips, follow, plan
 from shardfx._cost.estimate import Prepared
-from shardfx._search.checked import estimated
+from shardfx._search.checked import Verifier, estimated
 from shardfx._search.core import CostModel
 from shardfx._search.held import holding, weighed, zero_1
 from shardfx._search.search import Searched
@@ -124,6 +124,25 @@ def test_the_code_of_a_candidate_that_is_laid_out_and_cut_further_is_whole(searc
     with jax.numpy_dtype_promotion("standard"):
         text = jax.jit(run_code(one)["laid_out"](made.step)).lower(*placed).as_text()
     assert "sharding_constraint" in text and text.count('"data"') > len(jax.tree.leaves(placed))
+
+
+def test_a_program_that_does_not_fit_is_compiled_with_the_state_cut_further(searched):
+    made, prepared, ways = searched
+    devices, told = tuple(jax.devices()), []
+
+    def smaller(one):
+        return looked(prepared, less(one, made.states))
+
+    verifier = Verifier(step, made.args, devices, CHIP, CostModel(), None, told.append, smaller=smaller)
+    whole = looked(prepared, ways["data=8 (batch)"])
+    with jax.numpy_dtype_promotion("standard"):
+        (one,) = verifier.compiled([whole])
+        held = one.checks[-1].memory_bytes
+        assert held and not one.state_over
+        (one,) = verifier.compiled([dataclasses.replace(whole, limit_bytes=held - 1)])
+    assert one.state_over == ("data",) and one.checks[-1].by == "compile"
+    assert 0 < (one.checks[-1].memory_bytes or 0) < held
+    assert told[-1] == "compiling candidate 1 of 1, in less memory: data=8 (batch), ZeRO-1 over data"
 
 
 def test_products_that_are_not_shared_out_are_counted(searched):
