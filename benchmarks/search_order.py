@@ -41,7 +41,7 @@ def cases(few: int, devices: Sequence[Any]) -> list[Finding]:
         Finding(
             f"order of {few} candidates against compiled programs, {name}",
             ft.partial(_order, name, few, devices),
-            tuple(Limit(name, at_least=0.9) for name in (_LAID_OUT, _WRITTEN, _SECONDS)),
+            tuple(Limit(value, at_least=0.9) for value in (_LAID_OUT, _WRITTEN, _SECONDS)),
         )
         for name in _MODELS
     ]

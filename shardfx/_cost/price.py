@@ -45,25 +45,27 @@ class Prices:
         return self._known[key]
 
     def _moved(self, size: float, source: Layout, partial: Parts, target: Layout) -> list[Move]:
-        count, made = self.axes.count, []
-        local = size / self.axes.shards(source)
-        wanted = {part for parts in target for part in parts}
-        if partial:
-            scattered = tuple(part for part in partial if part in wanted) if self.scatters else ()
-            rest = tuple(part for part in partial if part not in scattered)
-            if scattered:
-                made.append(self.made("reduce-scatter", scattered, local / count(scattered)))
-                local /= count(scattered)
-            # For each dimension that is cut afterwards all is added up; what remains, once that is cut.
-            by_dim = [tuple(part for part in rest if part in parts) for parts in target]
-            made += [self.made("all-reduce", parts, local) for parts in by_dim if parts]
-            local /= count(part for part in rest if part in wanted)
-            if last := tuple(part for part in rest if part not in wanted):
-                made.append(self.made("all-reduce", last, local))
+        made = self._added_up(size / self.axes.shards(source), partial, target) if partial else []
         for step in self._steps(self._now(source, partial, target), target):
-            bytes_after = size / self.axes.shards(step.result)
-            share = self._moving(step) * count(step.parts) if step.kind == "collective-permute" else None
-            made.append(self.made(step.kind, step.parts, bytes_after, share))
+            share = self._moving(step) * self.axes.count(step.parts) if step.kind == "collective-permute" else None
+            made.append(self.made(step.kind, step.parts, size / self.axes.shards(step.result), share))
+        return made
+
+    def _added_up(self, local: float, partial: Parts, target: Layout) -> list[Move]:
+        """Sums of which each device has `local` bytes, made for a layout."""
+        count, made = self.axes.count, []
+        wanted = {part for parts in target for part in parts}
+        scattered = tuple(part for part in partial if part in wanted) if self.scatters else ()
+        rest = tuple(part for part in partial if part not in scattered)
+        if scattered:
+            local /= count(scattered)
+            made.append(self.made("reduce-scatter", scattered, local))
+        # For each dimension that is cut afterwards all is added up; what remains, once that is cut.
+        by_dim = [tuple(part for part in rest if part in parts) for parts in target]
+        made += [self.made("all-reduce", parts, local) for parts in by_dim if parts]
+        local /= count(part for part in rest if part in wanted)
+        if last := tuple(part for part in rest if part not in wanted):
+            made.append(self.made("all-reduce", last, local))
         return made
 
     def _now(self, source: Layout, partial: Parts, target: Layout) -> Layout:
