@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, follow, plan
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, follow, plan, presets
 
 from ._load import Model, load_model, load_optimizer, load_rules
 from ._screen import working
 from ._slice import Slice, parse_slice
-from ._types import ModelName, RulesName, Whole
+from ._types import ModelName, RulesName, Whole, near
 from ._usage import UsageError, calling
 from ._values import literals
 
@@ -23,6 +23,7 @@ class Asked:
 
     model: str | None
     kwargs: str | None
+    dtype: str | None
     mesh: str | None
     devices: int | None
     target: str | None
@@ -58,6 +59,7 @@ _OPTIONS = (
         "'attention|mlp->fsdp.tensor, .*->fsdp(fsdp)'.",
     ),
     click.option("--kwargs", metavar="NAME=VALUE,...", help="For the model, as in 'layers=4, hidden=1024'."),
+    click.option("--dtype", metavar="DTYPE", help="Of a published model's arrays, as float32."),
     click.option("--optimizer", metavar="MODULE:NAME", help="Plan its state too, as in optax:adamw."),
     click.option("--mode", metavar="MODE", help="In which AxisRules are read, as in decode."),
     click.option("--target", metavar="tpu:KIND:AxBxC", help="A TPU slice, as in tpu:v5p:8x8x8; fills a size of -1."),
@@ -112,8 +114,12 @@ def inputs_of(asked: Asked) -> Inputs:
         raise UsageError("Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'")
     target = None if asked.target is None else parse_slice(asked.target)
     mesh = calling("reading --mesh", lambda: _mesh(asked, None if target is None else len(target.devices)))
-    name, paths, axes = asked.model, *load_rules(asked.rules, asked.model)
-    kwargs = None if asked.kwargs is None else literals(asked.kwargs, "kwargs")
+    name = asked.model
+    if asked.dtype is not None and name not in presets.models.names():
+        raise UsageError(f"--dtype is for a published model, as llama3-8b, not for {name!r}; leave it out")
+    paths, axes = load_rules(asked.rules, name)
+    kwargs = {} if asked.kwargs is None else dict(literals(asked.kwargs, "kwargs"))
+    kwargs |= {} if asked.dtype is None else {"dtype": asked.dtype}
     with working(f"reading {name}"):
         model = load_model(name, kwargs, stack_experts=asked.rules.partition(":")[0] == "ep")
     return Inputs(model, mesh, paths, axes, target)
@@ -145,6 +151,7 @@ def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
         if written is not None:
             return written
     given = inputs or inputs_of(asked)
+    _require_known(asked, given)
     made = calling(
         "planning",
         lambda: plan(
@@ -158,6 +165,24 @@ def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
     init = load_optimizer(asked.optimizer)
     state = calling(f"`{asked.optimizer}`", lambda: follow(init, made))
     return ShardPlan.join(model=made, optimizer=state)
+
+
+# The mesh axes that the strategies for published models use, where a command line names no others.
+_STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
+
+
+def _require_known(asked: Asked, given: Inputs) -> None:
+    """Raises for a mesh axis that no strategy for published models uses, as a misspelled one is."""
+    if asked.rules is None or asked.rules.partition(":")[0] not in presets.models.strategies() or given.paths is None:
+        return
+    known = tuple(dict.fromkeys((*given.paths.axes, *_STRATEGY_AXES)))
+    for axis, size in given.mesh.shape.items():
+        if size > 1 and axis not in known:
+            used = given.paths.axes
+            hint = near(axis, known) or f"; for another name write --rules {asked.rules}:{used[-1]}={axis}"
+            raise UsageError(
+                f"--mesh {asked.mesh} has the axis {axis!r}, and --rules {asked.rules} uses {', '.join(used)}{hint}"
+            )
 
 
 def _mesh(asked: Asked, device_count: int | None) -> MeshSpec:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .._ground.text import wrapped
 from ._usage import UsageError, calling, encodable, in_flags
 
 
@@ -49,7 +50,8 @@ def show(text: str) -> None:
     if not sys.stdout.isatty():
         print(text)
         return
-    # Tables fit the terminal already; a line that does not is the terminal's to wrap.
+    # Tables fit the terminal already; a row that does not is the terminal's to wrap.
+    text = wrapped(text, terminal_width())
     Console(highlight=False, markup=False, emoji=False).print(coloured(text), soft_wrap=True)
 
 

@@ -72,6 +72,11 @@ class MoveError(RuntimeError):
         self.moved = dict(moved or {})
 
 
+# Tracebacks name them as users do.
+for _kind in (kind for kind in tuple(globals().values()) if isinstance(kind, type) and kind.__module__ == __name__):
+    _kind.__module__ = "shardfx"
+
+
 def check_type(what: str, given: object, kind: type, error: type[Exception], fix: str) -> None:
     """Raises `error` unless the argument named `what` is a `kind`."""
     if not isinstance(given, kind):

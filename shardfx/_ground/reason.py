@@ -17,6 +17,8 @@ class Code(enum.Enum):
     [`shardfx.Reason`][] that carries the code.
     """
 
+    __module__ = "shardfx"
+
     unmatched = "no rule covers {what}, so it is replicated; add a rule for it (target `None` if that is what you want)"
     blocked = (
         "{what} wanted mesh axes that a dimension with priority already uses; add a later rule with another "
@@ -24,11 +26,9 @@ class Code(enum.Enum):
     )
     absent = "the mesh has no {what}; add the axis to the mesh, or drop it from the rule"
     duplicate = "{what} is already used by an earlier dimension; map one of the two to another axis"
-    indivisible = (
-        "size {size} is not divisible by {what}; pad it to {padded}, or use axes whose product divides {whole}"
-    )
+    indivisible = "size {size} is not divisible by {what}; {pad}use axes whose product divides {whole}"
     unit = (
-        "{size} elements are {count} units of {unit}, and {what} would cut inside a unit; "
+        "{size} elements are {units} of {unit}, and {what} would cut inside a unit; "
         "use axes whose product divides {count}" + _REFINE
     )
     small = "the array has {size} bytes, fewer than the {limit} asked for; lower `min_bytes` to shard it"
@@ -51,6 +51,8 @@ class Reason:
     - `message`: the sentence for a person, with the actual values and a next step.
     """
 
+    __module__ = "shardfx"
+
     code: Code
     dim: int | None
     axes: tuple[str, ...]
@@ -69,6 +71,8 @@ class Decision:
     - `spec`: the spec in canonical form: no trailing `None`, no one-element tuples.
     - `reasons`: in order of dimension; empty if everything was given as asked.
     """
+
+    __module__ = "shardfx"
 
     spec: PartitionSpec
     reasons: tuple[Reason, ...] = ()

@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from .errors import SpecError
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 # JAX 0.9 has no `spec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
 _HAS_PARTITIONS = "partitions" in dir(PartitionSpec)
+# JAX 0.11 and later can leave out a maximum or a minimum; before, what is unreduced is a sum.
+_HAS_KINDS = "unreduced_kind" in dir(PartitionSpec)
 
 
 def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
@@ -50,7 +52,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
     **Arguments:**
 
-    - `spec`: any PartitionSpec; its `unreduced` and `reduced` axes are kept.
+    - `spec`: any PartitionSpec; its `unreduced` and `reduced` axes, and `unreduced_kind`, are kept.
 
     **Returns:**
 
@@ -74,8 +76,26 @@ def trimmed(entries: Any, like: PartitionSpec | None = None) -> PartitionSpec:
     while short and short[-1] is None:
         short.pop()
     if like is not None and (like.unreduced or like.reduced):
-        return PartitionSpec(*short, unreduced=like.unreduced, reduced=like.reduced)
+        return with_reductions(short, like.unreduced, like.reduced, unreduced_kind(like))
     return PartitionSpec(*short)
+
+
+def unreduced_kind(spec: PartitionSpec) -> str:
+    """The reduction that is left out over the unreduced axes: "sum", "max" or "min"."""
+    kind = spec.unreduced_kind if _HAS_KINDS else None  # pyright: ignore[reportAttributeAccessIssue]
+    return "sum" if kind is None else kind.name
+
+
+def with_reductions(
+    entries: Iterable[Any], unreduced: Iterable[str], reduced: Iterable[str], kind: str
+) -> PartitionSpec:
+    """The PartitionSpec of `entries` with these unreduced and reduced axes; `kind` is as `unreduced_kind` gives it."""
+    given: dict[str, Any] = {"unreduced": frozenset(unreduced), "reduced": frozenset(reduced)}
+    if given["unreduced"] and kind != "sum":
+        if not _HAS_KINDS:
+            raise SpecError(f"a spec leaves out a {kind}, which JAX {jax.__version__} cannot say; use 0.11 or later.")
+        given["unreduced_kind"] = jax.sharding.UnreducedKind[kind]  # pyright: ignore[reportAttributeAccessIssue]
+    return PartitionSpec(*entries, **given)
 
 
 def pinned(spec: PartitionSpec) -> PartitionSpec:

@@ -5,6 +5,7 @@ Names can come from files that nobody vouches for: `printable` is for all of the
 
 import math
 import re
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """`count` things: "1 array", "2 arrays"; `many` where an "s" will not do."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def quoted(name: str, most: int = 160) -> str:
@@ -101,24 +107,83 @@ def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
 _KINDS = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
-def table(rows: Sequence[tuple[str, ...]], *, right: Collection[str], width: int | None = None) -> list[str]:
+def table(
+    rows: Sequence[tuple[str, ...]],
+    *,
+    right: Collection[str],
+    width: int | None = None,
+    spare: Sequence[str] = (),
+) -> list[str]:
     """Lines of aligned columns under the header `rows[0]`; the columns named in `right` are aligned there.
 
-    With a `width` the first column (a path) and the last one (why) are cut where the lines would be longer. Cells
-    may hold any text: it is made printable.
+    With a `width`, the columns named in `spare` are left out in this order where lines would be longer. If that is not
+    enough, the paths in the first column get the path of their layer as a heading; none is cut. Cells may hold any
+    text: it is made printable.
     """
     rows = [tuple(map(printable, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if width is not None:
-        widths = _fitted(widths, width)
+    if width is None:
+        return _lines(rows, right)
+    for name in spare:
+        if sum(_widths(rows)) + _GAP * (len(rows[0]) - 1) > width and name in rows[0]:
+            at = rows[0].index(name)
+            rows = [row[:at] + row[at + 1 :] for row in rows]
+    room = width - sum(_widths(rows)[1:]) - _GAP * (len(rows[0]) - 1)
+    if _widths(rows)[0] <= room:
+        return _lines(rows, right)
+    parted = [_parted(row[0]) for row in rows[1:]]
+    # A path that is too long even so has a line of its own.
+    own = [len(tail) > room for _, tail in parted]
+    shown = [("" if long else tail, *row[1:]) for (_, tail), long, row in zip(parted, own, rows[1:], strict=True)]
+    header, *lines = _lines([rows[0], *shown], right)
+    found, last = [header], ""
+    for (heading, tail), long, line in zip(parted, own, lines, strict=True):
+        found += [heading] if heading and heading != last else []
+        found += [tail, line] if long else [line]
+        last = heading
+    return found
+
+
+_GAP = 2
+
+
+def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]:
     aligned = [str.rjust if name in right else str.ljust for name in rows[0]]
-    return [
-        "  ".join(
-            align(_cut(cell, size, keep_end=column == 0), size)
-            for column, (align, cell, size) in enumerate(zip(aligned, row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = list(zip(aligned, _widths(rows), strict=True))
+    cells = [[align(cell, size) for (align, size), cell in zip(columns, row, strict=True)] for row in rows]
+    return [(_GAP * " ").join(line).rstrip() for line in cells]
+
+
+# A path up to the number of a layer, or to all numbers of repeated ones, and what follows.
+_LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
+
+
+def _parted(path: str) -> tuple[str, str]:
+    """A path as a heading, that all of a layer has, and what stands below it; "" for none."""
+    found = _LAYER.fullmatch(path)
+    return ("", path) if found is None else (found[1], _GAP * " " + found[2])
+
+
+# Two blanks between words are those between the columns of a table.
+_COLUMNS = re.compile(r"\S {2,}\S")
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """A text of several lines, those longer than `width` wrapped; rows of tables, which `table` fits, stay whole."""
+    if width is None:
+        return text
+    lines = [_wrapped(line, width) if len(line) > width else line for line in text.split("\n")]
+    return "\n".join(lines)
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    if _COLUMNS.search(line.lstrip()):
+        return line
+    return textwrap.fill(line, width, subsequent_indent=indent + "    ", break_on_hyphens=False, break_long_words=False)
 
 
 class Shown(str):
@@ -158,20 +223,3 @@ def array_text(dtype: Any, shape: Sequence[int]) -> str:
     letters = re.match("[a-z]*", name)
     kind = letters.group() if letters else ""
     return f"{_KINDS.get(kind, kind)}{name[len(kind) :]}[{','.join(map(str, shape))}]"
-
-
-def _fitted(widths: list[int], width: int) -> list[int]:
-    """Column widths that fit if they can: the last column (why) and the first (path) give way in turn."""
-    widths = list(widths)
-    for column, least in ((-1, 16), (0, 32), (-1, 12), (0, 16)):
-        excess = sum(widths) + 2 * (len(widths) - 1) - width
-        widths[column] -= max(0, min(excess, widths[column] - least))
-    return widths
-
-
-def _cut(text: str, size: int, *, keep_end: bool) -> str:
-    """`text` in at most `size` characters; what tells paths apart is mostly their end."""
-    if len(text) <= size:
-        return text
-    tail = (size - 2) * 4 // 5 if keep_end else 0
-    return f"{text[: size - 2 - tail]}..{text[len(text) - tail :]}"

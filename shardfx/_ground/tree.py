@@ -31,13 +31,16 @@ _ZEROS = str.maketrans("123456789", "000000000")
 
 
 class Flat(NamedTuple):
-    """A tree as columns, one entry per leaf in JAX's order."""
+    """A tree as columns, one entry per leaf in JAX's order. `stacked` is how many leading dimensions modules declare
+    as those of stacked layers.
+    """
 
     leaves: list[Any]
     treedef: Any
     paths: tuple[str, ...]
     templates: tuple[str, ...]
     names: tuple[Any, ...]
+    stacked: tuple[int, ...]
     is_array: list[bool]
 
 
@@ -47,6 +50,7 @@ class _Columns(NamedTuple):
     paths: list[str]
     templates: list[str]
     names: list[Any]
+    stacked: list[int]
 
 
 def flatten(tree: Any) -> Flat:
@@ -106,8 +110,8 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
             )
 
 
-def _columns_of(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]:
-    """The paths, templates and names of the leaves."""
+def _columns_of(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
+    """The paths, templates, names and counts of stacked dimensions of the leaves."""
     try:
         return _remembered(treedef)
     except ValueError:
@@ -115,10 +119,10 @@ def _columns_of(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[A
         return _walked(treedef)
 
 
-def _walked(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]:
-    columns = _Columns([], [], [])
+def _walked(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
+    columns = _Columns([], [], [], [])
     _append(treedef, "", "", columns, {}, "")
-    return tuple(columns.paths), tuple(columns.templates), tuple(columns.names)
+    return tuple(columns.paths), tuple(columns.templates), tuple(columns.names), tuple(columns.stacked)
 
 
 _remembered = ft.lru_cache(maxsize=8)(_walked)
@@ -128,7 +132,7 @@ def _columns(treedef: Any, seen: dict[Any, _Columns]) -> _Columns:
     """The columns of a subtree; its paths begin with "/", so that any prefix can go before them."""
     found = seen.get(treedef)
     if found is None:
-        found = seen[treedef] = _Columns([], [], [])
+        found = seen[treedef] = _Columns([], [], [], [])
         _append(treedef, "", "", found, seen, "/")
     return found
 
@@ -140,6 +144,7 @@ def _append(treedef: Any, prefix: str, template: str, out: _Columns, seen: dict[
         out.paths.append(prefix)
         out.templates.append(template)
         out.names.append(None)
+        out.stacked.append(0)
         return
     declared = _declared(data[0])
     children = treedef.children()
@@ -168,7 +173,9 @@ def _append(treedef: Any, prefix: str, template: str, out: _Columns, seen: dict[
         if same is None:
             same = copies[zeros, number] = list(map(zeros.__add__, columns.templates))
         out.templates.extend(same)
-        out.names.extend(_declared_names(declared[key], columns.names) if key in declared else columns.names)
+        own = declared.get(key)
+        out.names.extend(columns.names if own is None else _declared_names(own, columns.names))
+        out.stacked.extend(columns.stacked if own is None else [len(own[1]) + count for count in columns.stacked])
 
 
 def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanFormatError
 from .._ground.reason import Code, Reason
-from .._ground.spec import UNCONSTRAINED, entries_of
+from .._ground.spec import UNCONSTRAINED, entries_of, unreduced_kind, with_reductions
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import Atomic, Fsdp, fsdp
 from ..topology._mesh import MeshSpec
@@ -60,13 +60,18 @@ def encode_spec(spec: PartitionSpec) -> Any:
     entries = [encode_entry(entry) for entry in entries_of(spec)]
     if not (spec.unreduced or spec.reduced):
         return entries
-    return {"entries": entries, "unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}
+    written = {"entries": entries, "unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}
+    kind = unreduced_kind(spec)
+    return written | ({"kind": kind} if kind != "sum" else {})
 
 
 def decode_spec(data: Any) -> PartitionSpec:
     if isinstance(data, dict):
         entries = [decode_entry(entry) for entry in data["entries"]]
-        return PartitionSpec(*entries, unreduced=frozenset(data["unreduced"]), reduced=frozenset(data["reduced"]))
+        kind = data.get("kind", "sum")
+        if kind not in ("sum", "max", "min"):
+            raise PlanFormatError(f"the kind of a reduction is {kind!r:.60}; it must be sum, max or min.")
+        return with_reductions(entries, data["unreduced"], data["reduced"], kind)
     return PartitionSpec(*[decode_entry(entry) for entry in data])
 
 
@@ -107,14 +112,15 @@ def decode_reason(data: Any) -> Reason:
 
 
 def encode_strategy(strategy: Fsdp) -> Any:
-    return [list(strategy.axes), strategy.min_bytes]
+    return [list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
 
 
 def decode_strategy(data: Any) -> Fsdp:
-    axes, min_bytes = data
-    if not _are_names(axes) or not _is_count(min_bytes):
-        raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes].")
-    return fsdp(axes, min_bytes)
+    axes, min_bytes, *rest = data
+    skip = rest[0] if rest else []
+    if not _are_names(axes) or not _is_count(min_bytes) or not isinstance(skip, list) or not all(map(_is_count, skip)):
+        raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole dimensions].")
+    return fsdp(axes, min_bytes, skip=skip)
 
 
 def _is_count(value: Any) -> bool:

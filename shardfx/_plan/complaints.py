@@ -1,18 +1,20 @@
 """What is wrong with a plan: found as data; raised as one error with what, where, how large, and what to write."""
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._ground.errors import RuleError, SpecError, UnmatchedError
+from .._ground.errors import LeafTypeError, RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code
-from .._ground.spec import array_bytes
+from .._ground.spec import array_bytes, entries_of, entry_axes
+from .._ground.text import plural
 from .._ground.tree import Flat
-from .._rules.axis_rules import AxisRules, axes_in, near
+from .._rules.axis_rules import AxisRules, axes_in, near, nearest
 from .._rules.path_rules import first_match
 from .._rules.resolve import names_text, unknown_names
-from .._rules.strategies import Optional
+from .._rules.strategies import Optional, axes_of_target
 from ..topology._mesh import MeshSpec
 from .leaf import Row
 
@@ -23,10 +25,30 @@ _SHOWN = 40
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
     if not errors:
         return
-    head = f"{len(errors)} leaves (or groups of leaves) cannot be planned:"
+    many = "leaves, or groups of alike ones,"
+    head = f"{plural(len(errors), 'leaf', many)} cannot be planned:"
     text = _listed(head, [f"  leaf `{path}`: {error}" for path, error in errors])
     # A rule that is a function may have failed by an error of its own.
     raise type(errors[0][1])(text) from next((one.__cause__ for _, one in errors if one.__cause__ is not None), None)
+
+
+def raise_empty(tree: Any, flat: Flat, paths: Any) -> None:
+    """Raises if a tree has no arrays: a class or a function in the place of a model, for one.
+
+    Without `paths`, an empty container is none: its plan has rules for activations alone.
+    """
+    if any(flat.is_array) or (not flat.leaves and tree is not None and paths is None):
+        return
+    fix = "pass the model's own tree of arrays, or of `jax.ShapeDtypeStruct`s"
+    if callable(tree) and not dataclasses.is_dataclass(type(tree)):
+        kind = "class" if isinstance(tree, type) else "function"
+        name = next((name for name in [getattr(tree, "__name__", None)] if name), "make")
+        what, fix = f"it is the {kind} `{name}`", f"pass what it makes, `eqx.filter_eval_shape({name}, ...)`"
+    else:
+        what = "it is None" if tree is None else f"it is an empty {type(tree).__name__}"
+        if flat.leaves:
+            what = f"its leaf `{flat.paths[0]}` is of type {type(flat.leaves[0]).__name__}"
+    raise LeafTypeError(f'the tree has no arrays: {what}; {fix}. If there may be none, pass `unused="allow"`.')
 
 
 def raise_repeated(flat: Flat) -> None:
@@ -132,7 +154,8 @@ def raise_unknown(decided: Decided, axes: AxisRules | None, mesh: MeshSpec) -> N
     fix = f"declare a name that is to be replicated with `axes.extend([({first!r}, None)])`"
     if first in mesh.axis_names:
         fix = f"{first!r} is a mesh axis: for mesh axes give PartitionSpecs by path, `paths=PathRules([(regex, spec)])`"
-    head = f"no rule of `axes` is about the logical names of {len(lines)} leaves. The rules have {axes.names}; "
+    count = plural(len(lines), "leaf", "leaves")
+    head = f"no rule of `axes` is about the logical names of {count}. The rules have {axes.names}; "
     raise UnmatchedError(_listed(f'{head}{fix}, or pass `unmatched="replicate"`:', lines))
 
 
@@ -166,6 +189,38 @@ def raise_absent(decided: Decided, mesh: MeshSpec, axes: AxisRules | None, decla
             'size 1; or pass `unmatched="replicate"`:'
         )
         raise RuleError(_listed(head, lines))
+
+
+def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
+    """The mesh axes that path rules, axis rules and what callables returned use."""
+    used = dict.fromkeys(axis for _, target in rules for axis in axes_of_target(target))
+    if axes is not None:
+        used |= dict.fromkeys(axis for _, axis in axes_in(axes))
+    return used | dict.fromkeys(
+        axis for row in rows for entry in entries_of(row.requested) for axis in entry_axes(entry)
+    )
+
+
+def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
+    """Axes of the mesh that nothing uses and nobody declares, and the axis of the rules that each is most like.
+
+    Rules may declare axes that a mesh lacks, so that such an axis alone is no mistake.
+    """
+    known = {*declared, *used}
+    lacking = sorted(known.difference(mesh.axis_names))
+    idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
+    return {axis: close[0] for axis in idle if (close := nearest(axis, lacking))}
+
+
+def raise_misspelled(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> None:
+    """Raises if an axis of the mesh is most likely one of the rules, misspelled."""
+    for axis, meant in misspelled_axes(mesh, declared, used).items():
+        sizes = {meant if name == axis else name: size for name, size in mesh.shape.items()}
+        raise RuleError(
+            f"no rule uses the mesh axis {axis!r} of size {mesh.shape[axis]}, and the mesh {mesh} lacks {meant!r}, "
+            f"which the rules use: did you mean `MeshSpec({sizes!r})`? If {axis!r} is for the batch alone, declare "
+            f"it: `PathRules(..., axes=({axis!r},))`."
+        )
 
 
 class Unused(NamedTuple):

@@ -2,14 +2,25 @@
 
 import functools as ft
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._ground.errors import SpecError
 from .._ground.reason import Code, Decision, Reason, reason
-from .._ground.spec import UNCONSTRAINED, array_bytes, canonical_entry, entries_of, entry_axes, shard_counts, trimmed
+from .._ground.spec import (
+    UNCONSTRAINED,
+    array_bytes,
+    canonical_entry,
+    entries_of,
+    entry_axes,
+    shard_counts,
+    trimmed,
+    unreduced_kind,
+    with_reductions,
+)
+from .._ground.text import plural
 from .._rules.strategies import Fsdp
 from ..topology._mesh import MeshSpec
 
@@ -149,9 +160,10 @@ def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
     if len(entries) == len(shape):
         return entries
     if any(entry is not None for entry in entries[len(shape) :]):
+        few = "the first is" if len(shape) == 1 else f"the first {len(shape)} are"
         raise SpecError(
-            f"{spec} has {len(entries)} entries, but shape {shape} has {len(shape)} dimensions; "
-            f"write `{trimmed(entries[: len(shape)])}` if the first {len(shape)} are meant."
+            f"{spec} has {plural(len(entries), 'entry', 'entries')}, but shape {shape} has "
+            f"{plural(len(shape), 'dimension')}; write `{trimmed(entries[: len(shape)])}` if {few} meant."
         )
     return (*entries[: len(shape)], *[None] * (len(shape) - len(entries)))
 
@@ -166,6 +178,26 @@ def _check_units(leaf: Leaf) -> None:
 
 def _units(leaf: Leaf) -> tuple[int, ...]:
     return (1,) * len(leaf.shape) if leaf.units is None else leaf.units
+
+
+def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
+    """Whether a dimension counts units, as heads that are apart, and is not fused with what a unit holds.
+
+    **Arguments:**
+
+    - `size`, `unit`: of the dimension, and of its name.
+    - `fused`: the sizes that the name has in other arrays. They decide where the size could be either.
+    """
+    if unit == 1 or size in fused:
+        return False
+    if size % unit:
+        return size < unit or any(other % unit == 0 for other in fused)
+    return size * unit in fused
+
+
+def looks_apart(dim: int, shape: Sequence[int], unit: int) -> bool:
+    """Whether a later dimension has the size of a unit, as `head_dim` behind heads that are apart."""
+    return unit in shape[dim + 1 :]
 
 
 def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
@@ -234,24 +266,34 @@ def _indivisible(
             Code.unit,
             dim,
             dropped,
-            f"size {size} is no whole number of units of {unit}, so nothing may cut it; correct the unit to one that "
-            f"divides {size}",
+            f"size {size} is no whole number of units of {unit}, so nothing may cut it; if it counts units already, "
+            f"use a name without a unit, else correct the unit to one that divides {size}",
         )
     if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
-        return reason(Code.unit, dim, dropped, size=size, count=size // unit, unit=unit, what=what)
+        units = plural(size // unit, "unit")
+        return reason(Code.unit, dim, dropped, size=size, units=units, count=size // unit, unit=unit, what=what)
     product, count = math.prod(sizes[axis] for axis in axes) * unit, size // unit
-    padded, text = -(-size // product) * product, f"{size} ({count} units of {unit})" if unit > 1 else size
-    return reason(Code.indivisible, dim, dropped, size=text, what=what, padded=padded, whole=count)
+    text = f"{size} ({plural(count, 'unit')} of {unit})" if unit > 1 else size
+    pad = advice_to_pad(size, product)
+    return reason(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
+
+
+# Padding that adds more than one part in so many is no advice: a vocabulary can be padded, a width of 64 is another.
+_PADDED_PARTS = 64
+
+
+def advice_to_pad(size: int, product: int) -> str:
+    """The beginning of an advice: to pad a dimension to a multiple of `product`; "" where that is much."""
+    padded = -(-size // product) * product
+    return f"pad it to {padded}, or " if (padded - size) * _PADDED_PARTS <= size else ""
 
 
 def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[PartitionSpec, list[Reason]]:
     if not (spec.unreduced or spec.reduced):
         return spec, []
     absent = tuple(sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes))
-    like = PartitionSpec(
-        unreduced=frozenset(axis for axis in spec.unreduced if axis in sizes),
-        reduced=frozenset(axis for axis in spec.reduced if axis in sizes),
-    )
+    unreduced, reduced = ([axis for axis in axes if axis in sizes] for axes in (spec.unreduced, spec.reduced))
+    like = with_reductions((), unreduced, reduced, unreduced_kind(spec))
     return like, [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
 
 
@@ -277,9 +319,12 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     choices = [
         (math.prod(sizes[axis] for axis in kept), size, -dim, kept)
         for dim, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True))
-        if entry is None and (kept := _divisors(free, size, unit, sizes))
+        if entry is None and dim not in strategy.skip and (kept := _divisors(free, size, unit, sizes))
     ]
-    count, size, dim, kept = max(choices, default=(1, max(shape, default=1), 0, ()))
+    others = [size for dim, size in enumerate(shape) if dim not in strategy.skip]
+    if shape and not others:
+        return Decision(spec, tuple(reasons))
+    count, size, dim, kept = max(choices, default=(1, max(others, default=1), 0, ()))
     if len(kept) < len(free):
         unit = _units(leaf)[-dim if kept else shape.index(size)] if shape else 1
         reasons.append(_indivisible(free, kept, -dim if kept else None, size, unit, sizes))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from .._ground.reason import Reason
-from .correct import Axes, Fit, Leaf, corrected, fit, spread
+from .._ground.reason import Code, Reason
+from .correct import Axes, Fit, Leaf, corrected, counts_units, fit, looks_apart, spread
 from .leaf import Row
 
 
@@ -27,16 +27,35 @@ def row_of(
     request: Request, shape: tuple[int, ...], dtype: Any, mesh: Axes, min_bytes: int, memory_kind: str | None
 ) -> Row:
     """What the mesh and the shape leave of a request."""
-    leaf = Leaf(shape, dtype, request.units)
+    units = _units_at(request, shape)
+    leaf = Leaf(shape, dtype, units)
     found = corrected(request.spec, leaf, mesh, min_bytes)
-    reasons = (*request.reasons, *found.reasons)
+    reasons = (*request.reasons, *[_with_doubt(why, shape, request, units) for why in found.reasons])
     asked = request.strategies
     strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, min_bytes)) for step in asked)
     for step in strategies:
         found = spread(found.spec, leaf, mesh, step)
         reasons += found.reasons
-    columns = (request.rule, reasons, memory_kind, request.units, strategies)
+    columns = (request.rule, reasons, memory_kind, units, strategies)
     return Row(shape, dtype, request.names, request.spec, found.spec, *columns)
+
+
+def _units_at(request: Request, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The units of an array: 1 at a dimension that is smaller than the unit of its name, since it counts units."""
+    if request.units is None or request.names is None:
+        return request.units
+    named = zip(request.names, shape, request.units, strict=True)
+    return tuple([1 if isinstance(name, str) and counts_units(size, unit) else unit for name, size, unit in named])
+
+
+def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tuple[int, ...] | None) -> Reason:
+    """A reason that says what else the dimension may be, where a unit stands in the way of heads that look apart."""
+    if why.code is not Code.unit or why.dim is None or not request.names or not units:
+        return why
+    if shape[why.dim] % units[why.dim] or not looks_apart(why.dim, shape, units[why.dim]):
+        return why
+    doubt = f", or, if these are {shape[why.dim]} units already, a name without a unit"
+    return dataclasses.replace(why, message=why.message + doubt)
 
 
 class Asked:

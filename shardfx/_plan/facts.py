@@ -1,13 +1,14 @@
 """What there is to tell about a plan: one list of rows, made from its content alone, for every way to show it."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import AxisType
 
 from .._ground.html import html_table
-from .._ground.reason import Code
+from .._ground.reason import Code, Reason
 from .._ground.spec import entries_of
 from .._ground.text import (
     array_text,
@@ -75,14 +76,38 @@ def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
 
 def facts_of(content: Content) -> Facts:
     """All that a report of the plan says."""
-    rows = report_rows_of(content)
+    rows = _paired(report_rows_of(content))
     notes: dict[str, int] = {}
-    cells = [tuple(map(printable, _cells(row, notes))) for row in rows]
+    dims = _dims(rows)
+    cells = [tuple(map(printable, _cells(row, notes, dims))) for row in rows]
     header = _HEADER
     if all(row.count == 1 for row in rows):
         header, cells = _without(header, 1), [_without(line, 1) for line in cells]
     reasons = [printable(f"[{number}] {text}.") for text, number in notes.items()]
     return Facts(header, cells, reasons, printable(_totals(content.mesh, rows)), printable(_replicated(rows)))
+
+
+# The names of the two moments of an optimizer.
+_MOMENTS = (("mu", "nu"), ("m", "v"), ("exp_avg", "exp_avg_sq"))
+
+
+def _paired(rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
+    """The rows, those of two moments that are planned alike as one: `0/{mu,nu}/w`."""
+    found: dict[Any, ReportRow] = {}
+    for row in rows:
+        parts = row.path.split("/")
+        pair = next(((at, pair) for at, one in enumerate(parts) for pair in _MOMENTS if one in pair), None)
+        path = row.path
+        if pair is not None:
+            path = "/".join([*parts[: pair[0]], f"{{{','.join(pair[1])}}}", *parts[pair[0] + 1 :]])
+        key = (path, row.count, dataclasses.replace(row.leaf, path=""))
+        other = found.get(key)
+        if other is None:
+            found[key] = row
+        else:
+            sizes = (other.bytes + row.bytes, other.bytes_per_device + row.bytes_per_device)
+            found[key] = ReportRow(path, other.count + row.count, row.leaf, *sizes)
+    return tuple(found.values())
 
 
 def html_of(content: Content) -> str:
@@ -92,10 +117,19 @@ def html_of(content: Content) -> str:
     return html_table([facts.header, *facts.cells], right=NUMBERS, below=below)
 
 
-def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
+def _dims(rows: Iterable[ReportRow]) -> dict[str, set[int | None]]:
+    """By the message of a reason the dimensions that it is about."""
+    found: dict[str, set[int | None]] = {}
+    for why in (why for row in rows for why in row.leaf.reasons):
+        found.setdefault(why.message, set()).add(why.dim)
+    return found
+
+
+def _cells(row: ReportRow, notes: dict[str, int], dims: Mapping[str, set[int | None]]) -> tuple[str, ...]:
     leaf = row.leaf
     # A scalar has nothing to explain, and a table of optimizer states has many.
-    told = [str(reason) for reason in leaf.reasons if reason.code is not Code.scalar]
+    reasons = [why for why in leaf.reasons if why.code is not Code.scalar]
+    told = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
     why += (" " if why else "") + (leaf.rule or ("-" if not why else ""))
     if leaf.names is not None:
@@ -110,6 +144,17 @@ def _cells(row: ReportRow, notes: dict[str, int]) -> tuple[str, ...]:
         bytes_text(row.bytes_per_device),
         why.strip(),
     )
+
+
+_LIMIT = re.compile(r"fewer than the (\d+) asked for")
+
+
+def _note(why: Reason, of_several_dims: bool) -> str:
+    """A reason as a note of a table, the same for all arrays for which the cause is one."""
+    limit = _LIMIT.search(why.message) if why.code is Code.small else None
+    if limit is not None:
+        return f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to shard them"
+    return why.message if of_several_dims or why.code is Code.absent else str(why)
 
 
 def _totals(mesh: MeshSpec, rows: Sequence[ReportRow]) -> str:

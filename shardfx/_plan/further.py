@@ -9,7 +9,7 @@ from .._ground.reason import Code, reason
 from .._ground.spec import array_bytes, entries_of, entry_axes, trimmed
 from .._rules.strategies import Fsdp
 from ..topology._mesh import MeshSpec
-from .correct import correct
+from .correct import advice_to_pad, correct
 from .decide import Request
 
 
@@ -29,7 +29,7 @@ def further(request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec
         small = reason(Code.small, None, free, size=nbytes, limit=over.min_bytes)
         return request._replace(reasons=(*request.reasons, small))
     units, added = request.units or (1,) * len(shape), ()
-    while found := _roomiest(free, entries, shape, units, mesh):
+    while found := _roomiest(free, entries, shape, units, mesh, over.skip):
         dim, kept = found
         entries[dim] = (*entry_axes(entries[dim]), *kept)
         free, added = tuple(axis for axis in free if axis not in kept), (*added, *kept)
@@ -41,14 +41,20 @@ def further(request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec
 
 
 def _roomiest(
-    axes: tuple[str, ...], entries: list[Any], shape: tuple[int, ...], units: tuple[int, ...], mesh: MeshSpec
+    axes: tuple[str, ...],
+    entries: list[Any],
+    shape: tuple[int, ...],
+    units: tuple[int, ...],
+    mesh: MeshSpec,
+    skip: tuple[int, ...],
 ) -> tuple[int, tuple[str, ...]] | None:
     """The dimension that some of `axes` cut furthest, and these; `None` where none cuts any."""
     choices = []
     for dim, (size, unit) in enumerate(zip(shape, units, strict=True)):
         left = 1 if size % unit else size // unit // mesh.axis_size(entry_axes(entries[dim]))
         kept = _dividing(axes, left, mesh)
-        choices += [(mesh.axis_size(kept), entries[dim] is None, left, -dim, kept)] if kept and size else []
+        fits = kept and size and dim not in skip
+        choices += [(mesh.axis_size(kept), entries[dim] is None, left, -dim, kept)] if fits else []
     *_, dim, kept = max(choices, default=(0, ()))
     return (-dim, kept) if kept else None
 
@@ -65,4 +71,5 @@ def _no_room(axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshSpec) -> t
         return ()
     what = " x ".join(f"`{axis}` ({mesh.axis_size(axis)})" for axis in axes)
     what = f"{what} beside the axes that shard it already, and no other dimension is"
-    return (reason(Code.indivisible, None, axes, size=size, what=what, padded=math.lcm(size, count), whole=size),)
+    pad = advice_to_pad(size, math.lcm(size, count))
+    return (reason(Code.indivisible, None, axes, size=size, what=what, pad=pad, whole=size),)

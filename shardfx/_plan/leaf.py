@@ -37,6 +37,8 @@ class LeafPlan:
     - `bytes`, `bytes_per_device`: of the whole array, and of one shard.
     """
 
+    __module__ = "shardfx"
+
     path: str
     shape: tuple[int, ...]
     dtype: Any

@@ -16,9 +16,12 @@ from ..topology._mesh import MeshSpec
 from .boxes import raise_tied
 from .complaints import (
     Decided,
+    axes_used,
     raise_absent,
     raise_cut,
+    raise_empty,
     raise_errors,
+    raise_misspelled,
     raise_repeated,
     raise_unknown,
     raise_unmatched,
@@ -76,7 +79,8 @@ def plan(
         `PathRules(..., axes=...)` declares it. "replicate": such dimensions are replicated, with a reason.
     - `unused`: "raise": a rule of `paths`, or an entry of `memory_kinds`, that decides about no array is an error: no
         path matches it, or those before it take all that it matches. The last rule may match every path and
-        be left nothing, and one whose target is [`shardfx.optional`][] may always. "allow": so may all.
+        be left nothing, and one whose target is [`shardfx.optional`][] may always. So is a tree without arrays.
+        "allow": all of that may be.
     - `strict`: raise where a rule's sharding would have been cut down to fit, here and where [`shardfx.constrain`][] is
         given the plan. With `refine`, an array that takes only some parts of an axis is still cut down.
     - `refine`: split mesh axes of which a dimension takes only part: 8 kv heads on `tensor=16` become sharded 8 ways
@@ -92,7 +96,7 @@ def plan(
 
     `UnmatchedError` with all the arrays that no rule covers, largest first, or the logical names that no rule is about;
     `RuleError` for rules that cannot be applied or never are, and for two arrays with one path; `SpecError` with all
-    the arrays whose spec or names do not fit their rank.
+    the arrays whose spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
 
     !!! Example
 
@@ -122,6 +126,8 @@ def plan(
     if axes is not None:
         check_axis_rules("axes", axes)
     flat = flatten(tree)
+    if unused == "raise":
+        raise_empty(tree, flat, paths)
     raise_repeated(flat)
     raise_tied(tree, flat)
     given = names_of_leaves(names, tree, flat, axes)
@@ -133,6 +139,9 @@ def plan(
         raise_unmatched(decided, found.paths.rules, axes)
         raise_unknown(decided, axes, mesh_spec)
         raise_absent(decided, mesh_spec, axes, found.declared)
+        if found.declared or axes is not None:
+            declared = (*found.declared, *(() if axes is None else axes.axes))
+            raise_misspelled(mesh_spec, declared, axes_used(rows, found.paths.rules, axes))
     if unused == "raise":
         by_path, kinds = found.paths, found.kinds
         raise_unused("rule", by_path.rules, unused_rules(by_path.rules, by_path.used, flat, given, NAMES))
@@ -236,7 +245,7 @@ class _Planner:
             if number is None:
                 at = len(index)
                 try:
-                    number = self.number(flat.paths[at], flat.leaves[at], given[at])
+                    number = self.number(flat.paths[at], flat.leaves[at], given[at], flat.stacked[at])
                 except (SpecError, RuleError, LeafTypeError) as error:
                     number = -2 - len(errors)
                     errors.append((flat.paths[at], error))
@@ -244,18 +253,18 @@ class _Planner:
             index.append(number)
         return index, self.rows, errors
 
-    def number(self, path: str, leaf: Any, names: Any) -> int:
+    def number(self, path: str, leaf: Any, names: Any, stacked: int) -> int:
         """The number of the row of an array."""
         kind = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None
         shape, dtype, called = tuple(leaf.shape), _dtype(leaf), rule is not None and self.paths.called[rule]
-        asks = (rule, names, len(shape), (path, shape, dtype) if called else None)
+        asks = (rule, names, len(shape), stacked, (path, shape, dtype) if called else None)
         found = self.numbers.get((asks, kind, shape, dtype))
         if found is None:
             memory_kind = None if kind is None else self.kinds.rules[kind][1][0]
             asked = self.asked.get(asks)
             if asked is None:
-                request = self.request(path, leaf, names, rule)
+                request = self.request(path, leaf, names, rule, stacked)
                 row = row_of(request, shape, dtype, self.mesh, self.min_bytes, memory_kind)
                 self.asked[asks] = Asked(request, len(shape), self.mesh, self.min_bytes)
             else:
@@ -264,7 +273,7 @@ class _Planner:
             self.rows.append(row)
         return found
 
-    def request(self, path: str, leaf: Any, names: Any, number: int | None) -> Request:
+    def request(self, path: str, leaf: Any, names: Any, number: int | None, stacked: int) -> Request:
         if names is not None:
             shape = tuple(leaf.shape)
             return asked_by_names(names, shape, "names", self.axes, self.mode, declared=self.declared)
@@ -273,16 +282,19 @@ class _Planner:
             return Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
         if number is None:
             return Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
-        return asked_by_target(self.rules[number][1], path, leaf, _rule_text(number, self.rules), self.axes, self.mode)
+        target, rule = self.rules[number][1], _rule_text(number, self.rules)
+        return asked_by_target(target, path, leaf, rule, self.axes, self.mode, stacked)
 
 
 def _keys(keys: Sequence[str], flat: Flat, given: Sequence[Any]) -> Iterable[Any]:
     """For each array what decides how it is planned; `None` for what is no array."""
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
-        return zip(keys, shapes, dtypes, given, strict=True)
-    columns = zip(keys, flat.leaves, given, flat.is_array, strict=True)
-    return [(key, leaf.shape, leaf.dtype, names) if shaped else None for key, leaf, names, shaped in columns]
+        return zip(keys, shapes, dtypes, given, flat.stacked, strict=True)
+    columns = zip(keys, flat.leaves, given, flat.stacked, flat.is_array, strict=True)
+    return [
+        (key, leaf.shape, leaf.dtype, names, count) if shaped else None for key, leaf, names, count, shaped in columns
+    ]
 
 
 def _dtype(leaf: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed
+from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
 from ..topology._mesh import MeshSpec
 
 
@@ -88,8 +88,8 @@ def refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, d
 def renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
     """The spec of the same layout on the refined mesh: each split axis is all of its parts, in order."""
     entries = [renamed_entry(entry, parts) for entry in entries_of(spec)]
-    like = PartitionSpec(unreduced=_renamed_set(spec.unreduced, parts), reduced=_renamed_set(spec.reduced, parts))
-    return trimmed(entries, like)
+    unreduced, reduced = (renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced))
+    return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))
 
 
 def renamed_entry(entry: Any, parts: Mapping[str, tuple[str, ...]]) -> Any:
@@ -120,7 +120,3 @@ def _names(axis: str, count: int, taken: tuple[str, ...]) -> tuple[str, ...]:
     while any(f"{stem}_{i}" in taken for i in range(count)):
         stem += "_"
     return tuple(f"{stem}_{i}" for i in range(count))
-
-
-def _renamed_set(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
-    return frozenset(renamed_axes(axes, parts))

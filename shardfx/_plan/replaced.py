@@ -13,7 +13,7 @@ from .content import Content
 from .correct import axes_of
 from .decide import row_of
 from .leaf import Row
-from .requests import asked_by_target
+from .requests import asked_by_target, skipping
 from .single import check_absent
 
 
@@ -42,6 +42,8 @@ def _row(content: Content, path: str, row: Row, target: Any) -> Row:
     request = asked_by_target(target, path, row, RULE, content.axes, content.mode)
     if request.units is None and request.names is None:  # what may not be cut apart is so by any spec
         request = request._replace(units=row.units)
+    whole = {dim for step in row.strategies for dim in step.skip}  # and what is whole is so by any strategy
+    request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
     made = row_of(request, row.shape, row.dtype, axes_of(mesh), 0, row.memory_kind)

@@ -1,9 +1,9 @@
 """A plan as a table for a terminal."""
 
-import textwrap
+import re
 
-from .._ground.text import Shown, table
-from .facts import NUMBERS, ReportRow, facts_of, report_rows_of
+from .._ground.text import Shown, table, wrapped
+from .facts import NUMBERS, Facts, ReportRow, facts_of, report_rows_of
 from .shard_plan import ShardPlan, check_plan
 
 
@@ -29,7 +29,8 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     **Arguments:**
 
     - `plan`: the plan.
-    - `width`: how many columns of text there are; longer paths and rules are then cut. `None` cuts nothing.
+    - `width`: how many columns of text there are. Where that is too few, the table says less of the rules, and what
+        paths have in common becomes a heading. `None` is no limit.
 
     **Returns:**
 
@@ -51,18 +52,35 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
 
         ```text
         path                 arrays  shape            spec         bytes/device  why
-        layers/{0..23}/bias      24  f32[4099]        -               384.3 KiB  [1] paths[1] ..
-        layers/{0..23}/wi        24  bf16[1024,4096]  fsdp,tensor      24.0 MiB  paths[0] wi
+        layers/{0..23}/bias      24  f32[4099]        -               384.3 KiB  [1] paths[1]
+        layers/{0..23}/wi        24  bf16[1024,4096]  fsdp,tensor      24.0 MiB  paths[0]
         ...
         ```
     """
     check_plan("plan", plan)
     facts = facts_of(plan.content)
-    lines = table([facts.header, *facts.cells], right=NUMBERS, width=width)
-    reasons = [_wrapped(text, width) for text in facts.reasons]
-    parts = ["\n".join(lines), "\n".join(reasons), _wrapped(facts.totals, width), _wrapped(facts.replicated, width)]
+    lines = _table(facts, width)
+    reasons = [wrapped(text, width) for text in facts.reasons]
+    parts = ["\n".join(lines), "\n".join(reasons), wrapped(facts.totals, width), wrapped(facts.replicated, width)]
     return Shown("\n\n".join(part for part in parts if part))
 
 
-def _wrapped(text: str, width: int | None) -> str:
-    return text if width is None else textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False)
+# Of what asked for an array: the number of the rule, and where its memory is.
+_BRIEF = re.compile(r"^(?:\[\d+\])*|paths\[\d+\]|in [\w]+$")
+_MARKS = re.compile(r"^(?:\[\d+\])*|in [\w]+$")
+
+
+def _table(facts: Facts, width: int | None) -> list[str]:
+    """The rows; where they would be too long, the last column says less, then goes, and that of counts goes."""
+    rows = [facts.header, *facts.cells]
+    for said in (None, _BRIEF, _MARKS):
+        shown = rows if said is None else [rows[0], *[(*row[:-1], _said(said, row[-1])) for row in rows[1:]]]
+        lines = table(shown, right=NUMBERS)
+        if width is None or max(map(len, lines)) <= width:
+            return lines
+    spare = ("arrays",) if any(row[-1] for row in shown[1:]) else ("why", "arrays")
+    return table(shown, right=NUMBERS, width=width, spare=spare)
+
+
+def _said(what: re.Pattern[str], why: str) -> str:
+    return " ".join(part for part in what.findall(why) if part)

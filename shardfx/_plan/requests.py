@@ -1,25 +1,45 @@
 """What the names of an array, or the target of a rule, ask for it, before the mesh and the shape have their say."""
 
+import dataclasses
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
+from .._ground.reason import Decision
+from .._ground.spec import entries_of
 from .._rules.axis_rules import AxisRules
-from .._rules.path_rules import is_callable
+from .._rules.path_rules import check_once, is_callable
 from .._rules.resolve import names_text, one_per_dim, resolve, units_of
-from .._rules.strategies import Atomic, Pipeline, Replicate, bare
+from .._rules.strategies import Atomic, Fsdp, Pipeline, Replicate, bare
 from .correct import padded_units
 from .decide import Request
 
 
-def asked_by_target(target: Any, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None) -> Request:
-    """What the target of a path rule asks for the array at `path`; `rule` is how a plan calls the rule."""
-    target = bare(target)
+def asked_by_target(
+    target: Any, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
+) -> Request:
+    """What the target of a path rule asks for the array at `path`; `rule` is how a plan calls the rule.
+
+    The first `stacked` dimensions are those of stacked layers, which no strategy may cut.
+    """
+    asked = _asked(bare(target), path, leaf, rule, axes, mode)
+    whole = range(stacked)
+    return asked._replace(strategies=skipping(asked.strategies, whole)) if asked.strategies and stacked else asked
+
+
+def skipping(strategies: tuple[Fsdp, ...], dims: Iterable[int]) -> tuple[Fsdp, ...]:
+    """The strategies, which leave these dimensions whole too."""
+    return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
+
+
+def _asked(target: Any, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None) -> Request:
     first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
     if is_callable(target):
         first = _called(first, path, leaf, rule)
+        check_once(first.target if isinstance(first, Atomic) else first, f"{rule}, a callable,")
     units = None
     if isinstance(first, Atomic):
         first, units = first.target, first.units
@@ -57,7 +77,16 @@ def asked_by_names(
         )
     found = resolve(named, axes, mode=mode)
     units = padded_units(units_of(named, axes) if units is None else units, rank)
+    if strategies:
+        strategies = skipping(strategies, _whole(named, found))
     return Request(named, found.spec, rule, units, strategies, found.reasons)
+
+
+def _whole(names: tuple[Any, ...], found: Decision) -> list[int]:
+    """The dimensions that rules keep whole: their names have the target `None`."""
+    told = {why.dim for why in found.reasons}
+    entries = (*entries_of(found.spec), *[None] * len(names))
+    return [dim for dim, name in enumerate(names) if name is not None and entries[dim] is None and dim not in told]
 
 
 def _length_fix(names: tuple[Any, ...], rank: int, declared: bool) -> str:

@@ -36,6 +36,8 @@ class ShardPlan(eqx.Module):
     there is such an array, `for path in plan` goes through the paths, and `len(plan)` counts the arrays.
     """
 
+    __module__ = "shardfx"
+
     content: Content = eqx.field(static=True)
 
     @property
@@ -112,9 +114,15 @@ class ShardPlan(eqx.Module):
         return True  # also where the tree has no arrays: a plan is never nothing
 
     def __getitem__(self, path: str) -> LeafPlan:
+        if not isinstance(path, str):
+            raise UnknownPathError(
+                f"`plan[{path!r}]`: a plan is read by the path of an array, as in `plan['layers/0/w']`; "
+                "`plan.leaves` has the arrays in order."
+            )
         found = self.content.by_path.get(path)
         if found is None:
-            near = difflib.get_close_matches(path, self.content.by_path, n=3, cutoff=0.5)
+            known = self.content.by_path
+            near = difflib.get_close_matches(path, known, n=3, cutoff=0.5) or [one for one in known if path in one][:3]
             raise UnknownPathError(
                 f"the plan has no leaf `{path}`"
                 + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ".")
@@ -179,12 +187,12 @@ class ShardPlan(eqx.Module):
         return ShardPlan(self.content.replaced(jax_mesh=None))
 
     @staticmethod
-    def join(**plans: "ShardPlan") -> "ShardPlan":
+    def join(*unnamed: "ShardPlan", **plans: "ShardPlan") -> "ShardPlan":
         """One plan of a dict of trees, from the plans of the trees.
 
         **Arguments:**
 
-        - `plans`: plans for the same mesh, by the key that their tree has in the dict.
+        - `plans`: plans for the same mesh, by the key that their tree has in the dict. All need a key.
 
         **Returns:**
 
@@ -194,9 +202,10 @@ class ShardPlan(eqx.Module):
 
         `PlanMismatchError` if the plans are for different meshes, rules or modes.
         """
-        if not plans:
+        if unnamed or not plans:
             raise PlanMismatchError(
-                "`join` needs at least one plan: `ShardPlan.join(params=params_plan, opt=opt_plan)`."
+                "`join` needs at least one plan, each with the key of its tree: "
+                "`ShardPlan.join(params=params_plan, opt=opt_plan)`."
             )
         for name, plan in plans.items():
             check_plan(name, plan)

@@ -9,11 +9,12 @@ from jax.sharding import PartitionSpec, Sharding
 from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .._ground.text import plural
 from .._rules.axis_rules import AxisRules, near
 from .._rules.resolve import check_known, one_per_dim, resolve, units_of, unknown_names
 from ..topology._mesh import MeshSpec
 from .content import Content
-from .correct import correct, padded_units
+from .correct import correct, counts_units, looks_apart, padded_units
 
 
 Policy: TypeAlias = Literal["raise", "replicate"]
@@ -38,12 +39,11 @@ def decision_for(
     if isinstance(names_or_spec, PartitionSpec):
         asked, units = Decision(names_or_spec), None
         if shape is not None and len(entries_of(names_or_spec)) > len(shape):
-            count = len(entries_of(names_or_spec))
-            raise SpecError(
-                f"{names_or_spec} has {count} entries, but shape {shape} has {len(shape)} dimensions. {_LENGTH_FIX}"
-            )
+            count, rank = len(entries_of(names_or_spec)), plural(len(shape), "dimension")
+            raise SpecError(f"{names_or_spec} has {count} entries, but shape {shape} has {rank}. {_LENGTH_FIX}")
+        named = ()
     else:
-        asked, units = _resolved(names_or_spec, shape, plan, unmatched)
+        named, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
     spec = trimmed([_without(entry, held_back) for entry in entries_of(asked.spec)], asked.spec)
     if shape is None:
@@ -51,7 +51,12 @@ def decision_for(
         if not isinstance(names_or_spec, PartitionSpec):
             _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
         shape = tuple(mesh.size * unit for unit in units)  # every axis divides these sizes
+        named = ()
+    elif units is not None:
+        units = _units_at(named, shape, units, plan)
     found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
+    if units is not None and named:
+        _refuse_doubt(named, shape, units, found.reasons, plan)
     # The rules of a plan may be for axes of other meshes; `plan` has seen to that. A spec is written where it is used.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
         check_absent(found.reasons, mesh, plan.axes)
@@ -70,9 +75,7 @@ def _require_whole_units(
         pieces = math.prod(mesh.shape[axis] for axis in axes)
         if unit == 1 or pieces == 1:
             continue
-        sizes = [
-            size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name
-        ]
+        sizes = _sizes_of(name, plan)
         if sizes and not any(size % (unit * pieces) for size in sizes):
             continue
         counts = sorted({size // unit for size in sizes})
@@ -81,6 +84,43 @@ def _require_whole_units(
             f"{name!r} is made of units of {unit}, and {' x '.join(f'`{axis}`' for axis in axes)} ({pieces}) may cut "
             f"inside one: {known}. Say how large the array is: `plan.sharding(names, shape)`."
         )
+
+
+def _sizes_of(name: Any, plan: Content) -> list[int]:
+    """The sizes that a logical name has in the plan's arrays."""
+    return [size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name]
+
+
+def _units_at(names: tuple[Any, ...], shape: tuple[int, ...], units: tuple[int, ...], plan: Content) -> tuple[int, ...]:
+    """The units of an array: 1 at dimensions that count units, by their size or by the plan's arrays."""
+
+    def unit_of(name: Any, size: int, unit: int) -> int:
+        is_named = unit > 1 and isinstance(name, str)
+        return 1 if is_named and counts_units(size, unit, _sizes_of(name, plan)) else unit
+
+    return tuple(map(unit_of, names, shape, units))
+
+
+def _refuse_doubt(
+    names: tuple[Any, ...], shape: tuple[int, ...], units: tuple[int, ...], reasons: Iterable[Reason], plan: Content
+) -> None:
+    """Raises where a unit leaves a dimension whole that may count units, and the plan's arrays do not tell."""
+    for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
+        name, size, unit = names[dim], shape[dim], units[dim]
+        if not isinstance(name, str) or size in _sizes_of(name, plan):
+            continue
+        if size % unit or looks_apart(dim, shape, unit):
+            what = "no whole number of them" if size % unit else f"{size // unit} of them, or {size} that are apart"
+            raise SpecError(
+                f"dim {dim} of shape {shape} has {size} elements by the name {name!r}, which is made of units of "
+                f"{unit}: that is {what}, and no array of the plan has this size. If it counts units, use a "
+                f"name without a unit: `axes.extend([({name + '_apart'!r}, {_target_of(name, plan)!r})])`; if it is "
+                "fused, correct the unit, or write a PartitionSpec."
+            )
+
+
+def _target_of(name: str, plan: Content) -> Any:
+    return entries_of(resolve((name,), plan.axes or AxisRules(()), mode=plan.mode).spec)[0]
 
 
 def require_pinned(asked: Any, spec: PartitionSpec) -> None:
@@ -107,7 +147,7 @@ def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | No
 
 def _resolved(
     names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
-) -> tuple[Decision, tuple[int, ...] | None]:
+) -> tuple[tuple[Any, ...], Decision, tuple[int, ...] | None]:
     if isinstance(names, Sharding):
         raise SpecError(
             f"a plan has a mesh of its own, so it takes logical names or a PartitionSpec, not {names}; pass "
@@ -128,7 +168,7 @@ def _resolved(
                 f"`{PartitionSpec(*names)}`."
             )
         check_known(names, plan.axes)
-    return found, units_of(names, plan.axes)
+    return tuple(names), found, units_of(names, plan.axes)
 
 
 _LENGTH_FIX = (

@@ -43,6 +43,8 @@ class AxisRules(eqx.Module):
         ```
     """
 
+    __module__ = "shardfx"
+
     rules: tuple[Rule, ...] = eqx.field(static=True)
     modes: tuple[tuple[str, tuple[Rule, ...]], ...] = eqx.field(static=True)
     units: tuple[tuple[str, int], ...] = eqx.field(static=True)

@@ -40,6 +40,8 @@ def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, 
 def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
     sides = _split(text, start, stop, "->")
     if len(sides) != 2:
+        if len(sides) == 1 and "->" in text[start:stop]:
+            raise _malformed(text, _open_bracket(text, start, stop), "a bracket is not closed,")
         found = "no `->`" if len(sides) == 1 else "more than one `->`"
         raise _malformed(text, start if len(sides) == 1 else sides[1][1], f"a rule has {found}; write `regex->axes`,")
     pattern = text[slice(*sides[0])].strip()
@@ -47,6 +49,17 @@ def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
         raise _malformed(text, sides[0][0], "an empty alternative would match every path; write `.*` if that is meant,")
     steps = [_parse_step(text, *piece) for piece in _split(text, *sides[1], "|")]
     return pattern, ft.reduce(pipeline, steps) if len(steps) > 1 else steps[0]
+
+
+def _open_bracket(text: str, start: int, stop: int) -> int:
+    """Where the last bracket that is not closed stands; one that is closed twice, where none is open."""
+    opened: list[int] = []
+    for position in range(start, stop):
+        if text[position] in "([{" and text[position - 1 : position] != "\\":
+            opened.append(position)
+        elif text[position] in ")]}" and opened:
+            opened.pop()
+    return opened[-1] if opened else start
 
 
 def _parse_step(text: str, start: int, stop: int) -> Any:

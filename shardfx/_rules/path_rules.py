@@ -2,7 +2,7 @@
 
 import functools as ft
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -10,9 +10,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, check_type
-from .._ground.spec import UNCONSTRAINED
+from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .._ground.tree import flatten
-from .axis_rules import check_places, declared_axes
+from .axis_rules import check_places, declared_axes, repeated
 from .compact import parsed
 from .strategies import Atomic, Fsdp, Optional, Pipeline, Replicate, bare, replicate
 
@@ -40,13 +40,15 @@ class PathRules(eqx.Module):
         ```
     """
 
+    __module__ = "shardfx"
+
     rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
     axes: tuple[str, ...] = eqx.field(static=True)
 
     def __init__(self, rules: Iterable[Any], *, axes: Iterable[Any] = ()):
         """**Arguments:**
 
-        - `rules`: pairs of a regex and a target. A target is a PartitionSpec; a tuple of logical names; a
+        - `rules`: pairs of a regex and a target, or a mapping. A target is a PartitionSpec; a tuple of logical names; a
             strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of
             them in [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`,
             which may return it in `atomic(...)`.
@@ -58,7 +60,8 @@ class PathRules(eqx.Module):
 
         `RuleError` that names the rule by its index, and the position in a regex that does not compile.
         """
-        self.rules = tuple(_checked(index, rule) for index, rule in enumerate(rules))
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
         self.axes = declared_axes(axes)
 
     def prepend(self, rules: Iterable[Any]) -> "PathRules":
@@ -294,9 +297,12 @@ def _checked_target(index: int, pattern: str, target: Any) -> Any:
         return Optional(_checked_target(index, pattern, target.target))
     if isinstance(target, list):
         target = tuple(target)
-    inner = target.target if isinstance(target, Atomic) else target
+    first = target.steps[0] if isinstance(target, Pipeline) else target
+    inner = first.target if isinstance(first, Atomic) else first
     if isinstance(inner, tuple):
         _check_names(index, pattern, inner)
+    elif isinstance(inner, PartitionSpec):
+        check_once(inner, f"rule {index} ({pattern!r})")
     elif not isinstance(inner, PartitionSpec | Fsdp | Replicate | Pipeline) and not callable(inner):
         raise RuleError(
             f"rule {index} ({pattern!r}) has the target {target!r}; it must be a PartitionSpec, a tuple of logical "
@@ -304,6 +310,13 @@ def _checked_target(index: int, pattern: str, target: Any) -> Any:
             f"For one mesh axis write `PartitionSpec({target!r})`."
         )
     return target
+
+
+def check_once(spec: PartitionSpec, who: str) -> None:
+    """Raises if a spec uses a mesh axis twice, as JAX does where a sharding is made of it."""
+    used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
+    if twice := repeated(used):
+        raise RuleError(f"{who} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
 
 
 def _check_names(index: int, pattern: str, names: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason, reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .._ground.text import plural
 from .axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, near, repeated
 from .strategies import Atomic
 
@@ -104,9 +105,9 @@ def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: Callable[[], 
     if dots and missing >= 0:
         return (*entries[: dots[0]], *[None] * missing, *entries[dots[0] + 1 :])
     if missing:
+        count = plural(len(entries) - len(dots), "logical name")
         raise SpecError(
-            f"{len(entries) - len(dots)} logical names {names_text(entries)} for an array of rank {rank}, shape "
-            f"{shape}; give one per dimension. {fix()}"
+            f"{count} {names_text(entries)} for an array of rank {rank}, shape {shape}; give one per dimension. {fix()}"
         )
     return entries
 

@@ -75,6 +75,7 @@ class Fsdp:
 
     axes: tuple[str, ...]
     min_bytes: int = 0
+    skip: tuple[int, ...] = ()
 
     __or__, __ror__ = _before, _after
 
@@ -84,6 +85,9 @@ class Replicate:
     """A strategy: every device holds the whole array; its one value is [`shardfx.replicate`][]."""
 
     __or__, __ror__ = _before, _after
+
+    def __repr__(self) -> str:
+        return "replicate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +156,18 @@ def axes_of_target(target: Any) -> tuple[str, ...]:
     return ()
 
 
-def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
+def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Fsdp:
     """The strategy of fully sharded data parallelism: cut the largest free dimension that divides.
+
+    A dimension is not free if a rule of `AxisRules` keeps its name whole, or if it is one of stacked layers: a
+    `lax.scan` over a dimension that is cut gathers the arrays of all layers at once. `field(stacked=...)` declares
+    those of a module, `skip` says them for all other trees.
 
     **Arguments:**
 
     - `axes`: the mesh axis, or axes, to shard over.
     - `min_bytes`: arrays of fewer bytes are left as they are.
+    - `skip`: dimensions that stay whole: 0 for arrays of stacked layers.
 
     **Returns:**
 
@@ -167,14 +176,21 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
 
     **Raises:**
 
-    `RuleError` without an axis, for an axis that occurs twice, and for a negative number of bytes.
+    `RuleError` without an axis, for an axis that occurs twice, for a negative number of bytes, and for a dimension
+    that is negative.
 
     !!! Example
 
         ```python
         from shardfx import PathRules, fsdp
 
-        PathRules([("norm|bias", ()), (".*", fsdp("data", min_bytes=2**20))])
+        PathRules(
+            [
+                ("norm|bias", ()),
+                ("layers", fsdp("data", skip=0)),  # stacked for `lax.scan`
+                (".*", fsdp("data", min_bytes=2**20)),
+            ]
+        )
         ```
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -182,7 +198,10 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0) -> Fsdp:
         raise RuleError(f"`fsdp({axes!r})` needs the name of one mesh axis, or of several different ones.")
     if min_bytes < 0:
         raise RuleError(f"`fsdp(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
-    return Fsdp(axes, min_bytes)
+    dims = (skip,) if isinstance(skip, int) else tuple(skip)
+    if any(isinstance(dim, bool) or dim < 0 for dim in dims):
+        raise RuleError(f"`fsdp(..., skip={skip!r})`: dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`.")
+    return Fsdp(axes, min_bytes, tuple(sorted(set(dims))))
 
 
 def pipeline(left: Any, right: Any) -> Pipeline:

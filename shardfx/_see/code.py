@@ -17,7 +17,9 @@ def code_of(target: Any) -> str | None:
         return f"PartitionSpec({', '.join(map(_value, entries_of(target)))})"
     if isinstance(target, Fsdp):
         axes = repr(target.axes[0]) if len(target.axes) == 1 else repr(target.axes)
-        return f"fsdp({axes}{f', {target.min_bytes}' if target.min_bytes else ''})"
+        least = f", {target.min_bytes}" if target.min_bytes else ""
+        dims = target.skip[0] if len(target.skip) == 1 else target.skip
+        return f"fsdp({axes}{least}{f', skip={dims}' if target.skip else ''})"
     if isinstance(target, Replicate):
         return "replicate"
     if isinstance(target, Atomic | Optional):

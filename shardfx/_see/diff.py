@@ -9,7 +9,7 @@ import jax
 from .._ground.errors import LeafTypeError, MeshError, SpecError
 from .._ground.html import html_table
 from .._ground.spec import entries_of, entry_axes
-from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, spec_text
+from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, spec_text
 from .._plan.differences import OTHER_TREES, fields_that_differ, plan_lines
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
@@ -87,6 +87,8 @@ class Diff:
     - `leaves`: what differs, and what would have to be moved, one [`shardfx.LeafDiff`][] for arrays that are alike.
     - `bytes_per_device`: of all arrays, before and after.
     """
+
+    __module__ = "shardfx"
 
     plans: tuple[str, ...]
     leaves: tuple[LeafDiff, ...]
@@ -295,6 +297,6 @@ def _totals(found: Diff) -> str:
     count = sum(leaf.count for leaf in found.leaves)
     sizes = before if before == after else f"{before} -> {after}"
     return (
-        f"{count:,} array{'' if count == 1 else 's'} differ or move, {sizes} per device.\n"
+        f"{plural(count, 'array differs or moves', 'arrays differ or move')}, {sizes} per device.\n"
         f"To get from one plan to the other {bytes_text(found.wire_bytes)} enter each device."
     )

@@ -7,10 +7,11 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from .._ground.errors import UnknownPathError
 from .._ground.html import html_table
 from .._ground.reason import Code, Reason
 from .._ground.spec import array_bytes, entries_of, entry_axes
-from .._ground.text import array_text, bytes_text, entry_text, printable, spec_text, table
+from .._ground.text import array_text, between_numbers, bytes_text, entry_text, joined, printable, spec_text, table
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._rules.axis_rules import near
@@ -66,6 +67,8 @@ class Explanation:
     - `changes`: what would change these, a sentence each.
     """
 
+    __module__ = "shardfx"
+
     leaf: LeafPlan
     mesh: MeshSpec
     dims: tuple[DimExplanation, ...]
@@ -94,7 +97,8 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
     **Arguments:**
 
     - `plan`: the plan.
-    - `path`: of the array, as the plan's report names it.
+    - `path`: of the array, as the plan's report names it; or a regex that finds one array, or arrays of repeated layers
+        alone, of which the first is taken: `k_proj`.
 
     **Returns:**
 
@@ -102,7 +106,7 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
 
     **Raises:**
 
-    `UnknownPathError` with the nearest paths if the plan has no such array.
+    `UnknownPathError` with the nearest paths if the plan has no such array; also for a regex that finds others beside.
 
     !!! Example
 
@@ -122,7 +126,7 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
         ```
     """
     check_plan("plan", plan)
-    leaf = plan[path]
+    leaf = _found(plan, path)
     entries = _padded(entries_of(leaf.spec), len(leaf.shape))
     asked = _padded(entries_of(leaf.requested), len(leaf.shape))
     names = _padded(leaf.names or (), len(leaf.shape))
@@ -150,6 +154,31 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
     whole = tuple(why for why in leaf.reasons if why.dim is None)
     texts = tuple(text for why in whole for text in _changes(why, plan, tried, used, 1, ()))
     return Explanation(leaf, plan.mesh, tuple(dims), whole, texts)
+
+
+def _found(plan: ShardPlan, where: str) -> LeafPlan:
+    """The array at a path, or the first of those that a regex finds if they differ in numbers alone."""
+    if where in plan:
+        return plan[where]
+    try:
+        pattern = re.compile(where)
+    except re.error:
+        return plan[where]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path in plan:
+        if pattern.search(path):
+            groups.setdefault(between_numbers(path), []).append(path)
+    if not groups:
+        return plan[where]
+    if len(groups) > 1:
+        shown = [f"`{joined(paths)}`" for paths in list(groups.values())[:_MOST_GROUPS]]
+        more = [f"{len(groups) - len(shown)} more"] if len(groups) > len(shown) else []
+        raise UnknownPathError(f"{where!r} finds {' and '.join(shown + more)}; write more of the path of one.")
+    ((first, *_),) = groups.values()
+    return plan[first]
+
+
+_MOST_GROUPS = 4
 
 
 def _padded(entries: Iterable[Any], rank: int) -> tuple[Any, ...]:
@@ -256,14 +285,16 @@ def _wrapped(note: str) -> list[str]:
 
 
 def _dim_notes(dim: DimExplanation) -> list[str]:
-    tried = [f"{_place(one)}: {one.rule[0]} -> {entry_text(one.rule[1])}: {_outcome(one)}" for one in dim.tried]
+    tried = [f"{_place(one)}: {one.rule[0]} -> {entry_text(one.rule[1])}: {_outcome(one, dim)}" for one in dim.tried]
     return [*tried, *[f"why: {why.message}" for why in dim.reasons], *[f"change: {text}" for text in dim.changes]]
 
 
-def _outcome(attempt: Attempt) -> str:
+def _outcome(attempt: Attempt, dim: DimExplanation) -> str:
     if attempt.outcome == "blocked":
         users = ", ".join(f"`{axis}` is on dim {dim} (`{name}`)" for axis, name, dim in attempt.taken)
         return f"blocked, {users}"
     if attempt.outcome == "settled":
         return "not needed, an earlier rule applies"
+    if dropped := [f"`{axis}`" for axis in entry_axes(attempt.rule[1]) if axis in dim.dropped]:
+        return f"matches, and {' and '.join(dropped)} {'is' if len(dropped) == 1 else 'are'} dropped"
     return "applies" if attempt.rule[1] is not None else "applies: whole, and no rule after it is asked"

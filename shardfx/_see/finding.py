@@ -50,6 +50,8 @@ class Finding:
     - `fix`: code that takes the finding away: statements over the names of the arguments of `lint`.
     """
 
+    __module__ = "shardfx"
+
     code: str
     severity: Severity
     where: str
@@ -60,6 +62,8 @@ class Finding:
 
 class Findings(tuple[Finding, ...]):
     """A tuple of [`shardfx.Finding`][]s that `print`, a console and a notebook show as a table."""
+
+    __module__ = "shardfx"
 
     __slots__ = ()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import AxisType
 
-from .._ground.spec import entries_of
+from .._ground.spec import entries_of, unreduced_kind
 from .._ground.text import array_text, between_numbers, joined_exactly, printable, spec_text
 from .._plan.content import Content
 from .._plan.leaf import Row
@@ -149,7 +149,8 @@ def _line(path: str, count: int, text: str) -> str:
 
 def _row_text(row: Row) -> str:
     told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
-    told += f" unreduced {','.join(sorted(row.spec.unreduced))}" if row.spec.unreduced else ""
+    kind = "" if unreduced_kind(row.spec) == "sum" else f"{unreduced_kind(row.spec)} "
+    told += f" unreduced {kind}{','.join(sorted(row.spec.unreduced))}" if row.spec.unreduced else ""
     told += f" reduced {','.join(sorted(row.spec.reduced))}" if row.spec.reduced else ""
     told += f" in {row.memory_kind}" if row.memory_kind is not None else ""
     missing = [_missing(why.code.name, why.dim, why.axes) for why in row.reasons if why.code.name != "scalar"]

@@ -78,6 +78,8 @@ def page_of(data: Mapping[str, Any]) -> str:
         "policy": f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'",
         "title": _text(data["title"] or "Sharding plan"),
         "summary": _text(_summary(data)),
+        "level": data["verdict"]["level"],
+        "verdict": _text(data["verdict"]["text"]),
         "style": style,
         "script": script,
         "data": embedded(packed(data)),

@@ -1,6 +1,7 @@
 """What can be said of each leaf as it is planned: held whole, or cut less than asked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -10,6 +11,8 @@ from .._ground.text import bytes_text
 from .._plan.leaf import Row
 from .._rules.axis_rules import AxisRules
 from .._rules.resolve import attempts
+from .._rules.strategies import Fsdp
+from .causes import Short, by_cause, mesh_code, other_sizes
 from .code import code_of
 from .finding import Finding
 from .mistakes import fallbacks
@@ -41,8 +44,8 @@ def _sharded(subject: Subject, group: Group) -> str | None:
     """Code that shards these leaves over an axis; `None` if there is none that can cut them."""
     path, row = group.paths[0], group.row
     if subject.flat is None or not subject.is_named(path) and row.names is None:
-        for over in fallbacks(subject):
-            if any(size and size % subject.mesh.axis_size(over.axes) == 0 for size in row.shape):
+        for over in fallbacks(subject, len(row.shape)):
+            if any(_divides(subject, over, dim, size) for dim, size in enumerate(row.shape)):
                 return subject.ruled(group.paths, over)
         return None
     for rule in _axis_rules_for(subject, row):
@@ -55,10 +58,14 @@ def _sharded(subject: Subject, group: Group) -> str | None:
 
 def _axis_rules_for(subject: Subject, row: Row) -> Iterator[tuple[str, str]]:
     """Rules that would shard a dimension of a named array over an axis that divides it, the largest axis first."""
-    for over in fallbacks(subject):
-        for name, size in zip(row.names or (), row.shape, strict=False):
-            if isinstance(name, str) and size and size % subject.mesh.axis_size(over.axes) == 0:
+    for over in fallbacks(subject, len(row.shape)):
+        for dim, (name, size) in enumerate(zip(row.names or (), row.shape, strict=False)):
+            if isinstance(name, str) and _divides(subject, over, dim, size):
                 yield name, over.axes[0]
+
+
+def _divides(subject: Subject, over: Fsdp, dim: int, size: int) -> bool:
+    return dim not in over.skip and size > 0 and size % subject.mesh.axis_size(over.axes) == 0
 
 
 def _before_others(subject: Subject, rule: tuple[str, str]) -> tuple[str, AxisRules]:
@@ -78,15 +85,20 @@ _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Leaves that are cut less than their rule asks for; under `strict` all that have a reason."""
     rows = {n: why for n, row in enumerate(subject.rows) if row.reasons and (why := _shortfall(subject, row))}
-    for group in subject.groups_of([*rows]):
-        reasons = rows[group.number]
-        cost = _cost(subject, group)
-        # Units are declared for meshes that have more devices along an axis than there are units.
-        foreseen = all(why.code is Code.unit for why in reasons)
-        severity = "error" if subject.strict else "info" if foreseen else "warning"
-        told = "; ".join(map(str, reasons))
-        message = f"cut less than {group.asks} for: {told}"
-        yield Finding("corrected", severity, group.where, cost, message, _as_it_is(subject, group))
+    found = (Short(group, rows[group.number], _corrected(subject, group, rows)) for group in subject.groups_of([*rows]))
+    yield from by_cause(subject, found, _shortfall)
+
+
+def _corrected(subject: Subject, group: Group, rows: Mapping[int, tuple[Reason, ...]]) -> Finding:
+    """The finding about one group of arrays."""
+    reasons = rows[group.number]
+    cost = _cost(subject, group)
+    # Units are declared for meshes that have more devices along an axis than there are units.
+    foreseen = all(why.code is Code.unit for why in reasons)
+    severity = "error" if subject.strict else "info" if foreseen else "warning"
+    told = "; ".join(map(str, reasons))
+    message = f"cut less than {group.asks} for: {told}"
+    return Finding("corrected", severity, group.where, cost, message, _as_it_is(subject, group))
 
 
 def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
@@ -123,17 +135,43 @@ def _as_it_is(subject: Subject, group: Group) -> str:
         return "refine = True"
     if subject.flat is None or not subject.is_named(path):
         # A leaf that got nothing may be cut over another axis.
-        others = () if entries_of(row.spec) else fallbacks(subject)
+        others = () if entries_of(row.spec) else fallbacks(subject, len(row.shape))
         given = row if not subject.refine else subject.row_with(path)  # in the words of the mesh before it was refined
-        for target in (*others, *([] if given is None else [given.spec])):
-            made = None if subject.flat is None else subject.row_with(path, paths=subject.prepended(path, target))
-            if subject.flat is None or (made is not None and not _shortfall(subject, made)):
+        for target in others:
+            if _suffices(subject, path, target):
                 return subject.ruled(group.paths, target)
+        if resized := _resized(subject, group):
+            return resized
+        if given is not None and _suffices(subject, path, given.spec):
+            return subject.ruled(group.paths, given.spec)
         return "strict = False"
     for code, made in _with_less(subject, group):
         if made is not None and not _shortfall(subject, made):
             return code
     return "strict = False" if subject.strict else subject.renamed(group.paths, ())
+
+
+def _suffices(subject: Subject, path: str, target: Any) -> bool:
+    """Whether the array at `path` gets all that this target asks for; taken for granted of a ready plan."""
+    if subject.flat is None:
+        return True
+    made = subject.row_with(path, paths=subject.prepended(path, target))
+    return made is not None and not _shortfall(subject, made)
+
+
+def _resized(subject: Subject, group: Group) -> str | None:
+    """Code for a mesh under which these and all other arrays are cut as asked; `None` if there is none near."""
+    axes = {axis for why in _shortfall(subject, group.row) for axis in why.axes}
+    others = [one for one in subject.groups if one.row.requested != PartitionSpec() or one.row.strategies]
+    if len(axes) != 1 or len(others) > _MOST_RESIZED:
+        return None
+    (axis,) = axes
+    sizes = other_sizes(subject, axis, [group, *others], _shortfall)
+    return mesh_code(subject, axis, sizes[0]) if sizes else None
+
+
+# Each of these is planned again, for a few sizes of the axis.
+_MOST_RESIZED = 100
 
 
 def _more_if_refined(subject: Subject, group: Group) -> bool:

@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import MeshError, RuleError, SpecError
 from .._ground.tree import Flat, flatten
+from .._plan.complaints import raise_empty
 from .._plan.content import Content
 from .._plan.leaf import MEMORY_KINDS, memory_kind_pairs
 from .._plan.names import names_of_leaves
@@ -65,7 +66,8 @@ def lint(
 
     **Raises:**
 
-    `RuleError` for `paths` and `axes` of other types, `LeafTypeError` for a tree of specs: no mistake in rules raises.
+    `RuleError` for `paths` and `axes` of other types, `LeafTypeError` for a tree of specs or without arrays: no mistake
+    in rules raises.
 
     !!! Example
 
@@ -92,6 +94,8 @@ def lint(
     if axes is not None:
         check_axis_rules("axes", axes)
     flat = flatten(tree)
+    if unused == "raise":
+        raise_empty(tree, flat, paths)
     found: list[Finding] = []
     given = _names(names, tree, flat, axes, found)
     kinds = _kinds(memory_kinds, found)
@@ -110,7 +114,7 @@ def lint(
     found += unknown_names(subject, draft, rules)
     found += absent(subject, draft, rules)
     found += unused_findings(subject, draft, kinds, "error" if unused == "raise" else "warning")
-    found += unused_axes(subject)
+    found += unused_axes(subject, rules)
     found += _of_leaves(
         dataclasses.replace(subject, content=subject.refined) if refine else subject, replicated_bytes, head_dim
     )

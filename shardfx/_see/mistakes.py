@@ -62,7 +62,8 @@ def _plannable(subject: Subject, places: Sequence[int], paths: Sequence[str]) ->
         return subject.renamed(paths, ())
     number = next((n for n, pattern in enumerate(subject.patterns) if pattern.search(paths[0])), None)
     target = None if number is None or subject.paths is None else bare(subject.paths.rules[number][1])
-    for other in (*_other_targets(target, len(leaf.shape)), *fallbacks(subject)):
+    rank = len(leaf.shape)
+    for other in (*_other_targets(target, rank), *fallbacks(subject, rank)):
         if code_of(other) is not None and _is_planned(subject, paths[0], other):
             return subject.ruled(paths, other)
     return subject.ruled(paths, replicate)
@@ -76,12 +77,16 @@ def _is_planned(subject: Subject, path: str, target: Any) -> bool:
     return subject.row_with(path, paths=rules) is not None
 
 
-def fallbacks(subject: Subject) -> Iterator[Fsdp]:
-    """The strategy over each mesh axis of more than one device, the largest axis first."""
+# The first dimension of an array of so many may be that of stacked layers, whether that is declared or not.
+_STACKED_RANK = 3
+
+
+def fallbacks(subject: Subject, rank: int) -> Iterator[Fsdp]:
+    """The strategy over each mesh axis of more than one device, the largest axis first, for arrays of this rank."""
     sizes = subject.mesh.shape
     for axis in sorted(sizes, key=lambda axis: -sizes[axis]):
         if sizes[axis] > 1:
-            yield fsdp(axis)
+            yield fsdp(axis, skip=0) if rank >= _STACKED_RANK else fsdp(axis)
 
 
 def _other_names(names: tuple[Any, ...], rank: int) -> Iterator[tuple[Any, ...]]:
@@ -123,7 +128,11 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
         message = f"no rule covers {_arrays(len(paths))} of shape {row.shape}{like}, so every device holds all of it"
         size = subject.lost(row.shape, row.dtype, len(paths))
         target = next(
-            (over for over in fallbacks(subject) if (got := _with(subject, paths[0], over)) and entries_of(got.spec)),
+            (
+                over
+                for over in fallbacks(subject, len(row.shape))
+                if (got := _with(subject, paths[0], over)) and entries_of(got.spec)
+            ),
             replicate,
         )
         yield Finding("unmatched", severity, joined(paths), size, message, subject.ruled(paths, target, last=True))
@@ -208,7 +217,7 @@ def _target_with(target: Any, axis: str, meant: str) -> Any:
         return Pipeline(tuple(_target_with(step, axis, meant) for step in target.steps))
     if isinstance(target, Fsdp):
         axes = dict.fromkeys(meant if one == axis else one for one in target.axes)
-        return Fsdp(tuple(axes), target.min_bytes)
+        return Fsdp(tuple(axes), target.min_bytes, target.skip)
     if not isinstance(target, PartitionSpec) or axis not in [one for e in entries_of(target) for one in entry_axes(e)]:
         return target
     taken = {one for entry in entries_of(target) for one in entry_axes(entry)}

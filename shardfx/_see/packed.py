@@ -11,6 +11,7 @@ from .._ground.text import printable
 _ROW_CHARACTERS = 1_300_000
 _LIST_CHARACTERS = 150_000
 _MOST_GROUPS = 12
+_WHOLE = ("format", "title", "digest", "verdict", "mesh", "totals", "chip", "fit")
 
 
 def embedded(value: Any) -> str:
@@ -34,7 +35,7 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
         kept, more = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
         traffic = {**traffic, "rows": kept, "more": len(more)}
     sums = {name: sum(row[name] for row in left) for name in ("arrays", "bytes", "bytes_per_device")}
-    others = {name: _shown(data[name]) for name in ("format", "title", "digest", "mesh", "totals", "chip", "fit")}
+    others = {name: _shown(data[name]) for name in _WHOLE}
     return {
         **others,
         **rows,

@@ -9,7 +9,7 @@ from .._cost.fit import Fit
 from .._cost.traffic_rows import Traffic, TrafficRow
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
-from .._ground.text import array_text, entry_text
+from .._ground.text import array_text, entry_text, plural
 from .._plan.facts import ReportRow, report_rows_of
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
@@ -45,9 +45,9 @@ def report_data(
 
     **Returns:**
 
-    A dict with `title`, `mesh`, `totals`, `rows` (one per [`shardfx.ReportRow`][]), `memory` (bytes per device of each
-    part of the tree, or of each group of `fit`), `chip`, `fit`, `findings` and `traffic`. Names are as they are: escape
-    them where they are shown.
+    A dict with `title`, `verdict`, `mesh`, `totals`, `rows` (one per [`shardfx.ReportRow`][]), `memory` (bytes per
+    device of each part of the tree, or of each group of `fit`), `chip`, `fit`, `findings` and `traffic`. Names are as
+    they are: escape them where they are shown.
 
     !!! Example
 
@@ -66,17 +66,19 @@ def report_data(
     check_plan("plan", plan)
     rows = report_rows_of(plan.content)
     known = fit.chip if chip is None and fit is not None else chip
+    found, hardware, totals = tuple(findings), None if known is None else _chip(find(known)), _totals(plan, rows)
     return {
         "format": FORMAT,
         "title": title,
         "digest": plan.digest,
+        "verdict": _verdict(totals, found, fit, hardware),
         "mesh": _mesh(plan.mesh),
-        "totals": _totals(plan, rows),
+        "totals": totals,
         "rows": [_row(row, plan.mesh) for row in rows],
         "memory": _memory(rows) if fit is None else _memory_of_step(fit),
         "fit": None if fit is None else _fit(fit),
-        "chip": None if known is None else _chip(find(known)),
-        "findings": [_finding(finding) for finding in findings],
+        "chip": hardware,
+        "findings": [_finding(finding) for finding in found],
         "traffic": None if traffic is None else _traffic(traffic),
     }
 
@@ -102,6 +104,30 @@ def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, Any]:
     }
 
 
+# From how many times an even split on a plan looks doubtful, and bad.
+_DOUBTFUL, _BAD = 1.5, 4.0
+
+
+def _verdict(
+    totals: dict[str, Any], findings: Sequence[Finding], fit: Fit | None, chip: dict[str, Any] | None
+) -> dict[str, str]:
+    """The plan in one line, and whether it is "good", doubtful ("warn") or "bad"."""
+    less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
+    ratio = totals["bytes_per_device"] / even if even else 1.0
+    errors, warnings = (sum(one.severity == severity for one in findings) for severity in ("error", "warning"))
+    held = totals["bytes_per_device"] if fit is None else fit.peak_bytes
+    is_full = chip is not None and held > chip["usable_hbm_bytes_per_device"]
+    told = [
+        f"{plural(less, 'array')} got less than asked" if less else "every array got what its rule asked for",
+        f"{ratio:.3g} times an even split",
+        plural(errors, "error") if errors else "",
+        plural(warnings, "warning") if warnings else "",
+        f"it does not fit {chip['name']}" if is_full and chip is not None else "",
+    ]
+    level = "warn" if less or warnings or ratio >= _DOUBTFUL else "good"
+    return {"level": "bad" if errors or is_full or ratio >= _BAD else level, "text": ", ".join(filter(None, told))}
+
+
 def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, Any]:
     leaf = row.leaf
     return {
@@ -115,6 +141,7 @@ def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, Any]:
         "spec": _axes(leaf, leaf.spec),
         "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
         "less": _is_less(leaf),
+        "strategies": [list(step.axes) for step in leaf.strategies],
         "rule": leaf.rule,
         "reasons": [_reason(reason) for reason in leaf.reasons],
         "memory_kind": leaf.memory_kind,

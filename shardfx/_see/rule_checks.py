@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
-from .._ground.spec import entries_of, entry_axes
+from .._ground.spec import entry_axes
 from .._ground.text import entry_text
-from .._rules.axis_rules import AxisRules, nearest
-from .._rules.path_rules import PathRules
-from .._rules.strategies import axes_of_target
+from .._plan.complaints import axes_used, misspelled_axes
 from .finding import Finding, Severity
 from .subject import Subject
 
@@ -37,43 +35,33 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
             yield Finding("dead-rule", "warning", where, 0, message, fix)
 
 
-def unused_axes(subject: Subject) -> Iterator[Finding]:
-    """Mesh axes of more than one device that no rule uses."""
+def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
+    """Mesh axes of more than one device that no rule uses; `misspelled` is for those that are like one of a rule."""
     if subject.axes is None and subject.paths is None:
         return
-    used = _axes_used(subject)
+    declared, used = _declared(subject), _used(subject)
+    meant = misspelled_axes(subject.mesh, declared, used)
     # Axis rules are for activations too; path rules alone do not say what cuts the batch.
     severity: Severity = "info" if subject.axes is None else "warning"
     share = subject.content.total_bytes[1]
     for axis, size in subject.mesh.shape.items():
-        if size > 1 and axis not in used:
+        if size > 1 and axis not in {*declared, *used}:
             what = "paths" if subject.axes is None else "axes"
             message = f"no rule uses the mesh axis {axis!r} of size {size}: devices along it hold the same. "
-            close = nearest(axis, sorted(used - set(subject.mesh.shape)))[:1]
-            if close:
-                sizes = {close[0] if name == axis else name: size for name, size in subject.mesh.shape.items()}
+            if axis in meant:
+                sizes = {meant[axis] if name == axis else name: size for name, size in subject.mesh.shape.items()}
                 fix = f"mesh = MeshSpec({sizes!r})"
-                message += f"The rules use {close[0]!r}, which the mesh lacks: if that is meant, `{fix}`"
+                message += f"The rules use {meant[axis]!r}, which the mesh lacks: if that is meant, `{fix}`"
             else:
                 fix = f"{what} = {what}.extend(axes=({axis!r},))"
                 message += f"If it is for the batch alone, declare it: `{fix}`"
-            found = "warning" if close else severity
+            found = misspelled if axis in meant else severity
             yield Finding("unused-axis", found, f"mesh axis {axis!r}", share - share // size, message, fix)
 
 
-def _axes_used(subject: Subject) -> set[str]:
-    used: set[str] = set()
-    if subject.axes is not None:
-        used.update(subject.axes.axes, *(entry_axes(to) for _, to in _all_rules(subject.axes)))
-    paths = PathRules(()) if subject.paths is None else subject.paths
-    used.update(paths.axes, *(axes_of_target(target) for _, target in paths.rules))
-    # What a callable returns is known from the leaves alone.
-    for row in subject.rows:
-        used.update(axis for entry in entries_of(row.requested) for axis in entry_axes(entry))
-    return used
+def _declared(subject: Subject) -> tuple[str, ...]:
+    return tuple(axis for rules in (subject.paths, subject.axes) if rules is not None for axis in rules.axes)
 
 
-def _all_rules(axes: AxisRules) -> Iterator[tuple[str, object]]:
-    yield from axes.rules
-    for _, rules in axes.modes:
-        yield from rules
+def _used(subject: Subject) -> dict[str, None]:
+    return axes_used(subject.rows, () if subject.paths is None else subject.paths.rules, subject.axes)

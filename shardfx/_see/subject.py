@@ -140,7 +140,8 @@ class Subject:
         assert self.flat is not None and self.given is not None
         at = self._places[path]
         leaf = self.flat.leaves[at]
-        flat = Flat([leaf], jax.tree.structure(0), (path,), (self.flat.templates[at],), (None,), [True])
+        columns = (self.flat.templates[at],), (None,), (self.flat.stacked[at],)
+        flat = Flat([leaf], jax.tree.structure(0), (path,), *columns, [True])
         given = [self.given[at] if names is None else names]
         rules = (paths or self.paths, axes or self.axes)
         found = drafted(flat, given, self.mesh, *rules, self.mode, self.min_bytes, ())

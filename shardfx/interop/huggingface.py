@@ -30,7 +30,11 @@ STYLES: dict[str, str | None] = {
     "ep_dispatch_experts": None,
 }
 _PACKED = 2
-_ATTRIBUTES = ("base_model_tp_plan", "base_model_ep_plan")
+# The first two belong to the class of a configuration, the last one to that of a model.
+_ATTRIBUTES = ("base_model_tp_plan", "base_model_ep_plan", "_tp_plan")
+# What checkpoints call the parts of one expert, where the plan has all experts in one parameter; w1 and w3 are gate and
+# up. `transformers/conversion_mapping.py` of 5.23 has these names.
+_ON_DISK = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 
 
 class Plans(NamedTuple):
@@ -40,10 +44,12 @@ class Plans(NamedTuple):
 
     - `tensor`: `base_model_tp_plan`; empty where there is none.
     - `expert`: `base_model_ep_plan`; empty likewise.
+    - `head`: `_tp_plan` of the model's class, of what lies beside the base model: `lm_head`; empty likewise.
     """
 
     tensor: dict[str, str]
     expert: dict[str, str]
+    head: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,32 +62,40 @@ class Style:
     - `style`: the name of the style.
     - `axis`: the mesh axes.
     - `unit`: how many elements of the dimension that is cut stay together.
+    - `is_one_expert`: whether the parameter is of one expert, as checkpoints have it, and the plan's of all.
     """
 
     key: str
     style: str
     axis: str | tuple[str, ...]
     unit: int = 1
+    is_one_expert: bool = False
 
     def __call__(self, path: str, leaf: Any) -> Any:
         rank = len(leaf.shape)
+        if self.is_one_expert and STYLES[self.style] == _EXPERTS:
+            raise RuleError(
+                f"the style {self.style!r} of `{self.key}` shards the dimension of experts, and `{path}` is one "
+                "expert; stack the experts into one array, or leave out `expert=`."
+            )
         dim = _dim(self.style, re.split("[./]", path)[-1], rank)
         if dim is None:
             return PartitionSpec()
         spec = PartitionSpec(*[None] * dim, self.axis)
         # Gate and up lie one behind the other: no shard may hold a part of each.
-        parts = _PACKED if self.style.startswith("packed") and rank > 1 else 1
+        parts = _PACKED if self.style.startswith("packed") and rank > 1 and not self.is_one_expert else 1
         size = leaf.shape[dim]
         unit = size // parts if parts > 1 and size % parts == 0 else self.unit
         return spec if unit == 1 else Atomic(spec, (*[1] * dim, unit, *[1] * (rank - dim - 1)))
 
 
 def plans_in(source: str) -> dict[str, Plans]:
-    """The plans of all classes in the source of a configuration file, which is read and not run.
+    """The plans of all classes in the source of a file, which is read and not run.
 
     **Arguments:**
 
-    - `source`: the text of a `configuration_*.py`.
+    - `source`: the text of a `configuration_*.py`, or of a `modeling_*.py`, whose classes have a `head` alone:
+        `plans._replace(head=others.head)`.
 
     **Returns:**
 
@@ -115,11 +129,11 @@ def plans_in(source: str) -> dict[str, Plans]:
 
 
 def plans_of(config: Any) -> Plans:
-    """The plans of a configuration, or of its class.
+    """The plans of a model or a configuration, or of the class of either.
 
     **Arguments:**
 
-    - `config`: a transformers configuration, or its class.
+    - `config`: a model or its class; or a configuration or its class, which has no plan for `lm_head`.
 
     **Returns:**
 
@@ -129,10 +143,13 @@ def plans_of(config: Any) -> Plans:
 
     `RuleError` if it has no tensor parallel plan.
     """
-    tensor, expert = (getattr(config, name, None) for name in _ATTRIBUTES)
+    # A model has merged all plans in its own `_tp_plan`; that of its class is for its head alone.
+    head = getattr(config if isinstance(config, type) else type(config), "_tp_plan", None)
+    config = getattr(config, "config_class", None) or config
+    tensor, expert = (getattr(config, name, None) for name in _ATTRIBUTES[:2])
     if not tensor:
         raise RuleError(f"{config!r:.80} has no `base_model_tp_plan`; write rules for it, or take `presets.hf`.")
-    return Plans(dict(tensor), dict(expert or {}))
+    return Plans(dict(tensor), dict(expert or {}), dict(head or {}))
 
 
 def rules_of(
@@ -150,7 +167,8 @@ def rules_of(
 
     **Arguments:**
 
-    - `plans`: what `plans_in` or `plans_of` gives, or a tensor parallel plan alone.
+    - `plans`: what `plans_in` or `plans_of` gives, or a tensor parallel plan alone. A configuration has no plan for
+        `lm_head`, which is then left to `rest`; `plans_of(model)` has one.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism: then the plan for experts goes before the other one.
     - `prefix`: what the names of the model's parameters begin with, which is the `base_model_prefix` of its class:
@@ -162,11 +180,13 @@ def rules_of(
     **Returns:**
 
     [`shardfx.PathRules`][]; every rule may go unused, since plans serve several variants of a model. A packed weight
-    (gate and up in one) is cut between its parts only.
+    (gate and up in one) is cut between its parts only. Experts may be one array, as in the model, or an array each, as
+    in checkpoints (`experts.0.gate_proj`, `experts.0.w1`).
 
     **Raises:**
 
-    `RuleError` for a style that transformers does not have.
+    `RuleError` for a style that transformers does not have; where a plan is made, for expert parallelism of experts
+    that are an array each.
 
     !!! Example
 
@@ -190,8 +210,8 @@ def rules_of(
         assert made.leaves[0].spec == P("tensor")
         ```
     """
-    own, experts = plans if isinstance(plans, Plans) else (plans, {})
-    merged = {key: (style, tensor) for key, style in own.items()}
+    own, experts, head = plans if isinstance(plans, Plans) else (plans, {}, {})
+    merged = {key: (style, tensor) for key, style in {**own, **head}.items()}
     if expert is not None:
         axes = {key: expert if STYLES.get(style) == _EXPERTS else tensor for key, style in experts.items()}
         merged |= {key: (style, axes[key]) for key, style in experts.items()}
@@ -204,8 +224,13 @@ def rules_of(
     # A parameter's own name decides before that of its module.
     for key in sorted(merged, key=lambda key: -key.count(".")):
         style, axis = merged[key]
-        unit = (units or {}).get(key.rpartition(".")[2], 1)
-        rules.append((_regex(key, prefix), optional(Style(key, style, axis, unit))))
+        module, _, name = key.rpartition(".")
+        begin = "" if key in head else prefix
+        target = Style(key, style, axis, (units or {}).get(name, 1))
+        rules.append((_regex(key, begin), optional(target)))
+        if name in _ON_DISK and module.endswith("experts"):
+            single = dataclasses.replace(target, is_one_expert=True)
+            rules.append((_on_disk(module, _ON_DISK[name], begin), optional(single)))
     return PathRules([*rules, (".*", rest)])
 
 
@@ -229,7 +254,7 @@ def plan_of(rules: PathRules) -> dict[str, str]:
     for number, (regex, target) in enumerate(rules.rules):
         inner = bare(target)
         if isinstance(inner, Style):
-            found[inner.key] = inner.style
+            found[inner.key] = inner.style  # the rule for single experts says the same
         elif not (number == len(rules.rules) - 1 and isinstance(inner, Replicate)):
             raise RuleError(
                 f"rule {number} ({regex!r}) has the target {inner!r}, which a plan of Hugging Face cannot say: it "
@@ -252,9 +277,19 @@ def _dim(style: str, name: str, rank: int) -> int | None:
 
 
 def _regex(key: str, prefix: str) -> str:
+    return rf"^{_path(key, prefix)}(?:[./][^./]+)?$"
+
+
+def _on_disk(module: str, names: tuple[str, ...], prefix: str) -> str:
+    """A regex for the parameters of single experts. Mixtral's module of experts has another name in checkpoints."""
+    path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
+    return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"
+
+
+def _path(key: str, prefix: str) -> str:
     parts = [r"\d+" if part == "*" else re.escape(part) for part in key.split(".")]
     begin = rf"(?:{re.escape(prefix)}[./])?" if prefix else ""
-    return rf"^{begin}{'[./]'.join(parts)}(?:[./][^./]+)?$"
+    return begin + "[./]".join(parts)
 
 
 def _assigned(statement: ast.stmt) -> list[tuple[str, ast.expr]]:

@@ -15,17 +15,22 @@ class Partitioning(NamedTuple):
 
     **Arguments:**
 
-    - `rules`: the logical axis rules; T5X's standard ones where the file has none.
+    - `rules`: the logical axis rules; the standard ones of its partitioner where the file has none.
     - `num_partitions`: the size of the mesh axis "model"; `None` where the file does not say it.
     - `model_parallel_submesh`: the same as four sizes; `None` likewise.
+    - `num_experts`: of a mixture of experts, the largest size of the mesh axis "expert"; `None` likewise.
     """
 
     rules: AxisRules
     num_partitions: int | None
     model_parallel_submesh: tuple[int, ...] | None
+    num_experts: int | None = None
 
 
 _STANDARD = "standard_logical_axis_rules"
+_PLAIN, _MOE = "PjitPartitioner", "MoePjitPartitioner"
+# What `t5x.contrib.moe.partitioning.standard_logical_axis_rules` adds to the standard rules.
+_EXPERTS = (("expert", "expert"), ("expert_mlp", "model"), ("expert_replicas", "data"), ("unmodeled", None))
 # A binding begins a line, `a.B.c = value`, or is indented below `a.B:`.
 _BINDING = re.compile(r"^(?P<indent>[ \t]*)(?P<name>[\w./@]+)[ \t]*=[ \t]*", re.MULTILINE)
 _BLOCK = re.compile(r"^(?P<name>[\w./]+):[ \t]*(?:#.*)?$", re.MULTILINE)
@@ -33,6 +38,8 @@ _BLOCK = re.compile(r"^(?P<name>[\w./]+):[ \t]*(?:#.*)?$", re.MULTILINE)
 
 def partitioning_of(text: str) -> Partitioning:
     """The partitioning of a gin file: its logical axis rules, and the size of its mesh.
+
+    `PjitPartitioner` is read, and `MoePjitPartitioner` of `t5x.contrib.moe`, on the mesh axes data, expert and model.
 
     **Arguments:**
 
@@ -44,7 +51,8 @@ def partitioning_of(text: str) -> Partitioning:
 
     **Raises:**
 
-    `RuleError` for rules that are neither a list of pairs nor `@partitioning.standard_logical_axis_rules()`.
+    `RuleError` for a text that binds no partitioner, or one that T5X does not have; for rules that are neither a list
+    of pairs nor `@partitioning.standard_logical_axis_rules()`.
 
     !!! Example
 
@@ -63,17 +71,60 @@ def partitioning_of(text: str) -> Partitioning:
         ```
     """
     bound = _bindings(text)
-    given = bound.get("PjitPartitioner.logical_axis_rules", f"@{_STANDARD}()")
-    counts = {name: _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1) for name in ("activation", "parameter")}
-    more = _literal(bound, f"{_STANDARD}.additional_rules", None) or ()
-    if re.fullmatch(rf"@(?:[\w.]+\.)?{_STANDARD}\(\)", given):
-        rules = t5x(counts["activation"], counts["parameter"], more)
+    kind = _partitioner(bound)
+    given = bound.get(f"{kind}.logical_axis_rules", "None")
+    standard = re.fullmatch(rf"@(?P<module>(?:[\w.]+\.)?){_STANDARD}\(\)", given)
+    if standard is None and given != "None":
+        axes = ("data", "expert", "model") if kind == _MOE else ("data", "model")
+        rules = AxisRules(_literal(bound, f"{kind}.logical_axis_rules", None) or (), axes=axes)
     else:
-        listed = _literal(bound, "PjitPartitioner.logical_axis_rules", None)
-        rules = AxisRules(listed or (), axes=("data", "model"))
-    submesh = _literal(bound, "PjitPartitioner.model_parallel_submesh", None)
-    partitions = _literal(bound, "PjitPartitioner.num_partitions", None)
-    return Partitioning(rules, partitions, None if submesh is None else tuple(submesh))
+        # Both modules have a function of this name; a file imports that of experts with its partitioner.
+        beside = standard is None or f"{standard['module']}{_MOE}" in text
+        rules = _standard(bound, kind == _MOE and beside)
+    submesh = _said(bound, f"{kind}.model_parallel_submesh")
+    experts = _said(bound, f"{kind}.num_expert_partitions", f"{kind}.num_experts")
+    return Partitioning(
+        rules, _said(bound, f"{kind}.num_partitions"), None if submesh is None else tuple(submesh), experts
+    )
+
+
+def _partitioner(bound: dict[str, str]) -> str:
+    """The class of the partitioner: the one that a script is given, else the only one with bindings."""
+    given = [value for name, value in bound.items() if name.endswith(".partitioner")]
+    owners = [name.partition(".")[0] for name in bound if name.partition(".")[0].endswith("Partitioner")]
+    named = [found[1] for value in given[-1:] if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))]
+    kinds = list(dict.fromkeys(named or owners))
+    if not kinds:
+        raise RuleError(
+            "the text binds no partitioner, and does not say how arrays are sharded. Includes are not read: give their "
+            "texts before it. T5X's standard rules are `presets.t5x()`."
+        )
+    for kind in kinds:
+        if kind not in (_PLAIN, _MOE):
+            raise RuleError(
+                f"`{kind}` is none of T5X's partitioners ({_PLAIN}, {_MOE}); give its rules: `AxisRules([...])`."
+            )
+    return _MOE if _MOE in kinds else _PLAIN
+
+
+def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
+    activation, parameter = (
+        _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1) for name in ("activation", "parameter")
+    )
+    more = _literal(bound, f"{_STANDARD}.additional_rules", None) or ()
+    if not experts:
+        return t5x(activation, parameter, more)
+    rules = t5x(activation, parameter, [*_EXPERTS, *more])
+    # The batch is sharded over experts too.
+    spread = [(name, ("expert", "data") if name == "batch" else target) for name, target in rules.rules]
+    return AxisRules(spread, axes=("data", "expert", "model"))
+
+
+def _said(bound: dict[str, str], *names: str) -> Any:
+    """The value of the first of these names that has one; `None` where a file leaves it to the command line."""
+    return next(
+        (value for name in names if (value := _literal(bound, name, None, open_is_none=True)) is not None), None
+    )
 
 
 def gin_of(rules: AxisRules, num_partitions: int) -> str:
@@ -139,11 +190,15 @@ def _value_text(text: str) -> str:
     return text[: at + 1].strip()
 
 
-def _literal(bound: dict[str, str], name: str, default: Any) -> Any:
-    if name not in bound:
+def _literal(bound: dict[str, str], name: str, default: Any, *, open_is_none: bool = False) -> Any:
+    """The constant that a name, or the macro that it is bound to, has; a macro may be open: bound to nothing."""
+    value = bound.get(name)
+    while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):
+        value = bound.get(value[1:])
+    if value is None:
         return default
     try:
-        return ast.literal_eval(bound[name])
+        return ast.literal_eval(value)
     except (ValueError, SyntaxError) as error:
         raise RuleError(
             f"`{name}` is bound to `{bound[name]:.80}`, which is no constant; give the rules themselves: "

@@ -6,6 +6,7 @@ from typing import Any
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from .. import chips
 from .._ground.errors import MeshError
 from ..topology._mesh import MeshSpec
 
@@ -15,7 +16,7 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
 
     **Arguments:**
 
-    - `target`: a topology, as `"v5p:8x8x8"` or `"tpu:v5e:16x16"`: the kind, and the extents in chips.
+    - `target`: a topology, as `"v5p:8x8x8"`, `"tpu:v5e:16x16"` or `"v5e-8"`; see [`shardfx.chips.parse_slice`][].
     - `num_slices`: how many such slices, joined by the slow network.
 
     **Returns:**
@@ -24,7 +25,7 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
 
     **Raises:**
 
-    `MeshError` for a topology that libtpu does not know, or where the wheel is not installed
+    `MeshError` for a slice that does not exist, one that libtpu does not know, or where the wheel is not installed
     (`pip install "shardfx[aot]"`; `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` keep it quiet).
 
     !!! Example
@@ -35,7 +36,7 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
         assert len(tpu.devices_of("v5p:4x4x4")) == 64
         ```
     """
-    name = target.removeprefix("tpu:")
+    name = chips.parse_slice(target).name.removeprefix("tpu:")
     more = {} if num_slices == 1 else {"num_slices": num_slices}
     try:
         found = topologies.get_topology_desc(name, platform="tpu", **more)

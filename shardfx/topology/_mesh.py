@@ -40,6 +40,8 @@ class MeshSpec(eqx.Module):
         ```
     """
 
+    __module__ = "shardfx"
+
     axis_names: tuple[str, ...] = eqx.field(static=True)
     axis_sizes: tuple[int, ...] = eqx.field(static=True)
     axis_types: tuple[AxisType, ...] = eqx.field(static=True)
@@ -64,8 +66,7 @@ class MeshSpec(eqx.Module):
         `MeshError` for a repeated axis, a size that is neither positive nor -1, two sizes of -1, or a
         `dcn` entry that does not divide its axis.
         """
-        items: Any = axes.items() if isinstance(axes, Mapping) else axes
-        pairs: tuple[tuple[str, int], ...] = tuple(items)
+        pairs = _pairs(axes)
         self.axis_names = tuple(name for name, _ in pairs)
         self.axis_sizes = tuple(size for _, size in pairs)
         kinds = axis_types if isinstance(axis_types, Mapping) else dict.fromkeys(self.axis_names, axis_types)
@@ -94,6 +95,13 @@ class MeshSpec(eqx.Module):
             raise MeshError(f"the mesh {self} has more devices than JAX can number; use smaller sizes.")
         if len(unknown) > 1:
             raise MeshError(f"mesh axes {unknown} are both -1; at most one size can be filled from the device count.")
+
+    def __repr__(self) -> str:
+        kinds = {name: kind.name for name, kind in zip(self.axis_names, self.axis_types, strict=True)}
+        other = ", ".join(f"{name!r}: AxisType.{kind}" for name, kind in kinds.items() if kind != "Auto")
+        slices = {name: count for name, count in zip(self.axis_names, self.dcn_sizes, strict=True) if count != 1}
+        told = [f", axis_types={{{other}}}" if other else "", f", dcn={slices!r}" if slices else ""]
+        return f"MeshSpec({dict(zip(self.axis_names, self.axis_sizes, strict=True))!r}{''.join(told)})"
 
     @classmethod
     def parse(cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto) -> "MeshSpec":
@@ -410,6 +418,18 @@ def _made(
 ) -> MeshSpec:
     by_axis = ft.partial(zip, names, strict=True)
     return MeshSpec(by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices)))
+
+
+def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
+    """The names and sizes that `MeshSpec` is given."""
+    if isinstance(axes, str):
+        raise MeshError(f"`MeshSpec({axes!r})`: a text is read by `MeshSpec.parse({axes!r})`.")
+    items = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    if all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
+        return tuple((name, size) for name, size in items)
+    usual = ("data", "fsdp", "tensor")[-len(items) :] if len(items) <= 3 else tuple("abcdefgh"[: len(items)])
+    named = dict(zip(usual, items, strict=False))
+    raise MeshError(f"`MeshSpec({axes!r})`: a mesh axis has a name and a size, as in `MeshSpec({named!r})`.")
 
 
 def _require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:

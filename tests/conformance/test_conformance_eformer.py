@@ -127,7 +127,7 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "eformer-0008": (P("dp"), "B4"),
     "eformer-0009": (P("dp"), "B4: only the absent member is dropped"),
     "eformer-0013": (raises(SpecError, "has 2 entries, but shape"), "B5: a spec longer than the rank is an error"),
-    "eformer-0014": (raises(SpecError, "has 1 entries, but shape"), "B5"),
+    "eformer-0014": (raises(SpecError, "has 1 entry, but shape"), "B5"),
     "eformer-0017": (P(U, "tp"), "B10: UNCONSTRAINED is kept"),
     "eformer-0018": (P(U, U), "B10"),
     "eformer-0022": (P("dp"), "B6: the first dimension that asks for an axis has it"),

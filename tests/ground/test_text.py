@@ -3,7 +3,7 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from shardfx._ground.text import between_numbers, joined, printable, quoted, table
+from shardfx._ground.text import between_numbers, joined, plural, printable, quoted, table, wrapped
 
 
 @pytest.mark.parametrize("text", ["", "layers/0/w", "a b", "Größe/重み", "back\\slash", "quote'\""])
@@ -49,3 +49,29 @@ def test_long_numbers_are_part_of_a_name():
     paths = [f"a/{digit * (sys.get_int_max_str_digits() + 1)}/w" for digit in "12"]
     assert [between_numbers(path) for path in paths] == [(paths[0],), (paths[1],)]
     assert between_numbers("a/12/w") == ("a/", "/w") and joined(["a/1/w", "a/2/w"]) == "a/{1..2}/w"
+
+
+def test_a_table_gives_up_columns_before_paths():
+    rows = [("path", "n", "why"), ("layers/{0..3}/some/long/name", "12", "because"), ("head", "1", "-")]
+    assert table(rows, right={"n"}, width=42) == table(rows, right={"n"})
+    narrow = table(rows, right={"n"}, width=36, spare=("why", "n"))
+    assert [line.split() for line in narrow] == [["path", "n"], ["layers/{0..3}/some/long/name", "12"], ["head", "1"]]
+    narrower = table(rows, right={"n"}, width=24, spare=("why",))
+    assert narrower == ["path               n", "layers/{0..3}/", "  some/long/name  12", "head               1"]
+    least = table(rows, right={"n"}, width=12, spare=("why",))
+    assert least == ["path   n", "layers/{0..3}/", "  some/long/name", "      12", "head   1"]
+
+
+def test_prose_is_wrapped_and_rows_are_not():
+    text = "one two three four\n  five six seven eight\nname    rows of a table"
+    made = wrapped(text, 12).split("\n")
+    assert made[:3] == ["one two", "    three", "    four"] and made[-1] == "name    rows of a table"
+    assert made[3:-1] == ["  five six", "      seven", "      eight"] and wrapped(text, None) == text
+
+
+def test_plurals():
+    assert [plural(1, "leaf", "leaves"), plural(0, "array"), plural(1200, "unit")] == [
+        "1 leaf",
+        "0 arrays",
+        "1,200 units",
+    ]

@@ -126,13 +126,13 @@ def test_sources_are_read_and_not_run():
             base_model_ep_plan = {"experts": "grouped_gemm"}
     """)
     tensor = {"L.layers.*.q": "colwise", "H.layers.*.q": "colwise", "o": "rowwise"}
-    expected = {"A": huggingface.Plans(tensor, {}), "C": huggingface.Plans({}, {"experts": "grouped_gemm"})}
+    expected = {"A": huggingface.Plans(tensor, {}, {}), "C": huggingface.Plans({}, {"experts": "grouped_gemm"}, {})}
     assert huggingface.plans_in(source) == expected
 
     class Config:
         base_model_tp_plan = tensor
 
-    assert huggingface.plans_of(Config) == huggingface.plans_of(Config()) == huggingface.Plans(tensor, {})
+    assert huggingface.plans_of(Config) == huggingface.plans_of(Config()) == huggingface.Plans(tensor, {}, {})
     with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
         huggingface.plans_of(int)
     with pytest.raises(RuleError, match=r"`A.base_model_tp_plan` holds `open\('x'\)`, which is no constant"):
@@ -143,6 +143,62 @@ def test_sources_are_read_and_not_run():
         huggingface.rules_of({"a": "colwse"})
     with pytest.raises(RuleError, match=r"rule 0 \('w'\) has the target \w+\('data',?\), which a plan of Hugging Face"):
         huggingface.plan_of(PathRules([("w", P("data"))]))
+
+
+class LlamaConfig:
+    base_model_tp_plan = {"layers.*.self_attn.o_proj": "rowwise"}
+
+
+class LlamaForCausalLM:
+    config_class = LlamaConfig
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+
+def test_the_plan_of_a_models_class_is_for_its_head():
+    tree = {"lm_head.weight": struct((256, 64)), "model.layers.0.self_attn.o_proj.weight": struct((64, 64))}
+    tree |= {"model.norm.weight": struct((64,))}
+    plans = huggingface.plans_of(LlamaForCausalLM)
+    assert plans == huggingface.plans_of(LlamaForCausalLM())
+    expected = {path: P(None, "tensor") if "o_proj" in path else P() for path in tree} | {"lm_head.weight": P("tensor")}
+    assert specs_of(tree, huggingface.rules_of(plans)) == expected
+    source = """
+class LlamaForCausalLM:
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+"""
+    of_source = huggingface.plans_in(source)["LlamaForCausalLM"]
+    assert huggingface.plans_of(LlamaConfig)._replace(head=of_source.head) == plans
+    assert "lm_head" in huggingface.plan_of(huggingface.rules_of(plans))
+
+
+EXPERTS = huggingface.Plans(
+    {
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+    {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm", "layers.*.mlp.experts.down_proj": "grouped_gemm"},
+    {},
+)
+
+
+@pytest.mark.parametrize(
+    "module, gate, up, down",
+    [("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2")],
+)
+def test_experts_under_their_names_on_disk(module, gate, up, down):
+    at = f"model.layers.0.{module}.experts.7"
+    tree = {f"{at}.{name}.weight": struct((128, 64)) for name in (gate, up)} | {
+        f"{at}.{down}.weight": struct((64, 128))
+    }
+    specs = specs_of(tree, huggingface.rules_of(EXPERTS))
+    assert list(specs.values()) == [P("tensor") if down not in path else P(None, "tensor") for path in specs]
+    with pytest.raises(
+        RuleError, match="'grouped_gemm' .* shards the dimension of experts, and .* is one expert; stack"
+    ):
+        specs_of(tree, huggingface.rules_of(EXPERTS, expert="expert"))
+    fused = {"model.layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64))}
+    assert specs_of(fused, huggingface.rules_of(EXPERTS, expert="expert")) == {[*fused][0]: P("expert")}
+    assert huggingface.plan_of(huggingface.rules_of(EXPERTS)) == EXPERTS.tensor
 
 
 # MaxText
@@ -324,10 +380,60 @@ partitioning.standard_logical_axis_rules:
 """
 
 
+# As `t5x/contrib/moe/configs/runs/pretrain.gin` has it.
+MOE = """
+include 't5x/configs/runs/pretrain.gin'
+NUM_MODEL_PARTITIONS = None
+NUM_EXPERTS = 16
+train_script.train.partitioner = @moe_partitioning.MoePjitPartitioner()
+moe_partitioning.MoePjitPartitioner:
+  num_experts = %NUM_EXPERTS
+  num_partitions = %NUM_MODEL_PARTITIONS
+  model_parallel_submesh = %MODEL_PARALLEL_SUBMESH
+"""
+
+
+def test_gin_files_of_experts():
+    read = t5x.partitioning_of(GIN + MOE)
+    assert (read.num_partitions, read.model_parallel_submesh, read.num_experts) == (None, None, 16)
+    standard = presets.t5x(2, 2).rules
+    experts = (("expert", "expert"), ("expert_mlp", "model"), ("expert_replicas", "data"), ("unmodeled", None))
+    added = (("rows", "data"), ("cols", None))
+    assert read.rules.rules == (("batch", ("expert", "data")), *standard[1:], *experts, *added)
+    mesh = MeshSpec({"data": 2, "expert": 4, "model": 2})
+    weight = {"wi": struct((16, 32, 64))}
+    made = plan(weight, mesh, names={"wi": ("expert", None, "expert_mlp")}, axes=read.rules)
+    assert made["wi"].spec == P("expert", None, "model")
+    said = (
+        MOE
+        + "NUM_MODEL_PARTITIONS = 4\nmoe_partitioning.MoePjitPartitioner.logical_axis_rules = [('expert', 'data')]\n"
+    )
+    read = t5x.partitioning_of(said)
+    assert (read.num_partitions, read.rules.rules) == (4, (("expert", "data"),))
+    # The function of that name beside the plain partitioner has no rules for experts.
+    plain = MOE + "moe_partitioning.MoePjitPartitioner.logical_axis_rules = @base.standard_logical_axis_rules()\n"
+    assert t5x.partitioning_of(plain).rules == presets.t5x()
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("", "the text binds no partitioner"),
+        ("from t5x import models\nBATCH_SIZE = 8\n", "Includes are not read: give their texts before it"),
+        ("train.partitioner = @mine.OwnPartitioner()\n", "`OwnPartitioner` is none of T5X's partitioners"),
+        ("mine.OwnPartitioner.num_partitions = 1\n", "`OwnPartitioner` is none of T5X's partitioners"),
+    ],
+)
+def test_gin_files_without_a_known_partitioner_are_refused(text, told):
+    with pytest.raises(RuleError, match=told):
+        t5x.partitioning_of(text)
+
+
 def test_gin_files():
     read = t5x.partitioning_of(GIN)
     assert read == t5x.Partitioning(presets.t5x(2, 2, [("rows", "data"), ("cols", None)]), 1, (2, 2, 1, 1))
-    assert t5x.partitioning_of("") == t5x.Partitioning(presets.t5x(), None, None)
+    sizes = t5x.partitioning_of("partitioning.PjitPartitioner.num_partitions = 2\n")
+    assert sizes == t5x.Partitioning(presets.t5x(), 2, None)
     later = GIN + "\npartitioning.PjitPartitioner.num_partitions = 8\n"
     assert t5x.partitioning_of(later).num_partitions == 8
     by_hand = t5x.partitioning_of(

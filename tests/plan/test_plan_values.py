@@ -44,7 +44,7 @@ def trees() -> list[Any]:
 def test_a_plan_pickles_and_copies(tree, kind, on):
     spec = MeshSpec({"a": 2, "b": 4}, axis_types=kind)
     mesh = spec.build(jax.devices()[::-1]) if on else spec
-    made = plan(tree, mesh, paths=PathRules([(".*", fsdp("a"))]), unmatched="replicate")
+    made = plan(tree, mesh, paths=PathRules([(".*", fsdp("a"))]), unmatched="replicate", unused="allow")
     for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
         assert again == made and hash(again) == hash(made) and again.leaves == made.leaves
         assert again.jax_mesh == made.jax_mesh and again.shardings == made.shardings
@@ -80,7 +80,7 @@ def test_a_plan_is_read_by_path():
     assert len(MADE) == 4 and "w" in MADE and "t/1" in MADE
     assert "t/2" not in MADE and "t" not in MADE and 3 not in MADE
     assert all(MADE[path].path == path for path in MADE)
-    nothing = plan({"f": "text"}, MESH)
+    nothing = plan({"f": "text"}, MESH, unused="allow")
     assert len(nothing) == 0 and list(nothing) == [] and nothing
 
 

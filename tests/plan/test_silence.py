@@ -1,5 +1,7 @@
 """No layout goes wrong without a word: names of another rank, rules that never apply, unknown names and axes."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -235,8 +237,9 @@ def test_a_mesh_axis_that_no_mesh_is_known_to_have():
         with pytest.raises(RuleError, match=r"the mesh axis 'tenser' \(did you mean 'tensor'\?\)"):
             attempt()
         assert attempt(unmatched="replicate").leaves
-    assert plan(tree, MESH, names={"w": ("mlp", None)}, axes=wrong.extend(axes=["tenser"]))["w"].spec == P("tensor")
-    (leaf,) = plan(tree, MESH, paths=PathRules([("w", P("tenser"))], axes=["tenser"])).leaves
+    other = AXES.prepend([("heads", "pipe")]).extend(axes=["pipe"])
+    assert plan(tree, MESH, names={"w": ("mlp", None)}, axes=other)["w"].spec == P("tensor")
+    (leaf,) = plan(tree, MESH, paths=PathRules([("w", P("pipe"))], axes=["pipe"])).leaves
     assert leaf.spec == P() and leaf.reasons[0].code is sfx.Code.absent
 
 
@@ -357,8 +360,8 @@ def test_replace_by_path_or_regex():
     assert made.replace("w2", sfx.fsdp(("data", "tensor")))["a/w2"].spec == P(None, ("data", "tensor"))
     assert made.replace("w2", lambda path, leaf: P(None, "data"))["a/w2"].spec == P(None, "data")
     assert made.replace("s", P())["s"].spec == P()
-    cut = made.replace("a/w", P(("data", "tensor"), "data"))
-    assert cut["a/w"].spec == P(("data", "tensor")) and cut["a/w"].reasons[0].code is sfx.Code.duplicate
+    cut = made.replace("a/w", P(None, "data") | sfx.fsdp(("data", "tensor")))
+    assert cut["a/w"].spec == P("tensor", "data") and cut["a/w"].reasons[0].code is sfx.Code.duplicate
     assert ShardPlan.from_json(cut.to_json(), like=tree).on(MESH.build(jax.devices())) == cut
     assert sfx.replan(one, MeshSpec({"data": 2, "tensor": 2})).plan["a/w"].spec == P(None, "tensor")
 
@@ -373,7 +376,9 @@ def test_replace_says_what_is_wrong():
         made.replace("w", P("dta"))
     with pytest.raises(UnmatchedError, match="leaf `w`: no rule is about the logical name 'mpl'"):
         made.replace("w", ("mpl", None))
-    with pytest.raises(SpecError, match="the plan is strict, and .* would be cut down: dim 1"):
+    with pytest.raises(SpecError, match="the plan is strict, and .* would be cut down"):
+        made.replace("w", P(None, "data") | sfx.fsdp(("data", "tensor")))
+    with pytest.raises(RuleError, match="uses mesh axis `data` twice; use it once"):
         made.replace("w", P("data", "data"))
     with pytest.raises(SpecError, match="has 3 entries, but shape"):
         made.replace("w", P("data", None, "tensor"))
@@ -497,3 +502,122 @@ def test_two_arrays_with_one_path():
 def test_the_tokens_of_eformer_are_found_at_the_function():
     assert sfx.presets.eformer.TOKENS is sfx.presets.tokens.TOKENS  # pyright: ignore[reportFunctionMemberAccess]
     assert sfx.presets.eformer.EMPTY is None  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# --- plans of nothing, axes that are used twice or not at all
+
+
+class Model(eqx.Module):
+    w: jax.Array
+
+
+@pytest.mark.parametrize(
+    "tree, told",
+    [
+        (None, "it is None"),
+        ({}, "it is an empty dict"),
+        ({"f": jnp.tanh}, "its leaf `f` is of type"),
+        (Model, r"it is the class `Model`; pass what it makes, `eqx.filter_eval_shape\(Model, \.\.\.\)`"),
+        (lambda: 0, "it is the function `<lambda>`"),
+    ],
+)
+def test_a_plan_of_nothing_is_an_error(tree, told):
+    for function in (plan, sfx.lint):
+        with pytest.raises(sfx.LeafTypeError, match=f"the tree has no arrays: {told}"):
+            function(tree, MESH, paths=PathRules.parse(".*->data"))
+    assert plan(None, MESH, unused="allow").leaves == ()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [P("data", "data"), P(("data", "data")), P("data", ("tensor", "data")), sfx.atomic(P("data", "data"), (1, 2))],
+)
+def test_an_axis_twice_in_the_spec_of_a_rule_is_an_error(target):
+    with pytest.raises(RuleError, match=r"rule 0 \('w'\) has the target .*, which uses mesh axis `data` twice; use it"):
+        PathRules([("w", target)])
+    with pytest.raises(RuleError, match="rule 0 .* uses mesh axis `data` twice"):
+        PathRules([("w", optional(target))])
+    with pytest.raises(RuleError, match="rule 0 .* uses mesh axis `data` twice"):
+        PathRules([("w", target | sfx.fsdp("tensor"))] if isinstance(target, P) else [("w", target)])
+    with pytest.raises(RuleError, match=r"paths\[0\] w, a callable, has the target .* uses mesh axis `data` twice"):
+        plan({"w": jnp.ones((8, 8))}, MESH, paths=PathRules([("w", lambda path, leaf: target)]))
+
+
+def test_a_mesh_axis_that_is_like_one_of_the_rules_is_an_error():
+    tree, rules = {"w": jnp.ones((8, 16))}, PathRules([("w", P("fsdp", "tensor"))], axes=("fsdp", "tensor"))
+    misspelled = MeshSpec({"fsdp": 2, "tesnor": 4})
+    with pytest.raises(RuleError, match=r"did you mean `MeshSpec\(\{'fsdp': 2, 'tensor': 4\}\)`\?"):
+        plan(tree, misspelled, paths=rules)
+    (found,) = sfx.lint(tree, misspelled, paths=rules)
+    assert (found.code, found.severity, found.fix) == (
+        "unused-axis",
+        "error",
+        "mesh = MeshSpec({'fsdp': 2, 'tensor': 4})",
+    )
+    assert plan(tree, misspelled, paths=rules, unmatched="replicate")["w"].spec == P("fsdp")
+    # An axis for the batch alone is like none, and one of size 1 costs nothing.
+    for mesh in (MeshSpec({"fsdp": 2, "batch": 4}), MeshSpec({"fsdp": 2, "tesnor": 1})):
+        assert plan(tree, mesh, paths=rules)["w"].spec == P("fsdp")
+
+
+# --- stacked dimensions are not for strategies
+
+
+class Block(eqx.Module):
+    w: jax.Array
+    b: jax.Array
+
+
+class Plain(eqx.Module):
+    blocks: Block = sfx.field(stacked=("layers",))
+    head: jax.Array
+
+
+def blocks(layers: int, width: int) -> Plain:
+    def leaf(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    return Plain(Block(leaf(layers, width, width), leaf(layers, width)), leaf(512, width))
+
+
+@pytest.mark.parametrize("axes", [None, AXES])
+def test_a_strategy_leaves_declared_stacked_dimensions_whole(axes):
+    rules = PathRules([(".*", sfx.fsdp("data"))])
+    made = plan(blocks(128, 64), MESH, paths=rules, axes=axes)
+    assert [leaf.spec for leaf in made.leaves] == [P(None, "data"), P(None, "data"), P("data")]
+    odd = plan(blocks(8, 63), MESH, paths=rules, axes=axes)
+    assert odd["blocks/w"].spec == P() and "size 63 is not divisible" in str(odd["blocks/w"].reasons[0])
+    assert odd["head"].spec == P("data")
+    # They stay whole on other meshes, where axes are split, by hand, and in JSON.
+    assert sfx.replan(odd, MeshSpec({"data": 3, "tensor": 4})).plan["blocks/w"].spec == P(None, "data")
+    assert plan(blocks(8, 63), MESH, paths=rules, axes=axes, refine=True)["blocks/w"].spec == P()
+    assert made.replace("blocks/w", sfx.fsdp("tensor"))["blocks/w"].spec == P(None, "tensor")
+    assert ShardPlan.from_json(made.to_json()) == made
+    # A spec of one's own may say anything.
+    assert made.replace("blocks/w", P("data"))["blocks/w"].spec == P("data")
+
+
+def test_a_strategy_leaves_dimensions_whole_that_a_rule_keeps_whole():
+    tree = {"w": jax.ShapeDtypeStruct((128, 64, 64), jnp.float32)}
+    by_name = PathRules([("w", ("layers", None, "mlp") | sfx.fsdp("data"))])
+    assert plan(tree, MESH, paths=by_name, axes=AXES)["w"].spec == P(None, "data", "tensor")
+    # Without a name, or where its rule was blocked, a dimension is free.
+    free = PathRules([("w", (None, "mlp", ...) | sfx.fsdp("data"))])
+    assert plan(tree, MESH, paths=free, axes=AXES)["w"].spec == P("data", "tensor")
+    skipping = PathRules([("w", sfx.fsdp("data", skip=0))])
+    assert plan(tree, MESH, paths=skipping)["w"].spec == P(None, "data")
+    assert plan(tree, MESH, paths=PathRules([("w", sfx.fsdp("data", skip=(0, 1, 2)))]))["w"].spec == P()
+    with pytest.raises(RuleError, match=r"`fsdp\(..., skip=-1\)`: dimensions are numbered from 0"):
+        sfx.fsdp("data", skip=-1)
+
+
+@pytest.mark.parametrize("tree", [blocks(8, 63), {"w": jax.ShapeDtypeStruct((8, 63, 63), jnp.float32)}])
+def test_lint_proposes_no_strategy_that_cuts_stacked_layers(tree):
+    rules = PathRules([("head", sfx.replicate)] * isinstance(tree, Plain) + [(".*", P(None, "data"))])
+    fixes = [one.fix for one in sfx.lint(tree, MESH, paths=rules) if one.code == "corrected"]
+    assert fixes
+    for fix in fixes:
+        given: dict[str, Any] = {"paths": rules, "mesh": MESH, "axes": None, "refine": False, "tree": tree}
+        exec(fix, {"PartitionSpec": P, "fsdp": sfx.fsdp, "MeshSpec": MeshSpec, "optional": optional}, given)
+        made = plan(tree, given["mesh"], paths=given["paths"], refine=given["refine"], unmatched="replicate")
+        assert all(leaf.spec[:1] in ((), (None,)) for leaf in made.leaves if leaf.shape[0] == 8)

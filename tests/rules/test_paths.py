@@ -43,7 +43,7 @@ def test_parse():
         ("a->d p", "'d p' is no mesh axis"),
         ("a->", "'' is no mesh axis"),
         ("a->x, b", "no `->`"),
-        ("a(->x", "no `->`"),
+        ("a(->x", "a bracket is not closed, at position 1"),
         ("a->fsdp()", "'' is no mesh axis"),
         ("a->fsdp(x)|y", "only the first target may be"),
     ],
@@ -157,3 +157,7 @@ def test_paths_that_differ_in_digits_alone_can_still_be_told_apart():
     rules = PathRules([("layers/(0|11)/", P()), ("layers", P("x"))])
     specs = plan(tree, MeshSpec({"x": 2}), paths=rules).specs
     assert [spec["w"] for spec in specs["layers"]] == [P()] + [P("x")] * 10 + [P()]
+
+
+def test_rules_may_be_a_mapping():
+    assert PathRules({"mlp": P("x"), ".*": None}) == PathRules([("mlp", P("x")), (".*", None)])

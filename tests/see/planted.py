@@ -189,9 +189,6 @@ PLANTED: dict[str, Planted] = {
         ),
         (("corrected", "embed"),),
     ),
-    "an axis twice in a spec": Planted(
-        lambda: by_path((r"embed$", P("fsdp", "fsdp")), rules=without(RULES, 2)), (("corrected", "embed"),)
-    ),
     "a head that is cut, said by its neighbour": Planted(
         lambda: by_path(
             (r"q_proj$", atomic(P("tensor", "fsdp"), (256, 1))), (r"k_proj$", atomic(P(None, "fsdp"), (256, 1)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
@@ -77,7 +77,7 @@ def test_a_strategy_adds_axes():
 @pytest.mark.parametrize(
     "made, told",
     [
-        (lambda: planned((8, 8), P("tensor", "tensor")), "change: `tensor` cuts dim 0"),
+        (lambda: planned((8, 8), P("tensor") | fsdp("tensor")), "change: `tensor` cuts dim 0"),
         (lambda: planned((8, 8), fsdp("fsdp", min_bytes=10**6)), "fewer than the 1000000"),
         (lambda: planned((8, 8), P("tensro"), unmatched="replicate"), "no `tensro`"),
         (
@@ -131,6 +131,8 @@ entries = st.sampled_from([None, "fsdp", "tensor", ("fsdp", "tensor"), ("tensor"
 @given(st.lists(st.tuples(sizes, entries), min_size=1, max_size=3), st.booleans())
 def test_the_numbers_are_those_of_the_plan(dims, spreads):
     target = P(*[entry for _, entry in dims])
+    used = [axis for _, entry in dims for axis in entry_axes(entry)]
+    assume(len(set(used)) == len(used))
     made = planned(tuple(size for size, _ in dims), target | fsdp("fsdp") if spreads else target)
     spec = [*entries_of(made["w"].spec), *[None] * len(dims)]
     for dim, asked in zip(explain(made, "w").dims, dims, strict=True):
@@ -143,3 +145,27 @@ def test_the_numbers_are_those_of_the_plan(dims, spreads):
         for axis in dim.free:
             cut = math.prod(MESH.shape[one] for one in entry_axes(spec[dim.dim])) * MESH.shape[axis]
             assert axis not in [one for entry in spec for one in entry_axes(entry)] and dim.size % cut == 0
+
+
+def test_a_regex_that_finds_one_group_will_do():
+    layer = {"k_proj": {"weight": leaf(16, 8)}, "v_proj": {"weight": leaf(16, 8), "bias": leaf(16)}}
+    made = sfx.plan({"layers": [layer] * 3}, sfx.MeshSpec({"tensor": 4}), paths=sfx.PathRules.parse(".*->tensor"))
+    assert sfx.explain(made, "k_proj").leaf.path == "layers/0/k_proj/weight"
+    assert sfx.explain(made, "2/v_proj/w").leaf.path == "layers/2/v_proj/weight"
+    with pytest.raises(
+        sfx.UnknownPathError, match=r"finds `layers/\{0..2\}/v_proj/bias` and `layers/\{0..2\}/v_proj/w"
+    ):
+        sfx.explain(made, "v_proj")
+    with pytest.raises(sfx.UnknownPathError, match="the plan has no leaf `q_proj`"):
+        sfx.explain(made, "q_proj")
+    with pytest.raises(sfx.UnknownPathError, match=r"the plan has no leaf `k_proj\(`"):
+        sfx.explain(made, "k_proj(")
+    with pytest.raises(sfx.UnknownPathError, match="did you mean `layers/0/k_proj/weight` or"):
+        made["k_proj"]
+
+
+def test_a_rule_whose_axis_is_dropped_is_not_said_to_apply():
+    axes = AxisRules([("kv", "tensor"), ("embed", "fsdp")])
+    made = sfx.plan({"w": leaf(6, 8)}, MESH, names={"w": ("kv", "embed")}, axes=axes)
+    text = str(explain(made, "w"))
+    assert "kv -> tensor: matches, and `tensor` is dropped" in text and "embed -> fsdp: applies" in text

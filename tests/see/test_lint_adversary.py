@@ -103,10 +103,6 @@ CASES: dict[str, tuple[Callable[[], Arguments], list[tuple[str, str]]]] = {
         lambda: model("llama3-8b", "fsdp_tp", {**FSDP_TP, "expert": 2}),
         [("unused-axis", "mesh axis 'expert'")],
     ),
-    "an axis twice": (
-        lambda: model("llama3-8b", "fsdp_tp", FSDP_TP, ("down_proj", P("tensor", ("fsdp", "tensor")))),
-        [("corrected", f"{MLP}/down_proj/weight")],
-    ),
     "more experts than there are": (
         lambda: model("llama4-scout", "ep", {"expert": 32, "fsdp": 2, "tensor": 2}, layers=2),
         [

@@ -28,7 +28,7 @@ def test_the_rules_of_a_model(name):
             # What a mesh axis does not divide is said, and that heads stay whole where there are too few; nothing else.
             assert {one.code for one in found} <= {"corrected"}, str(found)
             for one in found:
-                told = "is not divisible by" if one.severity == "warning" else "units of"
+                told = "not divisible by" if one.severity == "warning" else "would cut inside"
                 assert told in one.message, str(found)
             # A power of two divides all but these: an odd vocabulary, and ViT's three, six or twelve heads.
             if not any(size % 3 == 0 for size in sizes.values()) and not name.startswith(ODD):
@@ -46,7 +46,7 @@ def test_data_parallel_rules_declare_the_axis_of_the_batch():
 def test_a_mesh_axis_that_is_spelt_wrong():
     tree, rules = models.tree("llama3-8b"), models.rules_for("llama3-8b", "dp")
     (found,) = sfx.lint(tree, MeshSpec({"dta": 8}), paths=rules).without("replicated")
-    assert (found.code, found.severity, found.fix) == ("unused-axis", "warning", "mesh = MeshSpec({'data': 8})")
+    assert (found.code, found.severity, found.fix) == ("unused-axis", "error", "mesh = MeshSpec({'data': 8})")
     assert "The rules use 'data', which the mesh lacks" in found.message
 
 

@@ -187,6 +187,22 @@ def test_search_and_filter(page):
     assert page.all("#treemap .dimmed")
 
 
+def test_the_numbers_filter_and_what_got_less_is_marked(page):
+    assert page.text("#verdict").startswith("1 array got less than asked")
+    assert page.one("#verdict").get_attribute("class") in ("verdict warn", "verdict bad")
+    less, whole = (page.all("#tiles button")[at] for at in (1, 0))
+    less.click()
+    assert page.paths == ["embed"] and page.all("#treemap .dimmed")
+    less.click()
+    assert len(page.paths) > 1 and not page.all("#treemap .dimmed")
+    whole.click()
+    assert page.paths == ["layers/{0..23}/norm"]
+    assert len(page.all("#treemap .less-mark")) == 1 and "got less than was asked" in page.text("#legend")
+    # The search is above the map that it lights up.
+    search, map_ = page.one("#search").rect, page.one("#treemap").rect
+    assert 0 < map_["y"] - search["y"] < 200
+
+
 def test_sorting_and_the_details_of_a_row(page):
     heads = {head.text.split("\n")[0]: head for head in page.all("#table thead th")}
     assert heads["bytes/device"].get_attribute("aria-sort") == "descending"
@@ -226,12 +242,22 @@ def test_a_click_on_the_map_zooms_and_shows_the_array(page):
 
 
 def test_what_the_mouse_rests_on_is_explained(page):
-    chain = webdriver.ActionChains(page.driver)
-    chain.move_to_element(top(page, "embed")).perform()
+    page.run("document.getElementById('treemap').scrollIntoView({ block: 'center' })")
     tip = page.one("#tip")
-    assert tip.is_displayed() and "bf16[50257,1024]" in tip.text and "-,fsdp" in tip.text
+
+    def rest_on(element):
+        webdriver.ActionChains(page.driver).move_to_element(element).perform()
+
+    def is_explained(_):
+        # Scrolling hides any tip, a moment later: what rests there already must come again.
+        rest_on(page.one("h1"))
+        rest_on(top(page, "embed"))
+        return tip.is_displayed()
+
+    support.WebDriverWait(page.driver, 5).until(is_explained)
+    assert "bf16[50257,1024]" in tip.text and "-,fsdp" in tip.text
     assert "size 50257 is not divisible" in tip.text
-    chain.move_to_element(page.one("h1")).perform()
+    rest_on(page.one("h1"))
     assert not tip.is_displayed()
 
 

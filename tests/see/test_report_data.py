@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
+import shardfx as sfx
 from shardfx import (
     AxisRules,
     ChipError,
@@ -163,7 +164,9 @@ def fitted(batch: int) -> Fit:
     rules = PathRules.parse("params->replicate, batch->data")
     tree = {"params": struct(4096, 4096), "batch": struct(batch, 4096)}
     made = plan(tree, MESH, paths=rules)
-    return fit(made, step=lambda params, batch: jax.grad(lambda w: jnp.sum((batch @ w) ** 2))(params), chip="v5e")
+    structs = made.structs
+    gradient = jax.grad(lambda w, x: jnp.sum((x @ w) ** 2))
+    return fit(gradient, structs["params"], structs["batch"], chip="v5e")
 
 
 def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
@@ -274,3 +277,33 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
     assert 100 < len(data["findings"]) < 10_000 and len(data["findings"]) + data["more_findings"] == 10_000
     assert data["traffic"] == {"devices": 8, "wire_bytes": 0, "dcn_bytes": 0, "rows": [], "more": 0}
     assert len(html_report(made, findings=[found] * 10_000)) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    "rules, findings, chip, level, told",
+    [
+        ("w->data.tensor", (), None, "good", "every array got what its rule asked for, 1 times an even split"),
+        ("w->tensor", (), None, "warn", "2 times an even split"),
+        ("w->replicate", (), None, "bad", "8 times an even split"),
+        ("w->data.tensor", ("warning",), None, "warn", "1 warning"),
+        ("w->data.tensor", ("error", "warning"), None, "bad", "1 error, 1 warning"),
+    ],
+)
+def test_the_verdict(rules, findings, chip, level, told):
+    tree = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    made = sfx.plan(tree, MeshSpec({"data": 2, "tensor": 4}), paths=sfx.PathRules.parse(rules))
+    found = [sfx.Finding("corrected", severity, "w", 0, "", "") for severity in findings]
+    verdict = sfx.report_data(made, findings=found, chip=chip)["verdict"]
+    assert verdict["level"] == level and told in verdict["text"]
+    page = sfx.html_report(made, findings=found)
+    assert f'<p id="verdict" class="verdict {level}"><b>{verdict["text"]}</b></p>' in page
+
+
+def test_the_verdict_counts_what_got_less_and_what_does_not_fit():
+    tree = {name: jax.ShapeDtypeStruct((7, 2**33), jnp.bfloat16) for name in "ab"}
+    made = sfx.plan(tree, MeshSpec({"data": 2}), paths=sfx.PathRules.parse(".*->data"))
+    verdict = sfx.report_data(made, chip="v5e")["verdict"]
+    assert verdict == {
+        "level": "bad",
+        "text": "2 arrays got less than asked, 2 times an even split, it does not fit v5e",
+    }

@@ -281,3 +281,17 @@ def test_neighbours_on_the_last_axis_are_linked_whatever_the_sizes(kind, bounds)
         assert sorted(ids(order).ravel()) == list(range(len(devices)))
         last = max(i for i, size in enumerate(sizes) if size > 1)
         assert order.mean_hops is not None and order.mean_hops[last] == 1.0, (sizes, order.method)
+
+
+@pytest.mark.parametrize(
+    "mesh, text",
+    [
+        (MeshSpec({"data": 2, "tensor": -1}), "MeshSpec({'data': 2, 'tensor': -1})"),
+        (
+            MeshSpec({"data": 4, "x": 2}, axis_types={"x": AxisType.Explicit}, dcn={"data": 2}),
+            "MeshSpec({'data': 4, 'x': 2}, axis_types={'x': AxisType.Explicit}, dcn={'data': 2})",
+        ),
+    ],
+)
+def test_a_mesh_shows_as_the_code_that_makes_it(mesh, text):
+    assert repr(mesh) == text and eval(text) == mesh

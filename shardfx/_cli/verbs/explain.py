@@ -29,7 +29,8 @@ _RANGE = re.compile(r"\{(\d{1,18})[\d.,]*\}")
 def explain(asked: Asked, path: str, json_file: str | None) -> None:
     """Say why one array is sharded as it is, and what would change it.
 
-    PATH is the array's, as `shardfx plan` names it; of several layers, {0..31}, the first is taken.
+    PATH is the array's, as `shardfx plan` names it, or a regex that finds it alone, as k_proj; of several layers,
+    {0..31}, the first is taken.
 
     {MODEL}
     """

@@ -19,12 +19,12 @@ SEVERITIES = click.Choice(["error", "warning", "info"])
 @verb(
     examples=(
         "shardfx lint llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp",
-        "shardfx lint my_model:make --mesh fsdp=4,tensor=3 --rules my_model:BOTH --fail-on warning --json",
+        "shardfx lint my_model:make --mesh fsdp=4,tensor=3 --rules my_model:BOTH --json",
     ),
     exits="0; 1 if there are findings of the severity of --fail-on or a worse one",
 )
 @asks_for_a_plan()
-@click.option("--fail-on", type=SEVERITIES, default="error", show_default=True, help="Which findings make a CI fail.")
+@click.option("--fail-on", type=SEVERITIES, default="warning", show_default=True, help="Exit with 1 for these.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings of this code; may be repeated.")
 @click.option(
     "--replicated-bytes", type=Whole(), default=2**26, show_default=True, help="From which size on whole arrays count."

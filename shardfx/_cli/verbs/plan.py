@@ -8,6 +8,7 @@ from .._asked import Asked, asks_for_a_plan, inputs_of, plan_of
 from .._screen import JSON, show, terminal_width, write
 from .._slice import order_text
 from .._types import Whole
+from .._usage import calling
 from .._verb import verb
 
 
@@ -18,9 +19,10 @@ from .._verb import verb
     )
 )
 @asks_for_a_plan()
+@click.option("--only", metavar="REGEX", help="Show the arrays whose paths it finds, and their totals.")
 @click.option("--width", type=Whole(positive=True), help="Columns of text; the terminal's, else no limit.")
 @JSON
-def plan(asked: Asked, width: int | None, json_file: str | None) -> None:
+def plan(asked: Asked, only: str | None, width: int | None, json_file: str | None) -> None:
     """Print how every array of a model is sharded on a mesh, and why.
 
     Allocates nothing and needs no device: the mesh need not exist here.
@@ -32,7 +34,8 @@ def plan(asked: Asked, width: int | None, json_file: str | None) -> None:
     if json_file == "-":
         write(made.to_json(), json_file)
         return
-    show(report(made, width=width or terminal_width()))
+    shown = made if only is None else calling("--only", lambda: made.select(only))
+    show(report(shown, width=width or terminal_width()))
     if inputs is not None and inputs.target is not None:
         show(f"\n{order_text(inputs.target, made.mesh)}")
     if json_file is not None:

@@ -3,13 +3,27 @@
 // Okabe and Ito's palette, in an order in which neighbours differ most; more axes take it again with a texture.
 const COLOURS = ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00', '#f0e442'];
 const TEXTURES = ['', 'dots', 'lines'];
+// The usual names have the same colour on every page.
+const USUAL = new Map([['data', 0], ['fsdp', 1], ['tensor', 2], ['model', 2], ['expert', 3], ['sequence', 4], ['context', 4],
+  ['pipeline', 5], ['stage', 5], ['replica', 6]]);
 const AXES = new Map();
 
+/** The number of each axis's colour; `tensor_0`, a part of `tensor`, has that of the whole. */
+function colourNumbers(names) {
+  const usual = names.map((name) => USUAL.get(name.replace(/_\d+$/, '')));
+  const free = COLOURS.map((_, at) => at).filter((at) => !usual.includes(at));
+  let next = 0;
+  return usual.map((number) => number ?? (free.length ? free[next++ % free.length] : next++ % COLOURS.length));
+}
+
+const NUMBERS = colourNumbers(DATA.mesh.axes.map((axis) => axis.name));
+
 DATA.mesh.axes.forEach((axis, at) => {
+  const before = NUMBERS.slice(0, at).filter((number) => number === NUMBERS[at]).length;
   AXES.set(axis.name, {
     ...axis,
-    colour: COLOURS[at % COLOURS.length],
-    texture: TEXTURES[Math.floor(at / COLOURS.length) % TEXTURES.length],
+    colour: COLOURS[NUMBERS[at]],
+    texture: TEXTURES[before % TEXTURES.length],
     letters: lettersOf(axis.name, at),
     inner: axis.size / axis.slices,
   });

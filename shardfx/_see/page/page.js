@@ -10,7 +10,9 @@ class Tip {
     element.replaceChildren(...content);
     element.hidden = false;
     const { width, height } = element.getBoundingClientRect();
-    const left = Math.min(x + 14, innerWidth - width - 8), above = y + 18 + height > innerHeight;
+    // Beside the map are the details of the chosen array, which it must not cover.
+    const edge = Math.min(innerWidth, byId('treemap').getBoundingClientRect().right);
+    const left = Math.min(x + 14, edge - width - 8), above = y + 18 + height > innerHeight;
     element.style.left = `${Math.max(left, 8)}px`;
     element.style.top = `${Math.max(above ? y - height - 12 : y + 18, 8)}px`;
   }
@@ -26,18 +28,21 @@ class Tip {
   }
 }
 
-function drawTiles(host) {
+/** The numbers; a number of arrays that can be shown alone is a button: `choose` gets the name of the filter. */
+function drawTiles(host, choose) {
   const { arrays, bytes, bytes_per_device: share, even_bytes_per_device: even, replicated_bytes: whole,
     corrected_arrays: corrected } = DATA.totals;
   const tiles = [
     [numberText(arrays), arrays === 1 ? 'array' : 'arrays', bytesText(bytes)],
     [numberText(DATA.mesh.devices), DATA.mesh.devices === 1 ? 'device' : 'devices', DATA.mesh.text],
     [bytesText(share), 'per device', even ? `${(share / even).toFixed(2)} x an even split` : ''],
-    [bytesText(whole), 'whole on every device', share ? `${shareText(whole, share)} of what it holds` : ''],
-    [numberText(corrected), corrected === 1 ? 'array got less' : 'arrays got less', 'than the rules asked for'],
+    [bytesText(whole), 'whole on every device', share ? `${shareText(whole, share)} of what it holds` : '', whole && WHOLE],
+    [numberText(corrected), corrected === 1 ? 'array got less' : 'arrays got less', 'than the rules asked for', corrected && LESS],
   ];
-  host.append(...tiles.map(([number, name, more]) =>
-    el('li', {}, el('b', {}, number), el('span', {}, name), el('small', {}, el('bdi', {}, more)))));
+  host.append(...tiles.map(([number, name, more, filter]) => {
+    const parts = [el('b', {}, number), el('span', {}, name), el('small', {}, el('bdi', {}, more))];
+    return el('li', {}, filter ? el('button', { type: 'button', title: 'Show these alone', onclick: () => choose(filter) }, parts) : parts);
+  }));
 }
 
 function drawLegend(host) {
@@ -52,6 +57,9 @@ function drawLegend(host) {
     return el('li', {}, swatch(axes), axes.length ? el('b', {}, lettersText(axes)) : null,
       el('bdi', {}, axes.length ? axes.join(' x ') : 'whole on every device'));
   }));
+  if (!DATA.rows.some((row) => row.less)) return;
+  const corner = svg('svg', { class: 'swatch', width: 18, height: 18, 'aria-hidden': 'true' }, lessMark({ x: 3, y: 2, width: 14 }));
+  host.append(el('li', {}, corner, 'got less than was asked'));
 }
 
 function inspect(row) {
@@ -62,7 +70,6 @@ function inspect(row) {
 function start() {
   addEventListener('scroll', () => (byId('tip').hidden = true), { passive: true });
   document.body.append(svg('svg', { width: 0, height: 0, class: 'hidden', 'aria-hidden': 'true' }, fillDefinitions()));
-  drawTiles(byId('tiles'));
   drawLegend(byId('legend'));
   drawMesh(byId('mesh').lastElementChild);
   drawMemory(byId('memory').lastElementChild);
@@ -80,6 +87,13 @@ function start() {
   search.addEventListener('input', refresh);
   choice.addEventListener('change', refresh);
   byId('filters').addEventListener('submit', (event) => event.preventDefault());
+  drawTiles(byId('tiles'), (name) => {
+    const at = choices.findIndex(([other]) => other === name);
+    choice.value = Number(choice.value) === at ? 0 : at;
+    search.value = '';
+    refresh();
+    byId('map').scrollIntoView({ block: 'nearest' });
+  });
   drawFindings(byId('findings'), (where) => {
     search.value = where;
     choice.value = 0;

@@ -141,13 +141,15 @@ function inRange(number, text) {
   });
 }
 
+const LESS = 'less than was asked', WHOLE = 'whole on every device';
+
 /** What the menu beside the search offers, and which rows each choice keeps. */
 function filters() {
   const cut = (name) => (row) => cutsOf(row).includes(name);
   return [
     ['all arrays', () => true],
-    ['less than was asked', (row) => row.less],
-    ['whole on every device', (row) => !cutsOf(row).length],
+    [LESS, (row) => row.less],
+    [WHOLE, (row) => !cutsOf(row).length],
     ...[...AXES.values()].filter((axis) => axis.size > 1).map((axis) => [`cut by ${axis.name}`, cut(axis.name)]),
   ];
 }

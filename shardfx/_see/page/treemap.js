@@ -72,6 +72,7 @@ class Treemap {
     cell.append(svg('rect', { ...inset(place, GAP / 2), fill: fillOf(axes) }));
     const lines = labelLines(node, axes, place);
     if (lines.length) cell.append(labelOf(lines, place));
+    if (node.rows.some((row) => row.less) && place.width >= 14 && place.height >= 14) cell.append(lessMark(place));
     NODES.set(cell, node);
     parent.append(cell);
   }
@@ -236,6 +237,11 @@ function labelLines(node, axes, { width, height }) {
   if (height < 24 || room < 44) return fits(letters) ? [letters] : [];
   const second = [`${letters}  ${bytesText(node.bytes)}`, letters].find(fits);
   return [fitted(node.name, room), ...(height >= 42 && second ? [second] : [])].filter(Boolean);
+}
+
+/** A corner that marks what got less than was asked for. */
+function lessMark({ x, y, width }) {
+  return svg('path', { d: `M${x + width - 13} ${y + 1} h12 v12 z`, class: 'less-mark' });
 }
 
 function labelOf(lines, { x, y, width, height }) {
