@@ -9,3 +9,4 @@ from .constrain import constrain as constrain
 from .jit import filter_jit as filter_jit
 from .place import gather as gather, shard as shard
 from .read_back import shardings_of as shardings_of, specs_of as specs_of
+from .stages import TracedArray as TracedArray

@@ -1,4 +1,4 @@
-"""What `in_shardings` and `out_shardings` say: of each parameter, and of each leaf of a tree."""
+"""What `in_shardings`, `out_shardings` and `donate` say: of each parameter, and of each leaf of a tree."""
 
 import difflib
 import inspect
@@ -22,21 +22,21 @@ from .._rules.resolve import names_text
 from ..topology._mesh import MeshSpec
 
 
-Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
+Donate = (
+    bool | Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
+)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# What is given in the place of a sharding by mistake. JAX knows further entries, layouts for one.
+_NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision)
+_NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def _is_entry(node: Any) -> bool:
     return node is None or isinstance(node, ShardPlan)
 
 
-# What is given in the place of a sharding by mistake. JAX knows further entries, layouts for one.
-_NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision)
-_NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-
-
 def checked(form: Any, what: str) -> Any:
-    """The form itself, if every entry of it says on which devices arrays are to lie; `what` is its name."""
+    """The form itself, if every entry of it says on which mesh arrays are to lie; `what` is its name."""
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
         if isinstance(entry, PartitionSpec):
             raise PlanMismatchError(
@@ -54,11 +54,6 @@ def checked(form: Any, what: str) -> Any:
                 f"`{what}` holds a value of type {type(entry).__name__}, which is no sharding; give a plan, "
                 "`plan.sharding(names)`, a `Sharding`, a tree of these, or `None` to take an array as it comes."
             )
-        if isinstance(entry, ShardPlan) and entry.jax_mesh is None:
-            raise PlanMismatchError(
-                f"the plan is for the mesh {entry.mesh} and has no devices, so arrays cannot be placed by it; use "
-                "`plan.on(plan.mesh.build(jax.devices()))`."
-            )
     return form
 
 
@@ -71,17 +66,19 @@ def _is_mistaken(node: Any) -> bool:
 
 def key_of(sharding: Any) -> Any:
     """What is the same for equal shardings. JAX takes other entries too, layouts for one, or says what is wrong."""
-    return sharding if isinstance(sharding, Sharding) else None if sharding is None else id(sharding)
+    return sharding if sharding is None or isinstance(sharding, Sharding) else id(sharding)
 
 
-def shardings_in(form: Any) -> Iterator[Any]:
-    """All that a form may give an array, `None` for "as it comes" first."""
-    yield None
+def shardings_in(form: Any) -> dict[Any, Any]:
+    """All shardings that a form may give an array, by their keys; `None` for "as it comes" first."""
+    found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=_is_entry):
-        yield from entry.content.row_shardings if isinstance(entry, ShardPlan) else (entry,)
+        shardings = entry.content.row_shardings if isinstance(entry, ShardPlan) else (entry,)
+        found |= {key_of(one): one for one in shardings}
+    return found
 
 
-def spread(form: Any, tree: Any, what: str, *, shapes: bool = True) -> list[Any]:
+def spread(form: Any, tree: Any, what: str, *, shapes: bool = True, hint: str = "") -> list[Any]:
     """The sharding of each leaf of a tree, `None` where JAX is to take an array as it comes.
 
     **Arguments:**
@@ -89,6 +86,7 @@ def spread(form: Any, tree: Any, what: str, *, shapes: bool = True) -> list[Any]
     - `form`: a plan, a sharding, or a tree of them that is a prefix of `tree`.
     - `what`: the tree's name in messages.
     - `shapes`: whether shapes and dtypes are compared; if not, only where the arrays are in the tree.
+    - `hint`: begins the message about a form that is no prefix.
 
     **Raises:**
 
@@ -99,7 +97,7 @@ def spread(form: Any, tree: Any, what: str, *, shapes: bool = True) -> list[Any]
         parts = structure.flatten_up_to(tree)
     except ValueError as error:
         raise PlanMismatchError(
-            f"the entry of `in_shardings` or `out_shardings` for {what} is no prefix of it: {error}"
+            f"{hint}the entry of `in_shardings` or `out_shardings` for {what} is no prefix of it: {error}"
         ) from error
     found: list[Any] = []
     for (path, entry), part in zip(entries, parts, strict=True):
@@ -110,9 +108,8 @@ def spread(form: Any, tree: Any, what: str, *, shapes: bool = True) -> list[Any]
 
 def _below(entry: Any, part: Any, what: str, shapes: bool) -> list[Any]:
     if isinstance(entry, ShardPlan):
-        flat = flatten(part)
         try:
-            index = (rows_of if shapes else aligned)(entry.content, flat)
+            index = (rows_of if shapes else aligned)(entry.content, flatten(part))
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{what} is not the tree that its plan is for: {error}") from error
         table = [*entry.content.row_shardings, None]
@@ -140,69 +137,87 @@ def _fits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     return True
 
 
-class Entries(NamedTuple):
-    """What `in_shardings` says of each parameter, and of what `*args` and `**kwargs` take."""
+def lacks(form: Any, tree: Any) -> Iterator[str]:
+    """Paths at which a plan was made for leaves that are no arrays, and where the tree has `None`."""
+    entries, structure = jax.tree.flatten(form, is_leaf=_is_entry)
+    for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
+        if isinstance(entry, ShardPlan):
+            present = set(flatten(part).paths)
+            yield from (path for path, i in entry.content.numbered if i < 0 and path not in present)
 
-    positional: tuple[Any, ...]
-    more: Any
-    keywords: dict[str, Any]
-    others: Any
+
+class Entries(NamedTuple):
+    """What `in_shardings` says of parameters, by position or name; of what `*args` and `**kwargs` take; and a hint."""
+
+    known: dict[int | str, Any]
+    more: Any = None
+    others: Any = None
+    hint: str = ""
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-        """For each argument of a call its name in messages, the argument, and its entry."""
-        entries = [*self.positional[: len(args)], *[self.more] * (len(args) - len(self.positional))]
-        found = [(f"{at}", arg, entry) for at, (arg, entry) in enumerate(zip(args, entries, strict=True))]
-        keywords = kwargs.items()
-        return found + [(f"`{name}`", arg, self.keywords.get(name, self.others)) for name, arg in keywords]
+        """For each argument of a call its name in messages, the argument, and its entry; keywords in sorted order."""
+        found = [(f"{at}", arg, self.known.get(at, self.more)) for at, arg in enumerate(args)]
+        return found + [(f"`{key}`", kwargs[key], self.known.get(key, self.others)) for key in sorted(kwargs)]
 
     def untaken(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
         """The entries whose argument a call lacks, which happens to functions with `*args` or `**kwargs` alone."""
-        places = [str(at) for at, entry in enumerate(self.positional) if at >= len(args) and entry is not None]
-        names = [name for name, entry in self.keywords.items() if name not in kwargs and entry is not None]
-        return places + [f"`{name}`" for name in names]
-
-    def all(self) -> list[Any]:
-        return [*self.positional, self.more, *self.keywords.values(), self.others]
+        given = {*range(len(args)), *kwargs}
+        missing = [key for key, entry in self.known.items() if entry is not None and key not in given]
+        return [f"{key}" if isinstance(key, int) else f"`{key}`" for key in missing]
 
 
-def by_parameter(in_shardings: Any, signature: inspect.Signature) -> Entries:
-    parameters = signature.parameters.values()
-    positional, keywords = _positional(signature), [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    more = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    if isinstance(in_shardings, dict) and (others is not None or set(in_shardings) <= set(signature.parameters)):
-        rest = {name: entry for name, entry in in_shardings.items() if name not in (*positional, more, others)}
-        given = tuple(in_shardings.get(name) for name in positional)
-        return Entries(given, in_shardings.get(more), rest, in_shardings.get(others))
-    if isinstance(in_shardings, dict) and not set(signature.parameters).isdisjoint(in_shardings):
-        unknown = next(name for name in in_shardings if name not in signature.parameters)
-        near = difflib.get_close_matches(str(unknown), list(signature.parameters), n=1)
-        raise PlanMismatchError(
-            f"`in_shardings` names {unknown!r}, which is no parameter ({', '.join(signature.parameters)})"
-            + (f"; did you mean {near[0]!r}?" if near else "; name parameters, or give a tuple, one entry for each.")
-        )
-    if isinstance(in_shardings, tuple | list):
-        if len(in_shardings) > len(positional) and more is None:
+def by_parameter(in_shardings: Any, signature: inspect.Signature, name: str = "the step") -> Entries:
+    names, known = positional_names(signature), list(signature.parameters)
+    more, others = _variadic(signature, "VAR_POSITIONAL"), _variadic(signature, "VAR_KEYWORD")
+    if isinstance(in_shardings, dict):
+        unknown = [key for key in in_shardings if key not in known and others is None]
+        near = difflib.get_close_matches(str(unknown[0]), known, n=1) if unknown else []
+        hint = f"`{unknown[0]}` is no parameter of {name}({', '.join(known)})" if unknown else ""
+        if len(unknown) == len(in_shardings) > 0:
+            return Entries({}, in_shardings, in_shardings, f"`in_shardings` is a dict, and {hint}; ")
+        if unknown:
             raise PlanMismatchError(
-                f"`in_shardings` has {len(in_shardings)} entries, but there are {len(positional)} positional "
-                f"parameters ({', '.join(positional)}); give one for each, or name parameters in a dict."
+                f"{hint}, which `in_shardings` names"
+                + (
+                    f"; did you mean `{near[0]}`?"
+                    if near
+                    else "; name parameters, or give a tuple, one entry for each."
+                )
             )
-        missing = len(positional) - len(in_shardings)
-        return Entries((*in_shardings, *[None] * missing), None, {}, None)
-    return Entries((in_shardings,) * len(positional), in_shardings, dict.fromkeys(keywords, in_shardings), in_shardings)
+        keys = [key for key in dict.fromkeys([*known, *in_shardings]) if key not in (more, others)]
+        table = {names.index(key) if key in names else key: in_shardings.get(key) for key in keys}
+        return Entries(table, in_shardings.get(more), in_shardings.get(others))
+    if isinstance(in_shardings, tuple | list):
+        if len(in_shardings) > len(names) and more is None:
+            raise PlanMismatchError(
+                f"`in_shardings` has {len(in_shardings)} entries, but there are {len(names)} positional "
+                f"parameters ({', '.join(names)}); give one for each, or name parameters in a dict."
+            )
+        return Entries(dict(enumerate(in_shardings)))
+    return Entries({}, in_shardings, in_shardings)
 
 
-def _positional(signature: inspect.Signature) -> list[str]:
+def positional_names(signature: inspect.Signature) -> list[str]:
     return [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
+
+
+def parameter_names(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The name of each argument of a call: "params", or "xs/0" of `*xs`; keywords in sorted order."""
+    names = positional_names(signature)
+    more = [f"{_variadic(signature, 'VAR_POSITIONAL')}/{at}" for at in range(len(args) - len(names))]
+    return [*names[: len(args)], *more, *sorted(kwargs)]
 
 
 def counts_as_given(signature: inspect.Signature) -> range:
     """With how many positional arguments, and no others, there is nothing to bind and no default to add."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
-    if inspect.Parameter.KEYWORD_ONLY in kinds:
-        return range(0)
-    least = len(_positional(signature))
-    return range(least, sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else least + 1)
+    least = len(positional_names(signature))
+    most = sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else least + 1
+    return range(0) if inspect.Parameter.KEYWORD_ONLY in kinds else range(least, most)
+
+
+def _variadic(signature: inspect.Signature, kind: str) -> str | None:
+    return next((one.name for one in signature.parameters.values() if one.kind.name == kind), None)
 
 
 class Donated(NamedTuple):
@@ -211,35 +226,51 @@ class Donated(NamedTuple):
     positions: frozenset[int]
     all_but: bool = False
 
-    @property
-    def some(self) -> bool:
-        return self.all_but or bool(self.positions)
-
     def __contains__(self, position: object) -> bool:
         """Whether the argument at a position is donated; `None` stands for keyword arguments."""
         return (position in self.positions) is not self.all_but
 
 
 def donated(donate: Any, signature: inspect.Signature) -> Donated:
-    if donate == "none":
-        return Donated(frozenset())
-    if donate in ("all", "all-except-first", "warn", "warn-except-first"):
-        return Donated(frozenset({0} if donate.endswith("-except-first") else ()), all_but=True)
-    names = _positional(signature)
-    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+    if isinstance(donate, bool) or donate in ("none", "all", "all-except-first", "warn", "warn-except-first"):
+        first = isinstance(donate, str) and donate.endswith("-except-first")
+        return Donated(frozenset({0} if first else ()), all_but=donate not in (False, "none"))
+    names, variadic = positional_names(signature), _variadic(signature, "VAR_POSITIONAL") is not None
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
     for one in chosen:
-        if one not in names if isinstance(one, str) else one < 0 or (one >= len(names) and not variadic):
+        known = isinstance(one, int) and not isinstance(one, bool) and 0 <= one and (variadic or one < len(names))
+        if one not in names and not known:
             raise ValueError(
                 f"`donate` names {one!r}, which is no positional parameter ({', '.join(names)}); use those, their "
-                'positions, "all", "all-except-first" or "none".'
+                'positions, True or "all", "all-except-first", False or "none".'
             )
     return Donated(frozenset(names.index(one) if isinstance(one, str) else one for one in chosen))
 
 
-def lacks(form: Any, tree: Any) -> list[str]:
-    """Paths at which a plan was made for leaves that are no arrays, and where the tree has `None`."""
-    entries, structure = jax.tree.flatten(form, is_leaf=_is_entry)
-    pairs = zip(entries, structure.flatten_up_to(tree), strict=True)
-    plans = [(entry.content, set(flatten(part).paths)) for entry, part in pairs if isinstance(entry, ShardPlan)]
-    return [path for content, present in plans for path, i in content.numbered if i < 0 and path not in present]
+def bound(signature: inspect.Signature, name: str, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call as the function gets them: keyword arguments by position, and with defaults.
+
+    **Raises:**
+
+    `TypeError` as Python words it where a call does not fit the signature.
+    """
+    try:
+        found = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {_misfit(signature, args, kwargs, str(error))}") from None
+    found.apply_defaults()
+    return found.args, found.kwargs
+
+
+def _misfit(signature: inspect.Signature, args: Any, kwargs: Any, text: str) -> str:
+    names = positional_names(signature)
+    if text == "too many positional arguments":
+        return f"takes {len(names)} positional argument{'s' * (len(names) != 1)} but {len(args)} were given"
+    if not text.startswith("missing"):
+        return text if text.startswith("got") else f"got {text}"
+    parameters = [one for one in signature.parameters.values() if one.default is one.empty]
+    missing = [one.name for one in parameters if one.name in names and one.name not in [*names[: len(args)], *kwargs]]
+    kind = "positional" if missing else "keyword-only"
+    missing = missing or [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in kwargs]
+    listed = " and ".join(map(repr, missing))
+    return f"missing {len(missing)} required {kind} argument{'s' * (len(missing) != 1)}: {listed}"

@@ -4,32 +4,44 @@ import dataclasses
 import functools as ft
 import inspect
 import itertools as it
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import Sharding
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
-from .._ground.tree import flatten, tree_paths
-from .devices import Place, in_order, lies_elsewhere, raise_apart
-from .donation import Given, raise_deleted, raise_shared
+from .._ground.tree import tree_paths
+from .._plan.shard_plan import ShardPlan
+from ..topology._mesh import MeshSpec
 from .entries import (
     Donate,
+    Donated,
+    bound,
     by_parameter,
     checked,
     counts_as_given,
     donated,
     key_of,
     lacks,
+    parameter_names,
     shardings_in,
     spread,
 )
-from .layout import Layout
-from .shallow import form_of, leaves_in
-from .static import Static, is_traced
+from .given import (
+    Given,
+    is_abstract,
+    is_placed,
+    lies_apart,
+    raise_apart,
+    raise_elsewhere,
+    raise_gone_or_shared,
+    struct_of,
+    without_devices,
+)
+from .stages import Lowered, Traced, TracedArray
+from .static import Static, is_traced, needs_marks, node_data
 
 
 P = ParamSpec("P")
@@ -37,12 +49,9 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 # Structures of arguments that one function remembers. Its programs are in the cache of `jax.jit`.
-_LAYOUTS = 128
+_FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
-# How JAX begins where arguments lie on devices of which no program could use all.
-_OTHER_DEVICES = "Received incompatible devices"
-# And where they lie otherwise than `in_shardings` says.
-_OTHER_LAYOUT = "Sharding passed to jit does not match"
+_NOTHING = Donated(frozenset())
 
 
 @overload
@@ -73,25 +82,29 @@ def filter_jit(
         be left out), a dict by parameter name, or one entry for all. An entry is a [`shardfx.ShardPlan`][], a
         `Sharding`, a tree or a prefix of one of these, or `None` where JAX is to take an argument as it comes.
     - `out_shardings`: the same for what `fn` returns.
-    - `donate`: whose buffers may be reused: "all", "all-except-first", "none", or the positions or names of
-        parameters. JAX warns where a donated buffer fits no output; "warn" and "warn-except-first", which Equinox
-        tells apart by that, are the same here.
+    - `donate`: whose buffers may be reused: True or "all", False or "none", "all-except-first", or the positions or
+        names of parameters. JAX warns where a donated buffer fits no output; "warn" and "warn-except-first", which
+        Equinox tells apart by that, are the same here.
 
     **Returns:**
 
     A function with the signature of `fn`. Keyword arguments are bound to their positions, so that they are sharded
-    as well. Its `.lower(...)` takes arguments, or ShapeDtypeStructs in their place, and gives what `jax.jit`'s does;
-    `.compile()` of that gives a function with the signature of `fn` again, for the same static arguments. For a
-    module with functions, lower with `equinox.combine(plan.structs, model)`: `plan.structs` alone has none.
+    as well. Its `.trace(...)` and `.lower(...)` take arguments, or ShapeDtypeStructs in their place, and give what
+    those of `jax.jit` give; `.compile()` of a lowered one gives a function with the signature of `fn` again, for the
+    same static arguments. For a module with functions, lower with `equinox.combine(plan.structs, model)`:
+    `plan.structs` alone has none.
+
+    Plans without devices can be traced and lowered: `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. What
+    `.trace` returns lists the arrays that the function takes and returns, with their paths and shardings.
 
     Static arguments are told apart by value and by type: 1, 1.0 and True are three programs. A tree may have `None`
     in the place of the functions that were planned with it, as `equinox.partition` leaves it.
 
     **Raises:**
 
-    `PlanMismatchError` at once if a plan has no devices, or a bare PartitionSpec is given, which says nothing of the
-    mesh: `jax.set_mesh` is not asked. When it is traced, if arguments or results are not the trees that their plans
-    are for, in paths, shapes or dtypes. When it is called, if `*args` or `**kwargs` take what entries are about in
+    `PlanMismatchError` at once if a bare PartitionSpec is given, which says nothing of the mesh: `jax.set_mesh` is not
+    asked. When it is traced, if arguments or results are not the trees that their plans are for, in paths, shapes or
+    dtypes. When it is called, if a plan has no devices; if `*args` or `**kwargs` take what entries are about in
     another way than the entries say; if an array is gone (of a function that donates all arrays are looked at, of
     others the first of each entry); or if one that is donated is given twice. `LeafTypeError` for a static argument
     that cannot be hashed.
@@ -127,7 +140,8 @@ def filter_jit(
     return given if fn is None else given(fn)
 
 
-class Decorator(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Decorator:
     """A `filter_jit` that waits for its function."""
 
     in_shardings: Any
@@ -136,6 +150,45 @@ class Decorator(NamedTuple):
 
     def __call__(self, fn: Callable[P, R]) -> "Jitted[P, R]":
         return Jitted(fn, self.in_shardings, self.out_shardings, self.donate)
+
+
+@dataclasses.dataclass(eq=False)
+class _Form:
+    """Where the arrays of a call are among all its leaves, for one structure of the arguments.
+
+    **Arguments:**
+
+    - `groups`: the positions of the arrays of each list that the program takes.
+    - `takes`: for each of them what takes these arrays out of all leaves.
+    - `statics`: the positions of all other leaves.
+    - `has_data`: whether equal structures may differ in what their nodes hold.
+    - `watched`: the first array of each entry. JAX does not look at its devices where it was placed before.
+    - `alive`: takes the arrays whose buffers may be gone. Where none is donated these are the first of each list: what
+        is donated is gone as a whole.
+    - `donates`: whether an array is donated.
+    - `is_alone`: whether there is nothing but arrays, so that all calls have the same static part.
+    - `static`, `shardings`: those of the last call.
+    """
+
+    groups: list[list[int]]
+    takes: list[Callable[[list[Any]], Sequence[Any]]]
+    statics: tuple[int, ...]
+    has_data: bool
+    watched: list[int]
+    alive: Callable[[list[Any]], Sequence[Any]]
+    donates: bool
+    is_alone: bool
+    static: Static | None = None
+    shardings: list[Any] | None = None
+
+
+class _Call(NamedTuple):
+    """The arguments of a call, and what the program gets of them."""
+
+    args: Any
+    kwargs: Any
+    static: Static
+    lists: list[Sequence[Any]]
 
 
 @jax.tree_util.register_static
@@ -169,29 +222,25 @@ class Jitted(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], in_shardings: Any, out_shardings: Any, donate: Donate):
         self._signature = inspect.signature(fn)
-        self._in, self._out = (
-            by_parameter(checked(in_shardings, "in_shardings"), self._signature),
-            checked(out_shardings, "out_shardings"),
-        )
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
+        self._out = checked(out_shardings, "out_shardings")
         self._donated = donated(donate, self._signature)
         self._counts = counts_as_given(self._signature)
-        self._name = getattr(fn, "__qualname__", type(fn).__name__)
         # The function may be a module with arrays, which are traced as well.
         self._fn_leaves, self._fn_treedef = jax.tree.flatten(fn)
         self._fn_arrays = [leaf for leaf in self._fn_leaves if is_traced(type(leaf))]
-        self._layout = ft.lru_cache(maxsize=_LAYOUTS)(self._layout_of)
-        self._last: Layout | None = None
+        wanted = shardings_in([*self._in.known.values(), self._in.more, self._in.others])
+        # The key of a sharding, and whether it is for arrays that are donated: one list of arrays for each.
+        self._slots = [*it.product(wanted, (False, True) if self._donated != _NOTHING else (False,))]
+        self._wanted = [wanted[key] for key, _ in self._slots]
+        self._results = shardings_in(self._out)
+        self._is_abstract = any(map(is_abstract, [*self._wanted, *self._results.values()]))
+        self._form = ft.lru_cache(maxsize=_FORMS)(self._form_of)
         self._run = self._jitted(getattr(fn, "__name__", type(fn).__name__))
         ft.update_wrapper(self, fn, updated=())
 
     def _jitted(self, name: str) -> Any:
-        wanted = {key_of(one): one for entry in self._in.all() for one in shardings_in(entry)}
-        results = {key_of(one): one for one in shardings_in(self._out)}
-        self._slots = list(it.product(wanted, (False, True) if self._donated.some else (False,)))
-        self._out_slots = list(results)
-        self._wanted = [wanted[key] for key, _ in self._slots]
-        self._seen: list[Any] = [None] * len(self._slots)
-
         def traced(static: Static, fn_arrays: list[Any], *lists: Sequence[Any]) -> Any:
             return self._traced(static, fn_arrays, lists)
 
@@ -200,9 +249,9 @@ class Jitted(Generic[P, R]):
         return jax.jit(
             traced,
             static_argnums=0,
-            in_shardings=(None, *[wanted[key] for key, _ in self._slots]),
-            out_shardings=_Parted(tuple(results.values()), None) if len(results) > 1 else None,
-            donate_argnums=[2 + at for at, (_, donated) in enumerate(self._slots) if donated],
+            in_shardings=(None, *self._wanted),
+            out_shardings=_Parted(tuple(self._results.values()), None) if len(self._results) > 1 else None,
+            donate_argnums=[2 + at for at, (_, is_donated) in enumerate(self._slots) if is_donated],
         )
 
     @overload
@@ -215,94 +264,142 @@ class Jitted(Generic[P, R]):
         return self if instance is None else ft.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        arguments, static, lists = self._bound(args, kwargs, runs=True)
+        if self._is_abstract:
+            raise PlanMismatchError(
+                f"`{self._name}` was called, and a plan or sharding of its `in_shardings` or `out_shardings` has no "
+                "devices. It can be traced and lowered; to call it use `plan.on(plan.mesh.build(jax.devices()))`."
+            )
+        call = self._bound(args, kwargs, runs=True)
         try:
-            out = self._run(static, self._fn_arrays, *lists)
+            out = self._run(call.static, self._fn_arrays, *call.lists)
         except (TypeError, ValueError, AttributeError) as error:
-            self._explain(error, *arguments)
+            self._explain(error, call)
             raise
         return out.joined() if type(out) is _Parted else out
 
-    def lower(self, *args: Any, **kwargs: Any) -> "Lowered[P, R]":
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered[P, R]:
         """Traces and lowers the function for arguments, or structs, of these shapes."""
-        arguments, static, lists = self._bound(args, kwargs, runs=False)
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced[P, R]:
+        """Traces the function for arguments, or structs, of these shapes. Plans need no devices for it."""
+        call = self._bound(args, kwargs, runs=False)
+        lists = [[without_devices(leaf) for leaf in own] for own in call.lists] if self._is_abstract else call.lists
         try:
-            return Lowered(self, static, self._run.lower(static, self._fn_arrays, *lists))
+            if self._is_abstract:
+                raise_elsewhere(self._arrays(call), None)
+            traced = self._run.trace(call.static, self._fn_arrays, *lists)
         except (TypeError, ValueError, AttributeError) as error:
-            self._explain(error, *arguments)
+            self._explain(error, call)
             raise
+        arrays = [*self._own_arrays(), *self._taken(call, lists)]
+        results = self._returned(traced.out_info)
+        return Traced(ft.partial(self._run_compiled, call.static), traced, arrays, results, self._mesh())
 
-    def _bound(self, args: Any, kwargs: Any, *, runs: bool) -> tuple[Any, Static, Sequence[Sequence[Any]]]:
-        # Most calls are like the one before: to compare with it is cheaper than to flatten, or to hash.
-        layout, leaves = self._last, None
-        if layout is not None and layout.form is not None and not kwargs:
-            leaves = leaves_in(args, layout.form)
-        if layout is not None and leaves is not None and tuple(map(type, leaves)) == layout.given:
-            arguments, treedef = (args, kwargs), layout.treedef
-        else:
-            arguments = self._given(args, kwargs)
-            leaves, treedef = jax.tree.flatten(arguments)
-            layout = self._last = self._layout_for(treedef, leaves, arguments)
-        for slot, at in layout.watched:
-            if leaves[at].sharding is not self._seen[slot]:
-                self._check_devices([(self._wanted[slot], [at])], leaves, arguments)
-                self._seen[slot] = leaves[at].sharding
-        if runs:
-            if True in [leaves[at].is_deleted() for at in layout.placed]:
-                raise_deleted(self._arrays_given(layout, leaves, arguments))
-            if layout.donates and len({id(leaves[at]) for at in layout.placed}) < len(layout.placed):
-                raise_shared(self._arrays_given(layout, leaves, arguments))
-        return arguments, layout.alone or self._static(treedef, layout, leaves), layout.lists(leaves)
+    def _mesh(self) -> MeshSpec | None:
+        """The mesh of the first plan."""
+        forms = [*self._in.known.values(), self._in.more, self._in.others, self._out]
+        plans = jax.tree.leaves(forms, is_leaf=lambda node: isinstance(node, ShardPlan))
+        return next((one.mesh for one in plans if isinstance(one, ShardPlan)), None)
 
-    def _given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not kwargs and len(args) in self._counts:
-            return args, kwargs
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.args, bound.kwargs
+    def _run_compiled(self, static: Static, compiled: jax.stages.Compiled, args: Any, kwargs: Any) -> Any:
+        call = self._bound(args, kwargs, runs=True)
+        if call.static != static:
+            raise PlanMismatchError(
+                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what "
+                f"is no array ({static.difference(call.static)}); lower it with what you call it with."
+            )
+        out = compiled(self._fn_arrays, *call.lists)
+        return out.joined() if type(out) is _Parted else out
 
-    def _layout_for(self, treedef: Any, leaves: list[Any], arguments: Any) -> Layout:
-        kinds, layout = tuple(map(type, leaves)), self._last
-        if layout is not None and kinds == layout.given and treedef == layout.treedef:
-            return layout
-        layout = self._layout(treedef, kinds)
-        if not layout.is_checked:
-            self._check_devices(zip(self._wanted, layout.groups, strict=True), leaves, arguments)
-            layout.is_checked = True
-        return layout
+    def _bound(self, args: Any, kwargs: Any, *, runs: bool) -> _Call:
+        if kwargs or len(args) not in self._counts:
+            args, kwargs = bound(self._signature, self._name, args, kwargs)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        form = self._form(treedef, tuple(map(type, leaves)))
+        static = form.static if form.is_alone and form.static is not None else self._static(form, treedef, leaves)
+        call = _Call(args, kwargs, static, [take(leaves) for take in form.takes])
+        shardings = [leaves[at].sharding for at in form.watched]
+        if shardings != form.shardings:
+            if any(lies_apart(one.leaf, one.wanted) for one in self._arrays(call)):
+                raise_apart(self._places(call), None)
+            form.shardings = shardings
+        alive = form.alive(leaves) if runs else ()
+        if True in [leaf.is_deleted() for leaf in alive] or (form.donates and len({*map(id, alive)}) < len(alive)):
+            raise_gone_or_shared(form.alive(self._given(args, kwargs)))
+        return call
 
-    def _static(self, treedef: Any, layout: Layout, leaves: list[Any]) -> Static:
-        values = tuple([leaves[at] for at in layout.statics])
+    def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
+        args, kwargs = jax.tree.unflatten(treedef, [_ARRAY if is_traced(kind) else object() for kind in kinds])
+        self._check_taken(args, kwargs)
+        groups = {slot: [] for slot in self._slots}
+        for at, one in enumerate(self._given(args, kwargs)):
+            if one.leaf is _ARRAY:
+                groups[key_of(one.wanted), one.is_donated].append(at)
+        placed = {slot: [at for at in group if is_placed(kinds[at])] for slot, group in groups.items()}
+        donates = any(group for (_, is_donated), group in placed.items() if is_donated)
+        statics, has_data = tuple([at for at, kind in enumerate(kinds) if not is_traced(kind)]), needs_marks(treedef)
+        return _Form(
+            groups=[*groups.values()],
+            takes=[_getter(group) for group in groups.values()],
+            statics=statics,
+            has_data=has_data,
+            is_alone=not statics and not has_data,
+            watched=[group[0] for (key, _), group in placed.items() if group and key is not None],
+            alive=_getter([at for group in placed.values() for at in (group if donates else group[:1])]),
+            donates=donates,
+        )
+
+    def _static(self, form: _Form, treedef: Any, leaves: list[Any]) -> Static:
+        values = [leaves[at] for at in form.statics]
+        data = node_data(treedef) if form.has_data else []
+        last = form.static
+        if last is not None and last.holds([*values, *data]):
+            return last
         try:
-            return layout.recent.static(treedef, layout, values)
+            static = form.static = Static(form, treedef, values, data)
         except TypeError as error:
             found = next((value for value in values if not _is_hashable(value)), None)
-            if found is None:
-                raise
             raise LeafTypeError(
                 f"an argument of `{self._name}` holds {type(found).__name__} {found!r:.60}, which is no array and "
                 "cannot be hashed, so it can be neither traced nor static; make it an array or something hashable."
             ) from error
+        return static
 
-    def _layout_of(self, treedef: Any, kinds: tuple[type, ...]) -> Layout:
-        leaves = [_ARRAY if is_traced(kind) else object() for kind in kinds]
-        args, kwargs = jax.tree.unflatten(treedef, leaves)
-        numbers = {slot: number for number, slot in enumerate(self._slots)}
-        groups: list[list[int]] = [[] for _ in numbers]
-        at = 0
-        self._check_taken(args, kwargs)
-        for position, (which, arg, entry) in enumerate(self._in.of(args, kwargs)):
-            is_donated = (position if position < len(args) else None) in self._donated
-            for sharding in spread(entry, arg, self._argument(which), shapes=False):
-                if leaves[at] is _ARRAY:
-                    groups[numbers[key_of(sharding), is_donated]].append(at)
-                at += 1
-        with_entry = [slot for slot, one in enumerate(self._wanted) if one is not None]
-        gone = [slot for slot, (_, is_donated) in enumerate(self._slots) if is_donated]
-        return Layout(treedef, kinds, groups, with_entry, gone, None if kwargs else form_of(args))
+    def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[Any], ...]) -> Any:
+        args, kwargs = static.joined(lists)
+        self._given(args, kwargs, shapes=True)
+        arrays = iter(fn_arrays)
+        fn_leaves = [next(arrays) if is_traced(type(leaf)) else leaf for leaf in self._fn_leaves]
+        out = jax.tree.unflatten(self._fn_treedef, fn_leaves)(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten(out)
+        groups: dict[Any, list[int]] = {key: [] for key in self._results}
+        statics: list[int] = []
+        for at, sharding in enumerate(spread(self._out, out, f"what `{self._name}` returns")):
+            (groups[key_of(sharding)] if is_traced(type(leaves[at])) else statics).append(at)
+        if len(groups) == 1 and not statics:
+            return out
+        order = np.argsort(np.array([*statics, *it.chain.from_iterable(groups.values())], np.int64)).tolist()
+        parts = tuple([[leaves[at] for at in group] for group in groups.values()])
+        return _Parted(parts, _Rest(treedef, [leaves[at] for at in statics], order))
 
-    def _argument(self, which: str) -> str:
-        return f"argument {which} of `{self._name}`"
+    def _given(self, args: Any, kwargs: Any, *, shapes: bool = False) -> list[Given]:
+        """All leaves of the arguments; raises if they are not what is planned, or with `shapes` of other shapes."""
+        names = parameter_names(self._signature, args, kwargs)
+        found: list[Given] = []
+        for at, (which, arg, entry) in enumerate(self._in.of(args, kwargs)):
+            what = f"argument {which} of `{self._name}`"
+            leaves, treedef = jax.tree.flatten(arg)
+            wanted = spread(entry, arg, what, shapes=shapes, hint=self._in.hint)
+            is_donated = (at if at < len(args) else None) in self._donated
+            for path, leaf, sharding in zip(tree_paths(treedef), leaves, wanted, strict=True):
+                name = f"`{path}` of {what}" if path else what
+                found.append(Given(name, _under(names[at], path), leaf, sharding, is_donated, at))
+        return found
+
+    def _arrays(self, call: _Call, *, shapes: bool = False) -> list[Given]:
+        given = self._given(call.args, call.kwargs, shapes=shapes)
+        return [one for one in given if is_traced(type(one.leaf))]
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
         """Raises where the call lacks an argument that has an entry, and has another that has none."""
@@ -316,99 +413,73 @@ class Jitted(Generic[P, R]):
                 "by name for a dict, or name them in the signature, which `functools.wraps` keeps for decorators."
             )
 
-    def _check(self, args: Any, kwargs: Any) -> None:
-        """Raises unless the arguments have the shapes and dtypes that are planned for them."""
-        for which, arg, entry in self._in.of(args, kwargs):
-            if entry is not None:
-                spread(entry, arg, self._argument(which))
-
-    def _explain(self, error: Exception, args: Any, kwargs: Any) -> None:
+    def _explain(self, error: Exception, call: _Call) -> None:
         """Raises what is wrong with the arguments, if it is that; else notes on the error what they lack."""
         if isinstance(error, PlanMismatchError):
             return
         try:
-            self._check(args, kwargs)
+            arrays = self._arrays(call, shapes=True)
         except PlanMismatchError as mismatch:
             raise mismatch from error
-        if str(error).startswith(_OTHER_DEVICES):
-            raise_apart(self._places(args, kwargs), error)
+        raise_apart(self._places(call), error)
+        if "incompatible devices" in str(error):
             raise PlanMismatchError(
                 f"`{self._name}` runs on some devices, and a `constrain` or `shard` inside it is for others; use plans "
                 f"on one mesh inside one function, and `reshard` between functions. JAX says: {error}"
             ) from error
-        if str(error).startswith(_OTHER_LAYOUT):
-            self._explain_layout(error, args, kwargs)
-        for which, arg, entry in self._in.of(args, kwargs):
-            for path in lacks(entry, arg)[:1]:
+        raise_elsewhere(arrays, error)
+        for which, arg, entry in self._in.of(call.args, call.kwargs):
+            for path in it.islice(lacks(entry, arg), 1):
                 error.add_note(
-                    f"{self._argument(which)} lacks `{path}`, which is no array and was there when its plan was made; "
-                    "`equinox.combine(arrays, model)` puts what is no array back."
+                    f"argument {which} of `{self._name}` lacks `{path}`, which is no array and was there when its plan "
+                    "was made; `equinox.combine(arrays, model)` puts what is no array back."
                 )
 
-    def _explain_layout(self, error: Exception, args: Any, kwargs: Any) -> None:
-        """Raises which array does not lie as its entry says."""
-        for which, arg, entry in self._in.of(args, kwargs):
-            flat = flatten(arg)
-            wanted = spread(entry, arg, self._argument(which))
-            for path, leaf, sharding in zip(flat.paths, flat.leaves, wanted, strict=True):
-                if isinstance(leaf, jax.Array) and leaf.committed and isinstance(sharding, Sharding):
-                    if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                        name = f"`{path}` of {self._argument(which)}" if path else self._argument(which)
-                        raise PlanMismatchError(
-                            f"{name}, {leaf.dtype}{list(leaf.shape)}, lies by {leaf.sharding}, but its entry of "
-                            f"`in_shardings` is {sharding}. Move it first: `shard(tree, plan)`, or `reshard(tree, "
-                            "plan)`; or leave the entry out, to take the argument as it comes."
-                        ) from error
+    def _places(self, call: _Call) -> Iterator[tuple[str, Any]]:
+        """The shardings of the arrays of a call, of their entries, and of results, each with a text before it."""
+        for one in self._arrays(call):
+            if is_placed(type(one.leaf)) and one.leaf.committed:
+                yield f"{one.text} lies on", one.leaf.sharding
+        for which, _, entry in self._in.of(call.args, call.kwargs):
+            for sharding in shardings_in(entry).values():
+                yield f"the entry of `in_shardings` for argument {which} of `{self._name}` is on", sharding
+        for sharding in self._results.values():
+            yield f"an entry of `out_shardings` of `{self._name}` is on", sharding
 
-    def _places(self, args: Any, kwargs: Any) -> Iterator[Place]:
-        """Where the arrays of a call lie, and where they, and the results, are to lie."""
-        for which, arg, entry in self._in.of(args, kwargs):
-            flat = flatten(arg)
-            for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-                if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
-                    name = f"`{path}` of {self._argument(which)}" if path else self._argument(which)
-                    yield Place(f"{name}, {leaf.dtype}{list(leaf.shape)}, lies on", in_order(leaf.sharding))
-            yield from _entry_places(f"the entry of `in_shardings` for {self._argument(which)} is on", entry)
-        yield from _entry_places(f"an entry of `out_shardings` of `{self._name}` is on", self._out)
+    def _own_arrays(self) -> Iterator[TracedArray]:
+        """The arrays of the function itself."""
+        pairs = zip(tree_paths(self._fn_treedef), self._fn_leaves, strict=True)
+        for at, (path, leaf) in enumerate([pair for pair in pairs if is_traced(type(pair[1]))]):
+            yield TracedArray(_under(self._name, path), struct_of(leaf), name=f"fn_arrays[{at}]")
 
-    def _arrays_given(self, layout: Layout, leaves: list[Any], arguments: Any) -> Iterator[Given]:
-        """The arrays of a call that are looked at before it runs."""
-        slots = {at: slot for slot, group in enumerate(layout.groups) for at in group}
-        names = [
-            f"`{path}` of {self._argument(which)}" if path else self._argument(which)
-            for which, arg, _ in self._in.of(arguments[0], dict(sorted(arguments[1].items())))
-            for path in tree_paths(jax.tree.structure(arg))
-        ]
-        for at in layout.placed:
-            yield Given(names[at], leaves[at], self._wanted[slots[at]], self._slots[slots[at]][1])
+    def _taken(self, call: _Call, lists: Sequence[Sequence[Any]]) -> Iterator[TracedArray]:
+        """The arrays of the arguments, in the order in which the program has them."""
+        given = self._given(call.args, call.kwargs)
+        for n, (group, leaves) in enumerate(zip(call.static.form.groups, lists, strict=True)):
+            for i, (at, leaf) in enumerate(zip(group, leaves, strict=True)):
+                one, name = given[at], f"lists[{n}][{i}]"
+                yield TracedArray(one.path, struct_of(leaf, one.wanted), one.is_donated, one.argument, name)
 
-    def _check_devices(self, groups: Iterable[tuple[Any, list[int]]], leaves: list[Any], arguments: Any) -> None:
-        """Raises where an array lies on other devices than its entry says."""
-        if any(lies_elsewhere(leaves[at], wanted) for wanted, group in groups if wanted is not None for at in group):
-            raise_apart(self._places(*arguments), None)
-
-    def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[Any], ...]) -> Any:
-        args, kwargs = static.layout.joined(static, lists)
-        self._check(args, kwargs)
-        given = iter(fn_arrays)
-        fn_leaves = [next(given) if is_traced(type(leaf)) else leaf for leaf in self._fn_leaves]
-        out = jax.tree.unflatten(self._fn_treedef, fn_leaves)(*args, **kwargs)
-        leaves, treedef = jax.tree.flatten(out)
-        groups: dict[Any, list[int]] = {key: [] for key in self._out_slots}
-        statics: list[int] = []
-        for at, sharding in enumerate(spread(self._out, out, f"what `{self._name}` returns")):
-            (groups[key_of(sharding)] if is_traced(type(leaves[at])) else statics).append(at)
-        if len(groups) == 1 and not statics:
-            return out
-        order = np.argsort(np.array([*statics, *it.chain.from_iterable(groups.values())], np.int64)).tolist()
-        lists = tuple([[leaves[at] for at in group] for group in groups.values()])
-        return _Parted(lists, _Rest(treedef, [leaves[at] for at in statics], order))
+    def _returned(self, out: Any) -> list[TracedArray]:
+        """The arrays of the results, in the order in which the program has them."""
+        if type(out) is not _Parted:
+            pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
+            return [TracedArray(path, struct_of(leaf)) for path, leaf in pairs]
+        paths = dict(zip(out.rest.order, tree_paths(out.rest.treedef), strict=True))
+        pairs = zip(out.lists, self._results.values(), strict=True)
+        structs = [struct_of(leaf, sharding) for group, sharding in pairs for leaf in group]
+        return [TracedArray(paths[at], one) for at, one in enumerate(structs, start=len(out.rest.statics))]
 
 
-def _entry_places(what: str, entry: Any) -> Iterator[Place]:
-    for sharding in shardings_in(entry):
-        if isinstance(sharding, Sharding) and (devices := in_order(sharding)):
-            yield Place(what, devices)
+def _getter(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Takes what is at these positions out of a list."""
+    start = positions[0] if positions else 0
+    run = range(start, start + len(positions))
+    return operator.itemgetter(slice(run.start, run.stop)) if positions == [*run] else operator.itemgetter(*positions)
+
+
+def _under(name: str, path: str) -> str:
+    return f"{name}/{path}" if path else name
 
 
 def _is_hashable(value: Any) -> bool:
@@ -417,62 +488,3 @@ def _is_hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-class Lowered(Generic[P, R]):
-    """A function that is lowered for arguments of some shapes."""
-
-    def __init__(self, jitted: Jitted[P, R], static: Static, lowered: Any):
-        self._jitted, self._static, self.lowered = jitted, static, lowered
-
-    def as_text(self, dialect: str | None = None) -> str:
-        return self.lowered.as_text(dialect)
-
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled[P, R]":
-        return Compiled(self._jitted, self._static, self.lowered.compile(compiler_options))
-
-
-class Compiled(Generic[P, R]):
-    """A function that is compiled for arguments of some shapes, and for the static ones that it was lowered with."""
-
-    def __init__(self, jitted: Jitted[P, R], static: Static, compiled: Any):
-        self._jitted, self._static, self.compiled = jitted, static, compiled
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        _, static, lists = self._jitted._bound(args, kwargs, runs=True)
-        if static != self._static:
-            raise PlanMismatchError(
-                f"`{self._jitted._name}` was compiled for other arguments: they differ in their structure, or in what "
-                f"is no array ({_difference(self._static, static)}); lower it with what you call it with."
-            )
-        out = self.compiled(self._jitted._fn_arrays, *lists)
-        return out.joined() if type(out) is _Parted else out
-
-    @property
-    def input_shardings(self) -> Any:
-        """How the arrays come in, as the program has them."""
-        return self.compiled.input_shardings
-
-    @property
-    def argument_paths(self) -> dict[str, str]:
-        """The path of each array within its argument, by the name that the array has in the program's text."""
-        paths = [path.split("/", 2)[-1] for path in tree_paths(self._static.treedef)]
-        groups = self._static.layout.groups
-        return {f"lists[{n}][{i}]": paths[at] for n, group in enumerate(groups) for i, at in enumerate(group)}
-
-    def as_text(self) -> str:
-        return self.compiled.as_text()
-
-    def memory_analysis(self) -> Any:
-        return self.compiled.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        return self.compiled.cost_analysis()
-
-
-def _difference(lowered: Static, given: Static) -> str:
-    if lowered.treedef != given.treedef:
-        return f"{lowered.treedef.num_leaves} leaves then, {given.treedef.num_leaves} now"
-    pairs = zip(lowered.values, given.values, strict=False)
-    then, now = next((pair for pair in pairs if type(pair[0]) is not type(pair[1]) or pair[0] != pair[1]), ("", ""))
-    return f"{then!r:.60} then, {now!r:.60} now"

@@ -37,7 +37,8 @@ def shard(tree: Any, plan: ShardPlan) -> Any:
 
     - `tree`: the planned tree, of JAX or NumPy arrays; leaves that are no arrays may be missing in it. On many
         processes, NumPy arrays and arrays that one process holds must be the whole array, equal on all; each process
-        copies its shards out of it.
+        copies its shards out of it. On CPUs the result may share memory with a NumPy array, as with `jax.device_put`:
+        pass `array.copy()` if you fill the array again.
     - `plan`: its plan, on a jax Mesh; inside `jax.jit` any, if an argument lies on its mesh.
 
     **Returns:**

@@ -28,4 +28,5 @@ def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
         data = _placed_across(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     whole = np.asarray(leaf)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    # Without a dtype, a process that owns no device of the sharding could not tell.
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools as ft
-import gc
-import itertools as it
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,96 +17,75 @@ def is_traced(kind: type) -> bool:
     return issubclass(kind, (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def is_float(kind: type) -> bool:
-    return issubclass(kind, float | complex)
-
-
 @ft.lru_cache(maxsize=1024)
-def marker(kind: type) -> Callable[[Any], Hashable] | None:
-    """What tells equal values of this type apart; `None` where its values are equal only if nothing differs."""
-    if issubclass(kind, float):
-        return _sign
-    if issubclass(kind, complex):
-        return lambda value: complex.__repr__(value) if value != value else (_sign(value.real), _sign(value.imag))
-    if issubclass(kind, set | frozenset):
-        return lambda value: frozenset([(one, marks([one])) for one in value])
-    if issubclass(kind, dict):
-        return lambda value: frozenset([(key, marks((key, one))) for key, one in value.items()])
-    if issubclass(kind, tuple | list):
-        return marks
-    if dataclasses.is_dataclass(kind):
-        # An attribute may not be set yet; what is not compared makes no difference.
-        names = [field.name for field in dataclasses.fields(kind) if field.compare]
-        return lambda value: marks([getattr(value, name, None) for name in names])
-    return None
+def _compared_fields(kind: type) -> tuple[str, ...] | None:
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple([field.name for field in dataclasses.fields(kind) if field.compare])
 
 
-@ft.lru_cache(maxsize=1024)
-def _markers(kinds: tuple[type, ...]) -> tuple[tuple[int, Callable[[Any], Hashable]], ...]:
-    found = [(at, marker(kind)) for at, kind in enumerate(kinds)]
-    return tuple([(at, one) for at, one in found if one is not None])
+def mark(value: Any) -> Hashable:
+    """What equality does not see of a value: its type, the sign of a zero, and both within containers and dataclasses.
 
-
-def marks(values: Sequence[Any]) -> Hashable:
-    """What two lists of values may differ in though they are equal: types, also within containers and dataclasses, and
-    the signs of zeros. NaN, which equals nothing, has a mark that says all of it.
+    NaN, which equals nothing, has a mark that says all of it.
     """
-    kinds = tuple(map(type, values))
-    inside = _markers(kinds)
-    return (kinds, tuple([one(values[at]) for at, one in inside])) if inside else kinds
-
-
-def _sign(value: float) -> str | None:
-    return None if value == value != 0 else float.hex(value)
-
-
-def is_nan(value: Any) -> bool:
-    return is_float(type(value)) and value != value
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, float.__repr__(value)
+    if isinstance(value, complex):
+        return kind, complex.__repr__(value)
+    if isinstance(value, tuple | list):
+        return kind, tuple(map(mark, value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset([(one, mark(one)) for one in value])
+    if isinstance(value, dict):
+        return kind, frozenset([(key, mark(key), mark(one)) for key, one in value.items()])
+    fields = _compared_fields(kind)
+    # An attribute may not be set yet.
+    return kind if fields is None else (kind, *[mark(getattr(value, name, None)) for name in fields])
 
 
 def node_data(treedef: Any) -> list[Any]:
     """What the nodes of a tree hold beside leaves: static fields of modules, keys of dicts that are no strings."""
     found: list[Any] = []
-    _append_data(treedef, found)
+    nodes = [treedef]
+    for node in nodes:
+        data = node.node_data()
+        if data is None:
+            continue
+        nodes += node.children()
+        kind, aux = data
+        if type(aux) is tuple:
+            found += aux
+        elif kind is not dict:
+            found.append(aux)
+        elif set(map(type, aux)) - {str}:
+            found += aux
     return found
 
 
-def _append_data(treedef: Any, found: list[Any]) -> None:
-    data = treedef.node_data()
-    if data is None:
-        return
-    kind, aux = data
-    if kind is dict:
-        found.extend(aux if set(map(type, aux)) - {str} else ())
-    elif aux is not None:
-        found.append(aux)
-    for child in treedef.children():
-        _append_data(child, found)
-
-
-def _fields(data: list[Any]) -> list[Any]:
-    """The data of nodes, that of modules taken apart into the values of their fields."""
-    return [*it.chain.from_iterable([one if type(one) is tuple else (one,) for one in data])]
-
-
-def data_needs_marks(treedef: Any) -> bool:
+def needs_marks(treedef: Any) -> bool:
     """Whether trees whose structures are equal may still differ in what their nodes hold."""
-    return any(type(value).__eq__ is not object.__eq__ for value in _fields(node_data(treedef)))
+    return any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef))
 
 
 class Static:
-    """What is not traced of a tree of arguments: equal and hashed as a whole, as one static argument of `jax.jit`.
+    """All of a tree that is not traced: hashed and compared as a whole, as one static argument of `jax.jit`.
 
-    `values` are the leaves that are no arrays, and `treedef` holds the static data of the nodes.
+    **Arguments:**
+
+    - `form`: where arrays and other leaves are among all leaves.
+    - `treedef`: the structure of this very tree: one that is equal may hold other data.
+    - `values`: the leaves that are no arrays.
+    - `data`: what the nodes hold.
     """
 
-    __slots__ = ("treedef", "layout", "values", "_key", "_hash")
+    __slots__ = ("form", "treedef", "values", "_parts", "_key", "_hash")
 
-    def __init__(self, treedef: Any, layout: Any, values: tuple[Any, ...]):
-        self.treedef, self.layout, self.values = treedef, layout, values
-        compared = tuple([None if is_nan(value) else value for value in values]) if layout.has_floats else values
-        data = marks(_fields(node_data(treedef))) if layout.has_data else None
-        self._key = (layout.kinds, compared, marks(values) if layout.has_marks else None, data)
+    def __init__(self, form: Any, treedef: Any, values: Sequence[Any], data: Sequence[Any]):
+        self.form, self.treedef, self.values, self._parts = form, treedef, values, [*values, *data]
+        compared = tuple([None if isinstance(one, float | complex) and one != one else one for one in values])
+        self._key = (form.statics, compared, mark(self._parts), treedef)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
@@ -117,36 +94,24 @@ class Static:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return (
-            isinstance(other, Static)
-            and self._hash == other._hash
-            and self.treedef == other.treedef
-            and self._key == other._key
-        )
+        return isinstance(other, Static) and self._hash == other._hash and self._key == other._key
 
+    def holds(self, parts: Sequence[Any]) -> bool:
+        """Whether these are its values and data, by their identity."""
+        return len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
 
-class Recent:
-    """The static part of the last call, found again where every value is the same object: most often it is.
+    def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
+        """The tree again, with these arrays."""
+        leaves: list[Any] = [None] * self.treedef.num_leaves
+        for positions, found in zip((self.form.statics, *self.form.groups), (self.values, *lists), strict=True):
+            for at, leaf in zip(positions, found, strict=True):
+                leaves[at] = leaf
+        return jax.tree.unflatten(self.treedef, leaves)
 
-    To ask a structure for its data takes one call per node, which is more than all else that `filter_jit` does.
-    The garbage collector knows what a structure refers to, and is asked where that is seen to hold all of the data.
-    """
-
-    __slots__ = ("_has_data", "_is_known", "_last")
-
-    def __init__(self, treedef: Any, has_data: bool):
-        self._has_data = has_data
-        known = set(map(id, gc.get_referents(treedef)))
-        self._is_known = not has_data or known.issuperset(map(id, node_data(treedef)))
-        self._last: tuple[list[Any], Static] | None = None
-
-    def static(self, treedef: Any, layout: Any, values: tuple[Any, ...]) -> Static:
-        if not self._is_known:
-            return Static(treedef, layout, values)
-        parts = [*values, *_fields(gc.get_referents(treedef))] if self._has_data else [*values]
-        last = self._last
-        if last is not None and len(parts) == len(last[0]) and all(map(operator.is_, parts, last[0])):
-            return last[1]
-        static = Static(treedef, layout, values)
-        self._last = parts, static
-        return static
+    def difference(self, given: "Static") -> str:
+        """How another call differs, in words."""
+        if self.treedef != given.treedef:
+            return f"{self.treedef.num_leaves} leaves then, {given.treedef.num_leaves} now"
+        pairs = zip(self._parts, given._parts, strict=False)
+        then, now = next((pair for pair in pairs if mark(pair[0]) != mark(pair[1]) or pair[0] != pair[1]), ("", ""))
+        return f"{then!r:.60} then, {now!r:.60} now"

@@ -1,5 +1,6 @@
 """What is no sharding, and shardings on several sets of devices, at the boundary of `filter_jit`."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,3 +75,61 @@ def test_an_array_that_lies_otherwise_than_its_entry_is_named(plans):
     other = jax.device_put(TREE["w"], NamedSharding(plans[0].jax_mesh, P("tensor")))
     with pytest.raises(PlanMismatchError, match=r"`w` of argument 0 .* lies by .*\('tensor',?\).*`in_shardings` is"):
         filter_jit(lambda tree: tree, in_shardings=(plans[0],))({"w": other})
+
+
+def step(params, batch, *, rate=0.1, key):
+    return params, batch, rate, key
+
+
+MISFITS = [
+    ((1,), {"key": 2}),
+    ((), {"key": 2}),
+    ((1, 2), {}),
+    ((1, 2, 3), {"key": 2}),
+    ((1, 2), {"key": 2, "kye": 3}),
+    ((1, 2), {"key": 2, "batch": 3}),
+]
+
+
+@pytest.mark.parametrize("args, kwargs", MISFITS, ids=str)
+def test_a_call_that_does_not_fit_the_signature_fails_as_in_python(args, kwargs):
+    with pytest.raises(TypeError) as plain:
+        step(*args, **kwargs)
+    with pytest.raises(TypeError) as ours:
+        filter_jit(step)(*args, **kwargs)
+    # Python also counts the keyword-only arguments that were given.
+    plain_text = str(plain.value).replace(" positional arguments (and 1 keyword-only argument)", "")
+    assert str(ours.value) == plain_text
+    with pytest.raises(TypeError, match=r"step\(\)"):
+        filter_jit(step).lower(*args, **kwargs)
+
+
+def test_a_key_that_is_no_parameter_is_named(plans):
+    text = r"`c` is no parameter of .*<lambda>\(a, b\); the entry .* no prefix of"
+    with pytest.raises(PlanMismatchError, match=text):
+        filter_jit(lambda a, b: a, in_shardings={"c": plans[0]})(TREE, TREE)
+    with pytest.raises(PlanMismatchError, match=r"`bb` is no parameter of .*<lambda>\(a, b\), .*; did you mean `b`\?"):
+        filter_jit(lambda a, b: a, in_shardings={"a": plans[0], "bb": plans[0]})
+    # One entry for all arguments may be a dict.
+    shardings = {"w": plans[0].shardings["w"]}
+    out = filter_jit(lambda a, b: b, in_shardings=shardings)(TREE, TREE)
+    assert out["w"].sharding == shardings["w"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+TAKE_SHARDINGS = {
+    "jit, results": lambda entry: jax.jit(lambda tree: tree, out_shardings=entry)(TREE),
+    "jit, arguments": lambda entry: jax.jit(lambda tree: tree, in_shardings=(entry,))(TREE),
+    "device_put": lambda entry: jax.device_put(TREE, entry),
+    "constraint": lambda entry: jax.lax.with_sharding_constraint(jax.tree.map(jnp.asarray, TREE), entry),
+    "filter_shard": lambda entry: eqx.filter_shard(jax.tree.map(jnp.asarray, TREE), entry),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_SHARDINGS)
+def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, name):
+    """The texts are in docs/faq.md."""
+    with pytest.raises((AssertionError, ValueError)) as error:
+        TAKE_SHARDINGS[name](plans[0])
+    texts = "pytree structure error: different types at key path", "specification must be a tree prefix of the corres"
+    assert str(error.value) == "" or any(text in str(error.value) for text in texts)
+    assert TAKE_SHARDINGS[name](plans[0].shardings)["w"].sharding == plans[0].shardings["w"]

@@ -248,13 +248,11 @@ def test_constrain_inside_a_step():
 
 def test_errors():
     params, _, _ = plans(AxisType.Auto)
-    without = plan({"w": X}, SPEC, paths=PathRules.parse("w->data"))
-    with pytest.raises(PlanMismatchError, match="has no devices, so arrays cannot be placed by it"):
-        filter_jit(lambda t: t, in_shardings=(without,))({"w": X})
     with pytest.raises(PlanMismatchError, match="argument 0 of .* is not the tree that its plan is for"):
         filter_jit(lambda t: t, in_shardings=(params,))({"w": X})
     with pytest.raises(
-        PlanMismatchError, match=r"names 'bacth', which is no parameter \(model, batch\); did you mean 'batch'"
+        PlanMismatchError,
+        match=r"`bacth` is no parameter of .*<lambda>\(model, batch\), which .*; did you mean `batch`",
     ):
         filter_jit(lambda model, batch: batch, in_shardings={"model": params, "bacth": params})
     with pytest.raises(LeafTypeError, match="holds set {'a'}, which is no array and cannot be hashed"):

@@ -95,7 +95,7 @@ def test_constrain_takes_one_name_per_dimension():
     made = plan_on(AUTO)
     for strict in (False, True):
         for names in (("batch", None, "mlp"), ("batch", "mlp", None), ("batch",), ("batch", "mlp", None, ...)):
-            with pytest.raises(SpecError, match=r"logical names \(.*\) for an array of rank 2, shape .*; give one"):
+            with pytest.raises(SpecError, match=r"logical names? \(.*\) for an array of rank 2, shape .*; give one"):
                 constrain(X, names, made, strict=strict)
         assert constrain(X, (), made, strict=strict).sharding.spec == P()  # pyright: ignore[reportAttributeAccessIssue]
         for names in (("batch", ...), ("batch", None), ("batch", ..., None), ("batch", None, ...)):
@@ -260,3 +260,66 @@ def test_reading_back_inside_jit_does_not_guess_what_auto_axes_do(read):
         jax.jit(lambda x: read({"x": x}))(x)
     # A program for one device has nothing to guess.
     jax.jit(lambda x: read({"x": x}) and x)(jnp.ones((4, 4)))
+
+
+HEADS = AxisRules([("batch", "data"), ("heads", "tensor")], units={"heads": 16})
+APART = (None, "heads", None)
+
+
+def plan_with(*sizes):
+    tree = {f"q{size}": jax.ShapeDtypeStruct((64, size), jnp.float32) for size in sizes}
+    return plan(tree, AUTO, names=dict.fromkeys(tree, (None, "heads")), axes=HEADS)
+
+
+@pytest.mark.parametrize(
+    "sizes, shape, cut",
+    [
+        ((128,), (2, 8, 16), True),  # smaller than a unit
+        ((), (2, 8, 16), True),
+        ((640,), (2, 20, 3), True),  # no multiple, and the plan's arrays are
+        ((2048,), (2, 128, 16), True),  # as many as a fused array has heads
+        ((256,), (2, 16, 16), True),
+        ((128,), (2, 128, 16), True),  # 8 units of 16
+        ((32, 512), (2, 32, 16), False),  # as large as a fused array of two heads, which decides
+    ],
+)
+@pytest.mark.parametrize("where", ["constrain", "jit", "sharding"])
+def test_heads_that_are_apart_may_have_the_name_of_fused_ones(sizes, shape, cut, where):
+    made = plan_with(*sizes)
+    if where == "sharding":
+        spec = made.sharding(APART, shape).spec
+    else:
+        run = lambda x: constrain(x, APART, made)
+        x = jax.device_put(np.zeros(shape, np.float32), NamedSharding(AUTO, P()))
+        spec = (jax.jit(run) if where == "jit" else run)(x).sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+    assert spec == (P(None, "tensor") if cut else P())
+
+
+@pytest.mark.parametrize(
+    "sizes, shape, why",
+    [
+        ((), (2, 40, 16), "no whole number of them"),
+        ((), (2, 16, 16), "1 of them, or 16 that are apart"),
+        ((128,), (2, 32, 16), "2 of them, or 32 that are apart"),
+    ],
+)
+def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape, why):
+    made = plan_with(*sizes)
+    text = rf"'heads', which is made of units of 16: that is {why}.*`axes.extend\(\[\('heads_apart', 'tensor'\)\]\)`"
+    with pytest.raises(SpecError, match=text):
+        constrain(np.zeros(shape, np.float32), APART, made)
+    with pytest.raises(SpecError, match=text):
+        made.sharding(APART, shape, strict=False)
+    # The fix.
+    named = plan({}, AUTO, axes=HEADS.extend([("heads_apart", "tensor")]))
+    assert named.sharding((None, "heads_apart", None), shape).spec == P(None, "tensor")
+    # A plan says it in the reason, and fused dimensions are whole as before.
+    (why,) = plan(np.zeros(shape), AUTO, names=APART, axes=HEADS).leaves[0].reasons
+    assert "a name without a unit" in why.message
+    assert made.sharding(("heads", None), (32, 64)).spec == made.sharding((None, "heads"), (2, 32)).spec == P()
+
+
+def test_a_plan_cuts_a_cache_between_heads():
+    made = plan(np.zeros((2, 8, 16)), AUTO, names=APART, axes=HEADS)
+    assert made.leaves[0].spec == P(None, "tensor") and made.leaves[0].reasons == ()
+    assert plan(np.zeros((2, 6, 16)), AUTO, names=APART, axes=HEADS).leaves[0].spec == P()  # 4 does not divide 6

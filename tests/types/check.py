@@ -17,7 +17,14 @@ ROOT = HERE.parents[1]
 SIGNATURES, MISTAKES = (HERE / name for name in ("signatures.py", "mistakes.py"))
 CHECKERS = {
     "basedpyright": ["basedpyright", "--pythonpath", sys.executable],
-    "mypy": ["mypy", "--python-executable", sys.executable, "--follow-imports=silent", "--no-error-summary"],
+    "mypy": [
+        "mypy",
+        "--python-executable",
+        sys.executable,
+        "--follow-imports=silent",
+        "--no-error-summary",
+        "--disallow-untyped-decorators",
+    ],
 }
 
 

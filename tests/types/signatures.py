@@ -21,6 +21,11 @@ class Model(eqx.Module):
         return self.weight + by
 
 
+@sfx.filter_jit(donate="all")
+def doubled(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
 def step(model: Model, batch: dict[str, jax.Array], *, rate: float = 0.1) -> tuple[Model, jax.Array]:
     return model, batch["x"] * rate
 
@@ -30,6 +35,8 @@ def functions(model: Model, batch: dict[str, jax.Array], plan: sfx.ShardPlan) ->
     assert_type(jitted(model, batch, rate=0.2), tuple[Model, jax.Array])
     assert_type(sfx.filter_jit(out_shardings=plan)(step)(model, batch), tuple[Model, jax.Array])
     assert_type(jitted.lower(model, batch).compile()(model, batch), tuple[Model, jax.Array])
+    assert_type(jitted.trace(model, batch).lower().compile()(model, batch), tuple[Model, jax.Array])
+    assert_type(doubled(batch["x"]), jax.Array)
     assert_type(model.scaled(2.0), jax.Array)
     assert_type(model.shifted(), jax.Array)
 

@@ -1,4 +1,4 @@
-"""Arguments that hold nothing but leaves are not taken apart again, and what they hold is still told apart."""
+"""Each call gets its own arguments, whatever the call before it was."""
 
 import collections
 
@@ -8,44 +8,10 @@ import numpy as np
 import pytest
 
 from shardfx import filter_jit
-from shardfx._arrays.shallow import form_of, leaves_in
 
 
 A, B, C = (np.full(2, value, np.float32) for value in (1.0, 2.0, 3.0))
 Pair = collections.namedtuple("Pair", "x y")
-
-SHALLOW = {
-    "none at all": (),
-    "leaves": (A, 1, "text", len),
-    "list": ([A, B, 1.5],),
-    "tuple": ((A, B), C),
-    "sorted": ({"a": A, "b": B},),
-    "unsorted": ({"b": A, "a": B, "c": C}, A),
-    "one key": ({"a": A},),
-    "empty": ([], {}, ()),
-}
-DEEPER = {
-    "nested": ([A, [B]],),
-    "None": (A, None),
-    "None within": ([A, None],),
-    "a named tuple": (Pair(A, B),),
-    "an ordered dict": (collections.OrderedDict(b=A, a=B),),
-    "keys that are no strings": ({1: A, 0: B},),
-}
-
-
-@pytest.mark.parametrize("args", SHALLOW.values(), ids=SHALLOW)
-def test_leaves_come_in_the_order_of_jax(args):
-    form = form_of(args)
-    assert form is not None
-    found, leaves = leaves_in(args, form), jax.tree.leaves(args)
-    assert found is not None and [*map(id, found)] == [*map(id, leaves)]
-
-
-@pytest.mark.parametrize("args", DEEPER.values(), ids=DEEPER)
-def test_other_trees_have_no_form(args):
-    assert form_of(args) is None
-
 
 # Each pair has as many leaves of the same types, or holds what is no leaf.
 OTHERS = [

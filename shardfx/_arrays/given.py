@@ -1,0 +1,147 @@
+"""The arrays that a call gives, and what it may not give: arrays that are gone, shared, or on other devices.
+
+The runtime finds out too, and where a program runs on several CPU devices it ends the process.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+
+from .._ground.errors import PlanMismatchError
+from .._ground.spec import canonical
+from ..topology._mesh import MeshSpec
+
+
+class Given(NamedTuple):
+    """A leaf of the arguments: its name in messages, its path, its entry, whether and where it is donated."""
+
+    name: str
+    path: str
+    leaf: Any
+    wanted: Any
+    is_donated: bool
+    argument: int
+
+    @property
+    def text(self) -> str:
+        """Its name, dtype and shape."""
+        return f"{self.name}, {self.leaf.dtype}{list(self.leaf.shape)},"
+
+
+def is_placed(kind: type) -> bool:
+    """Whether leaves of this type have buffers."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
+
+
+def raise_gone_or_shared(given: Iterable[Given]) -> None:
+    """Raises for an array whose buffers are gone, or that is donated, given twice, and taken as it lies."""
+    seen: dict[int, Given] = {}
+    for one in given:
+        if one.leaf.is_deleted():
+            raise PlanMismatchError(
+                f"{one.text} was deleted, or donated to an earlier call, which may have written over it. Use what that "
+                "call returned, or leave the argument out of `donate`."
+            )
+        first = seen.setdefault(id(one.leaf), one)
+        if first is not one and (first.is_donated or one.is_donated) and not (_is_moved(first) or _is_moved(one)):
+            raise PlanMismatchError(
+                f"{first.name} and {one.name} are one array, {one.leaf.dtype}{list(one.leaf.shape)}, and "
+                f"{'both are' if first.is_donated and one.is_donated else 'one of them is'} donated: the program "
+                "could write over what it still reads. Copy one of them first: "
+                "`jax.tree.map(jax.numpy.copy, tree)`; or leave the argument out of `donate`."
+            )
+
+
+def _is_moved(one: Given) -> bool:
+    """Whether JAX puts an array where the program wants it, so that a copy is donated."""
+    return not one.leaf.committed or not lies_as(one.leaf.sharding, one.wanted, one.leaf.ndim)
+
+
+def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
+    """Raises for the first array that does not lie as its entry says."""
+    for one in given:
+        own = struct_of(one.leaf).sharding
+        if not lies_as(own, one.wanted, one.leaf.ndim):
+            raise PlanMismatchError(
+                f"{one.text} lies by {own}, but its entry of `in_shardings` is {one.wanted}. Move it first: "
+                "`shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry out, to take the argument as it "
+                "comes."
+            ) from error
+
+
+def raise_apart(places: Iterable[tuple[str, Any]], error: Exception | None) -> None:
+    """Raises if two shardings are on other devices, or on the same ones in another order; each has a text before it."""
+    pairs = [(what, devices) for what, sharding in places if (devices := _in_order(sharding))]
+    for what, devices in pairs[1:]:
+        if devices != pairs[0][1]:
+            raise PlanMismatchError(
+                f"{what} {_listed(devices)}, and {pairs[0][0]} {_listed(pairs[0][1])}; a compiled function runs on one "
+                "set of devices in one order. Move one of them: `shard(tree, plan)`, or `reshard(tree, plan)`; where "
+                "plans are on several meshes, give each a function of its own, and `reshard` between them."
+            ) from error
+
+
+def lies_apart(leaf: Any, wanted: Any) -> bool:
+    """Whether an array lies on other devices than those of a sharding for several.
+
+    For one that would be cut alike there, JAX moves it at the first call, and the next one ends in the runtime.
+    """
+    if not isinstance(wanted, NamedSharding) or not is_placed(type(leaf)) or not leaf.committed:
+        return False
+    devices = _in_order(wanted)
+    return len(devices) > 1 and _in_order(leaf.sharding) != devices
+
+
+def _in_order(sharding: Any) -> tuple[Any, ...]:
+    """The devices of a sharding in the order in which a program takes them; none for an abstract mesh."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
+    return tuple(sorted(sharding.device_set, key=lambda one: one.id)) if isinstance(sharding, Sharding) else ()
+
+
+def _listed(devices: Sequence[Any]) -> str:
+    ids = [device.id for device in devices]
+    listed = f"{ids}" if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
+    return f"{'device' if len(ids) == 1 else 'devices'} {listed}"
+
+
+def is_abstract(sharding: Any) -> bool:
+    """Whether a sharding is on a mesh without devices."""
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+
+
+def lies_as(own: Any, wanted: Any, ndim: int) -> bool:
+    """Whether the sharding of an array, if it has one, is what an entry wants; without devices, by mesh and spec."""
+    if own is None or not isinstance(wanted, Sharding):
+        return True
+    if not (is_abstract(own) or is_abstract(wanted)):
+        return own.is_equivalent_to(wanted, ndim)
+    ends = [
+        (tuple(one.mesh.shape.items()), canonical(one.spec)) if isinstance(one, NamedSharding) else one
+        for one in (own, wanted)
+    ]
+    return ends[0] == ends[1]
+
+
+def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The struct of an array, with the sharding given, or else with its own where it has chosen one."""
+    if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):
+        sharding = getattr(leaf, "sharding", None)
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The struct of an array, on an abstract mesh where it lies on a mesh."""
+    found = struct_of(leaf)
+    own, abstract = found.sharding, None
+    if is_abstract(own):
+        return found
+    if isinstance(own, NamedSharding) and not own.mesh.empty:
+        usual = next(iter(own.device_set)).default_memory().kind
+        kind = None if own.memory_kind == usual else own.memory_kind
+        abstract = NamedSharding(MeshSpec.of(own.mesh).abstract(), own.spec, memory_kind=kind)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=abstract, weak_type=found.weak_type)

@@ -1,0 +1,131 @@
+"""A function of `filter_jit` between the call and the program: traced, lowered, compiled."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from ..topology._mesh import MeshSpec
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedArray:
+    """One array that a traced function takes or returns.
+
+    **Arguments:**
+
+    - `path`: the name of its argument, and the path within it: "params/layers/0/w". Of a result the path within what
+        the function returns.
+    - `struct`: its shape and dtype, and its sharding where `in_shardings`, `out_shardings` or the argument says it.
+    - `is_donated`: whether its buffer may be reused.
+    - `argument`: the position of its argument; `None` for results, and for arrays of the function itself.
+    - `name`: what the text of the program calls it; "" for results.
+    """
+
+    path: str
+    struct: jax.ShapeDtypeStruct
+    is_donated: bool = False
+    argument: int | None = None
+    name: str = ""
+
+
+class Traced(Generic[P, R]):
+    """A function that is traced for arguments of some shapes.
+
+    **Arguments:**
+
+    - `arrays`: the arrays that it takes, one for each input of the jaxpr.
+    - `results`: the arrays that it returns, one for each output of the jaxpr.
+    - `traced`: what `jax.jit(...).trace` returned.
+    - `mesh`: of the first plan among its shardings, with the slices that it spans; `None` without plans.
+    """
+
+    def __init__(
+        self,
+        call: Any,
+        traced: jax.stages.Traced,
+        arrays: Sequence[TracedArray],
+        results: Sequence[TracedArray],
+        mesh: MeshSpec | None,
+    ):
+        self._call, self.traced, self.arrays, self.results = call, traced, tuple(arrays), tuple(results)
+        self.mesh = mesh
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr: its inputs are `arrays`, and its outputs are `results`."""
+        return self.traced.jaxpr
+
+    @property
+    def out_info(self) -> Any:
+        """The structs of the results, in the order of the jaxpr's outputs."""
+        return self.traced.out_info
+
+    @property
+    def fun_name(self) -> str:
+        """The name of the function."""
+        return self.traced.fun_name
+
+    @property
+    def argument_paths(self) -> dict[str, str]:
+        """The path of each array that it takes, by the name that the array has in the program's text."""
+        return {one.name: one.path for one in self.arrays}
+
+    def lower(self, *, lowering_platforms: Sequence[str] | None = None) -> "Lowered[P, R]":
+        """Lowers it, for the platforms named, or else for that of the devices of its shardings.
+
+        Plans without devices need `lowering_platforms`, and no device.
+        """
+        named = None if lowering_platforms is None else tuple(lowering_platforms)
+        return Lowered(self._call, self.traced.lower(lowering_platforms=named), self.argument_paths)
+
+
+class Lowered(Generic[P, R]):
+    """A function that is lowered for arguments of some shapes."""
+
+    def __init__(self, call: Any, lowered: jax.stages.Lowered, argument_paths: dict[str, str]):
+        self._call, self.lowered, self.argument_paths = call, lowered, argument_paths
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """The text of the program as it goes to the compiler."""
+        return self.lowered.as_text(dialect, debug_info=debug_info)
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The program as it goes to the compiler."""
+        return self.lowered.compiler_ir(dialect)
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled[P, R]":
+        """Compiles it for its devices."""
+        return Compiled(self._call, self.lowered.compile(compiler_options), self.argument_paths)
+
+
+class Compiled(Generic[P, R]):
+    """A function that is compiled for arguments of some shapes, and for the static ones that it was lowered with."""
+
+    def __init__(self, call: Any, compiled: jax.stages.Compiled, argument_paths: dict[str, str]):
+        self._call, self.compiled, self.argument_paths = call, compiled, argument_paths
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call(self.compiled, args, kwargs)
+
+    @property
+    def input_shardings(self) -> Any:
+        """How the arrays come in, as the program has them."""
+        return self.compiled.input_shardings
+
+    def as_text(self) -> str:
+        """The text of the compiled program."""
+        return self.compiled.as_text() or ""
+
+    def memory_analysis(self) -> Any:
+        """The compiler's count of memory."""
+        return self.compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """The compiler's count of operations."""
+        return self.compiled.cost_analysis()

@@ -1,0 +1,147 @@
+"""A function of `filter_jit` that is traced and lowered, by plans with and without devices."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+from shardfx import MeshSpec, PathRules, PlanMismatchError, filter_jit, plan, shard
+
+
+MESH = MeshSpec({"data": 2, "tensor": 4})
+RULES = PathRules([("w", P(None, "tensor")), ("b", P("tensor")), ("x", P("data"))])
+PARAMS = {"w": np.ones((4, 8), np.float32), "b": np.ones(8, np.float32)}
+BATCH = {"x": np.ones((6, 4), np.float32)}
+
+
+def step(params, batch, *more, rate=0.5, **named):
+    y = batch["x"] @ params["w"] + params["b"] * rate + sum(more) + sum(named.values())
+    return {"new": jax.tree.map(lambda x: x * 2, params), "y": y, "text": "text"}
+
+
+def plans(mesh=MESH):
+    return plan(PARAMS, mesh, paths=RULES, unused="allow"), plan(BATCH, mesh, paths=RULES, unused="allow")
+
+
+def traced(**kwargs):
+    params, batch = plans()
+    jitted = filter_jit(step, in_shardings={"params": params, "batch": batch}, **kwargs)
+    struct = jax.ShapeDtypeStruct((8,), jnp.float32)
+    return jitted.trace(params.structs, batch.structs, struct, rate=struct, z=struct)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_plans_without_devices_are_traced_and_lowered(platform):
+    params, _ = plans()
+    text = (
+        traced(out_shardings={"new": params, "y": None, "text": None}).lower(lowering_platforms=(platform,)).as_text()
+    )
+    assert 'sdy.mesh @mesh = <["data"=2, "tensor"=4]>' in text
+    assert text.count('#sdy.sharding<@mesh, [{}, {"tensor"}]>') == 2  # `w` as it comes in, and as it goes out
+
+
+def test_a_trace_says_what_it_takes():
+    params, batch = plans()
+    made = traced(donate=("params", 2))
+    found = {one.path: one for one in made.arrays}
+    assert set(found) == {"params/w", "params/b", "batch/x", "more/0", "rate", "z"}
+    assert found["params/w"].struct == params.structs["w"] and found["batch/x"].struct == batch.structs["x"]
+    assert found["rate"].struct.sharding is None
+    assert {path: one.argument for path, one in found.items()} == {
+        "params/w": 0, "params/b": 0, "batch/x": 1, "more/0": 2, "rate": 3, "z": 4,
+    }  # fmt: skip
+    assert {path for path, one in found.items() if one.is_donated} == {"params/w", "params/b", "more/0"}
+    assert [(one.struct.shape, one.struct.dtype) for one in made.arrays] == [
+        (aval.shape, aval.dtype) for aval in made.jaxpr.in_avals
+    ]
+    text = made.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
+    assert all(f'loc("{one.name}")' in text for one in made.arrays)
+    assert made.argument_paths[found["params/w"].name] == "params/w" and made.mesh == MESH
+
+
+def test_a_trace_says_what_it_returns():
+    params, _ = plans()
+    shardings = NamedSharding(MESH.abstract(), P("data")), None
+    for out in ({"new": params, "y": shardings[0], "text": None}, {"new": params, "y": None, "text": None}, None):
+        made = traced(out_shardings=out)
+        found = {one.path: one.struct for one in made.results}
+        assert [one.struct.shape for one in made.results] == [aval.shape for aval in made.jaxpr.out_avals]
+        assert set(found) == {"new/w", "new/b", "y"} and found["new/w"].shape == (4, 8)
+        assert found["new/w"].sharding == (params.shardings["w"] if out else None)
+        assert found["y"].sharding == (out["y"] if out else None)
+    only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert [one.path for one in only.results] == ["a/0", "b"]
+
+
+def test_a_trace_has_what_that_of_jax_has():
+    params, batch = plans()
+    jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch))
+    ours = jitted.trace(params.structs, batch.structs)
+    theirs = jax.jit(lambda params, batch: batch["x"] @ params["w"]).trace(params.structs, batch.structs)
+    assert [str(eqn.primitive) for eqn in ours.jaxpr.eqns] == [str(eqn.primitive) for eqn in theirs.jaxpr.eqns]
+    assert ours.fun_name == theirs.fun_name and isinstance(ours.traced, type(theirs))
+
+
+def test_arrays_of_the_function_itself_are_named():
+    linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
+    made = filter_jit(linear).trace(jax.ShapeDtypeStruct((4,), jnp.float32))
+    assert [(one.path, one.argument) for one in made.arrays] == [
+        ("Linear/weight", None),
+        ("Linear/bias", None),
+        ("x", 0),
+    ]
+
+
+def test_live_arrays_may_stand_in_the_place_of_structs():
+    params, batch = plans()
+    placed = [shard(tree, made.on(MESH.build(jax.devices()))) for tree, made in ((PARAMS, params), (BATCH, batch))]
+    jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params,))
+    for given in ((PARAMS, BATCH), placed, jax.tree.map(jnp.asarray, (PARAMS, BATCH))):
+        made = jitted.trace(*given)
+        found = {one.path: one.struct.sharding for one in made.arrays}
+        assert found["params/w"] == params.shardings["w"]
+        assert found["batch/x"] == (batch.shardings["x"] if given is placed else None)
+        assert "tensor" in made.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_call_needs_devices(kind):
+    params, batch = plans(MeshSpec(dict(MESH.shape), axis_types=kind))
+    run = ft.partial(filter_jit, lambda params, batch: batch["x"] @ params["w"])
+    here = params.on(params.mesh.build(jax.devices()))
+    sharding = NamedSharding(params.mesh.abstract(), P("data"))
+    assert isinstance(sharding.mesh, AbstractMesh)
+    functions = [run(in_shardings=(params, batch)), run(in_shardings=(here,), out_shardings=sharding)]
+    for jitted in functions:
+        assert jitted.trace(params.structs, batch.structs).lower(lowering_platforms=("tpu",)).as_text()
+        with pytest.raises(PlanMismatchError, match=r"was called, .* `plan.on\(plan.mesh.build\(jax.devices\(\)\)\)`"):
+            jitted(PARAMS, BATCH)
+
+
+def test_a_struct_that_lies_otherwise_than_its_entry_is_an_error():
+    params, batch = plans()
+    jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch))
+    other = jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=NamedSharding(MESH.abstract(), P(None, "data")))
+    with pytest.raises(PlanMismatchError, match=r"`x` of argument 1 .* lies by .*, but its entry of `in_shardings` is"):
+        jitted.trace(params.structs, {"x": other})
+
+
+def test_what_was_traced_on_devices_runs():
+    params, batch = (made.on(MESH.build(jax.devices())) for made in plans())
+    jitted = filter_jit(step, in_shardings=(params, batch))
+    compiled = jitted.trace(PARAMS, BATCH).lower().compile()
+    found = compiled(shard(PARAMS, params), shard(BATCH, batch))
+    assert found["text"] == "text" and np.array_equal(found["y"], BATCH["x"] @ PARAMS["w"] + 0.5)
+
+
+@pytest.mark.parametrize("donate, gone", [(True, (True, True)), (False, (False, False)), (0, (True, False))])
+def test_donation_by_a_bool_is_all_or_none(donate, gone):
+    a, b = jnp.ones((8, 16)), jnp.ones((8, 16))
+    filter_jit(lambda a, b: (a + 1, b + 1), donate=donate)(a, b)
+    assert (a.is_deleted(), b.is_deleted()) == gone
+    with pytest.raises(ValueError, match="`donate` names True, which is no positional parameter"):
+        filter_jit(lambda a, b: a, donate=(True, False))
