@@ -72,6 +72,15 @@ def saves_and_loads():
             planned = checkpoint.plan_reads(index, wanted).processes[jax.process_index()]
             result[f"read.{name}.{other}"] = (sum(read), planned.read_bytes, planned.needed_bytes)
     result |= through_a_map(plans)
+    result |= with_few_devices()
+    result["numpy"] = saved(FOLDER / "numpy", tree(), plans["rows"])[0]
+    with checkpoint.Manager(FOLDER / "run", keep=2) as manager:
+        for step in range(4):
+            manager.save(step, {"step": step, **shardfx.shard(tree(), plans["rows"])})
+    multihost_utils.sync_global_devices("managed")
+    result["steps"] = (manager.steps(), manager.latest())
+    result["right.managed"] = right(manager.load(plans["others"]))
+    result["right.numpy"] = right(checkpoint.load(FOLDER / "numpy", plans["rows"]))
     result["errors"] = errors(plans["rows"])
     return result
 
@@ -84,6 +93,23 @@ EXPORT = TreeMap(
         "wide": From("wide").slice(0, 4),
     }
 )
+
+
+def with_few_devices():
+    """Arrays of which most processes hold nothing: put, saved and loaded, with and without a map."""
+    few, result = Mesh(jax.devices()[:2], "x"), {}
+    arrays = tree() | {"key": jax.random.key(3)}
+    made = shardfx.plan(arrays, few, paths=PathRules.parse("rows->x, columns->None.x, .*->replicate"))
+    put = shardfx.shard(arrays, made)
+    numbers = {path: one for path, one in put.items() if path != "key"}
+    result["right.few put"] = right(numbers) and all(array.sharding == made.shardings[p] for p, array in put.items())
+    everywhere = {p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=made.shardings[p]) for p, a in numbers.items()}
+    for name in ("rows", "others"):
+        loaded = checkpoint.load(FOLDER / name, everywhere)
+        result[f"right.few {name}"] = right(loaded) and len(loaded) == len(everywhere)
+        mapped = checkpoint.load(FOLDER / f"{name}-mapped", everywhere, EXPORT.inverse())
+        result[f"right.few {name} mapped"] = right(mapped)
+    return result
 
 
 def through_a_map(plans):
@@ -179,11 +205,14 @@ def disagreements():
     tried("leaf", 1, arrays | {"whole": "text"}, made)
     tried("leaf of the first", 0, arrays | {"whole": "text"}, made)
     tried("tree", 3, None, made)
-    tried("plan", 3, arrays, None)
+    tried("plan", 3, arrays, "plan")
     tried("other plan", 2, arrays, other)
     tried("dtype", 1, half, halved)
     tried("placed otherwise", 1, shardfx.reshard(arrays, other), made)
     tried("path", 2, arrays, made, path=no_path if me == 2 else FOLDER / "never")
+    times = TreeMap({"x": From("rows").times(float(me == 1) + 1)}, drop=["both", "columns", "whole", "wide"])
+    multihost_utils.sync_global_devices("map")
+    result["map"] = saved(FOLDER / "never", arrays, made, map=times)
     cut("ctrl-c", 3, 1.5)
     cut("ctrl-c in the first", 0, 1.5)
     cut("ctrl-c before the first has come", 2, 1.0, late=0)

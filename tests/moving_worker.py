@@ -8,7 +8,7 @@ import multiprocess_worker
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from shardfx import From, MeshError, MoveError, TreeMap
+from shardfx import From, MapError, MeshError, MoveError, TreeMap
 from shardfx._reshard.reshard import reshard
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._reshard.tiles.transfer import transfer_of
@@ -225,6 +225,13 @@ def mapped(name, **options):
 
 def through_maps():
     result: dict[str, object] = {name: mapped(name, donate=name == "disjoint") for name in MAPPED}
+    mesh = meshes()["grid"]
+    tree = {"w": placed(values((16, 24)), spread(mesh, (16, 24)))}
+    struct = {"x": jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=spread(mesh, (16, 24)))}
+    try:
+        reshard(tree, struct, map=TreeMap({"x": From("w").times(float(jax.process_index() == 1) + 1)}))
+    except MapError as error:
+        result["other map"] = str(error)
     try:
         mapped("odd", memory_limit_bytes=10)
     except MoveError as error:

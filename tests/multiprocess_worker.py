@@ -17,10 +17,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import (
+    From,
     MeshError,
     MeshSpec,
     PathRules,
     PlanMismatchError,
+    TreeMap,
     constrain,
     filter_jit,
     follow,
@@ -139,6 +141,16 @@ def agreement(mesh):
             hosts.assert_same_plan(other if last else mine)
         except PlanMismatchError as error:
             messages[what] = str(error)
+    same, twice = TreeMap({"out/w": "w"}), TreeMap({"out/w": From("w").times(2.0)})
+    hosts.assert_same_plan(same)
+    try:
+        hosts.assert_same_plan(twice if last else same)
+    except PlanMismatchError as error:
+        messages["map"] = str(error)
+    try:
+        hosts.assert_same_plan(mine if last else same)
+    except PlanMismatchError as error:
+        messages["map and plan"] = str(error)
     return messages
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from .._ground.tree import flatten
 from . import in_jax
 from .binding import Bound, bound_steps, places, structs_of, tree_structs
+from .casts import cast_array
 from .evaluate import evaluated
 from .on_arrays import on_arrays
 from .pieces import Made
@@ -51,7 +52,7 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Bound) ->
         found = {}
         for path, rule, binding in places(step, structs, target, {}, []):
             value = evaluated(rule, binding, leaves, ops)
-            found[path] = value.astype(target[path].dtype) if value.dtype != target[path].dtype else value
+            found[path] = cast_array(value, target[path].dtype) if value.dtype != target[path].dtype else value
         leaves, structs = {path: found[path] for path in target}, structs_of(target, target.values())
     return leaves
 

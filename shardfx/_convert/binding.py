@@ -14,7 +14,7 @@ from .._ground.tree import flatten
 from .evaluate import ON_SHAPES, Absent, cast, count_of, dim_of, evaluated, leaf_made
 from .expression import From, leaves_of
 from .patterns import Binding, Pattern, pattern, sum_of
-from .pieces import Counted, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
+from .pieces import Counted, Factor, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 from .rules import Rules
 
 
@@ -87,7 +87,7 @@ def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf]
             problems.append((path, f"{str(error).removesuffix('.')}{near}. It is made by {rule}"))
             failed += [pattern(leaf) for leaf in leaves_of(rule)]
             continue
-        made = Made(made.shape, made.dtype, tuple(map(simplified, made.pieces)))
+        made = Made(made.shape, made.dtype, tuple(_simplified(made.pieces)))
         wanted = None if target is None else target[path]
         if wanted is not None:
             made = _fitting(path, rule, made, wanted, step.casts, problems)
@@ -98,6 +98,15 @@ def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf]
     if problems:
         _raise(problems)
     return found if target is None else {path: found[path] for path in target}
+
+
+def _simplified(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces with as few factors as say the same; thousands of them have the same few."""
+    known: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
+    for piece in pieces:
+        if piece.factors not in known:
+            known[piece.factors] = simplified(piece).factors
+        yield Piece(piece.value, piece.source, piece.target, known[piece.factors])
 
 
 def _used(rule: From, binding: Binding, leaves: Mapping[str, Made]) -> Iterator[str]:
@@ -245,7 +254,12 @@ def _at_of(rule: From, name: str) -> From | None:
 def _unused(
     step: Rules, source: Mapping[str, Leaf], used: Mapping[str, None], failed: Sequence[Pattern]
 ) -> Iterator[tuple[str, str]]:
-    drops = [*[pattern(text) for text in step.drop], *failed]
+    for text in step.drop:
+        # Backwards, what was dropped need not be there to be left out.
+        if not step.inverted and not any(pattern(text).matched(path) is not None for path in source):
+            yield text, f"`drop` names it, and the source has no such leaf{_near(text, source)}"
+    yield from _behind_gaps(step, source, used)
+    drops = [*[pattern(text) for text in (*step.drop, *step.rest)], *failed]
     groups: dict[Any, list[str]] = {}
     for path in source:
         if path not in used and not any(drop.matched(path) is not None for drop in drops):
@@ -253,6 +267,37 @@ def _unused(
     for paths in groups.values():
         text = joined(paths) if len(paths) > 1 else paths[0]
         yield f"source `{text}`", f'nothing is made of it; say so if that is meant: `drop=["{paths[0]}"]`'
+
+
+def _behind_gaps(step: Rules, source: Mapping[str, Leaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
+    """Leaves that a stack would go through if it did not stop at a number before, which the source lacks."""
+    for _, rule in step.made:
+        for over, text in _endless(rule):
+            one = pattern(text)
+            for path in source:
+                binding = None if path in used else one.matched(path)
+                if binding is None or one.filled({**binding, over: 0}) not in used:
+                    continue
+                number = next(n for n in it.count() if one.filled({**binding, over: n}) not in used)
+                gap = one.filled({**binding, over: number})
+                if gap in source:
+                    continue
+                yield (
+                    path,
+                    f"`.stack({over!r})` stops before it: the source has no `{gap}`. Add that leaf, or say how many: "
+                    f"`.stack({over!r}, count={number})`",
+                )
+                break
+
+
+def _endless(rule: From) -> Iterator[tuple[str, str]]:
+    """The name that each stack without a count goes through, with the leaf that it counts."""
+    if rule.op == "stack" and len(rule.args) == 2:
+        text = next((leaf for leaf in leaves_of(rule.of[0]) if rule.args[0] in pattern(leaf).names), None)
+        if text is not None:
+            yield rule.args[0], text
+    for part in rule.of:
+        yield from _endless(part)
 
 
 def _near(path: str, names: Mapping[str, Any], what: str = "") -> str:

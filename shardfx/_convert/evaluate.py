@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._ground.errors import MapError
-from .expression import From
+from .expression import From, leaves_of
 from .forms import check_number
 from .patterns import Binding, pattern, sum_of
 from .pieces import (
@@ -50,6 +50,9 @@ def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapp
         return leaves[resolved(made.args[0], binding, leaves)]
     if made.op == "stack":
         over, dim = made.args[:2]
+        alike = _stacked_alike(made, binding, leaves) if ops is ON_SHAPES else None
+        if alike is not None:
+            return alike
         parts = [evaluated(made.of[0], {**binding, over: i}, leaves, ops) for i in count_of(made, binding, leaves)]
         return ops["stacked"](parts, dim)
     parts = [evaluated(part, binding, leaves, ops) for part in made.of]
@@ -59,6 +62,47 @@ def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapp
     if made.op == "scale":
         return ops["scale"](parts, made.args)
     return ops[made.op](parts, *made.args)
+
+
+def _stacked_alike(made: From, binding: Binding, leaves: Mapping[str, Made]) -> Made | None:
+    """A stack of parts that differ in the names of their leaves alone: the first is evaluated, the others renamed.
+
+    `None` where they differ in more, or come in stacks themselves.
+    """
+    (part,), (over, dim), numbers = made.of, made.args[:2], count_of(made, binding, leaves)
+    if len(numbers) < 2 or _depends_on(part):
+        return None
+    texts = tuple(dict.fromkeys(leaves_of(part)))
+    first = {text: resolved(text, {**binding, over: 0}, leaves) for text in texts}
+    if len({*first.values()}) < len(texts):
+        return None
+    one = evaluated(part, {**binding, over: 0}, leaves, ON_SHAPES)
+    rank = len(one.shape) + 1
+    dim = dim_of(dim, rank, "stack")
+    templates = [renumbered(piece, [*range(dim), None, *range(dim, rank - 1)]) for piece in one.pieces]
+    pieces = list(templates)
+    for number in numbers[1:]:
+        names = {path: resolved(text, {**binding, over: number}, leaves) for text, path in first.items()}
+        if any(
+            leaves[old].shape != leaves[new].shape or leaves[old].dtype != leaves[new].dtype
+            for old, new in names.items()
+        ):
+            return None
+        for piece in templates:
+            target = (*piece.target[:dim], number, *piece.target[dim + 1 :])
+            pieces.append(Piece(_renamed(piece.value, names), piece.source, target, piece.factors))
+    return Made((*one.shape[:dim], len(numbers), *one.shape[dim:]), one.dtype, tuple(pieces))
+
+
+def _renamed(value: Value, names: Mapping[str, str]) -> Value:
+    scale = None if value.scale is None else Scale(names[value.scale.path], value.scale.block)
+    return Value(None if value.path is None else names[value.path], value.number, scale, value.casts)
+
+
+def _depends_on(made: From) -> bool:
+    """Whether an expression depends on numbers in more than the names of its leaves."""
+    is_counted = made.op == "at" and isinstance(made.args[0], str)
+    return made.op == "stack" or is_counted or any(map(_depends_on, made.of))
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
@@ -125,7 +169,8 @@ def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
     if len(free) == 1 and known and count % known == 0:
         found[free[0]] = count // known
     if any(size < 0 for size in found) or math.prod(found) != count:
-        raise MapError(f"{what} of {count} elements into {tuple(sizes)}, which are not as many.")
+        turns = f"; {count} is no multiple of {known}" if len(free) == 1 and known > 1 else ""
+        raise MapError(f"{what} of {count} elements into {tuple(sizes)}, which are not as many{turns}.")
     return tuple(found)
 
 
@@ -221,10 +266,14 @@ def _stacked(parts: Sequence[Made], dim: int) -> Made:
     rank = len(first.shape) + 1
     dim = dim_of(dim, rank, "stack")
     order = [*range(dim), None, *range(dim, rank - 1)]
-    pieces = []
+    pieces, known = [], dict[tuple[Factor, ...], tuple[Factor, ...]]()
     for number, part in enumerate(parts):
-        place = tuple(number * (at == dim) for at in range(rank))
-        pieces += [shifted(renumbered(piece, order), place) for piece in part.pieces]
+        for piece in part.pieces:
+            # Thousands of pieces have the same few factors.
+            if piece.factors not in known:
+                known[piece.factors] = renumbered(piece, order).factors
+            target = (*piece.target[:dim], number, *piece.target[dim:])
+            pieces.append(Piece(piece.value, piece.source, target, known[piece.factors]))
     return Made((*first.shape[:dim], len(parts), *first.shape[dim:]), first.dtype, tuple(pieces))
 
 
@@ -259,10 +308,19 @@ def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
         shapes = {(len(part.shape), *part.shape[:at], *part.shape[at + 1 :]) for part in parts}
     dtypes = list(dict.fromkeys(str(part.dtype) for part in parts))
     if len(shapes) > 1:
-        raise MapError(f"`{op}` of different shapes, {sorted({part.shape for part in parts})}.")
+        raise MapError(f"`{op}` of different shapes, {sorted({part.shape for part in parts})}{_uneven(parts)}.")
     if len(dtypes) > 1:
         raise MapError(f"`{op}` of different dtypes, {' and '.join(dtypes)}; cast them first.")
     return parts[0]
+
+
+def _uneven(parts: Sequence[Made]) -> str:
+    """Of parts that take turns, as `layers[0::2]` and `layers[1::2]`: how many they are together."""
+    rows = {part.shape[1:] for part in parts if part.shape}
+    counts = [part.shape[0] for part in parts if part.shape]
+    if len(rows) > 1 or len(counts) < len(parts) or max(counts) - min(counts) > 1:
+        return ""
+    return f": {sum(counts)} entries in {len(counts)} turns, and {sum(counts)} is no multiple of {len(counts)}"
 
 
 def _at(parts: Sequence[Made], index: int, dim: int) -> Made:

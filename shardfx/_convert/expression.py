@@ -136,7 +136,10 @@ class From:
         return _new("pad_to", (self,), (size, dim, value))
 
     def cast(self, dtype: Any) -> "From":
-        """Another dtype, as in NumPy's `astype`."""
+        """Another dtype, as in JAX's `astype`, wherever it is cast.
+
+        Floats that become integers lose their fraction; what is out of range becomes the least or the largest integer.
+        """
         return _new("cast", (self,), (dtype,))
 
     def times(self, number: float | int) -> "From":

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from .casts import cast_array
 from .evaluate import check_counted, dim_of, sizes_of
 
 
@@ -64,7 +65,7 @@ def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
         return xp.concatenate([x, more], axis=dim)
 
     def cast(parts: Sequence[Any], dtype: str) -> Any:
-        return parts[0].astype(jnp.dtype(dtype))
+        return cast_array(parts[0], jnp.dtype(dtype))
 
     def scale(parts: Sequence[Any], block: tuple[int, ...]) -> Any:
         x, by = (part.astype(jnp.float32) for part in parts)

@@ -6,6 +6,7 @@ alike in this, so that whatever is written for one side holds for the other: `sw
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .._ground.boxes import Box
+from .casts import cast_array
 
 
 NOWHERE = -1
@@ -60,7 +62,7 @@ class Counted(NamedTuple):
 def changed(x: Any, to: Any) -> Any:
     """An array of NumPy or of JAX, cast to a dtype, or counted with a number."""
     if not isinstance(to, Counted):
-        return x.astype(to)
+        return cast_array(x, to)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
     number, values = wide.type(to.number), x.astype(wide)
     match to.sign:
@@ -175,8 +177,12 @@ def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
 
 def swapped(piece: Piece) -> Piece:
     """The same piece, seen from the other side."""
-    factors = tuple(Factor(f.size, f.target_dim, f.target_step, f.source_dim, f.source_step) for f in piece.factors)
-    return Piece(piece.value, piece.target, piece.source, factors)
+    return Piece(piece.value, piece.target, piece.source, _swapped(piece.factors))
+
+
+@ft.lru_cache(maxsize=4096)
+def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    return tuple(Factor(f.size, f.target_dim, f.target_step, f.source_dim, f.source_step) for f in factors)
 
 
 def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
@@ -228,6 +234,11 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
 
 def within(piece: Piece, box: Box) -> list[Piece]:
     """The elements of a piece that lie in a box of the target."""
+    ends = hull(piece)
+    if all(start <= low and high <= stop for (low, high), (start, stop) in zip(ends, box, strict=True)):
+        return [piece]
+    if any(high <= start or stop <= low for (low, high), (start, stop) in zip(ends, box, strict=True)):
+        return []
     found = [piece]
     for dim, (start, stop) in enumerate(box):
         found = [part for one in found for part in cut(one, dim, start, stop)]
@@ -332,7 +343,19 @@ def _goes_on(outer: Factor, inner: Factor) -> bool:
 
 def hull(piece: Piece) -> Box:
     """The smallest box of the target that holds the piece."""
-    return tuple((low, low + span(along(piece, dim))) for dim, low in enumerate(piece.target))
+    return tuple(
+        [
+            (low, low + reach)
+            for low, reach in zip(piece.target, _reaches(piece.factors, len(piece.target)), strict=True)
+        ]
+    )
+
+
+# Thousands of pieces have the same few factors.
+@ft.lru_cache(maxsize=4096)
+def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
+    """From the first to the last element that factors reach along each dimension of the target, both included."""
+    return tuple(span([one for one in factors if one.target_dim == dim]) for dim in range(rank))
 
 
 def dense(piece: Piece) -> Iterator[Piece]:

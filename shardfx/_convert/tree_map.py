@@ -1,6 +1,8 @@
 """How the leaves of one tree are made of those of another, as a value."""
 
 import dataclasses
+import functools as ft
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +12,7 @@ from .applied import applied
 from .binding import Bound, bound_steps
 from .expression import From, from_data, leaves_of, to_data
 from .patterns import pattern
-from .pieces import Struct
+from .pieces import Made, Struct
 from .rules import Rules
 
 
@@ -30,7 +32,8 @@ class TreeMap:
     - `rules`: from the path of a target, `layers/{i}/mlp/up`, to what it is made of: a [`shardfx.From`][], or the path
         of a leaf that is taken as it is. A name in braces stands for text without `/` and `.`, `{name*}` for any text.
     - `drop`: paths of leaves of the source that are not used, braces included. A leaf that is neither used nor dropped
-        is an error.
+        is an error, and so is a path that the source does not have.
+    - `rest`: paths of leaves that are not used, and that the source need not have.
     - `casts`: whether leaves are cast to the target's dtypes. Otherwise a dtype that is not the target's is an error.
 
     !!! Example
@@ -57,7 +60,14 @@ class TreeMap:
 
     steps: tuple[Rules, ...]
 
-    def __init__(self, rules: Mapping[str, "From | str"], *, drop: Iterable[str] = (), casts: bool = False):
+    def __init__(
+        self,
+        rules: Mapping[str, "From | str"],
+        *,
+        drop: Iterable[str] = (),
+        rest: Iterable[str] = (),
+        casts: bool = False,
+    ):
         made = []
         for path, given in dict(rules).items():
             value = From(given) if isinstance(given, str) else given
@@ -68,10 +78,27 @@ class TreeMap:
             for text in (path, *leaves_of(value)):
                 pattern(text)
             made.append((path, value))
-        dropped = (drop,) if isinstance(drop, str) else tuple(drop)
-        for text in dropped:
+        dropped, others = ((one,) if isinstance(one, str) else tuple(one) for one in (drop, rest))
+        for text in (*dropped, *others):
             pattern(text)
-        _set(self, (Rules(tuple(made), dropped, bool(casts)),))
+        _set(self, (Rules(tuple(made), dropped, bool(casts), False, others),))
+
+    @ft.cached_property
+    def digest(self) -> str:
+        """A text that is equal for equal maps, on every process."""
+        return hashlib.sha256(self.to_json().encode("utf-8", "surrogatepass")).hexdigest()
+
+    @ft.cached_property
+    def _hash(self) -> int:
+        return hash(self.steps)
+
+    def __hash__(self) -> int:
+        # A map of many rules is looked up in each step of a training run.
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hash of text differs between processes.
+        return {"steps": self.steps}
 
     @property
     def rules(self) -> dict[str, From]:
@@ -85,6 +112,11 @@ class TreeMap:
     def drop(self) -> tuple[str, ...]:
         """The paths of leaves of the source that are not used."""
         return self._one_step().drop
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """The paths of leaves that the source may have, and that are not used."""
+        return self._one_step().rest
 
     def _one_step(self) -> Rules:
         if len(self.steps) != 1 or self.steps[0].inverted:
@@ -133,6 +165,7 @@ class TreeMap:
             {
                 "rules": [[path, to_data(made)] for path, made in step.made],
                 "drop": list(step.drop),
+                "rest": list(step.rest),
                 "casts": step.casts,
                 "inverted": step.inverted,
             }
@@ -171,7 +204,13 @@ class TreeMap:
 def _step_of(data: Any) -> Rules:
     """A step out of JSON."""
     rules, drop, casts, inverted = (data[name] for name in ("rules", "drop", "casts", "inverted"))
-    for name, value, kind in (("rules", rules, list), ("drop", drop, list), ("casts", casts, bool)):
+    rest = data.get("rest", [])
+    for name, value, kind in (
+        ("rules", rules, list),
+        ("drop", drop, list),
+        ("rest", rest, list),
+        ("casts", casts, bool),
+    ):
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` is {value!r:.80}")
     if not isinstance(inverted, bool):
@@ -179,7 +218,7 @@ def _step_of(data: Any) -> Rules:
     made = {path: from_data(one) for path, one in rules}
     if len(made) != len(rules):
         raise ValueError("two rules make the same leaf")
-    return dataclasses.replace(TreeMap(made, drop=drop, casts=casts).steps[0], inverted=inverted)
+    return dataclasses.replace(TreeMap(made, drop=drop, rest=rest, casts=casts).steps[0], inverted=inverted)
 
 
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Bound:
@@ -202,6 +241,14 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
     return bound_steps(map.steps, source, target)
 
 
+@ft.lru_cache(maxsize=4)
+def bound_before(
+    map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
+) -> Mapping[str, Made]:
+    """As `bound`, what is made; from a bounded cache where the same was asked before."""
+    return bound(map, dict(source), dict(target)).made
+
+
 def _set(made: TreeMap, steps: tuple[Rules, ...]) -> None:
     object.__setattr__(made, "steps", steps)
 
@@ -219,5 +266,5 @@ def _lines(step: Rules) -> Iterable[str]:
     yield f"{len(step.made)} rules{', backwards' if step.inverted else ''}"
     for path, made in step.made:
         yield f"  {path:<{wide}} {arrow} {made}"
-    for path in step.drop:
+    for path in (*step.drop, *step.rest):
         yield f"  {'(dropped)':<{wide}} {arrow} {path}"

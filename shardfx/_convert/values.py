@@ -7,6 +7,7 @@ import numpy as np
 
 from .._ground.boxes import Box, volume
 from .._ground.copying import copy
+from .casts import is_rounded
 from .pieces import NOWHERE, Counted, Piece, Scale, changed, hull, is_only, rows, swapped
 from .views import as_bits, source_view, target_view
 
@@ -37,10 +38,11 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
         return
     # As in JAX, what is too large for a smaller floating-point dtype becomes infinite without a word.
     with np.errstate(over="ignore", invalid="ignore"):
-        last = piece.value.casts[-1:]
-        # What is cast last is cast while it is copied.
-        for to in piece.value.casts if last and isinstance(last[0], Counted) else piece.value.casts[:-1]:
-            values = changed(values, to)
+        # What is cast last is cast while it is copied, unless NumPy would cast it in another way.
+        for at, to in enumerate(piece.value.casts, 1):
+            is_last = at == len(piece.value.casts)
+            if not is_last or isinstance(to, Counted) or is_rounded(values.dtype, to):
+                values = changed(values, to)
         copy(there, values)
 
 

@@ -96,7 +96,9 @@ def reshard(
 
     **Arguments:**
 
-    - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices.
+    - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices. On CPUs
+        the result may share memory with a NumPy array, as with `jax.device_put`: pass `array.copy()` if you fill it
+        again.
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings; `None` leaves what is
         below it alone.
     - `map`: how the arrays of another tree are made of these, where `dst` is not a plan of this tree: a

@@ -17,6 +17,7 @@ from .._ground.tree import flatten
 from .._plan.target import Target, target_of
 from .carry_out import least_limit_bytes
 from .destinations import is_array
+from .mapped.agreement import require_same_map
 from .mapped.carry import Means, begun
 from .mapped.copies import Shards
 from .mapped.work import Leaf, Work, Works, works_of
@@ -64,6 +65,9 @@ def journey_of(tree: Any, dst: Any, map: TreeMap, copies: bool) -> Journey:
                 f"leaf `{path}`: the target's mesh has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
             )
     targets = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in target.arrays)
+    if jax.process_count() > 1:
+        ends = dict.fromkeys(leaf.sharding for leaf in (*sources, *targets) if leaf.sharding is not None)
+        require_same_map(map, tuple(sorted({device.process_index for end in ends for device in end.device_set})))
     return Journey(arrays, target, works_of(map, sources, targets, copies))
 
 

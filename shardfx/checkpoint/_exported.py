@@ -16,6 +16,7 @@ from .._ground.boxes import Box, as_box
 from .._ground.errors import LeafTypeError
 from .._ground.text import printable
 from . import _keys as prng, _safetensors as safetensors
+from ._casts import may_change
 from ._leaves import Leaves
 from ._spans import whole
 
@@ -66,10 +67,43 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
     for landing in landings(part, box):
         values = seen(memory, landing)
         casts = part.value.casts
-        # What is cast last is cast where it is written.
-        for to in casts if casts and isinstance(casts[-1], Counted) else casts[:-1]:
-            values = changed(values, to)
+        # What is cast last is cast where it is written, unless it would be refused there.
+        for at, to in enumerate(casts, 1):
+            if at < len(casts) or isinstance(to, Counted) or may_change(values.dtype, to):
+                values = changed(values, to)
         yield landing.source, values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """What this process writes of an array, copied to its memory.
+
+    **Arguments:**
+
+    - `shape`, `dtype`: of the whole array.
+    - `parts`: a box and its values each.
+    - `is_everywhere`: whether all processes have all of it, so that the first one writes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: tuple[tuple[Box, np.ndarray], ...]
+    is_everywhere: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def pieces(self, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+        """The parts that this process writes."""
+        return iter(self.parts if is_first or not self.is_everywhere else ())
+
+
+def held(value: Any) -> Held:
+    """A copy of what this process writes of an array: the array may be given up afterwards."""
+    parts = tuple((box, np.array(memory)) for box, memory in shards_of(value, True))
+    return Held(tuple(value.shape), np.dtype(value.dtype), parts, not isinstance(value, jax.Array))
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:

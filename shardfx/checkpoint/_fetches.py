@@ -1,7 +1,7 @@
 """Which boxes of which arrays fill a leaf, and where in its memory each belongs."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from .._convert.pieces import Piece, hull, is_only, shifted, within
 from .._convert.views import Landing, landing_count, landings, seen, strides_of
 from .._ground.boxes import Box
+from ._casts import may_change
 from ._entry import FileArray, StoreArray
 from ._wanted import Wanted
 
@@ -77,9 +78,9 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathe
         ends = hull(piece)
         for number, box in enumerate(boxes):
             first, by = _first_like(piece, ends, box)
-            key = (number, first.source, first.target, first.factors, _is_plain(piece, leaf))
+            key = (number, first.source, first.target, first.factors, is_plain(piece, leaf, entries))
             if key not in known:
-                known[key] = list(_landed(first, box, key[-1]))
+                known[key] = list(landed(first, box, key[-1]))
             strides = strides_of([stop - start for start, stop in box])
             offset = sum(more * stride for more, stride in zip(by, strides, strict=True))
             for part in known[key]:
@@ -104,7 +105,7 @@ def _first_like(piece: Piece, ends: Box, box: Box) -> tuple[Piece, tuple[int, ..
     return shifted(piece, [-more for more in by]), by
 
 
-def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
+def landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
     """The parts of a piece in a box: as landings, or as they are, where they are looked at on the way."""
     for part in within(piece, box):
         if not is_plain or landing_count(part, box) > _MOST_LANDINGS:
@@ -113,7 +114,9 @@ def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, .
             yield tuple(landings(part, box))
 
 
-def _is_plain(piece: Piece, leaf: Wanted) -> bool:
+def is_plain(piece: Piece, leaf: Wanted, entries: Mapping[str, FileArray | StoreArray]) -> bool:
     """Whether the numbers are those of the file, in the leaf's dtype."""
     value = piece.value
-    return value.path is not None and value.scale is None and is_only(value.casts, leaf.dtype)
+    if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
+        return False
+    return not (leaf.is_cast_by_map and value.casts and may_change(entries[value.path].dtype, leaf.dtype))

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools as ft
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,7 +29,8 @@ _COMPARED_CHARACTERS = 200
 class Index:
     """What a checkpoint holds: a value that was read from headers, without a weight. Made by `read_index`.
 
-    `print` shows it as a table, repeated layers as one row.
+    `print` shows it as a table, repeated layers as one row. It is read by path: `index["norm"]` is an entry,
+    `"norm" in index` says whether there is one, `for path in index` goes through the paths, `len(index)` counts them.
 
     **Arguments:**
 
@@ -45,11 +46,20 @@ class Index:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     place: Place = dataclasses.field(default_factory=lambda: Place("", ()), repr=False, compare=False)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.by_path)
+
+    def __len__(self) -> int:
+        return len(self.by_path)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.by_path
+
     def __getitem__(self, path: str) -> ArrayEntry:
         found = self.by_path.get(path)
         if found is None:
             near = _near(path, self.by_path)
-            hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {_some(self.by_path)}."
+            hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {some(self.by_path)}."
             raise UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
         return found
 
@@ -132,7 +142,7 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
         assert index["embed"].shape == (64, 8) and index.bytes_total == 2048
         ```
     """
-    path = os.fspath(path)
+    path = require_local(os.fspath(path))
     if os.path.isdir(path):
         where = place(path, root)
         try:
@@ -152,8 +162,20 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
     return _of_files(trusted, [real])
 
 
+def require_local(path: str) -> str:
+    """The path, unless it is an address of another machine."""
+    if "://" in path:
+        raise CheckpointError(
+            f"{path!r} is an address, and checkpoints are read from and saved to file systems of this machine alone; "
+            "copy it to a directory (`gcloud storage cp -r`, `aws s3 cp --recursive`, `hf download`), or mount it."
+        )
+    return path
+
+
 def _nothing_at(path: str) -> CheckpointError:
-    return CheckpointError(f"there is no checkpoint at {path!r}; give a directory, or a .safetensors file.")
+    is_on_hub = path.count("/") == 1 and all(path.split("/")) and path[0] not in "./~"
+    hub = f" A model of the Hugging Face hub is downloaded first: `hf download {path}`." if is_on_hub else ""
+    return CheckpointError(f"there is no checkpoint at {path!r}; give a directory, or a .safetensors file.{hub}")
 
 
 def _read_directory(where: Place, path: str, names: list[str]) -> Index:
@@ -162,13 +184,14 @@ def _read_directory(where: Place, path: str, names: list[str]) -> Index:
     if "model.safetensors" in weights:
         return _of_files(where, [inside(where, "model.safetensors")])
     if len(indices) > 1:
-        raise CheckpointError(f"{path!r} holds several safetensors sets, {_some(indices)}; name one of these files.")
+        raise CheckpointError(f"{path!r} holds several safetensors sets, {some(indices)}; name one of these files.")
     if indices:
         return _read_set(where, where, inside(where, indices[0]))
     if eformer.INDEX in names:
         return _indexed("eformer", where, eformer.entries(where))
     if orbax.METADATA in names:
         return _indexed("orbax", where, orbax.entries(where))
+    orbax.require_finished(where, names)
     if stores.OCDBT_MANIFEST in names:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
@@ -345,7 +368,8 @@ def _collision(leaf: str, branch: str) -> CheckpointError:
     )
 
 
-def _some(paths: Iterable[str]) -> str:
+def some(paths: Iterable[str]) -> str:
+    """The first of these paths, and how many more there are."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"

@@ -6,12 +6,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.text import printable
 from .._ground.tree import flatten
 from .._plan.content import rows_of
+from .._plan.planner import plan
 from .._plan.shard_plan import ShardPlan
+from .._rules.path_rules import PathRules
+from ..topology._mesh import MeshSpec
 from . import _keys as prng, _numbers as numbers, _safetensors as safetensors
 
 
@@ -29,6 +33,29 @@ class Leaves:
     arrays: Sequence[tuple[str, Any]]
     kinds: Mapping[str, str]
     numbers: Mapping[str, Any]
+
+
+def plan_of_arrays(tree: Any) -> ShardPlan | None:
+    """The plan that says how the arrays of a tree lie; `None` where they lie on no mesh, or on several."""
+    flat = flatten(tree)
+    known = {
+        path: leaf.sharding
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
+    }
+    meshes = list(dict.fromkeys(sharding.mesh for sharding in known.values()))
+    if len(meshes) != 1 or not isinstance(meshes[0], Mesh):
+        return None
+
+    def spec(path: str, leaf: Any) -> PartitionSpec:
+        return known[path].spec if path in known else PartitionSpec()
+
+    return plan(tree, meshes[0], paths=PathRules([(".*", spec)]))
+
+
+def plan_of_nothing(tree: Any) -> ShardPlan:
+    """A plan that says which leaves of a tree are arrays, and nothing about where they lie."""
+    return plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
 
 
 def leaves_to_save(tree: Any, plan: ShardPlan) -> Leaves:

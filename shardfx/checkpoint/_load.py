@@ -15,6 +15,7 @@ from .._ground.boxes import Box, as_box
 from .._ground.errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
+from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray
 from ._fetches import fetches
 from ._files import ChangedError, require_seen_unchanged
@@ -27,7 +28,7 @@ from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
 from ._units import Host, Unit, units_of
-from ._wanted import Rename, Wanted, require_devices, wanted
+from ._wanted import Rename, Unread, Wanted, require_devices, wanted
 
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ def load(
     gap_bytes: int = GAP_BYTES,
     root: str | os.PathLike[str] | None = None,
     missing_chunks: MissingChunks = "raise",
+    unread: Unread = "raise",
     progress: bool | None = None,
 ) -> Any: ...
 
@@ -65,6 +67,7 @@ def load(
     gap_bytes: int = GAP_BYTES,
     root: str | os.PathLike[str] | None = None,
     missing_chunks: MissingChunks = "raise",
+    unread: Unread = "raise",
     progress: bool | None = None,
 ) -> jax.Array: ...
 
@@ -81,6 +84,7 @@ def load(
     gap_bytes: int = GAP_BYTES,
     root: str | os.PathLike[str] | None = None,
     missing_chunks: MissingChunks = "raise",
+    unread: Unread = "raise",
     progress: bool | None = None,
 ) -> dict[str, jax.Array]: ...
 
@@ -97,6 +101,7 @@ def load(
     gap_bytes: int = GAP_BYTES,
     root: str | os.PathLike[str] | None = None,
     missing_chunks: MissingChunks = "raise",
+    unread: Unread = "raise",
     progress: bool | None = None,
 ) -> T: ...
 
@@ -111,6 +116,7 @@ def load(
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
     missing_chunks: MissingChunks = "raise",
+    unread: Unread = "raise",
     root: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -139,6 +145,9 @@ def load(
         columns of short rows 4096 is faster; on a network file system, where a read takes long, more still.
     - `missing_chunks`: of stores of chunks. `"raise"`: a chunk that is not there was lost, which is an error.
         `"fill"`: it holds the array's fill value, as zarr has it; right for arrays whose writer leaves such chunks out.
+    - `unread`: of arrays of the checkpoint that no leaf is made of, such as those of layers that the plan has not.
+        `"raise"`: an error that names them. `"allow"`: they are left out. What `plan.select` left out of the plan is
+        left out here, too; and a map says itself what it drops.
     - `root`: as in `read_index`.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 
@@ -150,9 +159,10 @@ def load(
     **Raises:**
 
     - `MapError` that lists all of a map that does not fit, before anything is read.
-    - `CheckpointError` that lists every leaf that the checkpoint lacks or has with another shape or dtype, before
-        anything is read. Also for a file that is truncated, missing, or changed since its header was read; for an
-        integer that the dtype it is cast to lacks; for a limit below the largest shard. Nothing is half loaded.
+    - `CheckpointError` that lists every leaf that the checkpoint lacks or has with another shape or dtype, or what of
+        the checkpoint would be left unread, before anything is read. Also for a file that is truncated, missing, or
+        changed since its header was read; for an integer that the dtype it is cast to lacks; for a limit below the
+        largest shard. Nothing is half loaded.
 
     !!! Example
 
@@ -174,7 +184,7 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    asked = Asked(rename, map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress)
+    asked = Asked(rename, map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
@@ -200,11 +210,12 @@ class Asked:
     gap_bytes: int = GAP_BYTES
     missing_chunks: MissingChunks = "raise"
     progress: bool | None = None
+    unread: Unread = "raise"
 
 
 def load_index(index: Index, plan: Any, asked: Asked, host: Host) -> Any:
     """What an index says, loaded into the tree of a plan."""
-    leaves, rebuild = wanted(index, plan, asked.rename, asked.dtype, asked.map)
+    leaves, rebuild = wanted(index, plan, asked.rename, asked.dtype, asked.map, asked.unread)
     require_devices(leaf.sharding for leaf in leaves)
     landed = _read(index, leaves, asked, host)
     placed = [landed.placed.get(number) for number in range(len(leaves))]
@@ -237,7 +248,10 @@ def _read(index: Index, leaves: Sequence[Wanted], asked: Asked, host: Host) -> F
 
 
 def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: Asked) -> Iterator[Task]:
-    found, gathered = fetches(unit.leaf, unit.kind.boxes)
+    bundles, leaf = bundled(unit.leaf, unit.kind.boxes)
+    for bundle in bundles:
+        yield ft.partial(read_bundle, files, bundle, memory)
+    found, gathered = fetches(leaf, unit.kind.boxes)
     for fetch in found:
         targets = fetch.targets(memory)
         entry = fetch.entry
@@ -276,6 +290,8 @@ def _joined(leaf: Wanted, placed: list[jax.Array]) -> jax.Array:
 
 
 def _array(leaf: Wanted, boxes: tuple[Box, ...], memory: list[np.ndarray]) -> jax.Array:
+    if not memory:  # all of its devices are other processes'
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
     if len(memory) == 1:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: memory[0])
     by_box = dict(zip(boxes, memory, strict=True))

@@ -12,6 +12,8 @@ from ._files import Place, inside, read_json
 
 
 METADATA = "_METADATA"
+# What Orbax writes beside the arrays.
+_TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.process_0")
 # What Orbax calls a value that it keeps as an array. Others, strings and empty containers, are no arrays.
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
@@ -23,6 +25,17 @@ def raise_if_step(where: Place, names: list[str]) -> None:
         raise CheckpointError(
             f"{where.directory!r} is a step of Orbax's CheckpointManager with the items {items[:20]}; name one, as in "
             f"`read_index({os.path.join(where.directory, items[0])!r})`."
+        )
+
+
+def require_finished(where: Place, names: list[str]) -> None:
+    """Raises for a directory that Orbax has written, and that lacks its metadata: arrays may be missing, too."""
+    traces = [name for name in names if name in _TRACES]
+    if traces and not any(os.path.isfile(os.path.join(where.directory, name, METADATA)) for name in names):
+        raise CheckpointError(
+            f"{where.directory!r} is a checkpoint of Orbax, as {quoted(traces[0])} shows, without {METADATA}: its save "
+            "was interrupted, or files were lost, and nothing says which arrays it had. Copy the whole checkpoint, or "
+            "take an earlier step."
         )
 
 

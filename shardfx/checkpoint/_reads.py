@@ -10,12 +10,13 @@ from .._convert import Piece, TreeMap
 from .._ground.boxes import Box, boxes as all_boxes
 from .._ground.errors import PlanMismatchError
 from . import _stores as stores
+from ._bundles import bundled
 from ._entry import StoreArray
 from ._fetches import Fetch, fetches
 from ._gather import gathered_fetches
 from ._index import Index
 from ._reader import GAP_BYTES, spans_of
-from ._wanted import Rename, Wanted, box_bytes, wanted
+from ._wanted import Rename, Unread, Wanted, box_bytes, wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,7 @@ def plan_reads(
     *,
     rename: Rename = None,
     dtype: Any = None,
+    unread: Unread = "raise",
     processes: int | None = None,
     gap_bytes: int = GAP_BYTES,
 ) -> ReadPlan:
@@ -86,7 +88,7 @@ def plan_reads(
 
     **Arguments:**
 
-    - `index`, `plan`, `map`, `rename`, `dtype`, `gap_bytes`: as in `load`; the plan need not have devices.
+    - `index`, `plan`, `map`, `rename`, `dtype`, `unread`, `gap_bytes`: as in `load`; the plan need not have devices.
     - `processes`: for a plan without devices: over how many processes its mesh is spread, each with as many devices,
         consecutive in the mesh's order. By default 1. A plan on devices knows.
 
@@ -118,7 +120,7 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
-    leaves, _ = wanted(index, plan, rename, dtype, map)
+    leaves, _ = wanted(index, plan, rename, dtype, map, unread)
     known: dict[Any, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in leaves:
@@ -138,8 +140,10 @@ def _reads_of(leaf: Wanted, processes: int | None, gap_bytes: int) -> Mapping[in
     """Per process the bytes needed, the bytes read, and the reads."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
-        needed = read = count = 0
-        plain, gathered = fetches(leaf, boxes)
+        bundles, rest = bundled(leaf, boxes)
+        needed = read = sum(bundle.nbytes for bundle in bundles)
+        count = sum(len(bundle.entries) for bundle in bundles)
+        plain, gathered = fetches(rest, boxes)
         for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
             needed += sum(box_bytes(box, fetch.entry.dtype) for box in dict.fromkeys(fetch.boxes))
             for nbytes, reads in _sizes(fetch, leaf, gap_bytes):

@@ -4,10 +4,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import functools as ft
 import json
 import os
 import shutil
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ from .._convert import TreeMap
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._plan.shard_plan import ShardPlan
 from . import _safetensors as safetensors
-from ._exported import Exported, exported, shards_of
+from ._exported import Exported, Held, exported, shards_of
 from ._files import inside, place, read_json
-from ._index import read_index
-from ._leaves import Leaves, leaves_to_save
+from ._index import read_index, require_local
+from ._leaves import Leaves, leaves_to_save, plan_of_arrays, plan_of_nothing
+from ._left_over import remove_partial
 from ._numbers import NUMBERS_KEY, to_text
 from ._progress import Progress
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
@@ -27,11 +30,12 @@ from ._spans import spans
 from ._together.facts import digest_of, lines_of
 from ._together.follower import Follower
 from ._together.leader import Leader
-from ._together.meeting import Alone, meeting
+from ._together.meeting import Alone, holders_of, meeting
 
 
 PLAN = "plan.json"
 PLAN_KEY = "shardfx.plan"
+_NO_PLAN = "holds no plan: `checkpoint.save` writes one, unless by a map, or of arrays on no mesh or on several."
 _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
 # A save that has failed elsewhere stops after so much.
@@ -59,7 +63,7 @@ class _Tensor:
 def save(
     path: str | os.PathLike[str],
     tree: Any,
-    plan: ShardPlan,
+    plan: ShardPlan | None = None,
     *,
     map: TreeMap | None = None,
     like: Any = None,
@@ -78,10 +82,12 @@ def save(
     **Arguments:**
 
     - `path`: the directory to make, which must not exist; or a file that ends in `.safetensors`.
-    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes. PRNG keys are saved
-        with the name of their implementation, and Python's numbers, a step counter for one, in the file's metadata.
-        Other leaves that are no arrays, functions and strings, are not saved.
-    - `plan`: its plan. The arrays are written as they are placed, whether that is by this plan or not.
+    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes. All processes save a
+        tree of NumPy arrays alone together, too. PRNG keys are saved with the name of their implementation, and
+        Python's numbers, a step counter for one, in the file's metadata. Other leaves that are no arrays, functions and
+        strings, are not saved.
+    - `plan`: its plan. The arrays are written as they are placed, whether that is by this plan or not. Without one, the
+        plan that is written says how they lie; arrays on different meshes get none.
     - `map`: how the arrays of another layout are made of the tree's: a [`shardfx.TreeMap`][]. Those are written, under
         its names, as Hugging Face's libraries read them, and without the plan, which is the tree's. Each process writes
         what its own shards hold, so that no array is ever in one place.
@@ -121,37 +127,90 @@ def save(
         assert checkpoint.saved_plan(directory).digest == made.digest
         ```
     """
+    content = ft.partial(content_of, tree, plan, map, like)
+    options = Options(overwrite, file_bytes, progress, wait_seconds)
+    write(path, holders_of(tree), content, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a checkpoint is written; as the arguments of `save`."""
+
+    overwrite: bool = False
+    file_bytes: int = _FILE_BYTES
+    progress: bool | None = None
+    wait_seconds: float = _WAIT_SECONDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What is written.
+
+    **Arguments:**
+
+    - `leaves`: the arrays and numbers.
+    - `lines`: what processes compare of them.
+    - `given`: the digests of the arguments that say what is written.
+    - `plan`: of what is written, if there is one.
+    - `metadata`: for the headers of all files.
+    """
+
+    leaves: Leaves
+    lines: Sequence[str]
+    given: Mapping[str, str]
+    plan: ShardPlan | None
+    metadata: Mapping[str, str]
+
+
+def content_of(tree: Any, plan: ShardPlan | None, map: TreeMap | None, like: Any) -> Content:
+    """What `save` writes of a tree."""
+    if plan is not None:
+        check_type(
+            "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
+        )
+    own = plan_of_arrays(tree) if plan is None else plan
+    leaves = leaves_to_save(tree, plan_of_nothing(tree) if own is None else own)
+    lines, digest = lines_of(leaves.arrays), "None" if own is None else own.digest
+    if map is not None:
+        leaves = exported(leaves, map, like)
+        lines += lines_of(leaves.arrays)
+    numbers = to_text(leaves.numbers)
+    given = {"map": "None" if map is None else map.digest}
+    given |= {"leaves": digest_of([*lines, f"the numbers are {numbers}"]), "plan": digest}
+    metadata = {"format": "pt"} if map is not None else {NUMBERS_KEY: numbers}
+    if map is None and own is not None:
+        metadata = {PLAN_KEY: own.digest, **metadata}
+    return Content(leaves, [*lines, f"the numbers are {numbers}"], given, own if map is None else None, metadata)
+
+
+def write(
+    path: str | os.PathLike[str], holders: tuple[int, ...], content: Callable[[], Content], options: Options
+) -> bool:
+    """Writes what `content` gives, together with the other processes; returns whether this one is the first."""
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
-    with contextlib.ExitStack() as afterwards, meeting(tree, what, wait_seconds) as together:
+    with contextlib.ExitStack() as afterwards, meeting(holders, what, options.wait_seconds) as together:
         token = together.join()
-        path = os.path.abspath(os.fspath(path))
-        check_type("plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes")
-        leaves = leaves_to_save(tree, plan)
-        lines, as_it_is = lines_of(leaves.arrays), map is None
-        if map is not None:
-            leaves = exported(leaves, map, like)
-            lines += lines_of(leaves.arrays)
-        is_file = path.endswith(".safetensors")
+        path = os.path.abspath(require_local(os.fspath(path)))
+        found, is_file = content(), path.endswith(".safetensors")
         staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
-        numbers = to_text(leaves.numbers)
-        own = {PLAN_KEY: plan.to_json() if is_file else plan.digest, NUMBERS_KEY: numbers}
-        extra = own if as_it_is else {"format": "pt"}
-        headers, tensors = _layout(leaves, staging, extra, None if is_file else file_bytes)
+        text = None if found.plan is None else found.plan.to_json()
+        extra = dict(found.metadata) | ({PLAN_KEY: text} if is_file and text is not None else {})
+        headers, tensors = _layout(found.leaves, staging, extra, None if is_file else options.file_bytes)
         if together.is_first:
             # After a commit nothing has this name any more.
-            afterwards.callback(_remove, staging)
+            afterwards.callback(remove_partial, staging)
 
         def begin() -> None:
-            _require_free(path, is_file, overwrite)
+            _require_free(path, is_file, options.overwrite)
             _require_space(path, headers)
-            _begin(staging, headers, is_file, plan.to_json() if as_it_is else None)
+            _begin(staging, headers, is_file, text)
 
-        given = {"path": repr(path), "overwrite": repr(bool(overwrite)), "file_bytes": repr(file_bytes)}
-        lines = [*lines, f"the numbers are {numbers}"]
-        together.agree(given | {"leaves": digest_of(lines), "plan": plan.digest}, lines, begin)
+        given = {"path": repr(path), "overwrite": repr(bool(options.overwrite)), "file_bytes": repr(options.file_bytes)}
+        together.agree(given | dict(found.given), found.lines, begin)
         total = sum(tensor.nbytes for tensor in tensors)
-        wrote = _write_all(tensors, Progress("saving", total, progress), together, afterwards)
-        together.finish(wrote, total, lambda: _commit(staging, path, is_file, overwrite))
+        wrote = _write_all(tensors, Progress("saving", total, options.progress), together, afterwards)
+        together.finish(wrote, total, lambda: _commit(staging, path, is_file, options.overwrite))
+        return together.is_first
 
 
 def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
@@ -173,11 +232,13 @@ def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
     path = os.fspath(path)
     if os.path.isdir(path):
         where = place(path, None)
+        if not os.path.exists(os.path.join(path, PLAN)):
+            raise CheckpointError(f"{path!r} {_NO_PLAN}")
         # Read as JSON that nobody vouches for first, then by the plan's own reader.
         return ShardPlan.from_json(json.dumps(read_json(where, inside(where, PLAN))), like)
     text = read_index(path).metadata.get(PLAN_KEY)
     if text is None:
-        raise CheckpointError(f"{path!r} was not written by `checkpoint.save`: its header holds no plan.")
+        raise CheckpointError(f"{path!r} {_NO_PLAN}")
     return ShardPlan.from_json(text, like)
 
 
@@ -288,7 +349,7 @@ def _write_all(
 
 def _write(descriptor: int, tensor: _Tensor, is_first: bool, stop: threading.Event) -> int:
     value = tensor.value
-    pieces = list(value.pieces(is_first) if isinstance(value, Exported) else shards_of(value, is_first))
+    pieces = list(value.pieces(is_first) if isinstance(value, Exported | Held) else shards_of(value, is_first))
     boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
     written = 0
     # Nothing between the pieces is written along: another process may have written it by now.
@@ -340,10 +401,3 @@ def _sync_directory(directory: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(staging: str) -> None:
-    if os.path.isdir(staging):
-        shutil.rmtree(staging, ignore_errors=True)
-    elif os.path.exists(staging):
-        os.unlink(staging)

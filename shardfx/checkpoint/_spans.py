@@ -106,12 +106,12 @@ def _groups(
         inner: Box = ()
         for number, box in rows:
             low, high = box[cut] if box else (0, 1)
-            if members and (low - reached) * strides[cut] >= gap_bytes:
+            if members and strides and (low - reached) * strides[cut] >= gap_bytes:
                 yield (*outer, (start, reached), *inner), members
                 members = []
             if not members:
                 start = reached = low
-            members = [*members, (number, box)]
+            members.append((number, box))
             reached, inner = max(reached, high), box[cut + 1 :]
         yield ((*outer, (start, reached), *inner) if strides else ()), members
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from .._convert import Made, Piece, Struct, TreeMap, bound
+from .._convert import Made, Piece, Struct, TreeMap, bound_before
 from .._convert.evaluate import ON_SHAPES, cast, leaf_made
 from .._convert.pieces import extended, names_of
 from .._ground.boxes import Box, volume
@@ -18,7 +18,7 @@ from .._ground.text import printable, quoted
 from .._plan.target import Target, target_of
 from . import _keys as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
-from ._index import Index, struct
+from ._index import Index, some, struct
 from ._numbers import from_metadata, is_number
 
 
@@ -54,6 +54,7 @@ class Take:
 
 
 _SHOWN = 20
+Unread = Literal["raise", "allow"]
 Rename = Mapping[str, str | Take] | Callable[[str], str | Take] | None
 
 
@@ -67,6 +68,7 @@ class Wanted:
     - `entries`: the arrays that it is made of.
     - `pieces`: which parts of them, and where each belongs; `None` where the leaf is the array as it is.
     - `keys`: the dtype of the PRNG keys that the bits are of, if they are.
+    - `is_cast_by_map`: whether a map says all casts, so that no number is refused for what a cast makes of it.
     """
 
     path: str
@@ -76,14 +78,15 @@ class Wanted:
     entries: tuple[FileArray | StoreArray, ...]
     pieces: tuple[Piece, ...] | None
     keys: Any = None
+    is_cast_by_map: bool = False
 
 
 def wanted(
-    index: Index, plan: Any, rename: Rename, dtype: Any, map: TreeMap | None = None
+    index: Index, plan: Any, rename: Rename, dtype: Any, map: TreeMap | None = None, unread: Unread = "raise"
 ) -> tuple[list[Wanted], Callable[[Sequence[Any]], Any]]:
     """What each array of the plan is made of, and a function from the arrays to the tree.
 
-    Every leaf that cannot be read is named in one error.
+    Every leaf that cannot be read is named in one error, or every array that no leaf is made of.
     """
     target = target_of(plan, "load")
     if map is not None:
@@ -120,7 +123,25 @@ def wanted(
             f"{len(problems)} of {len(target.arrays)} leaves cannot be read from {index.directory!r}; nothing was "
             "read:\n  " + "\n  ".join(shown) + more
         )
+    if unread != "allow":
+        _require_all_read(index, target, found, rename)
     return found, lambda values: target.filled(values, kept)
+
+
+def _require_all_read(index: Index, target: Target, found: Sequence[Wanted], rename: Rename) -> None:
+    """Raises for arrays that no leaf is made of, such as the fourth layer's where the plan has three."""
+    read = {entry.path for leaf in found for entry in leaf.entries}
+    if len(read) == len(index.by_path):
+        return
+    # A plan knows the paths of the arrays that `plan.select` left out.
+    read.update(name for _, path, _ in target.others for name in _take(rename, path).all_names)
+    left = [path for path in index.by_path if path not in read]
+    if left:
+        raise CheckpointError(
+            f"the checkpoint {index.directory!r} has {len(left)} of its {len(index.by_path)} arrays in no leaf of the "
+            f"plan: {some(left)}; nothing was read. Plan the whole tree, and load a part of it by `plan.select(...)`; "
+            'or pass `unread="allow"` if the others are not needed.'
+        )
 
 
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: Any) -> list[Wanted]:
@@ -128,8 +149,9 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: Any) -> list[Want
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # What dtype a leaf gets is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
+    made_by = bound_before(map, tuple(source.items()), tuple(leaves.items()))
     found = []
-    for (path, leaf), made in zip(target.arrays, bound(map, source, leaves).made.values(), strict=True):
+    for (path, leaf), made in zip(target.arrays, made_by.values(), strict=True):
         names = dict.fromkeys(name for piece in made.pieces for name in names_of(piece))
         entries = tuple([_loadable(index, name) for name in names])
         for entry in entries:
@@ -138,7 +160,9 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: Any) -> list[Want
             found.append(_wanted_bits(Wanted(path, made.shape, leaf.dtype, leaf.sharding, entries, made.pieces)))
             continue
         to = _dtype(leaf.dtype, [made.dtype], dtype, f"leaf `{printable(path)}`")
-        found.append(Wanted(path, made.shape, to, leaf.sharding, entries, cast(made, to).pieces))
+        found.append(
+            Wanted(path, made.shape, to, leaf.sharding, entries, cast(made, to).pieces, None, made.dtype == to)
+        )
     return found
 
 

@@ -32,7 +32,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
     **Arguments:**
 
-    - `local`: a tree of NumPy arrays: what this process's devices will hold between them.
+    - `local`: a tree of NumPy arrays: what this process's devices will hold between them. On CPUs the result may share
+        their memory, as with `jax.device_put`: pass copies if you fill the same buffers again.
     - `plan`: the plan of the global batch, on a mesh of devices.
     - `pad`: the value to fill missing rows (dimension 0) with. Without it, a batch that is too short is an
         error.

@@ -1,20 +1,23 @@
 """Agreement between processes."""
 
 import hashlib
+import itertools as it
 import math
 import re
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._ground.errors import PlanMismatchError
+from .._convert import TreeMap
+from .._ground.errors import MapError, PlanFormatError, PlanMismatchError
 from .._plan.differences import differences
 from .._plan.shard_plan import ShardPlan
 
 
-def assert_same_plan(plan: ShardPlan, *, wait_seconds: float = 120.0) -> None:
-    """Raises on every process unless all processes have the same plan on the same order of devices.
+def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) -> None:
+    """Raises on every process unless all processes have the same plan on the same order of devices, or the same map.
 
     Every process calls it, once, before it runs anything under the plan: processes with different plans
     compile different programs, whose collectives wait for each other for ever. It exchanges 32 bytes; only if
@@ -22,14 +25,14 @@ def assert_same_plan(plan: ShardPlan, *, wait_seconds: float = 120.0) -> None:
 
     **Arguments:**
 
-    - `plan`: this process's plan.
+    - `plan`: this process's plan, or its [`shardfx.TreeMap`][].
     - `wait_seconds`: how long the processes wait for one that has not called this. What they then exchange goes by a
         collective, for which all are there.
 
     **Raises:**
 
-    `PlanMismatchError` that names the first leaf that differs, how, and between which processes; or the processes that
-    did not come.
+    `PlanMismatchError` that names the first leaf or rule that differs, how, and between which processes; or the
+    processes that did not come.
 
     !!! Example
 
@@ -44,22 +47,47 @@ def assert_same_plan(plan: ShardPlan, *, wait_seconds: float = 120.0) -> None:
     if jax.process_count() == 1:
         return
     _meet(wait_seconds)
-    devices = "" if plan.jax_mesh is None else ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
-    prints = _exchange(hashlib.sha256(f"{plan.digest} {devices}".encode()).digest())
+    devices = _devices(plan)
+    prints = _exchange(hashlib.sha256(f"{type(plan).__name__} {plan.digest} {devices}".encode()).digest())
     if len(set(prints)) == 1:
         return
     me = jax.process_index()
     other = next(process for process, mark in enumerate(prints) if mark != prints[0]) if prints[me] == prints[0] else 0
-    texts, orders = _exchange(plan.to_json().encode()), _exchange(devices.encode())
-    lines = differences(plan, ShardPlan.from_json(texts[other].decode()))
+    texts, orders = _exchange(plan.to_json().encode("utf-8", "surrogatepass")), _exchange(devices.encode())
+    what = "maps" if isinstance(plan, TreeMap) else "plans"
+    theirs = texts[other].decode("utf-8", "surrogatepass")
+    try:
+        lines = _map_lines(plan, theirs) if isinstance(plan, TreeMap) else _plan_lines(plan, theirs)
+    except (MapError, PlanFormatError):
+        lines = ["one has a plan, the other a map"]
     first = (
         lines[0] if lines else f"the devices of the mesh are {devices} in one, {orders[other].decode()} in the other"
     )
     raise PlanMismatchError(
-        f"the plans of process {me} and process {other} differ: {first}"
+        f"the {what} of process {me} and process {other} differ: {first}"
         + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
-        + "; make the plan from the same tree, rules and mesh on every process."
+        + f"; make {_FIX[what]} on every process."
     )
+
+
+_FIX = {"plans": "the plan from the same tree, rules and mesh", "maps": "the map from the same rules and numbers"}
+
+
+def _devices(plan: ShardPlan | TreeMap) -> str:
+    if isinstance(plan, TreeMap) or plan.jax_mesh is None:
+        return ""
+    return ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
+
+
+def _plan_lines(plan: ShardPlan, theirs: str) -> Sequence[str]:
+    return differences(plan, ShardPlan.from_json(theirs))
+
+
+def _map_lines(map: TreeMap, theirs: str) -> Sequence[str]:
+    """Each line in which the texts of two maps differ."""
+    pairs = it.zip_longest(str(map).splitlines(), str(TreeMap.from_json(theirs)).splitlines(), fillvalue="nothing more")
+    found = [f"`{one.strip()}` in one, `{two.strip()}` in the other" for one, two in pairs if one != two]
+    return found or ["what they cast, or the order of their rules"]
 
 
 def _meet(wait_seconds: float) -> None:

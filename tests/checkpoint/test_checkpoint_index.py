@@ -338,3 +338,10 @@ def test_a_written_header_is_read_as_it_was_meant():
         (*row, offset) for row, offset in zip(rows, offsets, strict=True)
     ]
     assert header.metadata == {"k": "v"}
+
+
+def test_an_index_is_read_as_a_mapping(tmp_path):
+    save_file({"norm": np.ones(8, np.float32), "up": np.ones((8, 4), np.float32)}, tmp_path / "x.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    assert list(index) == ["norm", "up"] and len(index) == 2
+    assert "norm" in index and "down" not in index and 0 not in index

@@ -181,7 +181,7 @@ def test_what_jax_cannot_hold_is_refused(tmp_path):
     save_file(arrays, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="would be int64, which JAX holds only under .*jax_enable_x64"):
         checkpoint.load(tmp_path, {"n": struct(arrays["n"], P())})
-    loaded = checkpoint.load(tmp_path, {"n": struct(arrays["n"], P(), dtype=np.int32)}, dtype="plan")
+    loaded = checkpoint.load(tmp_path, {"n": struct(arrays["n"], P(), dtype=np.int32)}, dtype="plan", unread="allow")
     assert loaded["n"].dtype == np.int32
     with pytest.raises(CheckpointError, match="is complex and would be cast to float32"):
         checkpoint.load(tmp_path, {"c": struct(arrays["c"], P(), dtype=np.float32)}, dtype="plan")
@@ -298,13 +298,15 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
             files.read(entry, list(_reader.spans_of(entry, (box,), True)), [box], [out])
         assert same_bytes(out, np.ascontiguousarray(array[:, 3 * width : 4 * width]))
         assert sum(reads) == expected
-        made = checkpoint.plan_reads(index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8)
+        made = checkpoint.plan_reads(
+            index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8, unread="allow"
+        )
         assert made.processes[3].read_bytes == expected
         assert made.processes[3].needed_bytes == array.nbytes // 8
         # Only gaps of less than 64 bytes are read along.
         assert (made.processes[3].excess_bytes == 0) == (name != "crumbs")
         exact = checkpoint.plan_reads(
-            index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8, gap_bytes=1
+            index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8, gap_bytes=1, unread="allow"
         )
         assert exact.excess_bytes == 0
         assert "in excess" in str(made)
@@ -492,3 +494,31 @@ def test_progress_is_a_line_on_a_terminal(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     checkpoint.load(tmp_path, plan, progress=True)
     assert "loading [########################] 0.00 of 0.00 GB" in capsys.readouterr().err
+
+
+def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
+    """A checkpoint of four layers in a model of one."""
+    arrays = {"head": np.ones((8, 4), np.float32), **{f"layers/{i}/w": np.ones(8, np.float32) for i in range(4)}}
+    save_file(arrays, tmp_path / "x.safetensors")
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rules = shardfx.PathRules.parse(".*->x")
+    shallow = shardfx.plan({"layers": [{"w": arrays["layers/0/w"]}], "head": arrays["head"]}, mesh, paths=rules)
+    message = (
+        "has 3 of its 5 arrays in no leaf of the plan: 'layers/1/w', 'layers/2/w', 'layers/3/w'; nothing was read.*"
+        '`plan.select.*or pass `unread="allow"`'
+    )
+    for call in (checkpoint.load, lambda *args: checkpoint.plan_reads(checkpoint.read_index(args[0]), args[1])):
+        with pytest.raises(CheckpointError, match=message):
+            call(tmp_path, shallow)
+    assert not reads
+    assert checkpoint.load(tmp_path, shallow, unread="allow")["layers"][0]["w"].shape == (8,)
+
+
+def test_a_part_of_a_plan_leaves_the_other_arrays_unread(tmp_path):
+    arrays = {"head": np.ones((8, 4), np.float32), **{f"layers/{i}/w": np.ones(8, np.float32) for i in range(2)}}
+    save_file(arrays, tmp_path / "x.safetensors")
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {"layers": [{"w": arrays["layers/0/w"]} for _ in range(2)], "head": arrays["head"]}
+    made = shardfx.plan(tree, mesh, paths=shardfx.PathRules.parse(".*->x"))
+    loaded = checkpoint.load(tmp_path, made.select("layers/1"))
+    assert loaded["head"] is None and loaded["layers"][1]["w"].shape == (8,)

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import CheckpointError, From, LeafTypeError, MapError, MeshSpec, PathRules, TreeMap, checkpoint
+from shardfx._reshard.reshard import resharded
 
 
 MESH = {"a": 2, "b": 4}
@@ -80,7 +81,7 @@ def test_an_exported_checkpoint_is_a_plain_one_of_its_own_layout(tmp_path):
     # What the loader of Hugging Face's libraries asks of a file before it reads it.
     assert index.metadata == {"format": "pt"}
     assert {entry.path for entry in index.entries} == files.keys()
-    with pytest.raises(CheckpointError, match="missing"):
+    with pytest.raises(CheckpointError, match="holds no plan"):
         checkpoint.saved_plan(tmp_path / "out")
 
 
@@ -143,7 +144,8 @@ def test_a_take_is_a_case_of_a_map(tmp_path):
     names = tuple(f"model.layers.{i}.up.weight" for i in range(3))
     whole = {"up": LLAMA.apply(files)["layers/up"]}
     made = planned(whole, ("up", jax.P(None, "b", "a")))
-    equal(checkpoint.load(tmp_path, made, rename={"up": checkpoint.Take(names, transpose=(1, 0))}), whole)
+    take = {"up": checkpoint.Take(names, transpose=(1, 0))}
+    equal(checkpoint.load(tmp_path, made, rename=take, unread="allow"), whole)
 
 
 def test_casts_and_constants(tmp_path):
@@ -275,3 +277,142 @@ def test_a_map_reads_its_json_from_a_file(tmp_path):
     (tmp_path / "map.json").write_text(LLAMA.to_json())
     assert TreeMap.from_json((tmp_path / "map.json").read_text()) == LLAMA
     assert json.loads(LLAMA.to_json())["version"] == 1
+
+
+FLOATS = [
+    300.7,
+    -1.5,
+    np.nan,
+    np.inf,
+    -np.inf,
+    3e9,
+    -3e9,
+    7.9,
+    -8.9,
+    0.5,
+    255.9,
+    -0.0,
+    2.0**31,
+    -(2.0**31),
+    1e30,
+    127.0,
+]
+
+
+@pytest.mark.parametrize("to", ["int4", "int8", "int16", "int32", "uint4", "uint8", "uint32"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
+def test_floats_become_the_same_integers_everywhere(tmp_path, stored, to):
+    with np.errstate(all="ignore"):
+        x = np.array(FLOATS, np.float32).astype(jnp.dtype(stored))
+    expected = np.asarray(jax.jit(lambda x: x.astype(to))(x))
+    # The second is cast on the way to a wider dtype, the third backwards.
+    cast = TreeMap(
+        {"y": From("x").cast(to), "z": From("x").cast(to).cast("float32"), "t": From("x").reshape(4, 4).cast(to).T}
+    )
+    whole = {"y": expected, "z": expected.astype(np.float32), "t": expected.reshape(4, 4).T}
+    equal(cast.apply({"x": x}), whole)
+    equal(cast.apply({"x": jnp.asarray(x)}), whole)
+    equal(jax.jit(cast.apply)({"x": x}), whole)
+    made, source = planned(whole, ("z", jax.P("b"))), planned({"x": x}, ("x", jax.P("a")))
+    for tree in ({"x": x}, shardfx.shard({"x": x}, source)):
+        equal(shardfx.reshard(tree, made, map=cast), whole)
+    equal(resharded(shardfx.shard({"x": x}, source), made, map=cast, copies=False), whole)
+    checkpoint.save(tmp_path / "x.safetensors", {"x": x}, source)
+    equal(checkpoint.load(tmp_path / "x.safetensors", made, cast), whole)
+    equal(checkpoint.load(tmp_path / "x.safetensors", made, TreeMap({**cast.rules, "y": "x"}, casts=True)), whole)
+    checkpoint.save(tmp_path / "y.safetensors", {"x": x}, source, map=cast)
+    equal(checkpoint.load(tmp_path / "y.safetensors", made), whole)
+
+
+def test_what_load_casts_by_itself_loses_nothing(tmp_path):
+    save_file({"x": np.array([1.5, 2.0], np.float32)}, tmp_path / "x.safetensors")
+    made = planned({"y": np.zeros(2, np.int32)})
+    with pytest.raises(CheckpointError, match="holds 1.5, which is no number of int32"):
+        checkpoint.load(tmp_path, made, TreeMap({"y": "x"}), dtype="plan")
+
+
+def test_a_number_that_is_needed_several_times_in_a_leaf(tmp_path):
+    """Scales of whole tensors are arrays without dimensions."""
+    files = {"s": np.array(2.0, np.float32), "t": np.array(3.0, np.float32)}
+    save_file(files, tmp_path / "s.safetensors")
+    made = TreeMap(
+        {
+            "a": From("s").reshape(1).repeat(2),
+            "b": From.concat([From(name).reshape(1) for name in ("s", "t", "s")]),
+            "c": From.stacked([From("s"), From("s")]).repeat(4),
+        }
+    )
+    whole = made.apply(files)
+    assert whole["b"].tolist() == [2, 3, 2]
+    plan = planned(whole, ("c", jax.P("b")))
+    equal(checkpoint.load(tmp_path, plan, made), whole)
+    assert checkpoint.plan_reads(checkpoint.read_index(tmp_path), plan.off(), made).needed_bytes > 0
+
+
+def experts(shape=(4, 6), layers=3, count=40, dtype=np.float32):
+    size = int(np.prod(shape))
+    return {
+        f"l.{i}.e.{e}.{name}": ((1000 * i + 20 * e + at + np.arange(size)) % 251).reshape(shape).astype(dtype)
+        for i in range(layers)
+        for e in range(count)
+        for at, name in enumerate(("up", "down"))
+    }
+
+
+MANY = {
+    "experts cut": ("up|down", jax.P(None, "b")),
+    "rows cut": ("up|down", jax.P(None, None, "a", None)),
+    "rows and experts cut": ("up|down", jax.P(None, "b", None, "a")),
+    "whole": ("up|down", jax.P()),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("last", [False, True])
+def test_many_small_arrays_of_one_leaf(tmp_path, name, last):
+    files = experts()
+    # An array of another shape between them, one that is needed twice, and one that is needed in part.
+    files |= {"x.0": np.ones((4, 6), np.float32), "x.1": np.arange(48, dtype=np.float32).reshape(8, 6)}
+    save_file(files, tmp_path / "model.safetensors")
+    made = TreeMap(
+        {
+            "up": From("l.{i}.e.{e}.up").T.stack("e", dim=2 if last else 0).stack("i"),
+            "down": From.concat(
+                [
+                    From("l.{i}.e.{e}.down").stack("e").stack("i").slice(1, None),
+                    From.stacked([From("x.0"), From("x.1").slice(4, 8), From("x.0"), From("x.0")] * 10).reshape(
+                        1, 40, 4, 6
+                    ),
+                ]
+            ),
+        },
+    )
+    whole = made.apply(files)
+    plan = planned(whole, MANY[name])
+    equal(checkpoint.load(tmp_path, plan, made), whole)
+    # Processes of one device each need a part of some arrays, and read no more than they do alone.
+    reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), plan.off(), made, processes=8, gap_bytes=1)
+    assert reads.read_bytes >= reads.needed_bytes
+
+
+@pytest.mark.parametrize("stored, to", [("float32", "bfloat16"), ("int8", "int32"), ("bfloat16", "bfloat16")])
+def test_many_small_arrays_are_cast(tmp_path, stored, to):
+    files = experts(dtype=jnp.dtype(stored))  # pyright: ignore[reportArgumentType]
+    save_file(files, tmp_path / "model.safetensors")
+    made = TreeMap({name: From(f"l.{{i}}.e.{{e}}.{name}").cast(to).stack("e").stack("i") for name in ("up", "down")})
+    whole = made.apply(files)
+    equal(checkpoint.load(tmp_path, planned(whole, MANY["experts cut"]), made), whole)
+    plain = TreeMap(
+        {path: From(str(one.of[0].of[0].of[0].path)).stack("e").stack("i") for path, one in made.rules.items()}
+    )
+    equal(checkpoint.load(tmp_path, planned(whole, MANY["whole"]), plain, dtype="plan"), whole)
+
+
+def test_many_small_arrays_are_counted_as_they_are_read(tmp_path):
+    files = {name: one for name, one in experts().items() if name.endswith("up")}
+    save_file(files, tmp_path / "model.safetensors")
+    made = TreeMap({"up": From("l.{i}.e.{e}.up").stack("e").stack("i")})
+    index = checkpoint.read_index(tmp_path)
+    plan = planned(made.apply(files))
+    reads = checkpoint.plan_reads(index, plan, made)
+    assert reads.read_bytes == reads.needed_bytes == sum(one.nbytes for one in files.values())

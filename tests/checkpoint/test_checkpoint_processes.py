@@ -87,7 +87,24 @@ def test_where_one_process_fails_all_are_told_and_nothing_is_left(job):
             assert "failed on process 2, with OSError: [Errno 28] No space left on device; nothing was" in failed
         assert "the processes save with different `path`: " in elsewhere and "on processes 1, 3; give all" in elsewhere
     names = {path.name for path in folder.iterdir() if path.is_dir()}
-    assert names == {"rows", "others", "rows-mapped", "others-mapped"}
+    assert names == {"rows", "others", "rows-mapped", "others-mapped", "numpy", "run"}
+
+
+def test_a_manager_keeps_the_last_steps_of_all_processes(job):
+    folder, results = job
+    assert [result["steps"] for result in results] == [((2, 3), 3)] * 4
+    assert sorted(path.name for path in (folder / "run").iterdir()) == ["step-2", "step-3"]
+    assert (
+        checkpoint.saved_plan(folder / "run" / "step-3")["rows"].spec
+        == checkpoint.saved_plan(folder / "rows")["rows"].spec
+    )
+
+
+def test_numpy_arrays_are_saved_once_by_all_together(job):
+    folder, results = job
+    assert [result["numpy"] for result in results] == ["saved"] * 4
+    found = load_file(folder / "numpy" / "model.safetensors")
+    assert all((found[path] == one).all() for path, one in expected().items())
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +121,13 @@ TOLD = {
     "overwrite": "save with different `overwrite`: False on processes 0, 1, 3, True on process 2; give all of them",
     "file_bytes": "save with different `file_bytes`: 1000 on process 0, 5000000000 on processes 1, 2, 3; give all",
     "other plan": "by different plans, one on processes 0, 1, 3 and one on process 2; `hosts.assert_same_plan(plan)`",
+    "map": "by different maps, one on processes 0, 2, 3 and one on process 1; `hosts.assert_same_plan(map)` says",
     "dtype": "different trees, one on processes 0, 2, 3 and one on process 1: leaf `rows` is float32[64, 32] in",
     "placed otherwise": "leaf `both` is float32[24, 8, 4] in P('tensor', 'data') on mesh {'data': 4, 'tensor': 2} with",
     "leaf": "failed on process 1, with PlanMismatchError: leaf `whole` is str 'text'",
     "leaf of the first": "failed on process 0, with PlanMismatchError: leaf `whole` is str 'text'",
     "tree": "failed on process 3, with PlanMismatchError: this tree is not the one that was planned",
-    "plan": "failed on process 3, with LeafTypeError: `plan` must be of type ShardPlan, not NoneType; give what",
+    "plan": "failed on process 3, with LeafTypeError: `plan` must be of type ShardPlan, not str; give what",
     "path": "failed on process 2, with TypeError: expected str, bytes or os.PathLike object, not int",
     "ctrl-c": "failed on process 3, with KeyboardInterrupt",
     "ctrl-c in the first": "failed on process 0, with KeyboardInterrupt",

@@ -179,9 +179,9 @@ def test_plans_that_are_not_there(tmp_path):
     from safetensors.numpy import save_file
 
     save_file({"w": np.ones(3)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="was not written by `checkpoint.save`: its header holds no plan"):
+    with pytest.raises(CheckpointError, match="holds no plan: `checkpoint.save` writes one, unless by a map"):
         checkpoint.saved_plan(tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="plan.json' is missing"):
+    with pytest.raises(CheckpointError, match="holds no plan"):
         checkpoint.saved_plan(tmp_path)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanFormatError):
@@ -386,3 +386,47 @@ def test_replica_zero_alone_is_written(tmp_path, monkeypatch):
 def test_no_pickle_anywhere():
     sources = Path(checkpoint.__file__).parent.glob("*.py")
     assert not [path for path in sources if "pickle" in path.read_text()]
+
+
+def test_what_killed_saves_left_is_found_and_removed(tmp_path):
+    old, new = (tmp_path / f".step-{n}.partial-0123456789abcde{n}" for n in (1, 2))
+    file = tmp_path / ".one.safetensors.partial-0123456789abcdef"
+    for directory in (old, new):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"0" * 5000)
+    file.write_bytes(b"0" * 100)
+    for path in (old, old / "model.safetensors", file):
+        os.utime(path, (1e9, 1e9))
+    # Another program's, and a directory into which something was written a moment ago.
+    for name in ("step-3", ".step-4.partial-x", ".partial-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1e9, 1e9))
+    os.utime(new, (1e9, 1e9))
+    found = checkpoint.left_over(tmp_path)
+    assert [(one.path, one.target) for one in found] == [
+        (str(file), str(tmp_path / "one.safetensors")),
+        (str(old), str(tmp_path / "step-1")),
+    ]
+    assert 5000 <= found[1].nbytes <= 1 << 20 and found[0].age_seconds > 1e8 and "written to" in str(found[0])
+    assert old.exists() and len(checkpoint.left_over(tmp_path, remove=True)) == 2
+    assert not old.exists() and not file.exists() and new.exists()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/step-1", "s3://bucket/x.safetensors", "hf://org/model"])
+def test_addresses_of_other_machines_are_told_from_paths(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    made = shardfx.plan({"w": jnp.ones(8)}, mesh_of((8,), "x"), paths=PathRules.parse("w->x"))
+    for call in (
+        lambda: checkpoint.read_index(path),
+        lambda: checkpoint.save(path, shardfx.shard({"w": jnp.ones(8)}, made), made),
+    ):
+        with pytest.raises(
+            CheckpointError, match="is an address, and checkpoints are read from and saved to file systems of"
+        ):
+            call()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(
+        CheckpointError, match="no checkpoint at 'org/model'.*is downloaded first: `hf download org/model`"
+    ):
+        checkpoint.read_index("org/model")

@@ -79,7 +79,8 @@ def test_keys_are_planned_from_the_checkpoint_and_loaded_elsewhere(tmp_path, mes
     assert (reads.needed_bytes, reads.read_bytes) == (8 + 2 * 32, 8 + 2 * 32)
     # Stacked, transposed and on one device alone, as any other array.
     struct = jax.ShapeDtypeStruct((2, 4), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5]))
-    stacked = checkpoint.load(index, {"k": struct}, rename={"k": checkpoint.Take(("layers/0", "layers/1"), (0,))})
+    take = {"k": checkpoint.Take(("layers/0", "layers/1"), (0,))}
+    stacked = checkpoint.load(index, {"k": struct}, rename=take, unread="allow")
     assert stacked["k"].devices() == {jax.devices()[5]}
     assert np.array_equal(bits(stacked["k"]), np.stack([bits(keys) for keys in tree["layers"]]))
 
@@ -208,7 +209,7 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
         checkpoint.load(tmp_path / "step", {"v": arrays["w"], "w": 0}, rename=lambda path: "w")
     # A file of other origin knows no numbers: those of the tree stay, unless it has an array there.
     save_file({"w": np.ones(8, np.float32), "epoch": np.array(3)}, tmp_path / "x.safetensors")
-    assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1})["step"] == 1  # pyright: ignore[reportOperatorIssue]
+    assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1}, unread="allow")["step"] == 1  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(CheckpointError, match="leaf `epoch`: it is 0 here, and the checkpoint has an array there"):
         checkpoint.load(tmp_path / "x.safetensors", arrays | {"epoch": 0})  # pyright: ignore[reportOperatorIssue]
 

@@ -280,3 +280,14 @@ def test_damaged_orbax_metadata(tmp_path, content):
     (tmp_path / "c" / "_METADATA").write_bytes(content)
     with pytest.raises(CheckpointError, match="has no keys and value|has no `tree_metadata`|no valid JSON"):
         checkpoint.read_index(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", [{"use_ocdbt": False}, {"use_ocdbt": True}, {"use_ocdbt": False, "use_zarr3": True}])
+def test_an_orbax_directory_without_its_metadata_is_an_error(tmp_path, kind):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**kind)) as writer:
+        writer.save(tmp_path / "c", args=ocp.args.PyTreeSave({"a": jnp.ones(8), "b": {"c": jnp.ones(4)}}))
+    (tmp_path / "c" / "_METADATA").unlink()
+    with pytest.raises(
+        CheckpointError, match="is a checkpoint of Orbax, as '.*' shows, without _METADATA: its save was int"
+    ):
+        checkpoint.read_index(tmp_path / "c")

@@ -15,7 +15,7 @@ from shardfx.checkpoint._together.board import Board, board_of_this_job
 from shardfx.checkpoint._together.facts import different, digest_of, first_difference, lines_of
 from shardfx.checkpoint._together.follower import Follower
 from shardfx.checkpoint._together.leader import Leader
-from shardfx.checkpoint._together.meeting import meeting
+from shardfx.checkpoint._together.meeting import holders_of, meeting
 from shardfx.checkpoint._together.talk import LOOK_SECONDS
 
 
@@ -257,7 +257,7 @@ def test_without_a_service_there_is_no_board():
 
 def test_one_process_exchanges_nothing():
     did = []
-    with meeting({"w": np.ones(3)}, "'it'", 1.0) as together:
+    with meeting(holders_of({"w": np.ones(3)}), "'it'", 1.0) as together:
         assert together.is_first and together.join() != together.join()
         together.agree({}, (), lambda: did.append("began"))
         together.finish(0, 30, lambda: did.append("committed"))

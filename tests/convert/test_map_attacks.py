@@ -175,3 +175,46 @@ def test_interleaved_parts_go_backwards():
     again = jax.jit(lambda tree: made.inverse().apply(tree, like=arrays))(tree)
     for path, array in arrays.items():
         same(again[path], array)
+
+
+LAYERS = {f"layers.{i}.w": np.ones((4, 3), np.float32) for i in (0, 1, 3)}
+GAPS = {
+    "a gap": (
+        TreeMap({"w": From("layers.{i}.w").stack("i")}, drop=["layers.{i}.{x*}"]),
+        r"`.stack\('i'\)` stops before it: the source has no `layers.2.w`. Add that leaf, or say how many: "
+        r"`.stack\('i', count=2\)`",
+    ),
+    "a drop": (
+        TreeMap({"w": From("layers.{i}.w").stack("i", count=2)}, drop=["layers.3.w", "layers.{i}.x"]),
+        r"layers.\{i\}.x: `drop` names it, and the source has no such leaf",
+    ),
+    "an odd count": (
+        TreeMap({"w": From("layers.0.w").slice(0, 3).split(0, -1, 2)}, drop=["layers.1.w", "layers.3.w"]),
+        r"3 elements into \(-1, 2\), which are not as many; 3 is no multiple of 2",
+    ),
+    "turns": (
+        TreeMap({"w": From.stacked([From("layers.0.w"), From("layers.1.w").slice(0, 3)])}, drop=["layers.3.w"]),
+        r"`stack` of different shapes, .*: 7 entries in 2 turns, and 7 is no multiple of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_what_a_map_would_leave_out_is_named(name):
+    made, message = GAPS[name]
+    with pytest.raises(MapError, match=message):
+        made.apply(LAYERS)
+
+
+def test_a_count_and_a_drop_leave_layers_out():
+    made = TreeMap({"w": From("layers.{i}.w").stack("i", count=2)}, drop=["layers.{i}.{x*}"], rest=["inv_freq"])
+    assert made.apply(LAYERS)["w"].shape == (2, 4, 3)
+    assert TreeMap.from_json(made.to_json()) == made and made.rest == ("inv_freq",)
+    assert made.apply(LAYERS | {"inv_freq": np.ones(2)})["w"].shape == (2, 4, 3)
+
+
+def test_braces_do_not_subtract():
+    with pytest.raises(
+        MapError, match=r"`\{i-3\}` subtracts, and braces add: write `\{i\}` here and `\{i\+3\}` in the other"
+    ):
+        TreeMap({"moe/{i-3}": "layers.{i}"})

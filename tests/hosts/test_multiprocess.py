@@ -120,8 +120,14 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
             assert messages["spec"].startswith(pair + "leaf `")
             assert messages["shape"].startswith(pair + "leaf `more` is only in ")
             assert messages["devices"].startswith(pair + "the devices of the mesh are ")
+            ours, theirs = ("From('w').times(2.0)", "From('w')")[:: 1 if index == last else -1]
+            text = (
+                f"the maps of process {index} and process {other} differ: `out/w <- {ours}` in one, `out/w <- {theirs}`"
+            )
+            assert messages["map"].startswith(text)
+            assert "one has a plan, the other a map" in messages["map and plan"]
         # No process goes on to a collective that others will never join.
-        assert set(result["agreement"]) == {"spec", "shape", "devices"}
+        assert set(result["agreement"]) == {"spec", "shape", "devices", "map", "map and plan"}
 
 
 def test_all_sockets_are_on_the_loopback_address(job):

@@ -256,6 +256,7 @@ def _ends(family, files, before):
         names = {"embedding": "word_embeddings", "positions": "position_embeddings", "types": "token_type_embeddings"}
         found = {path: files[f"embeddings.{name}.weight"] for path, name in names.items()}
         norm = {"scale": "weight", "bias": "bias"}
-        return found | {f"norm/{one}": files[f"embeddings.LayerNorm.{name}"] for one, name in norm.items()}
+        found |= {f"norm/{one}": files[f"embeddings.LayerNorm.{name}"] for one, name in norm.items()}
+        return found | {"pooler/weight": files["pooler.dense.weight"].T, "pooler/bias": files["pooler.dense.bias"]}
     found = {"embedding": files[f"{before}embed_tokens.weight"], "norm/scale": files[f"{before}norm.weight"]}
     return found | ({"head": files["lm_head.weight"].T} if "lm_head.weight" in files else {})

@@ -42,7 +42,7 @@ def test_a_checkpoint_and_a_stacked_tree(family):
     equal(tree, stacked_by_hand(family, files))
     structs = {path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in tree.items()}
     equal(there.apply(files, like=structs), tree)
-    kept = {path: array for path, array in files.items() if not path.startswith(("vision", "multi", "pooler"))}
+    kept = {path: array for path, array in files.items() if not path.startswith(("vision", "multi"))}
     equal(mine.to(theirs).apply(tree), kept)
     equal(mine.to(theirs).apply(tree, like=kept), kept)
     equal(there.inverse().apply(tree, like=kept), kept)
@@ -167,7 +167,7 @@ def test_few_key_heads_on_eight_devices(heads, shards):
     equal(served.to(mine).apply(weights), tree)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt2", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt2", "qwen2", "bert"])
 def test_engines_of_other_families(family):
     config, files = config_of(family), files_of(family)
     theirs, served = maps.hugging_face(config), maps.engine(config, shards=2)
@@ -181,8 +181,19 @@ def test_engines_of_other_families(family):
         ).all()
     if family == "gpt2":
         query, key, value = np.split(files["h.2.attn.c_attn.weight"], 3, axis=1)
-        by_hand = [one[:, half] for half in (slice(16), slice(16, 32)) for one in (query, key, value)]
-        assert (weights["h.2.attn.c_attn.weight"] == np.concatenate(by_hand, axis=1)).all()
+        by_hand = [one[:, half].T for half in (slice(16), slice(16, 32)) for one in (query, key, value)]
+        assert (weights["transformer.h.2.attn.c_attn.weight"] == np.concatenate(by_hand)).all()
+        for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            assert (weights[f"transformer.h.1.{name}.weight"] == files[f"h.1.{name}.weight"].T).all()
+    if family == "bert":
+        query, key = (files[f"encoder.layer.0.attention.self.{one}.weight"] for one in ("query", "key"))
+        fused = weights["encoder.layer.0.attention.self.qkv_proj.weight"]
+        half = len(query) // 2
+        assert (fused[: 2 * half] == np.concatenate([query[:half], key[:half]])).all()
+    if family == "deepseek_v3":
+        both = [files[f"model.layers.1.self_attn.{one}.weight"] for one in ("q_a_proj", "kv_a_proj_with_mqa")]
+        assert (weights["model.layers.1.self_attn.fused_qkv_a_proj.weight"] == np.concatenate(both)).all()
+        assert not [path for path in weights if "q_a_proj" in path.replace("fused_qkv_a_proj", "")]
     if family == "qwen2":
         query, key = (files[f"model.layers.0.self_attn.{one}_proj.bias"] for one in "qk")
         assert (weights["model.layers.0.self_attn.qkv_proj.bias"][:24] == np.concatenate([query[:16], key[:8]])).all()
@@ -201,7 +212,9 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     files = in_blocks(files_of("deepseek_v3", np.float32), block)
     ahead = {path.replace(".4.", ".5."): one for path, one in files.items() if path.startswith("model.layers.4.")}
     files |= ahead | {"model.layers.5.eh_proj.weight": np.ones((64, 128)), "model.layers.5.enorm.weight": np.ones(64)}
-    theirs, mine = maps.hugging_face(config), maps.stacked(config)
+    with pytest.raises(MapError, match="has 1 layer.*behind the last that predict ahead.*ahead='drop'"):
+        maps.hugging_face(config)
+    theirs, mine = maps.hugging_face(config, ahead="drop"), maps.stacked(config)
     there = theirs.to(mine)
     tree = there.apply(files)
     whole = unscaled({path: one for path, one in files.items() if ".5." not in path}, block)
@@ -210,14 +223,29 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
         mine.to(theirs)
     with pytest.raises(MapError, match="it was scaled, and the way back would have to find the scales"):
         there.inverse().apply(tree, like=files)
-    plain = maps.hugging_face({**config, "quantization_config": None})
+    plain = maps.hugging_face({**config, "quantization_config": None}, ahead="drop")
     equal(mine.to(plain).apply(tree), whole)
     # A file with one layer less is missed at once, and not taken for a smaller model.
     fewer = {path: one for path, one in files.items() if ".4." not in path}
     with pytest.raises(MapError, match=r"the source has no `model.layers.4.self_attn"):
         there.apply(fewer)
     with pytest.raises(MapError, match="weights of the `quant_method` 'awq' without blocks"):
-        maps.hugging_face(config | {"quantization_config": {"quant_method": "awq"}})
+        maps.hugging_face(config | {"quantization_config": {"quant_method": "awq"}}, ahead="drop")
+
+
+def test_a_bert_with_and_without_its_pooler():
+    config, files = config_of("bert"), files_of("bert")
+    theirs, mine = maps.hugging_face(config), maps.stacked(config)
+    assert (theirs.to(mine).apply(files)["pooler/weight"] == files["pooler.dense.weight"].T).all()
+    without = {path: one for path, one in files.items() if "pooler" not in path}
+    with pytest.raises(MapError, match="the source has no `pooler.dense.weight`"):
+        theirs.to(mine).apply(without)
+    theirs, mine = (one.without("pooler", "pooler_bias") for one in (theirs, mine))
+    tree = theirs.to(mine).apply(without)
+    assert "pooler/weight" not in tree
+    equal(theirs.to(mine).apply(files), tree)
+    equal(mine.to(theirs).apply(tree), without)
+    assert "pooler.dense.bias" in str(theirs) and "(not used)" in str(theirs)
 
 
 def test_a_padded_vocabulary_there_and_back():
@@ -287,8 +315,36 @@ MISTAKES = {
     "a family": (lambda: maps.hugging_face({"model_type": "qwen3_mo"}), r"'qwen3_mo'; did you mean 'qwen3_moe'"),
     "no family": (lambda: maps.hugging_face({}), r"for the `model_type` 'None'; there are llama,"),
     "maxtext": (lambda: maps.maxtext({"model_type": "gpt2"}), r"no table of MaxText's names for 'gpt2'; there are"),
+    "heads": (
+        lambda: maps.engine({"model_type": "gpt2", "n_head": 6}, shards=4),
+        r"6 heads do not divide into 4 shards; use another",
+    ),
+    "biases": (
+        lambda: maps.maxtext({"model_type": "llama", "num_attention_heads": 4, "attention_bias": True}),
+        r"MaxText has no `out_bias`, which this configuration has",
+    ),
+    "biases of the mlp": (
+        lambda: maps.maxtext({"model_type": "qwen2", "num_attention_heads": 4, "mlp_bias": True}),
+        r"MaxText has no `gate_bias` and no `up_bias` and no `down_bias`",
+    ),
+    **{
+        name: (
+            lambda name=name: maps.stacked({**config_of("deepseek_v3"), name: None}),
+            rf"the configuration of 'deepseek_v3' does not say `{name}`; add it",
+        )
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    },
+    "layers": (
+        lambda: maps.stacked({"model_type": "llama", "num_nextn_predict_layers": 1}),
+        r"does not say `num_hidden_layers`; add it",
+    ),
+    "without": (lambda: maps.TreeLayout({B: "q: a"}).without("k"), r"the layout has no kind 'k'; it has q"),
+    "without a part": (
+        lambda: maps.TreeLayout({B: maps.Fused("q: a", "k: a")}).without("k"),
+        r"'q' has other kinds beside; leave out all of them, or none",
+    ),
     "shards": (
-        lambda: maps.engine({"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3}, shards=4),
+        lambda: maps.engine({"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 3}, shards=4),
         r"3 key heads for 4 shards: neither divides the other",
     ),
     "a line": (lambda: maps.TreeLayout({A: "heads dim"}), r"'heads dim' cannot be read; write the kind and its axes"),
@@ -352,3 +408,15 @@ def test_parts_of_an_axis_and_repetitions():
     equal(apart.to(halves).apply(rows), two)
     equal(whole.to(new).apply(tree), {"w": np.stack([tree["w"].transpose(1, 2, 0)] * 2, axis=-1)})
     assert "2 arrays, b=3\n  first   w: layers[:2] b a" in str(halves.with_sizes(b=3))
+
+
+def test_an_odd_number_of_layers_in_pairs_is_named():
+    config = config_of("gemma2")
+    last = max(int(path.split(".")[2]) for path in files_of("gemma2") if ".layers." in path)
+    files = files_of("gemma2")
+    if last % 2:
+        files = {path: one for path, one in files.items() if f".layers.{last}." not in path}
+    theirs, mine = maps.hugging_face(config), maps.maxtext(config)
+    tree = theirs.to(mine).apply(files)
+    with pytest.raises(MapError, match=r"\d entries in 2 turns, and \d is no multiple of 2"):
+        maps.TreeLayout(dict(mine.weights), sizes=dict(mine.sizes)).to(maps.stacked(config)).apply(tree)

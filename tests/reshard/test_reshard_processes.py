@@ -77,3 +77,9 @@ def test_processes_give_up_and_refuse_alike(mapping):
     assert [result["disjoint"]["deleted"] for result in mapping] == [True] * 4
     assert "is too little. Nothing was moved" in mapping[0]["error"]
     assert all(result["error"] == mapping[0]["error"] for result in mapping)
+
+
+def test_processes_with_different_maps_are_told_before_anything_moves(mapping):
+    for number, result in enumerate(mapping):
+        other = 0 if number == 1 else 1
+        assert f"process {number} and process {other} move by different maps" in result["other map"]

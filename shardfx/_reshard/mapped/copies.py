@@ -126,7 +126,9 @@ class Shards:
         found = self._known.get((path, number))
         if found is None:
             leaf = data_of_keys(self._arrays[path])
-            given = leaf if number < 0 else leaf.addressable_data(number)
+            # All shards of a replicated array are alike, and NumPy sees the first without a copy.
+            is_whole = number < 0 or (isinstance(leaf, jax.Array) and leaf.is_fully_replicated)
+            given = np.asarray(leaf) if is_whole else leaf.addressable_data(number)
             shard = np.ascontiguousarray(given).reshape(given.shape)
             found = self._known[path, number] = (shard, shard.reshape(-1).view(np.uint8))
         return found
@@ -134,6 +136,8 @@ class Shards:
 
 def data_of_keys(leaf: Any) -> Any:
     """The bits of PRNG keys; any other array as it is."""
+    if isinstance(leaf.dtype, np.dtype):
+        return leaf
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 

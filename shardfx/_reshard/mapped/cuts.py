@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._convert import Made, Piece
@@ -78,30 +78,50 @@ def cuts_of(
     """
     sent: dict[int, int] = {}
     found: list[Cut] = []
+    known: dict[Any, list[tuple[Piece, Sequence[int], int, int]]] = {}
     for receiver, box in targets:
         start = [-low for low, _ in box]
-        parts = [shifted(part, start) for piece in made.pieces for part in within(piece, box)]
-        for part in parts:
-            if part.value.path is None or part.value.scale is not None:
-                found.append(Cut(receiver, receiver, part, 0))
+        for piece in made.pieces:
+            if piece.value.path is None or piece.value.scale is not None:
+                found += [Cut(receiver, receiver, shifted(part, start), 0) for part in within(piece, box)]
                 continue
-            dtype, holders = sources[part.value.path]
-            for cell, devices in holders.items():
-                for own in _inside(part, cell):
-                    count = -(-once(own).elements * sent_bits(own.value, dtype) // 8)
-                    sender = _sender(receiver, devices, process_of, sent)
-                    if sender != receiver:
-                        sent[sender] = sent.get(sender, 0) + count
-                    found.append(Cut(sender, receiver, own, count, _widest_bits(own.value, dtype)))
+            dtype, holders = sources[piece.value.path]
+            # Of a stack, all parts are cut as the first is. Its place is counted from the box where it lies inside.
+            by = _from_start(piece, box)
+            first = shifted(piece, [-more for more in by])
+            key = (box, first.source, first.target, first.factors, piece.value.casts, id(holders))
+            if key not in known:
+                known[key] = list(_cut(first, box, dtype, holders))
+            for own, devices, count, bits_ in known[key]:
+                sender = _sender(receiver, devices, process_of, sent)
+                if sender != receiver:
+                    sent[sender] = sent.get(sender, 0) + count
+                found.append(Cut(sender, receiver, shifted(own, by)._replace(value=piece.value), count, bits_))
     return Cuts(tuple(found))
+
+
+def _from_start(piece: Piece, box: Box) -> list[int]:
+    """How far a piece is from the start of a box, along the dimensions in which it lies inside."""
+    pairs = zip(hull(piece), box, strict=True)
+    return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
+
+
+def _cut(
+    piece: Piece, box: Box, dtype: Any, holders: Mapping[Box, Sequence[int]]
+) -> Iterator[tuple[Piece, Sequence[int], int, int]]:
+    """What of a piece lies in a box: by shards of the source, with who holds them, the bytes, and the widest bits."""
+    for part in within(piece, box):
+        part = shifted(part, [-low for low, _ in box])
+        for cell, devices in holders.items():
+            for own in _inside(part, cell):
+                count = -(-once(own).elements * sent_bits(own.value, dtype) // 8)
+                yield own, devices, count, _widest_bits(own.value, dtype)
 
 
 def _inside(part: Piece, cell: Box) -> list[Piece]:
     """What of a piece lies in a box of the source, counted from its start."""
     other = swapped(part)
     if any(high <= low or stop <= start for (start, stop), (low, high) in zip(hull(other), cell, strict=True)):
-        return []
-    if any(high <= start or stop <= low for (start, stop), (low, high) in zip(hull(other), cell, strict=True)):
         return []
     return [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]
 

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools as ft
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -270,11 +270,8 @@ def _by_copies(
     )
     key = ("copies", leaf.sharding, *_kind(made, names, sources))
     if key not in known:
-        held = {}
-        for name in names:
-            one = sources[name]
-            order = {} if one.sharding is None else _numbers(one)
-            held[name] = (data_of(one.shape, one.dtype)[1], _holders(one, order))
+        # All of them share one memory, so that one replica is as good as another.
+        held = _of_alike(names, sources, lambda one: {box: own[:1] for box, own in _own_holders(one).items()})
         shapes = [_shard_of(sources[name]) for name in names]
         numbers = {name: number for number, name in enumerate(names)}
         cuts = [cuts_of(made, [(-2, box)], held, {}).made for box in targets]
@@ -284,6 +281,23 @@ def _by_copies(
     if first != names:
         fillings = [Filling(one.copies, _renamed(Cuts(one.others), first, names).made) for one in fillings]
     return Work(leaf, way, made.shape, made.dtype, made, names, targets=targets, fillings=tuple(fillings))
+
+
+def _of_alike(
+    names: Sequence[str], sources: Mapping[str, Leaf], holders_of: Callable[[Leaf], dict[Box, list[int]]]
+) -> dict[str, tuple[Any, Mapping[Box, Sequence[int]]]]:
+    """The dtype and the holders of each array, found once for all of one shape, dtype and sharding."""
+    known: dict[Any, tuple[Any, Mapping[Box, Sequence[int]]]] = {}
+    for name in names:
+        one = sources[name]
+        if one[1:] not in known:
+            known[one[1:]] = (data_of(one.shape, one.dtype)[1], holders_of(one))
+    return {name: known[sources[name][1:]] for name in names}
+
+
+def _own_holders(leaf: Leaf) -> dict[Box, list[int]]:
+    """Who holds which box of an array, by the numbers of its own devices."""
+    return _holders(leaf, {} if leaf.sharding is None else _numbers(leaf))
 
 
 def _shard_of(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
@@ -342,7 +356,7 @@ def _by_programs(
     targets = [(place[_number(device)], (*box, *more)) for device, box in boxes(leaf.sharding, leaf.shape).items()]
     key = ("programs", leaf.sharding, *_kind(made, read, every))
     if key not in known:
-        held = {name: (data_of((), every[name].dtype)[1], _holders(every[name], place)) for name in read}
+        held = _of_alike(read, every, lambda one: _holders(one, place))
         process_of = {place[_number(d)]: d.process_index for d in devices if isinstance(d, jax.Device)}
         known[key] = (read, cuts_of(made, targets, held, process_of))
     cuts = _renamed(known[key][1], known[key][0], read)

@@ -14,6 +14,8 @@ def differs(name: str, groups: Mapping[str, Sequence[int]], more: str) -> str:
     who = " and ".join(f"one on {named(processes)}" for processes in groups.values())
     if name == "plan":
         text = f"the processes save by different plans, {who}; `hosts.assert_same_plan(plan)` says where they differ"
+    elif name == "map":
+        text = f"the processes save by different maps, {who}; `hosts.assert_same_plan(map)` says where they differ"
     elif name == "leaves":
         text = f"the processes save different trees, {who}{more}; give all of them the same arrays"
     else:

@@ -54,12 +54,25 @@ class Alone:
         commit()
 
 
-def meeting(tree: Any, what: str, wait_seconds: float) -> Alone | Leader | Follower:
+def holders_of(tree: Any) -> tuple[int, ...]:
+    """The processes that save a tree together, whatever else is wrong with it; none, where no array says it."""
+    if jax.process_count() == 1:
+        return (0,)
+    leaves = jax.tree.leaves(tree)
+    shardings = dict.fromkeys(leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array))
+    holders = tuple(sorted({device.process_index for sharding in shardings for device in sharding.device_set}))
+    if not holders and any(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves):
+        # NumPy arrays are the same on all processes, and lie on none of their devices: all save them together.
+        return tuple(range(jax.process_count()))
+    return holders
+
+
+def meeting(holders: tuple[int, ...], what: str, wait_seconds: float) -> Alone | Leader | Follower:
     """The part that this process has in the save of a tree; for a `with`, at whose end the others hear of an error.
 
     **Arguments:**
 
-    - `tree`: the arrays, whatever else is wrong with it.
+    - `holders`: as `holders_of` gives them.
     - `what`: where they are saved, for messages.
     - `wait_seconds`: how long this process waits for others to come.
 
@@ -69,15 +82,12 @@ def meeting(tree: Any, what: str, wait_seconds: float) -> Alone | Leader | Follo
     """
     if jax.process_count() == 1:
         return Alone(what)
-    leaves, me = jax.tree.leaves(tree), jax.process_index()
-    shardings = dict.fromkeys(leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array))
-    holders = tuple(sorted({device.process_index for sharding in shardings for device in sharding.device_set}))
+    me = jax.process_index()
     if holders and me not in holders:
         raise CheckpointError(complaints.elsewhere(what, me, holders))
     if len(holders) > 1:
         return (Leader if me == holders[0] else Follower)(what, me, holders, board_of_this_job(), wait_seconds)
-    has_arrays = holders or any(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
-    return Alone(what, None if has_arrays else board_of_this_job())
+    return Alone(what, None if holders else board_of_this_job())
 
 
 def _tell_who_calls(board: Board, what: str, error: BaseException) -> None:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
@@ -14,14 +14,20 @@ from ._places import Entry, Fused, Scaled
 Rows = dict[str, Entry]
 
 
-def hugging_face(config: Mapping[str, Any], *, prefix: str | None = None) -> TreeLayout:
+def hugging_face(
+    config: Mapping[str, Any], *, prefix: str | None = None, ahead: Literal["raise", "drop"] = "raise"
+) -> TreeLayout:
     """The layout of a checkpoint under Hugging Face's names.
+
+    BERT's has its pooler. For a checkpoint without one: `.without("pooler", "pooler_bias")`.
 
     **Arguments:**
 
     - `config`: what its `config.json` says. Of models that see too, the part for text is used.
     - `prefix`: what stands before every name but the output weights', where it is not what the family usually has:
         `"transformer."` for a GPT-2 that was saved with its head.
+    - `ahead`: of DeepSeek's layers behind the last that predict further tokens, for which there is no table. `"raise"`:
+        an error, if the configuration has them. `"drop"`: they are left out, as Transformers leaves them out.
 
     **Returns:**
 
@@ -29,7 +35,8 @@ def hugging_face(config: Mapping[str, Any], *, prefix: str | None = None) -> Tre
 
     **Raises:**
 
-    `MapError` for a `model_type` of which there is no table, and for a configuration without a number that is needed.
+    `MapError` for a `model_type` of which there is no table, for a configuration without a number that is needed, and
+    for layers that predict ahead.
 
     !!! Example
 
@@ -55,6 +62,12 @@ def hugging_face(config: Mapping[str, Any], *, prefix: str | None = None) -> Tre
             "kind of weight."
         )
     text = text_config(config)
+    count = text.get("num_nextn_predict_layers")
+    if count and ahead != "drop":
+        raise MapError(
+            f"the configuration has {count} layer(s) behind the last that predict ahead (`num_nextn_predict_layers`), "
+            "and there is no table for them; leave them out: `maps.hugging_face(config, ahead='drop')`."
+        )
     rows, rest = _FAMILIES[str(kind)](text, prefix)
     if text.get("quantization_config"):
         rows = _in_blocks(rows, text["quantization_config"])
@@ -86,17 +99,25 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
         found["dim"] = found["embed"] // found["heads"]
     found["kv_heads"] = found["kv_heads"] or found["heads"]
     if found["latent"] is not None:
-        nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-        found |= {"dim": nope + rope, "both_dim": nope + config["v_head_dim"], "kv_heads": None}
+        nope, rope = needed(config, "qk_nope_head_dim"), needed(config, "qk_rope_head_dim")
+        found |= {"dim": nope + rope, "both_dim": nope + needed(config, "v_head_dim"), "kv_heads": None}
+        found |= {"query_latent": config.get("q_lora_rank"), "latent_and_rope": needed(config, "kv_lora_rank") + rope}
     if config.get("num_nextn_predict_layers"):
         # The layer that predicts ahead has the names of one more.
-        layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 0)
+        layers, dense = needed(config, "num_hidden_layers"), config.get("first_k_dense_replace", 0)
         found |= {"layers": layers, "moe_layers": layers - dense}
     return {axis: size for axis, size in found.items() if size}
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def needed(config: Mapping[str, Any], name: str) -> int:
+    """A number of a configuration, or an error that names it."""
+    if config.get(name) is None:
+        raise MapError(f"the configuration of {config['model_type']!r} does not say `{name}`; add it.")
+    return config[name]
 
 
 def _is_tied(config: Mapping[str, Any], usually: bool = False) -> bool:
@@ -229,7 +250,7 @@ def _deepseek(config: Mapping[str, Any], prefix: str | None) -> _Made:
         layer[f"{moe}gate.e_score_correction_bias"] = "router_bias: experts"
     layer |= _mlp(f"{moe}experts.{{experts}}.", "expert_") | _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
     ahead = config.get("num_nextn_predict_layers") or 0
-    last = config["num_hidden_layers"] if ahead else 0
+    last = needed(config, "num_hidden_layers") if ahead else 0
     rest = tuple(f"{prefix}layers.{last + one}.{{rest*}}" for one in range(ahead))
     return _decoder(prefix, layer, _NORMS, tied=_is_tied(config)), rest
 
@@ -256,7 +277,11 @@ def _bert(config: Mapping[str, Any], prefix: str | None) -> _Made:
         rows[f"{at}{name}.bias"] = f"{kind}_bias: {axes.split()[0]}"
     for name, kind in (("attention.output.LayerNorm", "attention_norm"), ("output.LayerNorm", "mlp_norm")):
         rows |= {f"{at}{name}.weight": f"{kind}: embed", f"{at}{name}.bias": f"{kind}_bias: embed"}
-    return rows, (f"{table}position_ids", f"{prefix}pooler.{{rest*}}")
+    rows |= {
+        f"{prefix}pooler.dense.weight": "pooler: pooled embed",
+        f"{prefix}pooler.dense.bias": "pooler_bias: pooled",
+    }
+    return rows, (f"{table}position_ids",)
 
 
 def _in_blocks(rows: Rows, quantization: Mapping[str, Any]) -> Rows:

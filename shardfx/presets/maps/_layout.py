@@ -84,6 +84,19 @@ class TreeLayout:
         moved = {paths.get(path, path): entry for path, entry in self.weights}
         return TreeLayout(moved, sizes=dict(self.sizes), rest=self.rest, apart=dict(self.apart))
 
+    def without(self, *kinds: str) -> "TreeLayout":
+        """The same without some kinds of weights. A tree may have them, and no map uses them there."""
+        unknown = [kind for kind in kinds if kind not in self.kinds]
+        if unknown:
+            raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")
+        left = {path: {place.kind for place in places_of(path, entry)} - {*kinds} for path, entry in self.weights}
+        kept = {path: entry for path, entry in self.weights if left[path]}
+        mixed = [path for path, entry in kept.items() if len(left[path]) < len(places_of(path, entry))]
+        if mixed:
+            raise MapError(f"{quoted(mixed[0])} has other kinds beside; leave out all of them, or none.")
+        rest = (*self.rest, *[path for path, _ in self.weights if path not in kept])
+        return TreeLayout(kept, sizes=dict(self.sizes), rest=rest, apart=dict(self.apart))
+
     def with_sizes(self, **sizes: int) -> "TreeLayout":
         """The same with other sizes: `with_sizes(vocab=50304)` for a tree whose vocabulary is padded to that."""
         known = {**dict(self.sizes), **sizes}
@@ -112,9 +125,12 @@ class TreeLayout:
         sizes = Sizes(dict(self.sizes), dict(other.sizes), apart)
         rules = between(places, other.weights, sizes, dropped)
         unused = [place.path for place in places if place.kind in dropped and place.kind not in other.kinds]
-        return TreeMap(rules, drop=dict.fromkeys([*unused, *self.rest]), casts=casts)
+        return TreeMap(rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts)
 
     def __str__(self) -> str:
         wide = max((len(path) for path, _ in self.weights), default=0)
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
-        return "\n".join([f"{len(self.weights)} arrays{sizes}", *[f"  {p:<{wide}}  {e}" for p, e in self.weights]])
+        rows = [f"  {path:<{wide}}  {entry}" for path, entry in self.weights]
+        return "\n".join(
+            [f"{len(self.weights)} arrays{sizes}", *rows, *[f"  {path:<{wide}}  (not used)" for path in self.rest]]
+        )

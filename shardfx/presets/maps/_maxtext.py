@@ -109,9 +109,16 @@ def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_r
     if interleaved_rope is None:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         interleaved_rope = scaling.get("rope_type") == "llama3"
-    sizes = dict(hugging_face(config).sizes)
+    theirs = hugging_face(config, ahead="drop")
+    sizes = dict(theirs.sizes)
     moe, rows = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"), dict[str, Entry]()
     names = _MAXTEXT | _GEMMA if family in _GEMMAS else _MAXTEXT
+    absent = [kind for kind in theirs.kinds if kind not in names]
+    if absent:
+        raise MapError(
+            f"MaxText has no {' and no '.join(f'`{kind}`' for kind in absent)}, which this configuration has "
+            "(`attention_bias`, `mlp_bias`); write a `TreeLayout` for your own model."
+        )
     for (kind, layers, axis), suffix in _scanned(config):
         name, axes = names[kind]
         if interleaved_rope and kind in ("query", "key"):

@@ -1,6 +1,7 @@
 """The layouts of programs: a model that scans over its layers, and an inference engine's tree."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._ground.errors import MapError
@@ -59,6 +60,8 @@ _STACKED = {
     "expert_gate": ("mlp/experts/gate", "experts embed hidden"),
     "expert_up": ("mlp/experts/up", "experts embed hidden"),
     "expert_down": ("mlp/experts/down", "experts hidden embed"),
+    "pooler": ("pooler/weight", "embed pooled"),
+    "pooler_bias": ("pooler/bias", "pooled"),
     "shared_gate": ("mlp/shared/gate", "embed shared_hidden"),
     "shared_up": ("mlp/shared/up", "embed shared_hidden"),
     "shared_down": ("mlp/shared/down", "shared_hidden embed"),
@@ -99,7 +102,7 @@ def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
     for kind, layers, axis in stacks_of(config):
         name, axes = _STACKED[kind]
         rows[f"{prefix}{layers}/{name}" if layers else f"{prefix}{name}"] = f"{kind}: {axis} {axes}"
-    return TreeLayout(rows, sizes=dict(hugging_face(config).sizes))
+    return TreeLayout(rows, sizes=dict(hugging_face(config, ahead="drop").sizes))
 
 
 def engine(config: Mapping[str, Any], *, shards: int) -> TreeLayout:
@@ -107,7 +110,11 @@ def engine(config: Mapping[str, Any], *, shards: int) -> TreeLayout:
 
     Query, key and value are one matrix, whose parts alternate by shard, so that each device has its own; gate and up
     too. With more shards than key heads each head is there several times. The experts of a layer are one array,
-    `w13_weight` for gate and up, `w2_weight` for down.
+    `w13_weight` for gate and up, `w2_weight` for down. GPT-2's matrices are `[out, in]` and its paths begin with
+    `transformer.`; DeepSeek's `q_a_proj` and `kv_a_proj_with_mqa` are one matrix, `fused_qkv_a_proj`, on every device.
+
+    The names are those of `vllm/model_executor/models` in vLLM 0.10 and later, before it changes weights for its
+    kernels.
 
     **Arguments:**
 
@@ -120,7 +127,7 @@ def engine(config: Mapping[str, Any], *, shards: int) -> TreeLayout:
 
     **Raises:**
 
-    `MapError` where shards and key heads do not divide each other.
+    `MapError` where shards do not divide the heads, or shards and key heads do not divide each other.
 
     !!! Example
 
@@ -137,27 +144,42 @@ def engine(config: Mapping[str, Any], *, shards: int) -> TreeLayout:
         print(trained.to(served).rules["model.layers.{layers}.self_attn.qkv_proj.weight"])
         ```
     """
-    theirs = hugging_face(config)
+    theirs = hugging_face(config, prefix=_PREFIXES.get(str(config.get("model_type"))), ahead="drop")
     sizes = dict(theirs.sizes)
     heads = sizes.get("kv_heads", 1)
+    if sizes.get("heads", shards) % shards:
+        raise MapError(f"{sizes['heads']} heads do not divide into {shards} shards; use another `shards`.")
     copies = max(1, shards // heads)
     if (copies * heads) % shards:
         raise MapError(f"{heads} key heads for {shards} shards: neither divides the other; use another `shards`.")
     rows: dict[str, Entry] = {}
     for path, entry in theirs.weights:
-        rows |= _fused(path, entry, shards, copies)
+        rows |= _fused(path, entry, shards, copies, theirs.kinds)
     return TreeLayout(rows, sizes=sizes | ({"copies": copies} if copies > 1 else {}))
 
 
-def _fused(path: str, entry: Entry, shards: int, copies: int) -> dict[str, Entry]:
+# What vLLM puts before the names of a checkpoint without its head.
+_PREFIXES = {"gpt2": "transformer."}
+
+
+def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[str]) -> dict[str, Entry]:
     place, *others = places_of(path, entry)
     text = entry if isinstance(entry, str) else entry.part if not isinstance(entry, Fused) else ""
+    is_latent = "kv_a" in kinds
     key = "kv_heads copies" if copies > 1 else "kv_heads"
     match place.kind:
         case _ if others and isinstance(entry, Fused):
-            return {path: Fused(*entry.parts, dim=entry.dim, shards=shards)}
-        case "query" | "query_bias" if "kv_heads" not in text and "dim" in place.axes:
-            return {path.replace("q_proj", "qkv_proj"): _qkv(text, key, shards)}
+            parts = [_turned(part) for part in entry.parts] if entry.dim else entry.parts
+            return {path: Fused(*parts, shards=shards)}
+        case "out" | "up" | "down" if text.startswith(("out: (", "up: embed", "down: hidden")):
+            return {path: _turned(text)}
+        case "query_a":
+            return {path.replace("q_a_proj", "fused_qkv_a_proj"): Fused(text, "kv_a: latent_and_rope embed")}
+        case "kv_a" if "query_a" in kinds:
+            return {}
+        case "query" | "query_bias" if not is_latent:
+            own = path.replace(".self.query.", ".self.qkv_proj.").replace("q_proj", "qkv_proj")
+            return {own: _qkv(text, key, shards)}
         case "gate" | "gate_bias" | "shared_gate":
             up = text.replace("gate", "up")
             return {path.replace("gate_proj", "gate_up_proj"): Fused(text, up, shards=shards)}
@@ -173,6 +195,13 @@ def _fused(path: str, entry: Entry, shards: int, copies: int) -> dict[str, Entry
     return {path: text}
 
 
+def _turned(text: str) -> str:
+    """GPT-2's `[in, out]` as `[out, in]`."""
+    kind, _, axes = text.partition(": ")
+    first, *others = re.findall(r"\([^)]*\)|\S+", axes)
+    return f"{kind}: {' '.join([*others, first])}"
+
+
 def _qkv(text: str, key: str, shards: int) -> Fused:
     others = [text.replace("query", kind).replace("heads", key) for kind in ("key", "value")]
     return Fused(text, *others, shards=shards)
@@ -184,7 +213,7 @@ def _experts(place: Place, name: str) -> str:
 
 def stacks_of(config: Mapping[str, Any]) -> Iterator[Stack]:
     """Each kind of weight of a model, and the stacks of layers in which it is."""
-    theirs = hugging_face(config)
+    theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]
     dense = text_config(config).get("first_k_dense_replace", 0)
     for place in places:

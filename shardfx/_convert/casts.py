@@ -1,0 +1,35 @@
+"""Casts that give the same numbers in NumPy as in JAX."""
+
+import functools as ft
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def cast_array(x: Any, to: Any) -> Any:
+    """An array of NumPy or of JAX in another dtype.
+
+    Floats become integers as in JAX: fractions are cut off, what is out of range becomes the nearest integer that the
+    dtype has, and NaN becomes 0. NumPy's own `astype` wraps around, or gives what the machine gives.
+    """
+    if isinstance(x, np.ndarray | np.generic) and is_rounded(x.dtype, to):
+        return _whole(np.asarray(x), np.dtype(to))
+    return x.astype(to)
+
+
+@ft.lru_cache(maxsize=256)
+def is_rounded(stored: Any, to: Any) -> bool:
+    """Whether a cast makes integers of floats."""
+    return bool(jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer))
+
+
+def _whole(x: np.ndarray, to: np.dtype) -> np.ndarray:
+    least, most = int(jnp.iinfo(to).min), int(jnp.iinfo(to).max)
+    floats = x.astype(np.float64)
+    # Both ends are powers of two or 0, which float64 has.
+    low, high = floats <= float(least), floats >= float(most + 1)
+    inside = ~(low | high | np.isnan(floats))
+    made = np.where(inside, floats, 0).astype(np.int64 if least else np.uint64)
+    made[low], made[high] = least, most
+    return made.astype(to)

@@ -1,0 +1,166 @@
+"""Checkpoints of a training run: step after step, the latest few kept, written while training goes on."""
+
+import concurrent.futures
+import dataclasses
+import functools as ft
+import os
+import re
+import secrets
+from types import TracebackType
+from typing import Any
+
+from .._ground.errors import CheckpointError
+from .._plan.shard_plan import ShardPlan
+from ._exported import held
+from ._left_over import remove_partial
+from ._load import load
+from ._save import Content, Options, content_of, write
+from ._together.meeting import holders_of
+
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class Manager:
+    """Saves a training run in the background, and keeps the latest steps.
+
+    `save` copies what this process writes to its memory, so that the next training step may donate the arrays, and
+    writes it in a thread as [`shardfx.checkpoint.save`][] does. Each step is a directory, `step-100`, which is there as
+    a whole or not at all. All processes make a manager of one directory, on a file system that they share, and call it
+    alike.
+
+    **Arguments:**
+
+    - `directory`: of the run; it is made where it does not exist.
+    - `keep`: how many steps are kept; `None`: all. The oldest are removed once a new one is there.
+    - `wait_seconds`: as in `save`.
+
+    !!! Example
+
+        ```python
+        import tempfile
+        import jax
+        import jax.numpy as jnp
+        import shardfx
+        from shardfx import MeshSpec, PathRules, checkpoint
+
+        tree = {"w": jnp.zeros((8, 8)), "step": 0}
+        made = shardfx.plan(
+            tree, MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules.parse("w->fsdp")
+        )
+        state = shardfx.shard(tree, made)
+        with checkpoint.Manager(tempfile.mkdtemp(), keep=2) as manager:
+            for step in range(1, 5):
+                state = {"w": state["w"] + 1, "step": step}
+                manager.save(step, state, made)
+        assert manager.steps() == (3, 4) and manager.latest() == 4
+        again = manager.load(state)
+        assert again["step"] == 4 and again["w"][0, 0] == 4
+        ```
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, wait_seconds: float = 25.0):
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"`keep={keep}` would keep no checkpoint; give 1 or more, or `None` for all.")
+        self.directory, self.keep = os.path.abspath(os.fspath(directory)), keep
+        self._options = Options(progress=False, wait_seconds=wait_seconds)
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-manager")
+        self._under_way: concurrent.futures.Future[None] | None = None
+
+    def __enter__(self) -> "Manager":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def path(self, step: int) -> str:
+        """Where a step is, or would be."""
+        return os.path.join(self.directory, f"step-{step}")
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are there as a whole, in order."""
+        names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
+        return tuple(sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name))))
+
+    def latest(self) -> int | None:
+        """The last step that is there as a whole; `None` where there is none."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, tree: Any, plan: ShardPlan | None = None) -> None:
+        """Copies a tree to this process's memory, and begins to write it.
+
+        It waits for the save before, if that is still under way.
+
+        **Arguments:**
+
+        - `step`: its number.
+        - `tree`, `plan`: as in [`shardfx.checkpoint.save`][].
+
+        **Raises:**
+
+        What the save before has raised, and what is wrong with this tree. What goes wrong later is raised by the next
+        call of `save`, `wait` or `close`.
+        """
+        self.wait()
+        holders = holders_of(tree)
+        try:
+            content = _copied(content_of(tree, plan, None, None))
+        except (ValueError, TypeError, RuntimeError, MemoryError) as error:
+            # The other processes wait for this one, and are told why it does not write.
+            write(self.path(step), holders, ft.partial(_raise, error), self._options)
+            raise
+        self._under_way = self._pool.submit(self._write, step, holders, content)
+
+    def load(self, plan: Any, step: int | None = None, **options: Any) -> Any:
+        """Reads a step; the latest by default.
+
+        **Arguments:**
+
+        - `plan`, `options`: as in [`shardfx.checkpoint.load`][].
+        - `step`: which one.
+
+        **Raises:**
+
+        `CheckpointError` where there is no such step, and as `load` does.
+        """
+        self.wait()
+        there = self.steps()
+        step = self.latest() if step is None else step
+        if step not in there:
+            listed = ", ".join(map(str, there[-8:])) or "no step"
+            raise CheckpointError(f"{self.directory!r} has no step {step}; it has {listed}.")
+        return load(self.path(step), plan, **options)
+
+    def wait(self) -> None:
+        """Returns when what was saved is on the disk."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def _write(self, step: int, holders: tuple[int, ...], content: Content) -> None:
+        is_first = write(self.path(step), holders, lambda: content, self._options)
+        if is_first and self.keep is not None:
+            for old in [one for one in self.steps() if one != step][: -self.keep + 1 or None]:
+                self._remove(old)
+
+    def _remove(self, step: int) -> None:
+        # One that is killed here leaves a directory that `left_over` finds, and no half checkpoint.
+        gone = os.path.join(self.directory, f".step-{step}.partial-{secrets.token_hex(8)}")
+        os.rename(self.path(step), gone)
+        remove_partial(gone)
+
+
+def _copied(content: Content) -> Content:
+    arrays = [(path, held(value)) for path, value in content.leaves.arrays]
+    return dataclasses.replace(content, leaves=dataclasses.replace(content.leaves, arrays=arrays))
+
+
+def _raise(error: Exception) -> Content:
+    raise error

@@ -1,0 +1,86 @@
+"""A manager: steps in the background, the latest few kept, and errors told."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import shardfx
+from shardfx import CheckpointError, PathRules, checkpoint
+from shardfx.checkpoint import _save as saving
+
+
+@pytest.fixture
+def state():
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {"w": jnp.zeros((8, 8)), "key": jax.random.key(0), "step": 0}
+    return shardfx.shard(tree, shardfx.plan(tree, mesh, paths=PathRules.parse("w->x, key->replicate")))
+
+
+def test_steps_are_kept_while_training_donates(tmp_path, state):
+    more = jax.jit(lambda w: w + 1, donate_argnums=0)
+    with checkpoint.Manager(tmp_path / "run", keep=2) as manager:
+        assert manager.latest() is None and manager.steps() == ()
+        for step in range(1, 5):
+            state = {**state, "w": more(state["w"]), "step": step}
+            manager.save(step, state)
+    assert manager.steps() == (3, 4) and manager.latest() == 4
+    for step in (3, 4):
+        loaded = manager.load(state, step)
+        assert loaded["step"] == step and (np.asarray(loaded["w"]) == step).all()
+        assert loaded["w"].sharding.is_equivalent_to(state["w"].sharding, 2)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-3", "step-4"]
+    with pytest.raises(CheckpointError, match=r"has no step 1; it has 3, 4\."):
+        manager.load(state, 1)
+    with pytest.raises(CheckpointError, match="`keep=0` would keep no checkpoint"):
+        checkpoint.Manager(tmp_path, keep=0)
+
+
+def test_training_goes_on_while_a_step_is_written(tmp_path, state, monkeypatch):
+    may_write, pwrite = threading.Event(), saving.os.pwrite
+
+    def slow(*args):
+        assert may_write.wait(60)
+        return pwrite(*args)
+
+    monkeypatch.setattr(saving.os, "pwrite", slow)
+    with checkpoint.Manager(tmp_path, keep=None) as manager:
+        manager.save(1, state)
+        state["w"].delete()
+        assert manager.steps() == ()
+        may_write.set()
+        manager.wait()
+        assert manager.steps() == (1,)
+
+
+def test_what_goes_wrong_in_the_background_is_told_later(tmp_path, state):
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.save(1, state)
+        with pytest.raises(CheckpointError, match="step-1' exists, and nothing was changed"):
+            manager.wait()
+        manager.wait()
+        with pytest.raises(CheckpointError, match="a leaf cannot be saved as `__metadata__`"):
+            manager.save(2, {"__metadata__": state["w"]})
+        assert manager.steps() == (1,)
+
+
+def test_arrays_say_by_themselves_how_they_lie(tmp_path, state):
+    checkpoint.save(tmp_path / "one", state)
+    made = checkpoint.saved_plan(tmp_path / "one")
+    assert made["w"].spec == P("x") and made["key"].spec == P() and made.mesh.axis_names == ("x",)
+    assert checkpoint.load(tmp_path / "one", state)["step"] == 0
+    # On several meshes, or on none, there is no plan to write.
+    other = Mesh(np.array(jax.devices()[:2]), ("y",))
+    mixed = {**state, "v": jax.device_put(jnp.ones(4), NamedSharding(other, P("y")))}
+    for name, tree in (("mixed", mixed), ("numpy", {"v": np.ones(4, np.float32)})):
+        checkpoint.save(tmp_path / name, tree)
+        checkpoint.save(tmp_path / f"{name}.safetensors", tree)
+        assert checkpoint.read_index(tmp_path / name)["v"].shape == (4,)
+        for path in (tmp_path / name, tmp_path / f"{name}.safetensors"):
+            with pytest.raises(CheckpointError, match="holds no plan"):
+                checkpoint.saved_plan(path)
+    assert checkpoint.load(tmp_path / "mixed", mixed)["v"].sharding.spec == P("y")  # pyright: ignore[reportAttributeAccessIssue]
