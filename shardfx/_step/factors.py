@@ -1,0 +1,137 @@
+"""The factors of one operation: read off Shardy's sharding rule, or made for operations that have none.
+
+The rules come from `op_sharding_rule_registry.cc` of openxla/shardy, as the pass `sdy-populate-op-sharding-rules` of
+the jaxlib at hand writes them.
+"""
+
+import functools as ft
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.mlir.dialects import sdy, stablehlo
+
+from .operations import Factors
+
+
+Shape = tuple[int, ...]
+Shapes = Sequence[Shape]
+RULE = "sdy.sharding_rule"
+
+
+@ft.lru_cache(maxsize=4096)
+def of_rule(rule: Any) -> Factors:
+    """The factors of a rule's attribute."""
+    read = sdy.OpShardingRuleAttr(rule)
+    return Factors(
+        tuple(read.factor_sizes),
+        _mapped(read.operand_mappings),
+        _mapped(read.result_mappings),
+        frozenset(read.reduction_factors),
+        frozenset((*read.need_replication_factors, *read.permutation_factors)),
+    )
+
+
+def _mapped(mappings: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    read = map(sdy.TensorMappingAttr, mappings)
+    return tuple(tuple(tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in tensor.dim_mappings) for tensor in read)
+
+
+def by_element(ins: Shapes, outs: Shapes) -> Factors:
+    """Each element of the results from the elements at the same place: those of an operand alike in shape."""
+    shape = outs[0]
+    same = tuple((dim,) for dim in range(len(shape)))
+    others = len(shape)
+    sizes, dims = list(shape), []
+    for one in (*ins, *outs):
+        if one == shape:
+            dims.append(same)
+        else:
+            dims.append(tuple((others + dim,) for dim in range(len(one))))
+            others += len(one)
+            sizes += one
+    replicated = frozenset(range(len(shape), others))
+    return Factors(tuple(sizes), tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), replicated=replicated)
+
+
+def handed(shape: Shape, times: int = 2) -> Factors:
+    """An array that is handed on as it is: the same dimensions in each of `times` arrays."""
+    dims = tuple((dim,) for dim in range(len(shape)))
+    return Factors(shape, (dims,) * (times - 1), (dims,))
+
+
+def opaque(ins: Shapes, outs: Shapes) -> Factors:
+    """Every dimension for itself, and whole."""
+    sizes: list[int] = []
+    dims = []
+    for shape in (*ins, *outs):
+        dims.append(tuple((len(sizes) + dim,) for dim in range(len(shape))))
+        sizes += shape
+    whole = frozenset(range(len(sizes)))
+    return Factors(tuple(sizes), tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), replicated=whole)
+
+
+def _top_k(operation: Any, ins: Shapes, outs: Shapes) -> Factors:
+    """The last dimension is needed whole; results are shorter there."""
+    dims = tuple((dim,) for dim in range(len(ins[0])))
+    return Factors(ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1}))
+
+
+def _ragged_dot(operation: Any, ins: Shapes, outs: Shapes) -> Factors:
+    """Rows in groups, each with a matrix of its own; the gradient of the matrices has the groups of what is summed.
+
+    Groups are looked up: a device that has some of them makes some of the rows, and zeros.
+    """
+    text = str(operation.attributes["ragged_dot_dimension_numbers"])
+    asked = {
+        name: [int(at) for at in dims.split(",") if at] for name, dims in re.findall(r"(\w+) = \[([\d, ]*)\]", text)
+    }
+    both = [
+        asked.get(f"{side}_{kind}_dimensions", []) for side in ("lhs", "rhs") for kind in ("batching", "contracting")
+    ]
+    grouped = asked.get("rhs_group_dimensions", [])
+    left = list(range(len(ins[0])))
+    right = [-1] * len(ins[1])
+    for mine, its in (*zip(both[0], both[2], strict=True), *zip(both[1], both[3], strict=True)):
+        right[its] = mine
+    group, sizes = len(left), [*ins[0], ins[2][-1]]
+    for dim in grouped:
+        right[dim] = group
+    for dim in range(len(right)):
+        if right[dim] < 0:
+            right[dim] = len(sizes)
+            sizes.append(ins[1][dim])
+    free = [dim for dim in left if dim not in both[0] + both[1]]
+    own_of_right = [factor for factor in right if factor > group]
+    out = [*([] if grouped else [group]), *both[0], *free, *own_of_right]
+    if [sizes[factor] for factor in out] != list(outs[0]) or len(ins[2]) != 1:
+        return opaque(ins, outs)
+    dims = [tuple((factor,) for factor in one) for one in (left, right, [group], out)]
+    summed = frozenset([*both[1], group] if grouped else both[1])
+    return Factors(tuple(sizes), tuple(dims[:3]), (dims[3],), summed)
+
+
+_OWN: dict[str, Callable[[Any, Shapes, Shapes], Factors]] = {
+    "chlo.top_k": _top_k,
+    "chlo.ragged_dot": _ragged_dot,
+}
+
+
+def own(operation: Any, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
+    """The factors of an operation without a rule, or `None` where nothing is known of it."""
+    if name in _OWN:
+        return _OWN[name](operation, ins, outs)
+    # `chlo` is StableHLO's client dialect: beside what is above it has functions of elements.
+    return by_element(ins, outs) if name.startswith("chlo.") and ins else None
+
+
+def flops_of(name: str, operation: Any, factors: Factors, ins: Shapes, outs: Shapes) -> float:
+    """Floating-point operations of a product or convolution."""
+    if name == "convolution":
+        numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / max(1, ins[1][numbers.kernel_output_feature_dimension])
+    if name == "ragged_dot":
+        # Each row is of one group.
+        return 2.0 * math.prod(factors.sizes) / max(1, ins[2][-1])
+    return 2.0 * math.prod(factors.sizes) if name in ("dot_general", "dot") else 0.0

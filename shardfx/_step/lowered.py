@@ -1,0 +1,176 @@
+"""A step's StableHLO module: what it takes, the mesh it is for, and the same module under other shardings."""
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+
+from .._ground.errors import ProgramError
+
+
+# For each dimension of an array the mesh axes that cut it.
+Dims = tuple[tuple[str, ...], ...]
+_MANUAL = "sdy.manual_computation"
+_REFERENCE = re.compile(r'@"?([\w.]+)"?$')
+_LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
+
+
+class Parameter(NamedTuple):
+    """One array that a lowered module takes or returns.
+
+    - `name`: as the text of compiled programs has it, "params['w']"; empty for results.
+    - `shape`: of the whole array.
+    - `dims`: the mesh axes that cut each dimension; `None` where nothing says how it lies.
+    - `donated`: whether a result may take over its memory.
+    - `on_host`: whether it lies in a host's memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dims: Dims | None
+    donated: bool
+    on_host: bool = False
+
+
+def parameters(module: Any) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """What the module takes, and what it returns; arguments that JAX drops since nothing reads them are not there."""
+    main = _main(module)
+    arguments = main.regions[0].blocks[0].arguments
+    told = _said(main, "arg_attrs")
+    taken = [_parameter(_name(one.location), one.type, said) for one, said in zip(arguments, told, strict=True)]
+    types = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
+    made = [_parameter("", kind, said) for kind, said in zip(types, _said(main, "res_attrs"), strict=True)]
+    return tuple(taken), tuple(made)
+
+
+def meshes(module: Any) -> dict[str, dict[str, int]]:
+    """The sizes of the axes of each mesh that the module names."""
+    found = {}
+    for op in module.operation.regions[0].blocks[0]:
+        if op.operation.name == "sdy.mesh":
+            name = ir.StringAttr(op.attributes["sym_name"]).value
+            axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(op.attributes["mesh"]).axes)
+            found[name] = {axis.name: axis.size for axis in axes}
+    return found
+
+
+def mesh_of_arguments(module: Any) -> str | None:
+    """The name of the mesh that the first argument or result with a sharding lies on."""
+    main = _main(module)
+    for said in (*_said(main, "arg_attrs"), *_said(main, "res_attrs")):
+        if "sdy.sharding" in said:
+            return _mesh_name(said["sdy.sharding"])
+    return None
+
+
+def bytecode(module: Any) -> bytes:
+    """The module as XLA reads it."""
+    sink = io.BytesIO()
+    module.operation.write_bytecode(sink)
+    return sink.getvalue()
+
+
+def resharded(
+    module: Any, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
+) -> bytes:
+    """The bytecode of the module under another mesh, and other shardings of what it takes and returns.
+
+    **Raises:**
+
+    `ProgramError` where operations inside the step name a mesh of their own, and `mesh` is another one.
+    """
+    # Typed keys are on an empty mesh, which is none.
+    known = {name: sizes for name, sizes in meshes(module).items() if sizes}
+    # Constraints name axes, so a mesh with these axes may have other sizes. The body of a `shard_map` has local shapes.
+    same = next((name for name, sizes in known.items() if [*sizes] == [*mesh]), None)
+    inside = _sharded_inside(module)
+    if inside and known and (same is None or len(known) > 1 or (known[same] != dict(mesh) and _MANUAL in inside)):
+        raise ProgramError(
+            f"the step constrains its arrays over a mesh of its own, {known}, so it cannot be laid out on "
+            f"{dict(mesh)}; take the constraints out, or let them follow the mesh."
+        )
+    clone = module.operation.clone()
+    with clone.context, ir.Location.unknown(clone.context):
+        block = clone.regions[0].blocks[0]
+        integer = ir.IntegerType.get_signless(32)
+        clone.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(integer, math.prod(mesh.values()))
+        name = same or "_".join(["mesh", *known])
+        own = sdy.MeshAttr.get([sdy.MeshAxisAttr.get(axis, size) for axis, size in mesh.items()])
+        for op in block:
+            if op.operation.name == "sdy.mesh" and ir.StringAttr(op.attributes["sym_name"]).value == name:
+                op.attributes["mesh"] = own
+        if same is None:
+            with ir.InsertionPoint.at_block_begin(block):
+                sdy.MeshOp(name, own)
+        main = _main(clone)
+        for attribute, dims in (("arg_attrs", arguments), ("res_attrs", results)):
+            told = [_with_sharding(said, name, own) for said, own in zip(_said(main, attribute), dims, strict=True)]
+            main.attributes[attribute] = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in told])
+        return bytecode(clone)
+
+
+def _main(module: Any) -> Any:
+    for op in module.operation.regions[0].blocks[0]:
+        if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main":
+            return op.operation
+    raise ProgramError("the lowered module has no function `main`.")
+
+
+def _said(main: Any, attribute: str) -> list[dict[str, Any]]:
+    """The attributes of each argument or result."""
+    if attribute not in main.attributes:
+        kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+        return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]
+    return [{one.name: one.attr for one in ir.DictAttr(said)} for said in ir.ArrayAttr(main.attributes[attribute])]
+
+
+def _parameter(name: str, kind: Any, said: Mapping[str, Any]) -> Parameter:
+    sharding = said.get("sdy.sharding")
+    dims = None if sharding is None else _dims(sharding)
+    donated = bool({"tf.aliasing_output", "jax.buffer_donor"} & {*said})
+    memory = ir.StringAttr(said["mhlo.memory_kind"]).value if "mhlo.memory_kind" in said else "device"
+    return Parameter(name, tuple(ir.RankedTensorType(kind).shape), dims, donated, memory != "device")
+
+
+def _dims(sharding: Any) -> Dims:
+    cut = sdy.TensorShardingAttr(sharding).dimension_shardings
+    return tuple(tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(one).axes) for one in cut)
+
+
+def _mesh_name(sharding: Any) -> str | None:
+    found = _REFERENCE.match(str(sdy.TensorShardingAttr(sharding).mesh_or_ref))
+    return found[1] if found else None
+
+
+def _name(location: Any) -> str:
+    found = _LOCATION.match(str(location))
+    return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+
+def _with_sharding(said: Mapping[str, Any], mesh: str, dims: Dims | None) -> dict[str, Any]:
+    """The attributes with this sharding. Which result takes an argument's memory depends on how both lie."""
+    kept = {name: one for name, one in said.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
+    if "tf.aliasing_output" in said:
+        kept["jax.buffer_donor"] = ir.BoolAttr.get(True)
+    if dims is not None:
+        cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
+        kept["sdy.sharding"] = sdy.TensorShardingAttr.get(mesh, cut)
+    return kept
+
+
+def _sharded_inside(module: Any) -> set[str]:
+    """The kinds of operations inside the step that have a sharding of their own."""
+    found: set[str] = set()
+
+    def look(op: Any) -> Any:
+        names = [name if isinstance(name, str) else name.name for name in op.attributes]
+        if op.name not in ("func.func", "builtin.module", "sdy.mesh") and any("shard" in name for name in names):
+            found.add(op.name)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return found

@@ -1,0 +1,76 @@
+"""A lowered step as a flat list of operations over numbered values, each with the factors of its dimensions."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from .._ground.spec import bits
+
+
+# The factors of each dimension of each array, the slowest first.
+Dims = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class Factors(NamedTuple):
+    """Which dimensions of an operation belong together: Shardy's sharding rule of it.
+
+    Dimensions with one factor are walked together, so that they are sharded alike. A dimension of several factors is a
+    reshape of theirs. `sizes` are those of the factors; a dimension that a slice shortens has less than its factors.
+    `reduction` are factors that are summed over, or looked up in: a result of a part of one is unreduced.
+    `replicated` are those that the operation needs whole, or whose shards must be moved.
+    """
+
+    sizes: tuple[int, ...]
+    ins: Dims
+    outs: Dims
+    reduction: frozenset[int] = frozenset()
+    replicated: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the step. One that is made of constants alone is free: it is moved and kept nowhere."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    free: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """What the whole array takes in memory."""
+        return float(math.prod(self.shape)) * bits(self.dtype) / 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation, which runs `times` times: its operands and results, its factors, and what it computes.
+
+    `name` is StableHLO's. Four names are this graph's own: "carry" hands an array to a loop or out of a branch,
+    "return" hands what one iteration made, beside what it was given, to the next, "use" says that a loop reads an array
+    until it ends, and "opaque" is one that nothing is known of. `counted` are the dimensions of its first operand that
+    the counter of a loop walks through, each with a number of the loop.
+    """
+
+    name: str
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    factors: Factors
+    times: float
+    # In products and convolutions, of one run.
+    flops: float
+    # Where it stands in the program, and the calls around it, from the innermost: locations of MLIR.
+    location: tuple[Any, ...]
+    counted: tuple[tuple[int, int], ...] = ()
+    # Of a convolution: which dimensions of its operands are windows and channels.
+    windows: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A whole step. `notes` say what was not understood, with how often."""
+
+    values: list[Value]
+    operations: list[Operation]
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    notes: dict[str, int]

@@ -1,0 +1,335 @@
+"""A step and its arguments in JAX's one form, traced once."""
+
+import dataclasses
+import functools as ft
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError
+from .._ground.tree import flatten
+from .._plan import ShardPlan
+from ..topology._mesh import MeshSpec
+from .lowered import Dims, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
+from .partitioner import MOST_DEVICES, partitioned
+
+
+Platform = Literal["tpu", "gpu", "cpu"]
+# As JAX names them where it lowers.
+_PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+# The TPU's compiler merges fewer gathers than the CPU's does behind the partitioner.
+_OPTIONS: Mapping[Platform, Mapping[str, str]] = {"tpu": {"xla_disable_hlo_passes": "cse"}, "gpu": {}, "cpu": {}}
+
+
+@runtime_checkable
+class _Traced(Protocol):
+    """What the `trace` of `jax.jit` and `shardfx.filter_jit` returns."""
+
+    jaxpr: Any
+
+    def lower(self, *, lowering_platforms: Any) -> Any: ...
+
+
+@runtime_checkable
+class Jitted(Protocol):
+    """What `jax.jit` and `shardfx.filter_jit` return."""
+
+    def trace(self, *args: Any) -> Any: ...
+
+
+@runtime_checkable
+class _EquinoxJitted(Protocol):
+    """What `equinox.filter_jit` returns. Its own `lower` takes no structs."""
+
+    __wrapped__: Any
+    donate_first: bool
+    donate_rest: bool
+
+
+@runtime_checkable
+class _Named(Protocol):
+    """What the `trace` of `shardfx.filter_jit` returns: it knows the paths of its arrays by their names in the text."""
+
+    traced: Any
+    arrays: tuple[Any, ...]
+    mesh: MeshSpec | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One array that a step takes.
+
+    **Arguments:**
+
+    - `path`: with the name of the step's parameter in front, "params/layers/0/w".
+    - `shape`: of the whole array.
+    - `dims`: for each dimension the mesh axes that cut it; `None` where nothing says how the array lies.
+    - `donated`: whether a result may take over its memory.
+    - `on_host`: whether it lies in a host's memory.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dims: Dims | None
+    donated: bool
+    on_host: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A step that is traced once, to be partitioned for any platform, mesh and shardings; made by `step_of`.
+
+    **Arguments:**
+
+    - `traced`: as `jax.jit(f).trace(...)` returns it.
+    - `args`: what the step takes.
+    - `paths`: the paths of its arrays, by their names in the text of programs, where these names are not paths.
+    - `given_mesh`: the mesh that the caller named, or that the plans are for.
+    """
+
+    traced: Any
+    args: tuple[Any, ...]
+    paths: Mapping[str, str]
+    given_mesh: MeshSpec | Mesh | AbstractMesh | None
+
+    @ft.cached_property
+    def mesh(self) -> MeshSpec:
+        """The mesh that the arguments lie on."""
+        return MeshSpec.of(self.jax_mesh)
+
+    @ft.cached_property
+    def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
+        """The same as it was given: a Mesh of devices says which of them are in one slice."""
+        if self.given_mesh is not None:
+            return self.given_mesh
+        for leaf in jax.tree.leaves(self.args):
+            if (sharding := _sharding_of(leaf)) is not None:
+                return sharding.mesh
+        module = self.module(self._any)
+        name = mesh_of_arguments(module)
+        if name is None:
+            raise MeshError(
+                "the step has no mesh: none of its arguments has a sharding; pass structs with shardings, as "
+                "`plan.structs` are, or a step by `jax.jit(step, in_shardings=plan.shardings)`."
+            )
+        return MeshSpec(meshes(module)[name])
+
+    def lowered(self, platform: Platform) -> Any:
+        """The step as JAX lowers it for a platform, once for each."""
+        if platform not in self._lowered:
+            self._lowered[platform] = self.traced.lower(lowering_platforms=(_PLATFORMS[platform],))
+        return self._lowered[platform]
+
+    def module(self, platform: Platform) -> Any:
+        """The step's StableHLO module for a platform."""
+        return self.lowered(platform).compiler_ir("stablehlo")
+
+    @ft.cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arrays that the program takes, in the order of its parameters.
+
+        JAX drops what nothing reads from a function that the user jitted.
+        """
+        return tuple(Argument(self.path(one.name), *one[1:]) for one in self.parameters[0])
+
+    @ft.cached_property
+    def parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+        """What the program takes and returns, the same on each platform."""
+        return parameters(self.module(self._any))
+
+    @property
+    def _any(self) -> Platform:
+        """A platform that the step is lowered for already, if there is one."""
+        for platform in self._lowered:
+            return platform
+        return "tpu"
+
+    @ft.cached_property
+    def _lowered(self) -> dict[Platform, Any]:
+        return {}
+
+    def path(self, name: str) -> str:
+        """The path of an array, with its argument in front, from its name in the program."""
+        return self.paths.get(name) or _path_of(name)
+
+    @ft.cached_property
+    def leaves(self) -> dict[str, str]:
+        """The path of each array within its argument, by its name in the program; an array alone has its name."""
+        paths = {one.name: self.path(one.name) for one in self.parameters[0]}
+        return {name: path.partition("/")[2] or path for name, path in paths.items()}
+
+    def partitioned(
+        self,
+        platform: Platform,
+        *,
+        mesh: MeshSpec | None = None,
+        arguments: Sequence[Dims | None] | None = None,
+        results: Sequence[Dims | None] | None = None,
+        module: Any = None,
+    ) -> str:
+        """The HLO text of one device's program, right behind XLA's partitioner.
+
+        **Arguments:**
+
+        - `platform`: whose lowering is partitioned.
+        - `mesh`, `arguments`, `results`: another mesh, and other shardings of what `arguments` names and of the
+            results. Nothing is traced or lowered again.
+        - `module`: another form of the step's StableHLO module for this platform.
+
+        **Raises:**
+
+        `ProgramError` where XLA refuses the program, or where the step constrains its arrays over a mesh and `mesh`
+        is another one; `MeshError` for more than 8,192 devices.
+        """
+        module = self.module(platform) if module is None else module
+        mesh = self.mesh if mesh is None else mesh
+        if mesh.size > MOST_DEVICES:
+            raise MeshError(
+                f"XLA's CPU client has at most {MOST_DEVICES} devices, and the mesh {mesh} has {mesh.size}."
+            )
+        if arguments is None and results is None and dict(mesh.shape) == dict(self.mesh.shape):
+            return partitioned(bytecode(module), mesh.size, _OPTIONS[platform])
+        taken, made = self.parameters
+        arguments = [one.dims for one in taken] if arguments is None else arguments
+        results = [one.dims for one in made] if results is None else results
+        return partitioned(resharded(module, dict(mesh.shape), arguments, results), mesh.size, _OPTIONS[platform])
+
+
+def step_of(step: Any, args: Sequence[Any], mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Step:
+    """A step and its arguments, traced.
+
+    **Arguments:**
+
+    - `step`: a function; or what `jax.jit`, `equinox.filter_jit` or `filter_jit` returned, whose shardings and
+        donation count; or what `.trace` of one of these returned, without arguments.
+    - `args`: arrays or structs in any trees. What is no array stays as it is.
+    - `mesh`: the mesh, where the step should be told of slices that its shardings do not know.
+
+    **Raises:**
+
+    `LeafTypeError` for a step that is no function; `PlanMismatchError` for a plan in the place of an argument; what
+    the step raises when it is traced.
+    """
+    for at, arg in enumerate(args):
+        _refuse_plans(arg, at)
+    mesh = _mesh_of_devices(args) if mesh is None else mesh
+    args = jax.tree.map(_without_devices, tuple(args))
+    if isinstance(step, _Traced):
+        if args:
+            raise LeafTypeError("`step` is traced already; pass it alone, without arguments.")
+        return _named(step, (), mesh)
+    function: Any = step
+    if not callable(step):
+        raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
+    if isinstance(step, _EquinoxJitted):
+        return _traced(step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest))
+    if isinstance(step, Jitted):
+        made = step.trace(*args)
+        if isinstance(made, _Traced):
+            return _named(made, tuple(args), mesh)
+    return _traced(function, args, mesh)
+
+
+def _mesh_of_devices(args: Sequence[Any]) -> Mesh | None:
+    """The mesh of the first array that lies on one: it knows which devices are in one slice."""
+    meshes = (one.mesh for leaf in jax.tree.leaves(args) if (one := _sharding_of(leaf)) is not None)
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+def _sharding_of(leaf: Any) -> NamedSharding | None:
+    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
+def _without_devices(leaf: Any) -> Any:
+    """An array on devices as a struct on the abstract mesh, so that no device is needed to lower or compile for."""
+    sharding = _sharding_of(leaf)
+    if sharding is None or not isinstance(sharding.mesh, Mesh):
+        return leaf
+    abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=abstract, weak_type=leaf.weak_type)
+
+
+def _named(traced: Any, args: tuple[Any, ...], mesh: Any) -> Step:
+    if isinstance(traced, _Named):
+        paths = {one.name: one.path for one in traced.arrays}
+        return Step(traced.traced, args, paths, traced.mesh if mesh is None else mesh)
+    return Step(traced, args, {}, mesh)
+
+
+def _traced(
+    fn: Callable[..., Any], args: Sequence[Any], mesh: Any, donated: tuple[bool, bool] = (False, False)
+) -> Step:
+    """A function whose arguments may hold what is no array: that stays outside, as with `equinox.filter_jit`."""
+    flats = [flatten(arg) for arg in args]
+    words = argument_names(fn, len(args))
+    arrays: list[Any] = []
+    paths: list[str] = []
+    gone: list[bool] = []
+    for at, (flat, word) in enumerate(zip(flats, words, strict=True)):
+        for leaf, path, is_array in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
+            if is_array:
+                arrays.append(leaf)
+                paths.append(f"{word}/{path}" if path else word)
+                gone.append(donated[min(at, 1)])
+
+    def run(kept: list[Any], spare: list[Any]) -> Any:
+        given = [iter(kept), iter(spare)]
+        order = iter(gone)
+        trees = [
+            jax.tree.unflatten(
+                flat.treedef,
+                [
+                    next(given[next(order)]) if is_array else leaf
+                    for leaf, is_array in zip(flat.leaves, flat.is_array, strict=True)
+                ],
+            )
+            for flat in flats
+        ]
+        return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, fn(*trees))
+
+    run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
+    lists = [[one for one, is_gone in zip(arrays, gone, strict=True) if is_gone == which] for which in (False, True)]
+    named = [[path for path, is_gone in zip(paths, gone, strict=True) if is_gone == which] for which in (False, True)]
+    traced = jax.jit(run, keep_unused=True, donate_argnums=(1,) if any(gone) else ()).trace(*lists)
+    known = {
+        f"{name}[{at}]": path for name, own in zip(("kept", "spare"), named, strict=True) for at, path in enumerate(own)
+    }
+    return Step(traced, tuple(args), known, mesh)
+
+
+def _is_array(leaf: Any) -> bool:
+    return flatten([leaf]).is_array == [True]
+
+
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """What the function calls its arguments."""
+    try:
+        known = [
+            name
+            for name, one in inspect.signature(fn).parameters.items()
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        known = []
+    return [known[at] if at < len(known) else f"args[{at}]" for at in range(count)]
+
+
+def _refuse_plans(arg: Any, at: int) -> None:
+    for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, ShardPlan)):
+        if isinstance(node, ShardPlan):
+            raise PlanMismatchError(
+                f"argument {at} is a plan, and a step takes arrays or structs; pass `plan.structs`, whose shardings "
+                "are the plan's, or `filter_jit(step, in_shardings=plans)` with the arguments."
+            )
+
+
+def _path_of(name: str) -> str:
+    """`params['layers'][0].w` as the path params/layers/0/w."""
+    flat = name.replace("']['", "/").replace('"]["', "/")
+    for marker in ("['", '["', "[", "."):
+        flat = flat.replace(marker, "/")
+    return flat.replace("']", "").replace('"]', "").replace("]", "")

@@ -1,0 +1,129 @@
+"""The program of the process that runs XLA's partitioner; `partitioner.py` starts it.
+
+It reads requests from standard input and writes answers to standard output, both as a line of JSON and then bytes. For
+each request a forked child makes a CPU client with as many devices as the mesh has and compiles the module. XLA dumps
+the module right behind its partitioner; then the child is killed, since nothing that XLA does later is of use here. A
+child that aborts leaves this process, and the user's, as they are.
+
+This file imports jaxlib and not JAX, so that it starts in 0.2 s. It never imports shardfx.
+"""
+
+import glob
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+from jaxlib import xla_client
+
+
+# The dump behind `SpmdPartitioner`: xla/service/spmd/spmd_partitioner.cc, run by xla/service/cpu/cpu_compiler.cc. For
+# one device there is nothing to partition.
+_DUMPED = "*after_spmd-partitioning*.txt"
+_WHOLE = "*before_optimizations.txt"
+_OPTIONS = {"xla_dump_hlo_pass_re": "spmd-partitioning", "xla_backend_optimization_level": 0}
+_LOOK_EVERY_SECONDS = 0.003
+# XLA takes a client of more devices for one of several processes, which has to have something to send by. Nothing is
+# sent: see TfrtCpuClient::CompileInternal, xla/pjrt/cpu/cpu_client.cc.
+_ALONE = 2048
+
+
+def main() -> None:
+    """Answers requests until standard input ends."""
+    # Ctrl-C in a terminal is meant for the process that asks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while line := source.readline():
+        request = json.loads(line)
+        module = source.read(request["size"])
+        text, error = partitioned(module, request["devices"], request["options"], request["seconds"])
+        answer = {"size": len(text), "error": error}
+        try:
+            sink.write(json.dumps(answer).encode() + b"\n" + text)
+            sink.flush()
+        except BrokenPipeError:
+            os._exit(0)
+
+
+def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float) -> tuple[bytes, str]:
+    """The text of one device's program, and what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            _compile(module, devices, {"xla_dump_to": folder, **_OPTIONS, **options}, writing)
+        os.close(writing)
+        try:
+            return _text_from(folder, _DUMPED if devices > 1 else _WHOLE, reading, time.monotonic() + seconds)
+        finally:
+            os.close(reading)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _compile(module: bytes, devices: int, debug_options: dict[str, Any], writing: int) -> None:
+    """Compiles in the child, writes the error if there is one, and never returns."""
+    # XLA writes its warnings to standard error, and nothing may reach the standard output of the parent.
+    silence = os.open(os.path.join(debug_options["xla_dump_to"], "stderr"), os.O_WRONLY | os.O_CREAT)
+    for stream in (0, 1, 2):
+        os.dup2(silence, stream)
+    try:
+        made = xla_client._xla.make_mpi_collectives  # pyright: ignore[reportPrivateImportUsage]
+        wires = made() if devices > _ALONE else None
+        client = xla_client.make_cpu_client(num_devices=devices, collectives=wires)
+        options = xla_client.CompileOptions()
+        build = options.executable_build_options
+        build.num_replicas, build.num_partitions = 1, devices
+        build.use_spmd_partitioning = build.use_shardy_partitioner = True
+        ids = np.array([device.id for device in client.devices()])
+        build.device_assignment = xla_client.DeviceAssignment.create(ids.reshape(1, devices))
+        for name, value in debug_options.items():
+            setattr(build.debug_options, name, value)
+        client.compile_and_load(module, xla_client.DeviceList(tuple(client.devices())), options)
+        os.write(writing, b"XLA compiled the program without its partitioner")
+    except (RuntimeError, ValueError, TypeError) as error:  # those of XLA are RuntimeErrors
+        os.write(writing, str(error).encode()[:60_000])
+    finally:
+        os._exit(0)
+
+
+def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple[bytes, str]:
+    """Waits until the dump is whole, the child ends, the time is over, or the process that asked is gone."""
+    said = None
+    while True:
+        for path in glob.glob(os.path.join(folder, dumped)):
+            with open(path, "rb") as file:
+                text = file.read()
+            if _is_whole(text):
+                return text, ""
+        if said is not None:
+            return b"", said.decode(errors="replace") or _last_words(folder)
+        if time.monotonic() > deadline:
+            return b"", "the time is over"
+        # Who asked says nothing more until it is answered: standard input is ready when it ends.
+        ready = select.select([reading, 0], [], [], _LOOK_EVERY_SECONDS)[0]
+        if 0 in ready:
+            return b"", "nobody waits for the answer"
+        if reading in ready:
+            said = os.read(reading, 65_536)
+
+
+def _is_whole(text: bytes) -> bool:
+    """Whether a module's text is complete: the entry computation comes last and ends with a brace on its own line."""
+    return text.rstrip().endswith(b"\n}") and b"\nENTRY " in text
+
+
+def _last_words(folder: str) -> str:
+    """The end of what a child that was aborted wrote."""
+    with open(os.path.join(folder, "stderr"), "rb") as file:
+        return f"XLA aborted: {file.read()[-2000:].decode(errors='replace')}"
+
+
+if __name__ == "__main__":
+    main()
