@@ -11,6 +11,7 @@ from .traffic_rows import Traffic, TrafficRow
 
 
 Why = Literal[
+    "another type",
     "reduces whole",
     "gathers for an exchange",
     "sums instead of gathering",
@@ -22,6 +23,10 @@ Why = Literal[
 ]
 _SUMS = ("all-reduce", "reduce-scatter")
 _SAYS: Mapping[Why, tuple[str, str]] = {
+    "another type": (
+        "the same is sent in another element type, as compilers for CPUs widen bfloat16 to float32",
+        "There is nothing to mend: compare with an estimate for this platform.",
+    ),
     "reduces whole": (
         "every device gets the whole sum, of which it needs a part",
         "constrain the sum to how its part is needed, a gradient as its parameter: "
@@ -282,6 +287,8 @@ def _rest(places: Sequence[_Place]) -> list[Surplus]:
 def _surplus(place: _Place) -> Surplus:
     expected, found = place.kinds(0), place.kinds(1)
     why: Why = "elsewhere" if place.source is None else "less" if place.extra < 0 else _why(expected, found)
+    if why == "more often" and not {row.dtype for row, _ in place.rows[0]} & {row.dtype for row, _ in place.rows[1]}:
+        why = "another type"
     message, fix = _SAYS[why]
     leaves = [row.leaf for row, count in place.rows[1] if row.leaf and count]
     return Surplus(

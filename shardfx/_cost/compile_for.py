@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import hashlib
 import importlib.metadata
 import json
@@ -11,8 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,22 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .. import chips
-from .._arrays import filter_jit
-from .._arrays.entries import Donate
 from .._ground.errors import ChipError, MeshError, OutOfMemoryError
-from .._plan import ShardPlan
+from .._step import Platform, step_of
 from ..interop import tpu
 from ..topology._mesh import MeshSpec
-from .arguments import arguments_of
 
 
 _FORMAT = "shardfx program 2"
 _MOST_BYTES = 2**31
 _EVERY_SECONDS = 2.0
+# Locations of MLIR text: `#loc3 = loc(callsite(#loc1 at #loc2))`, and these of the package itself.
+_LOCATION = re.compile(r"^(#loc\d*) = (loc\(.*\))$", re.MULTILINE)
+_CALLED = re.compile(r"loc\(callsite\((#loc\d*) at (#loc\d*)\)\)")
+_ALIAS = re.compile(r"#loc\d*")
+_PACKAGE = str(Path(__file__).parents[1])
+# What lowers a step for a device, by what JAX calls the device's platform.
+_PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
 # What the TPU's compiler says where arguments and all else are too much, and where temporaries alone are.
 _FULL = (
     re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm"),
@@ -92,7 +96,7 @@ class CompiledFor:
     - `text`: of the optimized program.
     - `memory`: the compiler's count.
     - `mesh`: the mesh, with its slices.
-    - `argument_paths`: the path of each array within its argument, by its name in the text.
+    - `argument_paths`: the path of each array, with its argument's name in front, by its name in the text.
     - `target`: what it was compiled for.
     - `chip`: of the target; `None` where it is not known.
     - `seconds`: how long the compiler took; 0 for one that was read from the cache.
@@ -123,13 +127,10 @@ class CompiledFor:
 
 
 def compile_for(
-    step: Callable[..., Any],
-    plans: Any,
+    step: Any,
+    *args: Any,
     target: str | Mesh | Sequence[Any] = "tpu:v5e:4x4",
-    *,
-    args: Sequence[Any] | None = None,
-    out_shardings: Any = None,
-    donate: Donate = "none",
+    mesh: MeshSpec | None = None,
     cache: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> CompiledFor:
@@ -141,14 +142,11 @@ def compile_for(
 
     **Arguments:**
 
-    - `step`: a function; not yet jitted. Plans that it closes over, for [`shardfx.constrain`][], must be without
-        devices ([`shardfx.ShardPlan.off`][]) or on those of the target.
-    - `plans`: of what it takes, as in [`shardfx.fit`][].
+    - `step`, `args`: as in [`shardfx.estimate`][]. A plan that the step closes over, for [`shardfx.constrain`][], must
+        be without devices ([`shardfx.ShardPlan.off`][]) or on those of the target.
     - `target`: a TPU topology such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or devices, or
         a Mesh of them.
-    - `args`: the arguments as trees, where plans are not enough.
-    - `out_shardings`: of the results, as in [`shardfx.filter_jit`][]; plans among them need no devices.
-    - `donate`: as in [`shardfx.filter_jit`][].
+    - `mesh`: the mesh of the arguments, where it spans slices that their shardings do not know.
     - `cache`: a directory that keeps what was compiled, by the digest of the program, the target and the versions. A
         file in it that is cut off, or that somebody changed, is compiled again and replaced.
     - `progress`: is told once every two seconds how long it has been compiling; by default a line on standard error,
@@ -174,52 +172,40 @@ def compile_for(
         mesh = MeshSpec({"data": 8})
         x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
         batch = plan(x, mesh, paths=PathRules.parse(".*->data"))
-        made = compile_for(lambda batch: jnp.sum(batch), [batch], "cpu")
+        made = compile_for(lambda batch: jnp.sum(batch), batch.structs, target="cpu")
         assert traffic(made).by("kind") == {"all-reduce": 7}
         ```
     """
-    given = arguments_of(plans, args, step)
-    mesh, name = _mesh_of(target, given.mesh)
-    ours = tuple(
-        jax.tree.map(lambda leaf: _on(leaf.sharding, mesh) if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
-        for tree in given.trees
-    )
-    function = given.call(step)
-    if given.by != "position":
-        names = given.names
-
-        def function(*trees: Any) -> Any:
-            return step(**trees[0]) if given.by == "tree" else step(**dict(zip(names, trees, strict=True)))
-
-        donate = _positions(donate, names) if given.by == "name" else donate
-    jitted = filter_jit(function, in_shardings=ours, out_shardings=_bound(out_shardings, mesh), donate=donate)
-    trees = [
-        jax.tree.map(lambda leaf: _placed(leaf, mesh) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, tree)
-        for tree in given.trees
-    ]
-    lowered = jitted.lower(*trees)
-    file = None if cache is None else _file_of(Path(cache), _key(lowered.lowered, mesh, name))
+    made = step_of(step, args, mesh)
+    on, name = _mesh_of(target, made.mesh)
+    devices = tuple(on.devices.flat)
+    lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
+    file = None if cache is None else _file_of(Path(cache), _key(lowered, on, name))
     found = None if file is None else _read(file)
+    seconds = 0.0
     if found is None:
         with _telling(name, progress):
             start = time.perf_counter()
-            made = compiled(lowered)
+            # JAX compiles what was lowered without devices by the default platform's client, even for other devices.
+            lowered._lowering.compile_args["backend"] = devices[0].client
+            program = compiled(lowered, devices)
             seconds = time.perf_counter() - start
-        sizes = dataclasses.asdict(memory_of(made))
-        found = {"text": made.as_text(), "memory": sizes, "paths": made.argument_paths}
+        found = {
+            "text": program.as_text(),
+            "memory": dataclasses.asdict(memory_of(program)),
+            "paths": {one.name: made.path(one.name) for one in made.parameters[0]},
+        }
         if file is not None:
             _write(file, found)
-    else:
-        seconds = 0.0
-    ids = tuple(int(device.id) for device in mesh.devices.flat)
+    ids = tuple(int(device.id) for device in devices)
     memory = MemoryAnalysis(**found["memory"])
-    return CompiledFor(found["text"], memory, given.mesh, found["paths"], name, _chip_of(mesh), seconds, ids)
+    return CompiledFor(found["text"], memory, made.mesh, found["paths"], name, _chip_of(on), seconds, ids)
 
 
-def compiled(lowered: Any) -> Any:
+def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
     """The program, or an error of its own where it takes more memory than a device has."""
     try:
-        return lowered.compile()
+        return lowered.compile(device_assignment=tuple(devices))
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if not text.startswith("RESOURCE_EXHAUSTED"):
@@ -227,7 +213,7 @@ def compiled(lowered: Any) -> Any:
         needed, limit = next((one.groups() for form in _FULL if (one := form.search(text))), (None, None))
         raise OutOfMemoryError(
             f"the program does not fit a device: its compiler needs {needed or 'more than there is'}"
-            f"{f' of {limit}' if limit else ''}. `shardfx.fit(plans, step=step, chip=...)` says what takes the memory, "
+            f"{f' of {limit}' if limit else ''}. `shardfx.fit(step, *args, chip=...)` says what takes the memory, "
             "and which single change would make it fit.",
             _bytes_of(needed),
             _bytes_of(limit),
@@ -242,15 +228,6 @@ def _bytes_of(text: str | None) -> int | None:
     return int(float(number) * 2 ** (10 * " KMGT".index(unit or " ")))
 
 
-def _positions(donate: Donate, names: tuple[str, ...]) -> Donate:
-    """Names of parameters as positions among the arguments."""
-    if isinstance(donate, str) and donate in names:
-        return names.index(donate)
-    if isinstance(donate, str | int):
-        return donate
-    return tuple(names.index(one) if isinstance(one, str) else one for one in donate)
-
-
 def _mesh_of(target: str | Mesh | Sequence[Any], spec: MeshSpec) -> tuple[Mesh, str]:
     if isinstance(target, Mesh):
         return target, _device_name(target.devices.flat[0])
@@ -261,15 +238,10 @@ def _mesh_of(target: str | Mesh | Sequence[Any], spec: MeshSpec) -> tuple[Mesh, 
         devices = jax.devices("cpu")
         if len(devices) < spec.size:
             raise MeshError(
-                f"the plans are for {spec.size} devices, and this machine shows {len(devices)} CPU devices; run with "
+                f"the mesh has {spec.size} devices, and this machine shows {len(devices)} CPU devices; run with "
                 f'`jax.config.update("jax_num_cpu_devices", {spec.size})` before anything else uses JAX.'
             )
         return spec.build(devices[: spec.size]), "cpu"
-    if not target.startswith("tpu:"):
-        raise MeshError(
-            f'there is no target {target!r:.80}; write a TPU topology as "tpu:v5e:4x4", "cpu" for emulated devices, '
-            "or pass devices."
-        )
     return tpu.mesh_of(target, spec), target
 
 
@@ -284,27 +256,6 @@ def _chip_of(mesh: Mesh) -> chips.Chip | None:
         return None
 
 
-def _on(sharding: Any, mesh: Mesh) -> NamedSharding | None:
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def _placed(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=_on(struct.sharding, mesh))
-
-
-def _bound(form: Any, mesh: Mesh) -> Any:
-    """`out_shardings` on the devices of the target."""
-
-    def bound(entry: Any) -> Any:
-        if isinstance(entry, ShardPlan):
-            return entry.off().on(mesh)
-        return _on(entry, mesh) if isinstance(entry, NamedSharding) else entry
-
-    return jax.tree.map(bound, form, is_leaf=lambda node: node is None or isinstance(node, ShardPlan))
-
-
 def _key(lowered: Any, mesh: Mesh, name: str) -> str:
     """The digest of all that decides what the compiler makes."""
     devices = [(device.id, _device_name(device)) for device in mesh.devices.flat]
@@ -316,10 +267,18 @@ def _key(lowered: Any, mesh: Mesh, name: str) -> str:
 
 
 def _without_callers(text: str) -> str:
-    """A program's text without the lines that led to `compile_for`: who asks does not change what is compiled."""
-    for frame in traceback.extract_stack():
-        text = re.sub(rf'"{re.escape(frame.filename)}":{frame.lineno}:\d+( to [\d:]+)?', '""', text)
-    return text
+    """A program's text with its locations written out, as far as the lines that led to `compile_for`: who asks does not
+    change what is compiled."""
+    table = dict(_LOCATION.findall(text))
+
+    @ft.lru_cache(maxsize=len(table) + 1)
+    def told(name: str) -> str:
+        if called := _CALLED.fullmatch(table.get(name, "")):
+            inner = told(called[1])
+            return inner if _PACKAGE in inner else f"{inner} at {told(called[2])}"
+        return _ALIAS.sub(lambda found: told(found[0]), table.get(name, ""))
+
+    return _ALIAS.sub(lambda found: told(found[0]), _LOCATION.sub("", text))
 
 
 def _compiler_version(mesh: Mesh) -> str:

@@ -1,141 +1,121 @@
 """Where a step should say that its activations lie along the batch, because compilers lay them out otherwise."""
 
-import json
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from .._ground.spec import entries_of, entry_axes
-from .._ground.text import array_text
-from ..topology._mesh import MeshSpec
-from .arguments import Arguments
-from .frames import Frame, frames_of, own_line, place_text
-from .graph import Op, Pin
-from .layout import Layout, MeshParts
-from .memory.layouts import graph_layouts
-from .memory.program import Program
-from .memory.usage import Usage, known_layouts
-from .propagate import propagated
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+
+from .._ground.errors import ProgramError
+from .._step.lowered import meshes
+from .counted import Counted
+from .frames import Frame, is_library, place_text
 
 
-# A step that needs more constraints than these is better laid out as a whole: `shardfx.lay_out`.
+# A step that needs more constraints than these is better constrained as a whole: `shardfx.auto.constrain_step`.
 _MOST = 6
-# Arrays that are smaller than this share of the largest one that is laid out otherwise are not what takes the memory.
-_WORTH = 0.05
-# What hands values on between a loop and what is around it has no line of its own.
-_PASSED = ("carry", "layer", "stack", "branch", "enter", "leave", "again", "shard_map", "result")
+# Fewer constraints are told where they save nearly as much.
+_NEARLY = 0.98
+_FRAME = re.compile(r'"([^"]*)"\("([^"]+)":(\d+):')
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather")
 
 
-class AlongBatch(NamedTuple):
+class Constrained(NamedTuple):
     """Constraints that keep the activations along the batch.
 
     **Arguments:**
 
-    - `pins`: the layouts, by the numbers of the values in the step's graph.
+    - `peak_bytes`: what the step then needs on one device.
     - `how`: as code, with the line of each.
     - `sources`: the lines.
     """
 
-    pins: dict[int, Pin]
+    peak_bytes: int
     how: str
     sources: tuple[Frame, ...]
 
 
-def along_the_batch(program: Program, given: Arguments, usage: Usage) -> AlongBatch | None:
-    """The constraints under which activations lie as the batch does; `None` where those that take memory do.
+def constrained(known: Counted, axes: Sequence[str]) -> Constrained | None:
+    """The fewest constraints that save nearly what constraints on every product of an activation do.
 
-    How they would lie is what the batch alone asks for, with parameters that ask for nothing. The first array that
-    lies otherwise is constrained, and the step laid out anew, until none is left that takes memory.
+    A product whose first dimension is the batch's is constrained along it, on the line of the step that it came from,
+    in the forward pass and in the backward pass.
+
+    **Arguments:**
+
+    - `axes`: the mesh axes that cut the batch.
+
+    **Returns:**
+
+    The constraints, or `None` where they save nothing.
     """
-    graph, sizes = program.graph, given.sizes
-    assert graph is not None
-    batch = {id(leaf.struct) for leaf in given.of_group("batch")}
-    known = known_layouts(program, [leaf.struct.sharding for leaf in given.leaves], sizes)
-    axes = MeshParts(MeshSpec(sizes))
-    asked = {
-        value: Pin(known[number])
-        for value, number, leaf in zip(graph.arguments, program.block.ins, given.leaves, strict=True)
-        if id(leaf.struct) in batch and any(known[number])
-    }
-    if not asked:
+    sizes = {known.step.arguments[at].shape[0] for at in known.of_group("batch")}
+    lines = list(
+        dict.fromkeys(line for op in _products(known.step.module(known.platform), sizes) if (line := _line_of(op)))
+    )
+    before = known.held.peak_bytes
+    saved = _saved(known, axes, sizes, lines, before)
+    if saved <= 0:
         return None
-    wanted = propagated(graph, axes, asked)
-    found = graph_layouts(program, axes, known, {})
-    held = [graph.bound[program.variables[one.number]] for one in usage.peak.held if one.number in program.variables]
-    lost = [math.prod(graph.values[value].shape) for value in held if _is_lost(wanted[value], found[value])]
-    least = _WORTH * max(lost, default=0)
-    pins: dict[int, Pin] = {}
-    chosen: list[Op] = []
-    while lost and len(pins) < _MOST:
-        others = [op for op in graph.ops if _may_be_constrained(op, pins) and _is_lost(*_both(op, wanted, found))]
-        if not any(math.prod(graph.values[op.results[0]].shape) >= least for op in others):
-            break
-        # The first one, however small: what comes after it follows it.
-        chosen.append(others[0])
-        pins[others[0].results[0]] = Pin(_entries(axes, *_both(others[0], wanted, found)))
-        found = graph_layouts(program, axes, known, pins)
-    told: dict[Frame | None, str] = {}
-    shapes = {graph.values[op.results[0]].shape for op in chosen if not _is_backward(op)}
-    for op in chosen:
-        value = graph.values[op.results[0]]
-        if _is_backward(op) and value.shape in shapes:
-            continue  # a constraint holds for the gradient of what it constrains too
-        source = _line_of(op)
-        code = f"constrain(x, {_as_code(pins[op.results[0]], given)}, plan)"
-        told.setdefault(source, f"{code} for {array_text(value.dtype, value.shape)} of {place_text(source)}")
-    sources = tuple(source for source in told if source is not None)
-    return AlongBatch(pins, "; ".join(told.values()), sources) if pins else None
+    for count in range(1, min(_MOST, len(lines)) + 1):
+        own = _saved(known, axes, sizes, lines[:count], before) if count < len(lines) else saved
+        if own >= _NEARLY * saved:
+            code = f"constrain(x, jax.P({_entry(axes)}), plan)"
+            told = "; ".join(f"{code} for what {place_text(line)} makes" for line in lines[:count])
+            return Constrained(before - own, told, tuple(lines[:count]))
+    told = f"constrain_step(step, mesh, rules), which constrains the products of {len(lines)} lines"
+    return Constrained(before - saved, told, tuple(lines))
 
 
-def _both(op: Op, wanted: Sequence[Layout], found: Sequence[Layout]) -> tuple[Layout, Layout]:
-    return wanted[op.results[0]], found[op.results[0]]
+def _saved(known: Counted, axes: Sequence[str], sizes: set[int], lines: Sequence[Frame], before: int) -> int:
+    if not lines:
+        return 0
+    try:
+        return before - known.written_as(_with_constraints(known, axes, sizes, set(lines))).peak_bytes
+    except ProgramError:
+        return 0
 
 
-def _may_be_constrained(op: Op, pins: dict[int, Pin]) -> bool:
-    return op.pin is None and op.name not in _PASSED and len(op.results) == 1 and op.results[0] not in pins
+def _with_constraints(known: Counted, axes: Sequence[str], sizes: set[int], lines: set[Frame]) -> Any:
+    """The step's module with a constraint on each of these products."""
+    module = known.step.module(known.platform)
+    wanted = dict(known.step.mesh.shape)
+    mesh = next(name for name, own in meshes(module).items() if dict(own) == wanted)
+    clone = module.operation.clone()
+    with clone.context, ir.Location.unknown(clone.context):
+        for op in [op for op in _products(clone, sizes) if _line_of(op) in lines]:
+            result = op.results[0]
+            rank = len(ir.RankedTensorType(result.type).shape)
+            cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True)]
+            cut += [sdy.DimensionShardingAttr.get([], False)] * (rank - 1)
+            with ir.InsertionPoint.after(op):
+                constraint = sdy.ShardingConstraintOp(result, sdy.TensorShardingAttr.get(mesh, cut))
+            result.replace_all_uses_except(constraint.result, constraint.operation)
+    return clone
 
 
-def _is_backward(op: Op) -> bool:
-    """Whether an operation is of the backward pass."""
-    return any("transpose(" in str(source.name_stack) for source in op.sources)
+def _products(module: Any, sizes: set[int]) -> Iterator[Any]:
+    """The products of a module whose first dimension is the batch's."""
+    found: list[Any] = []
+
+    def look(op: Any) -> Any:
+        if op.name in _PRODUCTS and len(op.results) == 1:
+            shape = ir.RankedTensorType(op.results[0].type).shape
+            if len(shape) > 1 and shape[0] in sizes:
+                found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    getattr(module, "operation", module).walk(look)
+    yield from found
 
 
-def _is_lost(wanted: Layout, found: Layout) -> bool:
-    """Whether an array is not cut as the batch asks for."""
-    return any(own[: len(parts)] != parts for parts, own in zip(wanted, found, strict=True))
-
-
-def _entries(axes: MeshParts, wanted: Layout, found: Layout) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each dimension: the batch's where that asks for some, else those that it has and may keep."""
-    taken = {part for parts in wanted for part in parts}
-    kept = [parts or tuple(part for part in own if part not in taken) for parts, own in zip(wanted, found, strict=True)]
-    return tuple(axes.names(parts) for parts in kept)
-
-
-def _as_code(pin: Pin, given: Arguments) -> str:
-    """A layout as `constrain` takes it: by the name of the batch's dimension, where that has one."""
-    cuts = [axes for axes in pin.entries if axes]
-    named = [
-        name
-        for leaf in given.of_group("batch")
-        if leaf.plan is not None and leaf.plan.names is not None
-        for name, axes in zip(leaf.plan.names, map(entry_axes, entries_of(leaf.plan.spec)), strict=False)
-        if isinstance(name, str) and [axes] == cuts
-    ]
-    if named:
-        return f"({', '.join(_quoted(named[0]) if axes else 'None' for axes in pin.entries)})"
-    return f"jax.P({', '.join(_entry(axes) for axes in pin.entries)})"
+def _line_of(op: Any) -> Frame | None:
+    """The innermost line of the user's own program."""
+    frames = [Frame(file, int(line), function) for function, file, line in _FRAME.findall(str(op.location))]
+    return next((frame for frame in frames if not is_library(frame)), None)
 
 
 def _entry(axes: Sequence[str]) -> str:
-    names = [_quoted(axis) for axis in axes]
-    return "None" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})"
-
-
-def _quoted(name: str) -> str:
-    return json.dumps(name)
-
-
-def _line_of(op: Op) -> Frame | None:
-    """The innermost line of the user's own program."""
-    return own_line([frame for source in op.sources for frame in frames_of(source.traceback)])
+    names = [f'"{axis}"' for axis in axes]
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"

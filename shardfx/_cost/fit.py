@@ -1,31 +1,34 @@
 """Whether a step fits a chip: bytes per device by what they are for, and what would make it fit."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from jax.sharding import AbstractMesh, Mesh
+
 from .. import chips
-from .._arrays.entries import Donate
 from .._ground.errors import LeafTypeError
 from .._ground.html import html_table
-from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, table
-from .arguments import Arguments, arguments_of
-from .changes import Change, Traced, changes_of, held_bytes, largest_batch, traced_step
+from .._ground.spec import array_bytes, shard_counts
+from .._ground.text import between_numbers, bytes_text, joined, printable, table
+from .._plan import ShardPlan
+from .._step import step_of
+from ..topology._mesh import MeshSpec
+from .changes import Change, batch_of, changes_of, largest_batch
 from .compile_for import MemoryAnalysis, memory_of
-from .frames import Frame, frames_of, is_library
-from .memory.liveness import Held
-from .memory.program import Op
-from .memory.usage import Usage
+from .counted import Counted
+from .frames import Frame
+from .live import HeldArray
+from .live.buffers import padded
 
 
 Basis = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
-# An estimate that is nearer to the limit than this share of the peak does not decide: of the steps that the TPU's
-# compiler has counted for the benchmark suite `fit` nearly all are less than 12 % off, and the order in which compilers
-# place arrays, which leaves gaps, is not estimated.
+# An estimate that is nearer to the limit than this share of the peak does not decide: of 28 steps that the TPU's
+# compiler counted eight in nine are less off.
 _CLOSE = 0.15
-_ARGUMENTS_ALONE = "no step was given, so activations are not counted; pass `step=`."
 
 
 @runtime_checkable
@@ -41,11 +44,12 @@ class FitRow:
 
     **Arguments:**
 
-    - `group`: "parameters", "gradients", "optimizer: 0/mu" (one row for each moment), "batch", "KV cache", "results"
-        (new values beside the old ones), "activations", "copies in other layouts", "temporaries".
+    - `group`: "parameters", "gradients", "optimizer: mu" (one row for each moment), "batch", "KV cache", "other",
+        "results" (new values beside the old ones), "activations", "copies in other layouts", "temporaries"; of plans
+        without a step their names.
     - `bytes`: in the chip's memory, with what its tiles pad.
     - `host_bytes`: in the host's memory, where a plan puts them there.
-    - `exact`: whether the compiler says so, or the plan; if not, it is estimated.
+    - `exact`: whether the compiler says so, or the shardings; if not, it is estimated.
     """
 
     group: str
@@ -60,16 +64,18 @@ class Offender:
 
     **Arguments:**
 
-    - `what`: its path; of an activation its dtype and whole shape, and how the mesh cuts it.
+    - `what`: its path; of what the step makes its dtype and its shape on one device.
     - `bytes`: on one device.
     - `group`: as in [`shardfx.FitRow`][].
     - `source`: the line of your program that makes it; `None` for an argument.
+    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass makes it.
     """
 
     what: str
     bytes: int
     group: str
     source: Frame | None = None
+    phase: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +86,9 @@ class Fit:
 
     - `rows`: bytes by group, largest first; they add up to `peak_bytes`.
     - `chip`: the chip.
-    - `how`: "compiled": the compiler's own numbers; "estimated": arguments as the plans say, the rest from the traced
-        step; "arguments": no step was given, and nothing else is counted but gradients.
+    - `how`: "compiled": the compiler's own numbers; "estimated": from the program of one device that XLA's partitioner
+        makes; "arguments": there is no step, and nothing else is counted.
     - `largest`: the arrays that take most at the worst moment.
-    - `changes`: single changes that save memory, and what the peak would be, most saving first.
-    - `batch`, `largest_batch`: how many examples there are, and how many would fit; `None` where that is not known.
     - `notes`: what else to know.
     """
 
@@ -92,10 +96,8 @@ class Fit:
     chip: chips.Chip
     how: Basis
     largest: tuple[Offender, ...] = ()
-    changes: tuple[Change, ...] = ()
-    batch: int | None = None
-    largest_batch: int | None = None
     notes: tuple[str, ...] = ()
+    _known: Counted | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -123,11 +125,43 @@ class Fit:
 
         Ask this beside `fits`: a step that is close may fail to compile although `fits` says that it fits.
         """
-        return self.how != "compiled" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
+        return self.how == "estimated" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
+
+    @ft.cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """Single changes that save memory, and what the peak would be, most saving first.
+
+        Each is made and partitioned when this is first asked for; for half the batch the step is traced once more.
+        """
+        return () if self._known is None else changes_of(self._known, self.peak_bytes)
+
+    @property
+    def batch(self) -> int | None:
+        """How many examples there are; `None` where that is not known."""
+        return None if self._known is None else batch_of(self._known)
+
+    @ft.cached_property
+    def largest_batch(self) -> int | None:
+        """How many examples would fit; `None` where that is not known. The step is traced for up to 8 other sizes."""
+        return None if self._known is None else largest_batch(self._known, self.peak_bytes)
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        """Bytes in memory while each operation runs that XLA's partitioner leaves, for a plot."""
+        return () if self._known is None else self._known.held.timeline
 
     def bytes_of(self, group: str) -> int:
         """The bytes of a group, "optimizer" for all its parts."""
         return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
+
+    def explain(self) -> str:
+        """The table with all changes and the largest batch that fits."""
+        parts = [str(self)]
+        if self.changes:
+            parts.append("\n".join(table(_changes_table(self.changes), right=_NUMBERS)))
+        if self.batch is not None and self.largest_batch is not None:
+            parts.append(f"The largest batch that fits: {self.largest_batch} (now {self.batch}).")
+        return "\n\n".join(parts)
 
     def __str__(self) -> str:
         # A blank line between one table, with what is said below it, and the next.
@@ -140,33 +174,27 @@ class Fit:
 
 
 def fit(
-    plans: Any,
-    *,
-    step: Any = None,
+    step: Any,
+    *args: Any,
     chip: str | chips.Chip = "v5p",
-    args: Sequence[Any] | None = None,
-    donate: Donate = "none",
-    groups: Sequence[tuple[str, str]] = (),
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
     compiled: Any = None,
 ) -> Fit:
-    """Whether a step fits a chip, and what would make it fit: bytes per device by group, against usable memory.
+    """Whether a step fits a chip, and what takes the memory: bytes per device by group, against usable memory.
 
-    Nothing runs. From a compiled step the numbers are the compiler's. From a function they are estimated: it is traced,
-    its values are laid out as the plans, constraints and operations say, and what is live at the worst moment is
-    counted, remat respected. Arguments are exact either way, with what the chip's tiles pad. A result lies as the
-    argument of its shape and dtype, in their order, unless a jitted step says otherwise.
+    Nothing runs. The step is traced once and lowered for the chip's platform, and XLA's own partitioner makes the
+    program of one device. Its arrays are live from the operation that makes them to the last that reads them, in the
+    order of XLA's list scheduler, as far as no fusion computes them where they are read. Arguments and results are
+    exact, with what the chip's tiles pad.
+
+    What an argument is for follows from what the step does with it, whatever it is called.
 
     **Arguments:**
 
-    - `plans`: of what the step takes: a plan for each argument in order, or by name, or one joined plan
-        ([`shardfx.ShardPlan.join`][]). A tree of ShapeDtypeStructs with shardings may stand for a plan.
-    - `step`: the function, jitted or not; or what it compiled to.
+    - `step`, `args`: as in [`shardfx.estimate`][]. What a compiled step says of itself is the compiler's count. A plan
+        alone, joined ([`shardfx.ShardPlan.join`][]) or not, says what its arrays take, and no more.
     - `chip`: its name, or a [`shardfx.chips.Chip`][].
-    - `args`: the arguments as trees of arrays or structs, where plans are not enough: a model with functions, say.
-    - `donate`: whose memory may be reused, as in [`shardfx.filter_jit`][]; a jitted step knows.
-    - `groups`: pairs of a regex, searched in the paths of arrays (`opt/0/mu/layers/up`), and the group they belong to.
-        Without them the names of arguments tell: "params" and "model", "opt" and "state", "batch" and "tokens",
-        "cache". An optimizer's arrays are told apart by what stands before the path of a parameter.
+    - `mesh`: as in [`shardfx.estimate`][].
     - `compiled`: what the step compiled to, beside the function: then the peak is the compiler's, and what changes
         would save is estimated.
 
@@ -177,16 +205,15 @@ def fit(
     **Raises:**
 
     - `ChipError` for a chip that is not known.
-    - `PlanMismatchError` for plans of different meshes, and for arguments that are not the planned ones.
-    - `LeafTypeError` for a step that is neither compiled nor a function.
-    - What the step raises when it is traced.
+    - `LeafTypeError` for a step that is neither compiled nor a function nor a plan.
+    - What [`shardfx.estimate`][] raises.
 
     !!! Example
 
         ```python
         import jax
         import jax.numpy as jnp
-        from shardfx import MeshSpec, PathRules, fit, plan
+        from shardfx import MeshSpec, PathRules, filter_jit, fit, plan
 
         mesh = MeshSpec({"data": 4})
         w = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
@@ -200,128 +227,130 @@ def fit(
             return {"w": params["w"] - 0.1 * grad["w"]}
 
 
-        found = fit({"params": params, "batch": batch}, step=step, chip="v5e")
+        jitted = filter_jit(step, out_shardings=params, donate="params")
+        found = fit(jitted, params.structs, batch.structs, chip="v5e")
         assert found.fits and found.bytes_of("parameters") == 4096 * 4096 * 4
         print(found)
         ```
     """
     chip = chips.find(chip)
-    step, compiled = (None, step) if isinstance(step, _Measured) else (step, compiled)
-    if step is not None and not callable(step):
+    if isinstance(step, ShardPlan):
+        return _of_plan(step, chip)
+    if isinstance(step, _Measured):
+        rows, notes = _compiled_rows([], memory_of(step))
+        return Fit(rows, chip, "compiled", notes=notes)
+    if not callable(step) and not args:
         raise LeafTypeError(
-            f"`step` must be a function, or what one compiled to, not {type(step).__name__}; pass "
-            "`filter_jit(step, ...)`, or `filter_jit(step, ...).lower(...).compile()`."
+            f"`step` must be a function, what one compiled to, or a plan, not {type(step).__name__}; pass "
+            "`fit(step, *args, chip=...)`, as the step is called."
         )
-    given = arguments_of(plans, args, step, groups)
-    known = None if step is None else traced_step(given, step, chip, donate)
-    rows, largest, notes = _rows(given, known, compiled, chip)
-    found = Fit(rows, chip, "compiled" if compiled is not None else "arguments" if known is None else "estimated")
-    found = dataclasses.replace(found, largest=largest, notes=notes)
-    if known is None:
-        return dataclasses.replace(found, changes=changes_of(given, None, chip, found.peak_bytes))
-    batch, most = largest_batch(known, chip, found.peak_bytes)
-    made = changes_of(given, known, chip, found.peak_bytes)
-    return dataclasses.replace(found, changes=made, batch=batch, largest_batch=most)
-
-
-def _rows(
-    given: Arguments, known: Traced | None, compiled: Any, chip: chips.Chip
-) -> tuple[tuple[FitRow, ...], tuple[Offender, ...], tuple[str, ...]]:
-    """The rows, the arrays that take most, and notes."""
-    laid = _laid_out(given, compiled, chip)
-    sizes: dict[str, list[int]] = {}
-    largest: dict[tuple[str, str], Offender] = {}
-    for leaf in given.leaves:
-        here = held_bytes(leaf, given, laid)
-        row = sizes.setdefault(leaf.group, [0, 0])
-        row[leaf.on_host] += here
-        if not leaf.on_host:
-            largest[leaf.path, leaf.group] = Offender(leaf.path, here, leaf.group)
-    rows = [FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()]
-    offenders, notes = _alike(largest), []
-    usage = None if known is None else known.usage()
+    known = Counted(step_of(step, args, mesh), chip, step if args else None)
+    rows, largest = _arguments(known, compiled)
+    temporaries = [_offender(one, known) for one in known.held.arrays]
+    largest = tuple(sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST])
     if compiled is not None:
         rows, notes = _compiled_rows(rows, memory_of(compiled))
-    elif usage is not None:
-        rows.append(FitRow("results", usage.outputs - usage.aliased))
-        sums: dict[str, int] = {}
-        held = [_offender(one, usage, given) for one in usage.peak.held]
-        for one in held:
-            sums[one.group] = sums.get(one.group, 0) + one.bytes
-        over = sum(sums.values()) - usage.peak.bytes
-        # Results that take over the memory of operands are listed beside them: what is shared counts once.
-        for group in sorted(sums, key=lambda group: -sums[group]):
-            shared = min(over, sums[group])
-            sums[group], over = sums[group] - shared, over - shared
-        rows += [FitRow(group, count) for group, count in sums.items()]
-        offenders += held
-    else:
-        notes.append(_ARGUMENTS_ALONE)
-        if any(leaf.group.startswith("optimizer") for leaf in given.leaves):
-            rows.append(FitRow("gradients", sum(row.bytes for row in rows if row.group == "parameters")))
-    if usage is not None and compiled is not None:
-        offenders += [_offender(one, usage, given) for one in usage.peak.held]
-    rows = sorted([row for row in rows if row.bytes or row.host_bytes], key=lambda row: -row.bytes)
-    offenders = sorted(offenders, key=lambda one: -one.bytes)[:_LARGEST]
-    return tuple(rows), tuple(offenders), tuple(notes)
+        return Fit(rows, chip, "compiled", largest, notes, known)
+    rows += [FitRow("results", sum(known.held.results), exact=True), *_temporaries(temporaries, known)]
+    return Fit(_sorted(rows), chip, "estimated", largest, (), known)
 
 
-def _laid_out(given: Arguments, compiled: Any, chip: chips.Chip) -> chips.Chip:
-    """The chip, without its tiles where a program was compiled for another that pads nothing."""
-    if compiled is None or chip.tile is None:
-        return chip
-    plain = dataclasses.replace(chip, tile=None)
+def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
+    """The arrays of a plan alone, by the names under which plans were joined."""
+    rows: dict[str, list[int]] = {}
+    largest: list[Offender] = []
+    for leaf in plan.leaves:
+        counts = shard_counts(leaf.spec, len(leaf.shape), dict(plan.mesh.shape))
+        shard = tuple(-(-size // count) for size, count in zip(leaf.shape, counts, strict=True))
+        taken = array_bytes(padded(shard, chip.tile), leaf.dtype)
+        group = leaf.path.partition("/")[0]
+        on_host = leaf.memory_kind not in (None, "device")
+        rows.setdefault(group, [0, 0])[on_host] += taken
+        if not on_host:
+            largest.append(Offender(leaf.path, taken, group))
+    found = [FitRow(group, here, host, exact=True) for group, (here, host) in rows.items()]
+    return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
+
+
+def _arguments(known: Counted, compiled: Any) -> tuple[list[FitRow], tuple[Offender, ...]]:
+    """What the step takes, by group, and its largest arrays."""
+    sizes: dict[str, list[int]] = {}
+    largest: list[Offender] = []
+    counted = _as_compiled(known, compiled)
+    for at, (one, here) in enumerate(zip(known.taken, counted.held.arguments, strict=True)):
+        row = sizes.setdefault(one.group, [0, 0])
+        if one.argument.on_host:
+            row[1] += counted.host_bytes(at)
+        else:
+            row[0] += here
+            largest.append(Offender(one.argument.path, here, one.group))
+    return [FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()], tuple(_alike(largest))
+
+
+def _as_compiled(known: Counted, compiled: Any) -> Counted:
+    """The step for the chip, or for one without tiles where a program was compiled for another that pads nothing."""
+    if compiled is None or known.chip.tile is None:
+        return known
+    plain = Counted(known.step, dataclasses.replace(known.chip, tile=None))
     measured = compiled.memory_analysis().argument_size_in_bytes
-    sums = {
-        one: sum(held_bytes(leaf, given, one) for leaf in given.leaves if not leaf.on_host) for one in (chip, plain)
-    }
-    return min(sums, key=lambda one: abs(sums[one] - measured))
+    return min((known, plain), key=lambda one: abs(sum(one.held.arguments) - measured))
 
 
-def _compiled_rows(rows: list[FitRow], memory: MemoryAnalysis) -> tuple[list[FitRow], list[str]]:
-    notes = []
+def _temporaries(found: Sequence[Offender], known: Counted) -> list[FitRow]:
+    """What the step makes, by group. What lies where a result will is listed, too: what is shared counts once."""
+    sums: dict[str, int] = {}
+    for one in found:
+        sums[one.group] = sums.get(one.group, 0) + one.bytes
+    over = sum(sums.values()) - known.held.temporary_bytes
+    for group in sorted(sums, key=lambda group: -sums[group]):
+        shared = min(max(over, 0), sums[group])
+        sums[group], over = sums[group] - shared, over - shared
+    rows = [FitRow(group, count) for group, count in sums.items()]
+    return rows if over >= 0 else [*rows, FitRow("copies on chip", -over)]
+
+
+def _compiled_rows(rows: Sequence[FitRow], memory: MemoryAnalysis) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
+    found, notes = list(rows), []
     rest = memory.argument_size_in_bytes - sum(row.bytes for row in rows)
-    if rest > 0:
-        rows.append(FitRow("arguments, the rest", rest, exact=True))
+    if not rows:
+        found.append(FitRow("arguments", rest, exact=True))
+    elif rest > 0:
+        found.append(FitRow("arguments, the rest", rest, exact=True))
     elif rest < 0:
         # The compiler leaves out what the step does not read.
-        notes.append(
-            f"the program takes {bytes_text(-rest)} less than the plans: it does not read all of its arguments."
-        )
-        rows.append(FitRow("arguments, not read", rest, exact=True))
-    rows.append(FitRow("results", memory.output_size_in_bytes - memory.alias_size_in_bytes, exact=True))
-    rows.append(FitRow("temporaries", memory.needed_bytes - sum(row.bytes for row in rows), exact=True))
-    return rows, notes
+        notes.append(f"the program takes {bytes_text(-rest)} less than its arguments: it does not read all of them.")
+        found.append(FitRow("arguments, not read", rest, exact=True))
+    found.append(FitRow("results", memory.output_size_in_bytes - memory.alias_size_in_bytes, exact=True))
+    found.append(FitRow("temporaries", memory.needed_bytes - sum(row.bytes for row in found), exact=True))
+    return _sorted(found), tuple(notes)
 
 
-def _alike(found: dict[tuple[str, str], Offender]) -> list[Offender]:
-    """One for arrays whose paths differ in numbers only, and that are of one size."""
+def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
+    return tuple(sorted([row for row in rows if row.bytes or row.host_bytes], key=lambda row: -row.bytes))
+
+
+def _alike(found: Sequence[Offender]) -> list[Offender]:
+    """One for arrays whose paths differ in numbers only, and that are of one size; the largest first."""
     groups: dict[tuple[Any, ...], list[Offender]] = {}
-    for one in found.values():
+    for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
-    return [
+    merged = [
         Offender(joined([one.what for one in these]), sum(one.bytes for one in these), these[0].group)
         for these in groups.values()
     ]
+    return sorted(merged, key=lambda one: -one.bytes)
 
 
-def _offender(held: Held, usage: Usage, given: Arguments) -> Offender:
-    value, dims = usage.program.values[held.number], usage.layouts.dims[held.number]
-    cut = ",".join("+".join(axes) or "-" for axes in dims)
-    what = f"{array_text(value.dtype, value.shape)} cut {cut}" if any(dims) else array_text(value.dtype, value.shape)
-    # A gradient has the dimensions of a parameter; those of stacked layers may come in another order.
-    ours = [leaf.struct.shape for leaf in given.leaves if leaf.group == "parameters" and len(leaf.struct.shape) > 1]
-    is_ours = sorted(value.shape) in map(sorted, ours)
-    # A conversion that lies in memory is one that the compiler does ahead of a loop.
-    is_copy = held.copy or (held.op is not None and held.op.name == "convert_element_type")
-    group = "copies in other layouts" if is_copy else "gradients" if is_ours else "activations"
-    return Offender(what, held.bytes, group, _line_of(held.op))
+_COPIES = ("all-gather", "all-to-all", "collective-permute", "convert")
 
 
-def _line_of(op: Op | None) -> Frame | None:
-    """The innermost line of the user's own program."""
-    frames = () if op is None or op.source is None else frames_of(op.source.traceback)
-    return next((frame for frame in frames if not is_library(frame)), None)
+def _offender(one: HeldArray, known: Counted) -> Offender:
+    # A gradient has the dimensions of a parameter, cut or whole; those of stacked layers may come in another order.
+    ours = {tuple(sorted(known.taken[at].argument.shape)) for at in known.of_group("parameters")}
+    ours |= {tuple(sorted(known.shards[at])) for at in known.of_group("parameters")}
+    is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in ours
+    group = "gradients" if is_gradient else "copies in other layouts" if one.opcode in _COPIES else "activations"
+    return Offender(str(one.buffer), one.bytes, group, one.source, one.phase)
 
 
 _NUMBERS = {"bytes/device", "share", "largest", "saves", "then"}
@@ -329,7 +358,7 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """The groups, the largest arrays and the changes that save memory: each a header and rows, and what is below it."""
+    """The groups and the largest arrays: each a header and rows, and what is below it."""
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"
@@ -338,33 +367,39 @@ def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
     tables = [(groups, _verdict(found))]
     if found.largest:
         cells: _Rows = [
-            (bytes_text(one.bytes), one.group, one.what, "-" if one.source is None else one.source.place)
+            (
+                bytes_text(one.bytes),
+                one.group,
+                one.phase or "-",
+                one.what,
+                "-" if one.source is None else one.source.place,
+            )
             for one in found.largest
         ]
-        tables.append(([("largest", "group", "array", "line"), *cells], []))
-    if found.changes:
-        cells = [
-            (bytes_text(one.saves_bytes), bytes_text(one.peak_bytes), "yes" if one.fits else "no", one.what, one.how)
-            for one in found.changes
-        ]
-        tables.append(([("saves", "then", "fits", "one change", "as code"), *cells], []))
+        tables.append(([("largest", "group", "pass", "array on one device", "line"), *cells], []))
     return tables
 
 
+def _changes_table(changes: Sequence[Change]) -> _Rows:
+    cells = [
+        (bytes_text(one.saves_bytes), bytes_text(one.peak_bytes), "yes" if one.fits else "no", one.what, one.how)
+        for one in changes
+    ]
+    return [("saves", "then", "fits", "one change", "as code"), *cells]
+
+
 def _verdict(found: Fit) -> list[str]:
+    usable, peak = bytes_text(found.usable_bytes), bytes_text(found.peak_bytes)
+    if found.how == "arguments":
+        return [f"The arrays alone take {peak} of {usable} on {found.chip.name}; activations are not counted."]
     verdict = "fits" if found.fits else "does not fit"
     verdict = f"MAY OR MAY NOT fit: as estimated, it {verdict}" if found.is_close else verdict
     left = f"{bytes_text(abs(found.headroom_bytes))} {'left' if found.fits else 'too much'}"
-    lines = [
-        f"{bytes_text(found.peak_bytes)} at the worst moment: it {verdict} {found.chip.name}, of which a program may "
-        f"fill {bytes_text(found.usable_bytes)} ({left})."
-    ]
+    lines = [f"{peak} at the worst moment: it {verdict} {found.chip.name}, where a program may fill {usable} ({left})."]
     if found.is_close:
         least, most = (bytes_text(int(share * found.peak_bytes)) for share in (1 - _CLOSE, 1 + _CLOSE))
         lines.append(
-            f"That is close for an estimate; `compile_for(step, plans, ...)` decides. Expect {least} to {most}: "
-            "most estimates were less than 12 % off where a compiler counted; what it cannot pack comes on top."
+            f"That is close for an estimate; `compile_for(step, *args, ...)` decides. Expect {least} to {most}: most "
+            "estimates were nearer to what a compiler counted."
         )
-    if found.batch is not None and found.largest_batch is not None:
-        lines.append(f"The largest batch that fits: {found.largest_batch} (now {found.batch}).")
     return lines

@@ -11,7 +11,8 @@ from .frames import Frame
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPERAND = re.compile(r"%([\w.\-]+)")
+# JAX 0.12 writes a part of a tuple as `%param#0`, and no instruction that takes it out.
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 # Texts without `%` end each operand with its name.
 _BARE = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
 _NO_OPERANDS = ("constant", "parameter", "iota", "partition-id", "replica-id", "after-all")
@@ -21,6 +22,7 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -31,7 +33,11 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class Instruction(NamedTuple):
-    """One instruction: what it makes, from what, and the rest of its line."""
+    """One instruction: what it makes, from what, and the rest of its line.
+
+    `passes` names the passes of a compiler that would make it of another one, and `unsure` is the share of what it
+    sends that the compiler may send otherwise, for the reason in `note`; they are empty in a program as it was read.
+    """
 
     name: str
     result: str
@@ -40,6 +46,9 @@ class Instruction(NamedTuple):
     inside: str
     attributes: str
     is_root: bool
+    passes: tuple[str, ...] = ()
+    unsure: float = 0.0
+    note: str = ""
 
     @property
     def text(self) -> str:
@@ -83,11 +92,13 @@ class HloModule:
     - `entry`: the name of the computation that runs first.
     - `computations`: by name, the instructions by name; callees come before their callers.
     - `stacks`: by the number that instructions give, the frames of the trace, innermost first.
+    - `partitions`: how many devices share one replica of it, as its first line says; 1 where it does not.
     """
 
     entry: str
     computations: dict[str, dict[str, Instruction]]
     stacks: dict[int, tuple[Frame, ...]]
+    partitions: int = 1
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The lines of the program that an instruction came from, innermost first."""
@@ -124,6 +135,8 @@ def parse_hlo(text: str) -> HloModule:
                 continue
             if open_line:
                 made = _instruction(open_line)
+                for operand in made.operands:
+                    _take_out(own, operand)
                 own[made.name] = made
             open_line = "" if _ENDS.match(line) else line if line.strip() else ""
             own = None if _ENDS.match(line) else own
@@ -141,7 +154,8 @@ def parse_hlo(text: str) -> HloModule:
             "this text is no optimized HLO module: it has no ENTRY computation; pass a compiled program, or its "
             "`as_text()`."
         )
-    return HloModule(entry, computations, _stacks(tables))
+    found = _PARTITIONS.search(text.partition("\n")[0])
+    return HloModule(entry, computations, _stacks(tables), int(found[1]) if found else 1)
 
 
 def _instruction(line: str) -> Instruction:
@@ -163,6 +177,27 @@ def _instruction(line: str) -> Instruction:
     if not operands and inside and opcode not in _NO_OPERANDS:
         operands = tuple(_BARE.findall(inside))
     return Instruction(found[2], result, opcode, operands, inside, line[closing:], found[1] is not None)
+
+
+def _take_out(own: dict[str, Instruction], operand: str) -> None:
+    """Adds the instruction that takes an operand `param#0` out of its tuple."""
+    whole, mark, index = operand.rpartition("#")
+    if not mark or operand in own:
+        return
+    _take_out(own, whole)
+    part = parts_of(own[whole].result)[int(index)]
+    own[operand] = Instruction(operand, part, "get-tuple-element", (whole,), f"%{whole}", f", index={index}", False)
+
+
+def parts_of(result: str) -> list[str]:
+    """The types in the type of a tuple."""
+    found, depth, start = [], 0, 1
+    for at, letter in enumerate(result):
+        depth += (letter in _OPENING) - (letter in _CLOSING)
+        if (letter == "," and depth == 1) or (not depth and at):
+            found.append(result[start:at].strip())
+            start = at + 1
+    return [one for one in found if one]
 
 
 def _is_whole(line: str) -> bool:

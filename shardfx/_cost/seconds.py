@@ -7,9 +7,10 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from .. import chips, topology
+from .. import chips
 from .._ground.errors import MeshError
 from .._ground.text import bytes_text, table
+from ..chips._links import Ring, axes_on, extents_of
 from ..topology._mesh import MeshSpec
 from .traffic_rows import Traffic, TrafficRow
 
@@ -120,7 +121,8 @@ def seconds(
         x = jax.ShapeDtypeStruct((8 * 1024, 1024), jnp.float32)
         batch = plan(x, mesh, paths=PathRules.parse(".*->data"))
         whole = jax.NamedSharding(mesh.abstract(), jax.P())
-        made = compile_for(jnp.sin, [batch], "cpu", out_shardings=whole)
+        step = jax.jit(jnp.sin, out_shardings=whole)
+        made = compile_for(step, batch.structs, target="cpu")
         found = seconds(traffic(made), "v5p", mesh)
         assert 0 < found.seconds < 1e-3
         print(found)
@@ -134,59 +136,28 @@ def seconds(
 
 
 class _Places:
-    """Along which dimensions of the slice each mesh axis lies."""
+    """The links of each mesh axis."""
 
     def __init__(self, chip: chips.Chip, spec: MeshSpec | None, extents: str):
-        self.chip, self.axes = chip, {}
+        self.axes: dict[str, tuple[Ring, ...]] = {}
         if spec is None or not chip.torus_dims:
-            self.extents: tuple[int, ...] = ()
             return
         inside = {
             name: size // dcn for name, size, dcn in zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
         }
-        count = math.prod(inside.values()) // chip.devices_per_chip or 1
-        self.extents = _extents(extents, count, chip)
-        closed = topology.wraps(chip.kinds[0] if chip.kinds else "", self.extents)
-        # From the last axis to the first, each takes what is left of the dimensions, whole ones first.
-        left = list(self.extents)
-        cores = chip.devices_per_chip
-        for name in reversed(spec.axis_names):
-            size = inside[name]
-            shared = math.gcd(size, cores)
-            size, cores = size // shared, cores // shared
-            parts: list[tuple[int, bool]] = []
-            while size > 1:
-                whole = [dim for dim, free in enumerate(left) if free == size == self.extents[dim]]
-                some = [dim for dim, free in enumerate(left) if free > 1 and math.gcd(free, size) > 1]
-                if not whole and not some:
-                    break
-                dim = whole[0] if whole else max(some, key=lambda dim: math.gcd(left[dim], size))
-                taken = math.gcd(left[dim], size)
-                parts.append((taken, closed[dim] and taken == self.extents[dim]))
-                left[dim] //= taken
-                size //= taken
-            self.axes[name] = tuple(parts)
+        known = extents_of(chip, math.prod(inside.values()))
+        self.axes = axes_on(chip, _extents(extents, known, chip) if extents else known, inside)
 
 
-def _extents(given: str, count: int, chip: chips.Chip) -> tuple[int, ...]:
-    if given:
-        found = tuple(int(part) for part in given.lower().split("x") if part.isdigit())
-        if math.prod(found) != count or len(found) != chip.torus_dims or len(found) != given.lower().count("x") + 1:
-            raise MeshError(
-                f"`slice={given!r}` must have {chip.torus_dims} extents that hold {count} chips of {chip.name}, as in "
-                f"{'x'.join(map(str, _near_cube(count, chip.torus_dims)))!r}."
-            )
-        return found
-    return _near_cube(count, chip.torus_dims)
-
-
-def _near_cube(count: int, dims: int) -> tuple[int, ...]:
-    """The extents of so many chips that differ least, smallest first."""
-    if dims == 1:
-        return (count,)
-    root = round(count ** (1 / dims))
-    first = next(size for size in range(max(1, root), 0, -1) if count % size == 0)
-    return tuple(sorted((first, *_near_cube(count // first, dims - 1))))
+def _extents(given: str, known: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
+    parts, count = given.lower().split("x"), math.prod(known)
+    found = tuple(int(part) for part in parts if part.isdigit())
+    if math.prod(found) != count or len(found) != chip.torus_dims or len(found) != len(parts):
+        raise MeshError(
+            f"`slice={given!r}` must have {chip.torus_dims} extents that hold {count} chips of {chip.name}, as in "
+            f"{'x'.join(map(str, known))!r}."
+        )
+    return found
 
 
 def _row(row: TrafficRow, places: _Places, chip: chips.Chip) -> SecondsRow:
@@ -211,20 +182,20 @@ def _rate(row: TrafficRow, places: _Places, chip: chips.Chip) -> tuple[float, st
         return float(link), "one link one way"
     if row.kind in ("all-to-all", "ragged-all-to-all"):
         return _across(rings, link)
-    ways = sum(2 if closed else 1 for _, closed in rings)
+    ways = sum(ring.ways for ring in rings)
     shape = " + ".join(f"{'ring' if closed else 'line'} of {size}" for size, closed in rings)
     if row.kind == "collective-permute":
         return float(link), f"one link one way ({shape})"
     return float(link * ways), shape
 
 
-def _across(rings: Sequence[tuple[int, bool]], link: Any) -> tuple[float, str]:
+def _across(rings: Sequence[Ring], link: Any) -> tuple[float, str]:
     """An all-to-all: half of what each sends crosses the middle of the longest ring.
 
     Of n devices that each take in B bytes, half come from the other side: n B / 2 over the links of the cut, of
     which a ring has two and a line one, in each direction; other dimensions multiply both.
     """
-    size, closed = max(rings, key=lambda ring: ring[0] / (2 if ring[1] else 1))
-    links = 2 if closed else 1
+    longest = max(rings, key=lambda ring: ring.size / ring.ways)
+    size, closed, links = *longest, longest.ways
     # Each way n / 2 * B / 2 bytes cross; so B takes n B / (4 links) seconds at the speed of a link.
     return 4 * links * link / size, f"the middle of a {'ring' if closed else 'line'} of {size}"

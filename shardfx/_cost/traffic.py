@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -52,7 +53,7 @@ class _Compiled(Protocol):
 
 @runtime_checkable
 class _Named(Protocol):
-    """A program that knows the paths of its arguments, as `filter_jit` makes it."""
+    """A program that knows the paths of its arrays with their arguments' names in front, as `filter_jit` makes it."""
 
     argument_paths: dict[str, str]
 
@@ -104,15 +105,34 @@ def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -
     """
     program = _program(compiled)
     mesh = program.mesh if mesh is None else mesh
-    spec = None if mesh is None else MeshSpec.of(mesh)
-    module, numbering = parse_hlo(program.text), _numbering(program.text, spec)
+    found = read(parse_hlo(program.text), mesh, numbering_of(program.text, mesh), program.paths, program.ids)
+    return dataclasses.replace(found, rows=tuple(sorted(found.rows, key=lambda row: -row.wire_bytes)))
+
+
+def read(
+    module: HloModule,
+    mesh: MeshSpec | Mesh | AbstractMesh | None,
+    numbering: Numbering,
+    paths: Mapping[str, str],
+    ids: tuple[int, ...] = (),
+) -> Traffic:
+    """The traffic of a module, compiled or partitioned, its rows in the order of the program.
+
+    **Arguments:**
+
+    - `module`: the program.
+    - `mesh`: whose axes are named in the rows.
+    - `numbering`: how the program numbers its devices.
+    - `paths`: the paths of its arguments, by their names in the text.
+    - `ids`: of the devices, in the order of the mesh, if they are known.
+    """
     runs = runs_of(module)
     slices = max(
         [slices_of(module), *[own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]]
     )
-    where = Where(spec, mesh, numbering, slices, program.ids)
-    found = _Reader(module, runs, where, numbering, program.paths).rows()
-    return Traffic(tuple(sorted((one.row for one in found), key=lambda row: -row.wire_bytes)), where.devices)
+    where = Where(None if mesh is None else MeshSpec.of(mesh), mesh, numbering, slices, ids)
+    found = _Reader(module, runs, where, numbering, paths).rows()
+    return Traffic(tuple(one.row for one in found), where.devices)
 
 
 class _Program(NamedTuple):
@@ -139,13 +159,16 @@ def _program(compiled: Any) -> _Program:
         raise ProgramError("the compiler of this platform does not give the text of its programs.")
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
-    paths = compiled.argument_paths if isinstance(compiled, _Named) else {}
+    named = compiled.argument_paths if isinstance(compiled, _Named) else {}
+    paths = {name: path.partition("/")[2] or path for name, path in named.items()}
     ids = compiled.device_ids if isinstance(compiled, _OnDevices) else ()
     return _Program(text, next(iter(meshes), None), paths, ids)
 
 
-def _numbering(text: str, spec: MeshSpec | None) -> Numbering:
+def numbering_of(text: str, mesh: MeshSpec | Mesh | AbstractMesh | None) -> Numbering:
+    """How a program numbers its devices, by the head of its text; by the mesh where the text names one device."""
     header = text.partition("\n")[0]
+    spec = None if mesh is None else MeshSpec.of(mesh)
     partitions, replicas = _PARTITIONS.search(header), _REPLICAS.search(header)
     found = Numbering(int(replicas[1] if replicas else 1), int(partitions[1] if partitions else 1))
     return Numbering(1, spec.size) if spec is not None and found.size == 1 else found
@@ -242,7 +265,9 @@ class _Reader:
             leaf=", ".join(dict.fromkeys(leaf for leaf, _ in shares if leaf)) or None,
             shares=shares,
             windowed=kind != collective.kind,
-            note=_note(kind, runs),
+            note=_note(kind, runs) or instruction.note,
+            passes=instruction.passes,
+            unsure_bytes=round(wire * Fraction(instruction.unsure)),
         )
 
     def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:
@@ -309,4 +334,4 @@ def _depth(found: list[_Found], label: str) -> int:
 
 def _idle(row: TrafficRow) -> TrafficRow:
     shares = tuple((leaf, 0) for leaf, _ in row.shares)
-    return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, shares=shares, note=IDLE)
+    return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, unsure_bytes=0, shares=shares, note=IDLE)

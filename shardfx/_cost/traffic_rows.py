@@ -34,6 +34,8 @@ class TrafficRow:
     - `shares`: the bytes of each leaf, `None` for those of none.
     - `windowed`: whether it is a loop of permutes in the place of a gather or a reduction.
     - `note`: what else to know, or "".
+    - `passes`: those of the compiler that made it of another one, where the program was not finished.
+    - `unsure_bytes`: how many more or fewer it may be in the finished program.
     """
 
     kind: str
@@ -49,6 +51,8 @@ class TrafficRow:
     shares: tuple[tuple[str | None, int], ...] = ()
     windowed: bool = False
     note: str = ""
+    passes: tuple[str, ...] = ()
+    unsure_bytes: int = 0
 
     @property
     def crosses_dcn(self) -> bool:
@@ -80,6 +84,11 @@ class Traffic:
     def dcn_bytes(self) -> int:
         """Those of them that come from another slice."""
         return sum(row.dcn_bytes for row in self.rows)
+
+    @property
+    def unsure_bytes(self) -> int:
+        """How many more or fewer they may be in the finished program."""
+        return sum(row.unsure_bytes for row in self.rows)
 
     def by(self, key: Key) -> dict[Any, int]:
         """The bytes of one step, summed.
@@ -121,6 +130,8 @@ class Traffic:
             return [f"no traffic: a step on {where} sends nothing."]
         dcn = f", {bytes_text(self.dcn_bytes)} of them between slices" if self.dcn_bytes else ""
         total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
+        if self.unsure_bytes:
+            total += f" {bytes_text(self.unsure_bytes)} more or less are not sure: the compiler decides."
         return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
 
 

@@ -1,8 +1,10 @@
 """Accelerators as data: memory, arithmetic and links of each, with the source of every number.
 
-It may import the ground alone. It never looks at a device. Values are per chip, as vendors print them; where JAX shows
-a chip as several devices (two cores of a TPU v2, v3 or 7x), `devices_per_chip` says so.
+It may import the ground, and from `topology` which dimensions of a slice are rings. It never looks at a device. Values
+are per chip, as vendors print them; where JAX shows a chip as several devices (two cores of a TPU v2, v3 or 7x),
+`devices_per_chip` says so.
 """
 
 from ._chip import Chip as Chip
-from ._find import CHIPS as CHIPS, find as find, table as table
+from ._find import CHIPS as CHIPS, find as find, parse_slice as parse_slice, table as table
+from ._slices import Slice as Slice

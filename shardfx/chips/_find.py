@@ -1,12 +1,13 @@
-"""From a name to a chip, and all of them as a table."""
+"""From a name to a chip or a slice, and all chips as a table."""
 
 import difflib
 import re
 
-from .._ground.errors import ChipError
+from .._ground.errors import ChipError, MeshError
 from .._ground.text import bytes_text, table as _aligned
 from ._chip import Chip
 from ._gpus import GPUS
+from ._slices import Slice, existing, near_cube
 from ._tpus import TPUS
 
 
@@ -26,13 +27,19 @@ _ALIASES = {
 }
 
 
+# Clouds count the cores of these in a slice's name, two in a chip; of others the chips.
+_NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
+_FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
+_CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
+
+
 def find(name: str | Chip) -> Chip:
     """The chip of a name.
 
     **Arguments:**
 
-    - `name`: "v5p", "TPU v5 lite" (as JAX says it), "tpu:v5e:4x4" (a topology), "NVIDIA H200", "h100". A Chip is
-        returned as it is, so that functions can take either.
+    - `name`: "v5p", "TPU v5 lite" (as JAX says it), "tpu:v5e:4x4" or "v5e-16" (slices), "NVIDIA H200", "h100". A Chip
+        is returned as it is, so that functions can take either.
 
     **Returns:**
 
@@ -40,7 +47,7 @@ def find(name: str | Chip) -> Chip:
 
     **Raises:**
 
-    `ChipError` for a name that is not known, with near ones.
+    `ChipError` for a name that is not known, with near ones; `MeshError` for a slice that does not exist.
 
     !!! Example
 
@@ -54,24 +61,72 @@ def find(name: str | Chip) -> Chip:
     """
     if isinstance(name, Chip):
         return name
+    if _CLOUD.fullmatch(name):
+        return parse_slice(name).chip
     known = {_plain(alias): chip for chip in CHIPS for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))}
     asked = _plain(name)
     if asked not in known:
         near = difflib.get_close_matches(asked, known, n=3, cutoff=0.5)
         meant = f"did you mean {' or '.join(dict.fromkeys(known[one].name for one in near))}? " if near else ""
         raise ChipError(
-            f"there is no chip {name!r:.80}; {meant}There are {', '.join(chip.name for chip in CHIPS)}. "
-            "Make your own with `shardfx.chips.Chip(...)`."
+            f"there is no chip {name!r:.80}{f'; {meant}' if meant else '. '}There are "
+            f"{', '.join(chip.name for chip in CHIPS)}. Make your own with `shardfx.chips.Chip(...)`."
         )
+    if found := _FORM.fullmatch(name):
+        existing(Slice(known[asked], _extents(found[2])), name)
     return known[asked]
 
 
-def table(chips: tuple[Chip, ...] | None = None) -> str:
+def parse_slice(text: str) -> Slice:
+    """Reads the name of a slice.
+
+    **Arguments:**
+
+    - `text`: the kind and the chips along each dimension, "tpu:v5p:8x8x8" or "v5e:4x4"; or as clouds call it, "v5e-8"
+        (chips) or "v4-32" (cores).
+
+    **Returns:**
+
+    A [`shardfx.chips.Slice`][].
+
+    **Raises:**
+
+    `MeshError` for another form, and for a slice that does not exist: of more chips than a pod has, or of other
+    dimensions than the chip's network. `ChipError` for a chip that is not known.
+
+    !!! Example
+
+        ```python
+        from shardfx import chips
+
+        assert chips.parse_slice("tpu:v5p:4x4x8").devices == 128
+        assert chips.parse_slice("v4-32").extents == (2, 2, 4)
+        ```
+    """
+    if (found := _CLOUD.fullmatch(text)) is not None:
+        chip, count = find(found[1]), int(found[2])
+        per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
+        if count % per_chip:
+            raise MeshError(f"slice {text!r}: {chip.name} has 2 cores a chip, and {count} cores are no whole chips.")
+        return existing(Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text)
+    if (found := _FORM.fullmatch(text)) is None:
+        raise MeshError(
+            f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips."
+        )
+    return existing(Slice(find(found[1]), _extents(found[2])), text)
+
+
+def _extents(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
+def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) -> str:
     """The chips as a table for a person.
 
     **Arguments:**
 
     - `chips`: which; all if not given.
+    - `width`: how many columns of text there are; where that is too few, the last columns are left out.
 
     **Returns:**
 
@@ -87,7 +142,8 @@ def table(chips: tuple[Chip, ...] | None = None) -> str:
     """
     header = ("chip", "memory", "HBM", "bf16", "links", "dcn", "devices", "island")
     rows = [_cells(chip) for chip in (CHIPS if chips is None else chips)]
-    return "\n".join(_aligned([header, *rows], right=set(header[1:])))
+    spare = ("island", "devices", "dcn", "links")
+    return "\n".join(_aligned([header, *rows], right=set(header[1:]), width=width, spare=spare))
 
 
 def _cells(chip: Chip) -> tuple[str, ...]:

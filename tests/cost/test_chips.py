@@ -3,7 +3,8 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from shardfx import ChipError, chips, topology
+from shardfx import ChipError, MeshError, chips, topology
+from shardfx.chips._links import axes_on, extents_of, shared
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_an_unknown_chip_names_near_ones():
         caught.value
     )
     assert "Make your own with `shardfx.chips.Chip(...)`." in str(caught.value)
-    with pytest.raises(ChipError, match="no chip 'abacus'; There are v2"):
+    with pytest.raises(ChipError, match="no chip 'abacus'. There are v2"):
         chips.find("abacus")
     # A card of another form factor has other numbers: it is not taken for the one that is known.
     with pytest.raises(ChipError, match="did you mean"):
@@ -98,3 +99,58 @@ def test_the_table_has_a_line_for_each():
     assert len(lines) == 1 + len(chips.CHIPS)
     (line,) = [line for line in lines if line.startswith("v5p")]
     assert line.split()[:10] == ["v5p", "95.7", "of", "96.0", "GiB", "2.77", "TB/s", "459", "TFLOP/s", "6"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "devices"),
+    [
+        ("tpu:v5e:4x4", "tpu:v5e:4x4", 16),
+        ("v5p:4x4x8", "tpu:v5p:4x4x8", 128),
+        ("TPU v5 lite:2x2", "tpu:v5e:2x2", 4),
+        ("v5e-8", "tpu:v5e:2x4", 8),
+        ("v5litepod-16", "tpu:v5e:4x4", 16),
+        ("v4-32", "tpu:v4:2x2x4", 16),
+        ("v3-8", "tpu:v3:2x2", 8),
+        ("nvidia:h100:64", "h100:64", 64),
+    ],
+)
+def test_slices_by_name(text, name, devices):
+    made = chips.parse_slice(text)
+    assert (made.name, made.devices, made.chip) == (name, devices, chips.find(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5e:32x32", r'has 1,024 chips, and a pod of v5e is 16x16; take several slices, as `"tpu:v5e:8x8\*2"`'),
+        ("v5e:1x32", "has 32 chips, and a pod of v5e is 16x16"),
+        ("tpu:v5p:4x4x4x4", "v5p has 3 dimensions, as in 4x4x4, and this has 4"),
+        ("v5p:32x32x32", "has 32,768 chips, and a pod of v5p is 8,960 chips"),
+        ("v5e-512", "has 512 chips, and a pod of v5e is 16x16"),
+        ("v4-9", "v4 has 2 cores a chip, and 9 cores are no whole chips"),
+        ("v5p", "'v5p' is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips"),
+        ("v5e:4x0", "'v5e:4x0' is no slice"),
+    ],
+)
+def test_slices_that_do_not_exist(text, message):
+    with pytest.raises(MeshError, match=message):
+        chips.parse_slice(text)
+
+
+def test_no_chip_of_a_slice_that_does_not_exist():
+    with pytest.raises(MeshError, match="a pod of v5e is 16x16"):
+        chips.find("tpu:v5e:32x32")
+
+
+@pytest.mark.parametrize("extents", [(4, 4), (8, 16), (16, 16)])
+def test_one_axis_over_a_whole_slice_has_the_same_links_for_arrays_and_for_rows(extents):
+    chip = chips.find("v5e")
+    link, dims, _ = shared(chip, extents)
+    (rings,) = axes_on(chip, extents, {"data": extents[0] * extents[1]}).values()
+    assert link * dims == chip.link_bytes_per_second * sum(ring.ways for ring in rings)
+    assert [ring.closed for ring in rings].count(True) == extents.count(16)
+
+
+def test_the_slice_of_so_many_devices():
+    assert extents_of(chips.find("v5e"), 8) == (2, 4) and extents_of(chips.find("v3"), 32) == (4, 4)
+    assert extents_of(chips.find("v5p"), 64) == (4, 4, 4) and extents_of(chips.find("h100"), 64) == (64,)

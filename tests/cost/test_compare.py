@@ -43,6 +43,12 @@ def test_each_kind_of_surplus_has_its_name_and_fix(ours, theirs, why, extra):
     assert "constrain" in found.fix and made.extra_bytes == extra * KIB
 
 
+def test_what_is_only_sent_in_another_type_is_told_as_that():
+    narrow = dataclasses.replace(row("all-gather", 10), dtype="bf16")
+    (found,) = compared([narrow], [row("all-gather", 20)]).rows
+    assert (found.why, found.extra_bytes) == ("another type", 10 * KIB) and "float32" in found.message
+
+
 def test_what_moves_to_another_line_along_the_same_axes_is_no_surplus():
     assert compared([row("all-gather", 10, line=1)], [row("all-gather", 10, line=2)]).rows == ()
     (found,) = compared([row("all-gather", 10, line=1, axes=("data",))], [row("all-gather", 10, line=2)]).rows
@@ -163,7 +169,7 @@ def test_the_same_traffic():
     assert str(compared([], [])) == "0 B are sent to each device in a step; 0 B were estimated."
 
 
-def test_a_compiled_program_is_read():
+def test_a_compiled_program_is_read_and_is_its_estimate():
     mesh = MeshSpec({"data": 8}).build(jax.devices())
     rows = jax.NamedSharding(mesh, jax.P("data"))
     x = jax.ShapeDtypeStruct((16, 64, 128), jnp.float32, sharding=rows)
@@ -172,5 +178,7 @@ def test_a_compiled_program_is_read():
         return jax.lax.top_k(x, 2)[0]
 
     compiled = jax.jit(best).lower(x).compile()
-    (found,) = compare(estimate(best, x), compiled).rows
-    assert found.why == "not expected" and found.extra_bytes == traffic(compiled).wire_bytes
+    same = compare(estimate(best, x, compiler="cpu"), compiled)
+    assert same.rows == () and same.extra_bytes == 0 and traffic(compiled).wire_bytes > 0
+    nothing = compare(estimate(lambda x: x[..., :2], x, compiler="cpu"), compiled)
+    assert nothing.rows[0].why == "not expected" and nothing.extra_bytes == traffic(compiled).wire_bytes

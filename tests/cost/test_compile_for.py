@@ -2,6 +2,7 @@ import dataclasses
 import json
 import types
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,7 +13,6 @@ from shardfx import (
     MeshSpec,
     OutOfMemoryError,
     PathRules,
-    ShardPlan,
     chips,
     compile_for,
     constrain,
@@ -34,6 +34,10 @@ def plans():
     return {"params": w, "batch": x}
 
 
+def structs():
+    return [one.structs for one in plans().values()]
+
+
 def step(params, batch):
     hidden = constrain(batch @ params["w"], P("data"), plans()["params"])
     return {"w": params["w"] - jnp.sum(hidden)}
@@ -53,6 +57,9 @@ class _Program:
     def memory_analysis(self):
         return self.sizes
 
+    def as_text(self):
+        return ""
+
 
 @pytest.mark.parametrize(
     "platform, peak, needed",
@@ -60,21 +67,21 @@ class _Program:
     [("tpu", 1208, 1200), ("cpu", 900, 1400), ("tpu", None, 1400), ("tpu", 0, 1400)],
 )
 def test_what_a_program_needs_is_what_its_compiler_adds_up_to(platform, peak, needed):
-    made = {"params": plan(jax.ShapeDtypeStruct((175,), jnp.float32), MESH, paths=PathRules.parse(".*->replicate"))}
-    found = fit(made, step=_Program(platform, peak), chip="h100")
+    found = fit(_Program(platform, peak), chip="h100")
     assert found.peak_bytes == needed
     assert {row.group: row.bytes for row in found.rows} == {
-        "parameters": 700,
+        "arguments": 700,
         "results": 200,
         "temporaries": needed - 900,
     }
 
 
 def test_it_is_what_jax_compiles_and_the_cache_gives_it_back(tmp_path):
-    made, told = plans(), []
-    first = compile_for(step, made, "cpu", cache=tmp_path, progress=told.append, donate="params")
+    made, told = structs(), []
+    donating = jax.jit(step, donate_argnums=0)
+    first = compile_for(donating, *made, target="cpu", cache=tmp_path, progress=told.append)
     mesh = MESH.build(jax.devices())
-    on = {name: one.on(mesh) for name, one in made.items()}
+    on = {name: one.on(mesh) for name, one in plans().items()}
     jitted = filter_jit(step, in_shardings=on, donate="params")
     theirs = jitted.lower(*[one.structs for one in on.values()]).compile()
     assert traffic(first).by("kind") == traffic(theirs).by("kind") and traffic(first).wire_bytes > 0
@@ -82,14 +89,14 @@ def test_it_is_what_jax_compiles_and_the_cache_gives_it_back(tmp_path):
     memory = theirs.memory_analysis()
     assert first.memory.temp_size_in_bytes == memory.temp_size_in_bytes
     assert first.memory.alias_size_in_bytes == memory.alias_size_in_bytes > 0
-    assert fit(made, step=first, chip="v5e").how == "compiled"
+    assert fit(first, chip="v5e").how == "compiled"
     assert told[0] == "compiling for cpu" and told[-1].startswith("compiled for cpu in ") and first.seconds > 0
     # It does not matter from which line it is asked for.
-    again = compile_for(step, made, "cpu", cache=tmp_path, donate="params")
+    again = compile_for(donating, *made, target="cpu", cache=tmp_path)
     assert again == dataclasses.replace(first, seconds=0.0)
     assert len([*tmp_path.iterdir()]) == 1
     # Another program, another file.
-    assert compile_for(step, made, "cpu", cache=tmp_path).seconds > 0 and len([*tmp_path.iterdir()]) == 2
+    assert compile_for(step, *made, target="cpu", cache=tmp_path).seconds > 0 and len([*tmp_path.iterdir()]) == 2
 
 
 @pytest.mark.parametrize(
@@ -104,14 +111,14 @@ def test_it_is_what_jax_compiles_and_the_cache_gives_it_back(tmp_path):
     ],
 )
 def test_a_file_that_was_cut_or_changed_is_compiled_again(tmp_path, damage):
-    made = plans()
-    first = compile_for(step, made, "cpu", cache=tmp_path)
+    made = structs()
+    first = compile_for(step, *made, target="cpu", cache=tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_text()
     file.write_text(damage(whole))
-    second = compile_for(step, made, "cpu", cache=tmp_path)
+    second = compile_for(step, *made, target="cpu", cache=tmp_path)
     assert second.memory == first.memory and second.seconds > 0
-    third = compile_for(step, made, "cpu", cache=tmp_path)
+    third = compile_for(step, *made, target="cpu", cache=tmp_path)
     assert third == dataclasses.replace(second, seconds=0.0) and [*tmp_path.iterdir()] == [file]
 
 
@@ -131,30 +138,44 @@ def test_a_file_of_another_form_with_a_true_digest_is_not_believed(tmp_path):
     assert _read(file) is None
 
 
-def test_arguments_may_come_by_name_or_as_one_tree():
-    made = plans()
-    by_name = compile_for(step, {"batch": made["batch"], "params": made["params"]}, "cpu", donate="params")
-    assert by_name.memory.alias_size_in_bytes > 0
-    as_tree = compile_for(step, ShardPlan.join(**made), "cpu")
-    devices = compile_for(step, made, jax.devices())
-    assert traffic(as_tree).wire_bytes == traffic(devices).wire_bytes == traffic(by_name).wire_bytes
-    out = compile_for(step, made, MESH.build(jax.devices()), out_shardings=made["params"])
-    assert out.target == "cpu" and out.chip is None
+@pytest.mark.parametrize(
+    "form",
+    [
+        step,
+        jax.jit(step),
+        eqx.filter_jit(step),
+        filter_jit(step),
+        filter_jit(step, in_shardings=plans()),
+        filter_jit(step, in_shardings={name: one.on(MESH.build(jax.devices())) for name, one in plans().items()}),
+        jax.jit(step, in_shardings=tuple(one.on(MESH.build(jax.devices())).shardings for one in plans().values())),
+    ],
+    ids="plain jit equinox filter_jit plans plans-on-devices shardings-on-devices".split(),
+)
+def test_every_form_of_a_step_compiles_to_the_same(form):
+    plain = traffic(compile_for(step, *structs(), target="cpu"))
+    assert traffic(compile_for(form, *structs(), target="cpu")).wire_bytes == plain.wire_bytes > 0
+    assert traffic(compile_for(form, *structs(), target=jax.devices())).wire_bytes == plain.wire_bytes
+
+
+def test_targets_that_are_devices():
+    out = jax.tree.map(lambda one: one.sharding, structs()[0])
+    made = compile_for(jax.jit(step, out_shardings=out), *structs(), target=MESH.build(jax.devices()))
+    assert made.target == "cpu" and made.chip is None and made.argument_paths["batch"] == "batch"
+    assert made.argument_paths["params['w']"] == "params/w"
 
 
 def test_messages():
     with pytest.raises(MeshError) as caught:
-        compile_for(step, plans(), "v5e:4x4")
+        compile_for(step, *structs(), target="v5e")
     assert str(caught.value) == (
-        'there is no target \'v5e:4x4\'; write a TPU topology as "tpu:v5e:4x4", "cpu" for emulated devices, or pass '
-        "devices."
+        "'v5e' is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips."
     )
+    with pytest.raises(MeshError, match="slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is 16x16"):
+        compile_for(step, *structs(), target="tpu:v5e:32x32")
     large = MeshSpec({"data": 64})
     x = plan(jax.ShapeDtypeStruct((64, 16), jnp.float32), large, paths=PathRules([(".*", P("data"))]))
-    with pytest.raises(
-        MeshError, match=r"the plans are for 64 devices, and this machine shows 8 CPU devices; run with"
-    ):
-        compile_for(jnp.sum, [x], "cpu")
+    with pytest.raises(MeshError, match=r"the mesh has 64 devices, and this machine shows 8 CPU devices; run with"):
+        compile_for(jnp.sum, x.structs, target="cpu")
 
 
 def gather(axis_sizes, spec, shape=(1024, 1024)):
@@ -162,7 +183,7 @@ def gather(axis_sizes, spec, shape=(1024, 1024)):
     mesh = MeshSpec(axis_sizes)
     x = plan(jax.ShapeDtypeStruct(shape, jnp.float32), mesh, paths=PathRules([(".*", spec)]))
     whole = jax.NamedSharding(mesh.abstract(), P())
-    return traffic(compile_for(lambda x: x + 0, [x], "cpu", out_shardings=whole)), mesh
+    return traffic(compile_for(jax.jit(lambda x: x + 0, out_shardings=whole), x.structs, target="cpu")), mesh
 
 
 def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
@@ -194,12 +215,9 @@ def test_the_worked_answers_of_an_all_to_all_and_of_slices():
     mesh = MeshSpec({"data": 8}, dcn={"data": 2})
     x = plan(jax.ShapeDtypeStruct((64, 64), jnp.float32), mesh, paths=PathRules([(".*", P("data"))]))
     flat = MeshSpec({"data": 8})
-    made = compile_for(
-        lambda x: x + 0,
-        [plan(x.structs, flat, paths=PathRules([(".*", P("data"))]))],
-        "cpu",
-        out_shardings=jax.NamedSharding(flat.abstract(), P(None, "data")),
-    )
+    columns = jax.NamedSharding(flat.abstract(), P(None, "data"))
+    rows = plan(x.structs, flat, paths=PathRules([(".*", P("data"))])).structs
+    made = compile_for(jax.jit(lambda x: x + 0, out_shardings=columns), rows, target="cpu")
     (row,) = traffic(made).rows
     assert row.kind == "all-to-all"
     # On a ring an exchange of an array of V bytes takes V / 4 of the ring's bandwidth, both ways (Scaling book, 3).
@@ -224,7 +242,7 @@ class Refused:
     def __init__(self, text):
         self.text = text
 
-    def compile(self):
+    def compile(self, device_assignment):
         raise jax.errors.JaxRuntimeError(self.text)
 
 
@@ -248,12 +266,12 @@ class Refused:
     ],
 )
 def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit):
-    with pytest.raises(OutOfMemoryError, match=r"does not fit a device: .*`shardfx.fit\(plans, step=step") as raised:
-        compiled(Refused(text))
+    with pytest.raises(OutOfMemoryError, match=r"does not fit a device: .*`shardfx.fit\(step, \*args") as raised:
+        compiled(Refused(text), ())
     assert (raised.value.needed_bytes, raised.value.limit_bytes) == (needed, limit)
     assert str(raised.value.__cause__) == text
 
 
 def test_what_else_a_compiler_raises_stays():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compiled(Refused("INTERNAL: of another kind"))
+        compiled(Refused("INTERNAL: of another kind"), ())

@@ -1,0 +1,288 @@
+"""What compilers do behind the partitioner: small programs before and after, and compiled ones to the byte."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfx import traffic
+from shardfx._cost.after import PASSES, as_compiled
+from shardfx._cost.collective import collective_of
+from shardfx._cost.groups import Numbering
+from shardfx._cost.hlo_text import parse_hlo
+from shardfx._cost.runs import runs_of, trip_count
+
+
+_ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"
+_FOURS = "channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true"
+
+
+def _sent(text, platform):
+    """Kind, type, times and bytes of each collective that a step sends after a platform's passes."""
+    module = as_compiled(parse_hlo(text), platform)
+    numbering, found = Numbering(1, module.partitions), []
+    for name, ways in runs_of(module).items():
+        for own in module.computations[name].values():
+            if (one := collective_of(own, numbering)) is not None:
+                found.append((one.kind, one.dtype, sum(way.count for way in ways), int(one.bytes)))
+    return sorted(found)
+
+
+def _entry(*lines):
+    return "HloModule step, num_partitions=8\n\nENTRY %main {\n  " + "\n  ".join(lines) + "\n}\n"
+
+
+def _loop(body, *, trips=5, state="f32[8,8]"):
+    """A loop that counts to `trips` and carries a state and an array that it does not change."""
+    carried = f"(s32[], {state}, f32[8,8])"
+    return f"""HloModule step, num_partitions=8
+
+%cond {{
+  %c = {carried} parameter(0)
+  %i.1 = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant({trips})
+  ROOT %lt = pred[] compare(%i.1, %n), direction=LT
+}}
+
+%body {{
+  %p = {carried} parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %s = {state} get-tuple-element(%p), index=1
+  %w = f32[8,8] get-tuple-element(%p), index=2
+  {body}
+  ROOT %out = {carried} tuple(%next, %new, %w)
+}}
+
+ENTRY %main {{
+  %x = {state} parameter(0)
+  %y = f32[8,8] parameter(1)
+  %zero = s32[] constant(0)
+  %begin = {carried} tuple(%zero, %x, %y)
+  %loop = {carried} while(%begin), condition=%cond, body=%body
+  ROOT %end = {state} get-tuple-element(%loop), index=1
+}}
+"""
+
+
+def test_the_trips_of_a_loop_are_read_from_its_condition():
+    module = parse_hlo(_loop("%new = f32[8,8] negate(%s)", trips=7))
+    main = module.computations["main"]
+    assert trip_count(module, main, main["loop"]) == 7
+    assert module.partitions == 8
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "replica_groups={{0,1,2,3},{4,5,6,7}}",
+        "replica_groups=[2,4]<=[8]",
+        "replica_groups=[2,4]<=[2,4]T(0,1)",
+        "replica_groups=mesh['a'=2,'b'=4] {'b'}",
+    ],
+)
+def test_all_forms_of_groups_are_equal(groups):
+    text = _entry(
+        "%x = f32[8] parameter(0)",
+        f"%g.1 = f32[32] all-gather(%x), channel_id=1, {groups}, dimensions={{0}}, use_global_device_ids=true",
+        f"%g.2 = f32[32] all-gather(%x), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
+        "ROOT %t = (f32[32], f32[32]) tuple(%g.1, %g.2)",
+    )
+    text = text.replace("use_global_device_ids=true, dimensions={0}", "dimensions={0}, use_global_device_ids=true")
+    assert _sent(text, "tpu") == [("all-gather", "f32", 1, 128)]
+
+
+def test_cpus_gather_what_no_trip_changes_before_the_loop():
+    body = f"""%g = f32[64,8] all-gather(%w), {_ALL}, dimensions={{0}}
+  %new = f32[8,8] dot(%s, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+    assert _sent(_loop(body), "cpu") == [("all-gather", "f32", 1, 2048)]
+    assert _sent(_loop(body), "tpu") == [("all-gather", "bf16", 5, 1024)]
+
+
+def test_what_a_trip_changes_is_gathered_in_each():
+    body = f"""%g = f32[64,8] all-gather(%s), {_ALL}, dimensions={{0}}
+  %new = f32[8,8] dot(%w, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+    assert _sent(_loop(body), "cpu") == [("all-gather", "f32", 5, 2048)]
+
+
+def test_cpus_send_bfloat16_as_float32():
+    text = _entry("%x = bf16[8] parameter(0)", f"ROOT %g = bf16[64] all-gather(%x), {_ALL}, dimensions={{0}}")
+    (own,) = [one for one in as_compiled(parse_hlo(text), "cpu").computations["main"].values() if one.is_root]
+    assert (own.result, own.passes) == ("f32[64]", ("float-normalization-bf16",))
+
+
+def test_tpus_reduce_what_a_loop_adds_up_once():
+    body = f"""%r = f32[8,8] all-reduce(%w), {_ALL}, to_apply=%add
+  %new = f32[8,8] add(%s, %r)"""
+    text = _loop(body)
+    assert _sent(text, "tpu") == [("all-reduce", "f32", 1, 256)]
+    assert _sent(text, "gpu") == [("all-reduce", "f32", 5, 256)]
+
+
+def test_tpus_reduce_in_the_loop_what_it_reads():
+    body = f"""%r = f32[8,8] all-reduce(%w), {_ALL}, to_apply=%add
+  %sum = f32[8,8] add(%s, %r)
+  %new = f32[8,8] multiply(%sum, %sum)"""
+    assert _sent(_loop(body), "tpu") == [("all-reduce", "f32", 5, 256)]
+
+
+def test_tpus_reduce_a_sum_of_sums_once():
+    text = _entry(
+        "%x = f32[8,16] parameter(0)",
+        "%y = f32[16,8] parameter(1)",
+        f"%r.1 = f32[8,16] all-reduce(%x), {_ALL}, to_apply=%add",
+        f"%r.2 = f32[16,8] all-reduce(%y), {_ALL}, to_apply=%add",
+        "%t = f32[8,16] transpose(%r.2), dimensions={1,0}",
+        "%s = f32[8,16] add(%r.1, %t)",
+        "ROOT %n = f32[8,16] negate(%s)",
+    )
+    assert _sent(text, "tpu") == [("all-reduce", "f32", 1, 512)]
+
+
+def test_tpus_reduce_over_both_axes_at_once():
+    pairs = "channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true"
+    text = _entry(
+        "%x = f32[8] parameter(0)",
+        f"%r.1 = f32[8] all-reduce(%x), {_FOURS}, to_apply=%add",
+        f"%r.2 = f32[8] all-reduce(%r.1), {pairs}, to_apply=%add",
+        "ROOT %n = f32[8] negate(%r.2)",
+    )
+    module = as_compiled(parse_hlo(text), "tpu")
+    (own,) = [one for one in module.computations["main"].values() if one.opcode == "all-reduce"]
+    assert "replica_groups={{0,1,2,3,4,5,6,7}}" in own.attributes
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("f32[512,128]", "f32[128,128]", "reduce-scatter"),
+        ("f32[64,512]", "f32[64,128]", "reduce-scatter"),
+        ("f32[64,384]", "f32[64,96]", "all-reduce"),  # 96 fill no tile
+        ("f32[512,128]", "f32[256,128]", "all-reduce"),  # a part of two devices
+    ],
+)
+def test_tpus_scatter_sums_of_which_each_keeps_a_part(before, after, kind):
+    text = _entry(
+        f"%x = {before} parameter(0)",
+        "%at = s32[] parameter(1)",
+        f"%r = {before} all-reduce(%x), {_FOURS}, to_apply=%add",
+        f"%d = {after} dynamic-slice(%r, %at, %at)",
+        f"ROOT %n = {after} negate(%d)",
+    )
+    (sent,) = _sent(text, "tpu")
+    assert sent[0] == kind
+
+
+def test_gpus_scatter_whatever_the_tiles():
+    text = _entry(
+        "%x = f32[64,384] parameter(0)",
+        "%at = s32[] parameter(1)",
+        f"%r = f32[64,384] all-reduce(%x), {_FOURS}, to_apply=%add",
+        "ROOT %d = f32[64,96] dynamic-slice(%r, %at, %at)",
+    )
+    assert [one[0] for one in _sent(text, "gpu")] == ["reduce-scatter"]
+
+
+def test_a_reduce_scatter_is_marked_as_unsure():
+    text = _entry(
+        "%x = f32[512,128] parameter(0)",
+        "%at = s32[] parameter(1)",
+        f"%r = f32[512,128] all-reduce(%x), {_FOURS}, to_apply=%add",
+        "ROOT %d = f32[128,128] dynamic-slice(%r, %at, %at)",
+    )
+    own = as_compiled(parse_hlo(text), "tpu").computations["main"]["d"]
+    assert (own.opcode, own.passes, own.unsure) == ("reduce-scatter", ("tpu-all-reduce-scatter-fusion",), 1.0)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("", "bf16"), (", operand_precision={highest,highest}", "f32")])
+def test_tpus_gather_for_products_in_bfloat16(precision, dtype):
+    text = _entry(
+        "%x = f32[8,8] parameter(0)",
+        f"%g = f32[64,8] all-gather(%x), {_ALL}, dimensions={{0}}",
+        "%t = f32[8,64] transpose(%g), dimensions={1,0}",
+        f"ROOT %d = f32[8,8] dot(%t, %t), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}{precision}",
+    )
+    assert [one[1] for one in _sent(text, "tpu")] == [dtype]
+
+
+def test_tpus_gather_in_float32_what_else_reads():
+    text = _entry(
+        "%x = f32[8,8] parameter(0)",
+        f"%g = f32[64,8] all-gather(%x), {_ALL}, dimensions={{0}}",
+        "ROOT %n = f32[64,8] negate(%g)",
+    )
+    assert [one[1] for one in _sent(text, "tpu")] == ["f32"]
+
+
+def test_products_that_take_longer_than_their_gather_are_windowed():
+    def step(rows):
+        return _entry(
+            f"%x = bf16[{rows},1024] parameter(0)",
+            "%w = bf16[128,1024] parameter(1)",
+            f"%g = bf16[1024,1024] all-gather(%w), {_ALL}, dimensions={{0}}",
+            f"ROOT %d = bf16[{rows},1024] dot(%x, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+        )
+
+    assert [one[0] for one in _sent(step(512), "tpu")] == ["all-gather"]
+    assert [one[0] for one in _sent(step(560), "tpu")] == ["collective-permute"]
+
+
+def test_nothing_sends_what_nothing_needs():
+    text = _entry(
+        "%x = f32[8] parameter(0)",
+        f"%g = f32[64] all-gather(%x), {_ALL}, dimensions={{0}}",
+        "ROOT %n = f32[8] negate(%x)",
+    )
+    assert [_sent(text, platform) for platform in PASSES] == [[], [], []]
+
+
+def test_each_pass_names_what_it_stands_for():
+    for passes in PASSES.values():
+        assert all(one.link and one.version for one in passes)
+        assert len({one.name for one in passes}) == len(passes)
+
+
+def _layers(mesh, dtype):
+    def loss(w, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    w = jax.ShapeDtypeStruct((4, 64, 64), dtype, sharding=jax.NamedSharding(mesh, P(None, "a", "b")))
+    x = jax.ShapeDtypeStruct((64, 64), dtype, sharding=jax.NamedSharding(mesh, P("a")))
+    return jax.jit(jax.grad(loss), out_shardings=w.sharding), (w, x)
+
+
+def _accumulated(mesh, dtype):
+    def loss(w, x):
+        return jnp.mean((x @ w).astype(jnp.float32) ** 2)
+
+    def step(w, xs):
+        return jax.lax.scan(lambda g, x: (g + jax.grad(loss)(w, x), None), jnp.zeros_like(w), xs)[0]
+
+    w = jax.ShapeDtypeStruct((64, 64), dtype, sharding=jax.NamedSharding(mesh, P("a", "b")))
+    xs = jax.ShapeDtypeStruct((4, 64, 64), dtype, sharding=jax.NamedSharding(mesh, P(None, "a")))
+    return jax.jit(step, out_shardings=w.sharding), (w, xs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("make", [_layers, _accumulated])
+def test_cpu_programs_to_the_byte(make, dtype, tmp_path):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step, args = make(mesh, dtype)
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+    compiled = step.lower(*args).compile(compiler_options=dump)
+    (path,) = tmp_path.glob("*after_spmd-partitioning*")
+    found = sum(times * count for *_, times, count in _sent(path.read_text(), "cpu"))
+    text = compiled.as_text()
+    numbering = Numbering(1, 8)
+    module, expected = parse_hlo(text), 0
+    for name, ways in runs_of(module).items():
+        for own in module.computations[name].values():
+            one = collective_of(own, numbering)
+            expected += 0 if one is None else sum(way.count for way in ways) * int(one.bytes)
+    assert found == expected > 0
+    assert traffic(compiled).wire_bytes > 0
+    assert re.search("all-gather|all-reduce", text)

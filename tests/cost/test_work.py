@@ -1,0 +1,63 @@
+"""What one device computes, off partitioned text."""
+
+import jax
+import jax.numpy as jnp
+
+from shardfx import MeshSpec
+from shardfx._cost.hlo_text import parse_hlo
+from shardfx._cost.work import work_of
+from shardfx._step import step_of
+
+
+def work(step, *args, mesh=None, dims=None, **how):
+    made = step_of(step, args)
+    mesh = MeshSpec(mesh or {"data": 2})
+    dims = [((),) * len(arg.shape) for arg in args] if dims is None else dims
+    text = made.partitioned("cpu", mesh=mesh, arguments=dims, results=[None] * len(made.parameters[1]))
+    return work_of(parse_hlo(text), **how)
+
+
+X, W = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+
+
+def test_products_loops_and_shards():
+    whole = work(jnp.dot, X, W)
+    assert whole.flops == 2 * 64 * 32 * 16
+    assert whole.bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+    # A TPU reads what it multiplies in bfloat16.
+    assert work(jnp.dot, X, W, tpu=True).bytes == 2 * (64 * 32 + 32 * 16) + 4 * 64 * 16
+    cut = work(jnp.dot, X, W, mesh={"data": 4, "model": 2}, dims=[(("data",), ()), ((), ("model",))])
+    assert cut.flops == whole.flops / 8
+    looped = work(lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), X, W)
+    assert looped.flops == 5 * whole.flops
+    # What a TPU's loop carries stays on the chip.
+    kept = work(lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), X, W, tpu=True)
+    assert kept.bytes < 0.6 * looped.bytes
+
+
+def test_lookups_count_what_they_name_and_results_are_written():
+    table, rows = jax.ShapeDtypeStruct((1000, 8), "float32"), jax.ShapeDtypeStruct((10,), "int32")
+    found = work(lambda table, rows: table[rows], table, rows)
+    assert found.flops == 0 and found.bytes < 4 * 1000 * 8
+    assert work(lambda x: x + 1, X).bytes == 2 * 4 * 64 * 32
+
+
+def test_a_loop_without_known_trips_is_noted():
+    n = jax.ShapeDtypeStruct((), "int32")
+    found = work(lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y) + 1, x), X, n)
+    assert found.notes == ("the trips of a loop are not known and count once",)
+    assert work(jnp.dot, X, W).notes == ()
+
+
+def test_an_operand_in_parts_is_as_long_as_the_other():
+    text = """HloModule m
+
+ENTRY %main (x: f32[16,32], w: f32[32,16]) -> f32[64,16] {
+  %x = f32[16,32]{1,0} parameter(0)
+  %w = f32[32,16]{1,0} parameter(1)
+  %parts = (f32[SHARD]{1,0}, f32[SHARD]{1,0}) collective-permute(%x), channel_id=1, source_target_pairs={{0,1},{1,0}}
+  ROOT %dot = f32[64,16]{1,0} dot(%parts, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    for shard in ("16,32", "64,8"):
+        assert work_of(parse_hlo(text.replace("SHARD", shard))).flops == 2 * 64 * 32 * 16
