@@ -15,12 +15,9 @@ The words of this room, in the order in which one is made of another:
 """
 
 from .asked import device_count as device_count
-from .candidate import Candidate as Candidate, Check as Check
-from .core import CostModel as CostModel
-from .fitted import fit_chip as fit_chip
+from .candidate import Candidate as Candidate, megabytes as megabytes
+from .constrain_step import constrain_step as constrain_step
 from .frontier import Frontier as Frontier, FrontierPoint as FrontierPoint, frontier as frontier
-from .lay_out import lay_out as lay_out
 from .limits import Limits as Limits
 from .name_axes import NamedAxes as NamedAxes, NamedAxis as NamedAxis, name_axes as name_axes
-from .priced import SentRow as SentRow
 from .search import search as search

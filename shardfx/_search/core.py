@@ -1,8 +1,46 @@
-"""The cost and memory of many candidates at once, as one compiled function of arrays.
+"""The seconds and memory of every mesh of up to four axes at once, as one compiled function of arrays.
 
-A candidate is a set of at most `AXES` roles with a number of devices for each. What its rows come to depends only on
-which of the set's roles divide them. So each set has 2**AXES sums, one for each kind of row, and each way to share out
-the devices divides these by 2**AXES numbers. A block of sets times all shares is one product of matrices.
+**What is priced.** A role says which dimensions of the step one mesh axis shards, and what collectives that takes
+(`roles.py`, `layouts.py`). A step has up to 79 roles. A candidate is a set of at most four of them, and a share: a size
+for each, whose product is the number of devices. For 64 devices there are 1.5 million sets of four, with 10 shares
+each. The core prices all of them, so it must not look at the step's operations again.
+
+**Rows.** Take the floating-point operations of one product. If the roles `a` and `b` of the set {a, b, c, d} shard the
+product, one device does `flops / (size_a * size_b)` of it. All products that the same roles shard are divided by the
+same number, so they are added up beforehand (`terms.py`). Such a sum is a row: it holds operations, bytes of memory
+traffic, bytes of arguments and of temporaries, and `divides`, one bool for each role. A large step has some hundred
+rows.
+
+**Kinds.** Within a set of four roles a row is of one of 2**4 kinds: its `divides` for these four, read as a binary
+number. Only the kind says by what a row is divided. So for each set the rows of each kind are summed:
+
+    sums[set, kind, quantity] = sum over rows of (row is of the kind) * quantity[row]           `_kinds`, an einsum
+
+and for each share every kind has one divisor, the product of the sizes of its roles:
+
+    power[share, kind] = 1 / product of size[role] for the roles of the kind                    `_members`, exp2(-log2)
+    total[set, share, quantity] = sum over kinds of power[share, kind] * sums[set, kind, quantity]
+
+The second line is a product of matrices: a block of sets by 16 kinds, times 16 kinds by all shares. It costs 16
+multiplications a candidate and quantity, whatever the size of the step.
+
+**An example.** A row of 100 operations that role 0 divides, and one of 60 that roles 0 and 1 divide. In the set {0, 1}
+the first is of kind 0b01, the second of kind 0b11. With the share (4, 2) the divisors of the kinds 0b00, 0b01, 0b10 and
+0b11 are 1, 4, 2 and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
+
+**Seconds.** Computation takes the longer of operations at the chip's speed and bytes at its memory's. What a role sends
+are rows of their own, with the roles that divide them. A device receives `(1 - 1 / size)` of what is left of a row,
+over the links that an axis of this size has (`_seconds_per_byte`, by the network of `chips/_links.py`). Collectives of
+data are exposed: computation waits for them. Those of parameters and gradients are hidden behind `overlap` of the
+computation, and the rest is waited for.
+
+**What is allowed.** The sizes of all roles that shard one dimension must divide it, and some limits of the user must
+hold. A part of a dimension behind another one, as queries of a head behind the heads, may be sharded only where the
+first is sharded wholly. Both are sums over kinds again (`_is_allowed`). What is not allowed, or takes more memory than
+there is, has infinite seconds; the best share of each set is kept, and the best sets of all.
+
+**What it leaves out.** All roles lay the step out as if it were constrained so, and each pays for its own collectives.
+The core only prunes: what survives it is looked at more closely.
 """
 
 import collections
@@ -10,7 +48,7 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +57,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..chips import Chip
+from ..chips._links import extents_of, shared
 from .terms import Terms, padded
 
 
@@ -65,19 +104,6 @@ def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
         for rest in shares(devices // first, axes - 1).tolist()
     ]
     return np.array(found or np.zeros((0, axes)), np.int32).reshape(-1, axes)
-
-
-def links_of(chip: Chip, devices: int) -> tuple[float, float, float]:
-    """A chip's network: bytes per second in one direction of one dimension, its dimensions, and devices per island.
-
-    An island is what a switch joins; a torus has none.
-    """
-    bandwidth = float(chip.link_bytes_per_second)
-    if not chip.torus_dims:
-        return bandwidth, 0.0, float(chip.island_chips * chip.devices_per_chip)
-    # Rings close in whole cubes of 4, and on chips with two dimensions in rows of 16.
-    rings = devices >= (64 if chip.torus_dims == 3 else 256)
-    return bandwidth * (2 if rings else 1), float(chip.torus_dims), math.inf
 
 
 @ft.partial(jax.jit, static_argnames=("keep", "islands"))
@@ -212,9 +238,11 @@ def _has_named(
     return found
 
 
-def machine_of(chip: Chip, devices: int, model: CostModel, dtype: str, limit_bytes: float) -> Numbers:
-    """A chip and the assumptions as numbers that the core takes."""
-    link, dims, island = links_of(chip, devices)
+def machine_of(
+    chip: Chip, devices: int, model: CostModel, dtype: str, limit_bytes: float, extents: Sequence[int] = ()
+) -> Numbers:
+    """A chip and the assumptions as numbers that the core takes; `extents` are those of one slice, if it was named."""
+    link, dims, island = shared(chip, extents or extents_of(chip, devices))
     numbers = {
         "flops": float(chip.flops(dtype)) / chip.devices_per_chip * model.compute,
         "hbm": float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory,

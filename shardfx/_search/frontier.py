@@ -1,16 +1,10 @@
-"""Time against memory, and devices against time, for several batches and numbers of devices at once."""
+"""Time against memory, and devices against time, for several batches and numbers of devices."""
 
 import dataclasses
-import functools as ft
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
 
 from .. import chips
 from .._ground.errors import MeshError, RuleError
@@ -19,18 +13,15 @@ from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from .asked import asked_for
-from .candidate import ms
-from .core import CostModel, Found, Numbers, costs, machine_of, shares_of
-from .layouts import Role
+from .candidate import Candidate, ms
 from .limits import Limits
-from .search import Searched
-from .terms import padded
-from .written import mesh_and_rules
+from .search import candidates_of, opened
+from .space import Space
 
 
-# Meshes of up to so many axes are looked at, so many sets of roles at once.
-_AXES, _BLOCK = 3, 512
-_NO_LIMITS, _USUAL = Limits(), CostModel()
+# So many of the core's best are partitioned at least.
+_KEPT = 12
+_NO_LIMITS = Limits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +89,17 @@ def frontier(
     slices: int = 1,
     batches: Sequence[int] = (),
     limits: Limits = _NO_LIMITS,
-    model: CostModel = _USUAL,
 ) -> Frontier:
     """Draws what a step costs in time and in memory, for several numbers of devices and sizes of the batch.
 
-    The step is laid out under all roles worth a look, as by [`shardfx.search`][], and the compiled function that
-    prices meshes is mapped over batches and devices. All meshes of up to three axes are priced.
+    Each batch and number of devices is searched as by [`shardfx.search`][]: points are what no other candidate that
+    was partitioned beats in both.
 
     **Arguments:**
 
     - `step`, `args`: as of `search`.
     - `devices`: numbers, or slices as "tpu:v5e:4x4".
-    - `chip`, `slices`, `limits`, `model`: as of `search`. What takes more memory than there is stays, and is marked.
+    - `chip`, `slices`, `limits`: as of `search`. What takes more memory than there is stays, and is marked.
     - `batches`: sizes of the dimension that [`shardfx.name_axes`][] calls "batch"; the step is traced for each. By
         default the one that the arguments have.
 
@@ -149,51 +139,50 @@ def frontier(
     asked = [asked_for(one, chip, slices) for one in devices]
     if not asked:
         raise MeshError("`devices` is empty; give numbers or slices, as `devices=(8, 16, 32)`.")
-    counts, kind = [one.total for one in asked], asked[0].chip
-    base = Searched(step, args, math.lcm(*counts), limits)
-    made = [base if size is None else _resized(base, step, args, size, limits) for size in (batches or (None,))]
-    sizes = [_batch_of(one) for one in made]
-    tables = [_shares(one.total, one.slices) for one in asked]
-    limit = kind.usable_hbm_bytes // kind.devices_per_chip - limits.free_bytes
-    machines = [machine_of(kind, count, model, base.dtype(), math.inf) for count in counts]
-    arrays = _stacked([padded(one.terms) for one in made])
     points: list[FrontierPoint] = []
-    best = _best(base, arrays, machines, tables)
-    for (row, batch), (column, count) in itertools.product(enumerate(sizes), enumerate(counts)):
-        for found in best[row][column]:
-            point = _point(made[row], found, count, batch, limit)
-            if point is not None:
-                points.append(point)
+    for these in asked:
+        given = opened(step, args, these, limits, (), _silent)
+        for size in batches or (None,):
+            resized = (
+                given if size is None else opened(step, _resized(given[0], args, size), these, limits, (), _silent)
+            )
+            found, _ = candidates_of(*resized, _KEPT, _silent)
+            points += [_point(one, these.total, _batch_of(resized[0])) for one in _undominated(found)]
     return Frontier(tuple(sorted(points, key=lambda point: (point.devices, point.batch, point.seconds))))
 
 
-def _point(made: Searched, found: Found, count: int, batch: int, limit: int) -> FrontierPoint | None:
-    built = mesh_and_rules(made.made, found, made.classes)
-    if built is None or not made.limits.has_axes(built[0]) or not made.agrees(found, *built):
-        return None
-    mesh, rules, axes = built
-    cuts = dict(zip(axes, (made.made[role] for role in found.roles), strict=True))
-    names = {axis: [made.classes.groups[n].name for n in one.role.order if n in one.used] for axis, one in cuts.items()}
-    title = ", ".join(f"{axis}={size} ({', '.join(names[axis])})" for axis, size in mesh.shape.items())
-    memory = math.ceil(found.memory_bytes)
-    return FrontierPoint(count, batch, found.seconds, memory, memory <= limit, title, mesh, rules)
+def _silent(_: str) -> None:
+    pass
 
 
-def _batch_of(made: Searched) -> int:
+def _undominated(found: Iterable[Candidate]) -> Iterable[Candidate]:
+    """What nothing else beats in both time and memory, the fastest first."""
+    least = None
+    for one in sorted(found, key=lambda made: (made.seconds, made.memory_bytes)):
+        if least is None or one.memory_bytes < least:
+            least = one.memory_bytes
+            yield one
+
+
+def _point(one: Candidate, devices: int, batch: int) -> FrontierPoint:
+    return FrontierPoint(devices, batch, one.seconds, one.memory_bytes, one.fits, one.title, one.mesh, one.rules)
+
+
+def _batch_of(space: Space) -> int:
     """How large the batch is; 0 where nothing is called so."""
-    return next((group.size for group in made.classes.live() if group.name == "batch"), 0)
+    return next((group.size for group in space.classes.live() if group.name == "batch"), 0)
 
 
-def _resized(base: Searched, step: Any, args: Sequence[Any], size: int, limits: Limits) -> Searched:
-    """The step for a batch of another size, under the same roles in the same order."""
+def _resized(space: Space, args: Sequence[Any], size: int) -> list[Any]:
+    """The arguments with a batch of another size."""
     places = {
-        (*base.classes.traced.places[place.argument], place.dim)
-        for group in base.classes.live()
+        (*space.classes.traced.places[place.argument], place.dim)
+        for group in space.classes.live()
         for place in group.places
         if group.name == "batch" and place.of == 1
     }
     if not places:
-        known = ", ".join(group.name for group in base.classes.live())
+        known = ", ".join(group.name for group in space.classes.live())
         raise RuleError(f'`batches` needs a dimension called "batch", and the step has {known}; leave `batches` out.')
     changed = []
     for which, arg in enumerate(args):
@@ -207,123 +196,4 @@ def _resized(base: Searched, step: Any, args: Sequence[Any], size: int, limits: 
             for leaf, (value, is_array) in enumerate(zip(flat.leaves, flat.is_array, strict=True))
         ]
         changed.append(jax.tree.unflatten(flat.treedef, leaves))
-    other = Searched(step, changed, base.devices, limits)
-    numbers = {group.name: number for number, group in enumerate(other.classes.groups) if group.roots}
-    called = [[base.classes.groups[number].name for number in one.role.order] for one in base.made]
-    roles = [
-        Role(tuple(numbers[name] for name in names if name in numbers), one.role.behind)
-        for names, one in zip(called, base.made, strict=True)
-    ]
-    other.made = [other.layouts.under(role) for role in roles]
-    other.terms = other.limited(limits)
-    return other
-
-
-def _stacked(made: Sequence[dict[str, np.ndarray]]) -> dict[str, Array]:
-    """The arrays of all batches, filled up with zeros to one shape."""
-    found = {}
-    for name in made[0]:
-        shape = tuple(max(sides) for sides in zip(*(one[name].shape for one in made), strict=True))
-        filled = [
-            np.pad(
-                one[name],
-                [(0, most - side) for most, side in zip(shape, one[name].shape, strict=True)],
-                # Classes that a batch lacks have one element, which is cut once.
-                constant_values=1 if name in ("sizes", "least") else 0,
-            )
-            for one in made
-        ]
-        found[name] = jnp.asarray(np.stack(filled))
-    return found
-
-
-def _shares(count: int, slices: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    return {number: shares_of(count, number, slices) for number in range(1, _AXES + 1)}
-
-
-@ft.partial(jax.jit, static_argnames=("islands",))
-def _of_all(
-    arrays: dict[str, Array], machines: dict[str, Array], sets: Array, sizes: Array, spans: Array, *, islands: bool
-) -> Float[Array, "batches counts two block shares"]:
-    """Seconds and memory for each batch and number of devices, infinite where the mesh does not divide the step."""
-
-    def priced(arrays: dict[str, Array], machine: dict[str, Array], sizes: Array, spans: Array) -> Array:
-        score, _, _, _, _, memory, _ = costs(arrays, machine, sets, sizes, spans, islands=islands)
-        return jnp.stack([score, memory])
-
-    return jax.vmap(lambda one: jax.vmap(lambda m, s, b: priced(one, m, s, b))(machines, sizes, spans))(arrays)
-
-
-def _best(
-    base: Searched, arrays: dict[str, Array], machines: Sequence[Numbers], tables: Sequence[Any]
-) -> list[list[list[Found]]]:
-    """For each batch and number of devices what nothing else beats in both time and memory."""
-    together = {name: jnp.stack([machine[name] for machine in machines]) for name in machines[0]}
-    islands = bool(np.isfinite(np.asarray(together["island"])).all())
-    batches, nothing = len(arrays["calls"]), len(base.made)
-    kept: list[list[list[Found]]] = [[[] for _ in machines] for _ in range(batches)]
-    for number in range(1, _AXES + 1):
-        most = max(len(table[number][0]) for table in tables)
-        if not most:
-            continue
-        filled = [_padded(table[number], most, number) for table in tables]
-        sizes, spans = (jnp.asarray(np.stack([one[at] for one in filled])) for at in (0, 1))
-        for sets, real in _sets(number, nothing):
-            priced = np.asarray(_of_all(arrays, together, sets, sizes, spans, islands=islands))
-            for row, column in itertools.product(range(batches), range(len(machines))):
-                seconds, memory = priced[row, column]
-                if len(tables[column][number][0]):
-                    news = _undominated(seconds[:real], memory[:real], sets, tables[column][number])
-                    kept[row][column] = _merged([*kept[row][column], *news])
-    return kept
-
-
-def _padded(table: tuple[np.ndarray, np.ndarray], most: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """With rows of ones where there are fewer: they are not read."""
-    sizes, spans = table
-    lacking = most - len(sizes)
-    return (
-        np.concatenate([sizes, np.ones((lacking, number), np.int32)]),
-        np.concatenate([spans, np.ones((lacking, number), np.int32)]),
-    )
-
-
-def _sets(number: int, nothing: int) -> Iterator[tuple[np.ndarray, int]]:
-    """All sets of so many roles, in blocks of one shape, and how many of a block are real."""
-    every = itertools.combinations(range(nothing), number)
-    while rows := list(itertools.islice(every, _BLOCK)):
-        made = np.full((_BLOCK, number), nothing, np.int32)
-        made[: len(rows)] = rows
-        yield made, len(rows)
-
-
-def _undominated(
-    seconds: np.ndarray, memory: np.ndarray, sets: np.ndarray, table: tuple[np.ndarray, np.ndarray]
-) -> Iterable[Found]:
-    """What nothing else of a block beats in both."""
-    sizes, spans = table
-    seconds, memory = seconds[:, : len(sizes)], memory[:, : len(sizes)]
-    order = np.argsort(seconds, axis=None, kind="stable")
-    order = order[np.isfinite(seconds.ravel()[order])]
-    held = memory.ravel()[order]
-    better = held < np.concatenate([[np.inf], np.minimum.accumulate(held)[:-1]]) if len(held) else held > 0
-    for place in order[better]:
-        row, share = np.unravel_index(place, seconds.shape)
-        yield Found(
-            tuple(map(int, sets[row])),
-            tuple(map(int, sizes[share])),
-            tuple(map(int, spans[share])),
-            float(seconds[row, share]),
-            0.0,
-            0.0,
-            0.0,
-            float(memory[row, share]),
-        )
-
-
-def _merged(found: Sequence[Found]) -> list[Found]:
-    kept: list[Found] = []
-    for one in sorted(found, key=lambda made: (made.seconds, made.memory_bytes)):
-        if not kept or one.memory_bytes < kept[-1].memory_bytes:
-            kept.append(one)
-    return kept
+    return changed

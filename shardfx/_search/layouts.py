@@ -7,19 +7,36 @@ stay partial until someone needs the whole. The result says what is sent, and ho
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from .._cost.walk import Habits
+from .._step import Operation
 from .classes import Classes
-from .program import Operation
+from .program import whole
 
 
 WHOLE, PARTIAL = -1, -2
 _GATHER, _SCATTER, _REDUCE, _EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 # Operations after which a partial sum is still one, if the other operand is a scalar.
-_SCALED = frozenset("mul div".split())
-_FIRST = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
-_TPU = Habits()
+_SCALED = frozenset("multiply divide".split())
+# Operations that add, reorder or cast: they may be carried out on sums that are not completed.
+_LINEAR = frozenset("add subtract negate convert copy reduce_precision sharding_constraint transpose reshape".split())
+_FIRST = frozenset("dot_general convolution ragged_dot".split())
+
+
+class Habits(NamedTuple):
+    """What a compiler does where there is a choice.
+
+    `scatters`: whether a sum that is sharded afterwards is scattered at once; else all of it is sent. `adds_first`:
+    whether unreduced arrays that are added to each other are, before anything is sent.
+    """
+
+    scatters: bool = True
+    adds_first: bool = True
+
+
+TPU = Habits()
+CPU = Habits(scatters=False, adds_first=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +82,8 @@ class _Labelled:
 
     ins: tuple[tuple[int, ...], ...]
     outs: tuple[tuple[int, ...], ...]
-    # Which class each label is of, by the number of the label; -1 for a class that no axis can cut.
-    classes: tuple[int, ...]
+    # The labels that an axis may cut, each with its class.
+    cuttable: tuple[tuple[int, int], ...]
     # Labels that stand behind another part of some dimension.
     behind: frozenset[int]
 
@@ -74,27 +91,22 @@ class _Labelled:
 class Layouts:
     """The program in terms of parts, ready to be laid out under any role."""
 
-    def __init__(self, classes: Classes, devices: int, habits: Habits = _TPU):
+    def __init__(self, classes: Classes, devices: int, habits: Habits = TPU):
         self.program = classes.program
+        self.tied = classes.tied
         self.habits = habits
         self.classes = classes
         self.devices = devices
         self.numbers = _numbers(classes, devices)
-        parts = self.program.parts
-        self.parts = [[parts.leaves(part) for part in value.parts] for value in self.program.values]
+        parts = self.tied.parts
+        self.parts = [[parts.leaves(part) for part in dims] for dims in self.tied.dims]
         self.flat = [
             [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
         ]
         self.labelled = [self._labelled(made) for made in self.program.operations]
 
     def _labelled(self, made: Operation) -> _Labelled:
-        if made.kind == "use":
-            return _Labelled((), (), (), frozenset())
-        labels = _Labels(self)
-        if made.kind == "reshape":
-            return labels.reshaped(made)
-        ins = labels.side(made.ins, made.labels.ins)
-        return labels.labelled(ins, labels.side(made.outs, made.labels.outs))
+        return _Labelled((), (), (), frozenset()) if made.name == "use" else _Labels(self).of(made)
 
     def under(self, role: Role) -> Layout:
         """The step under this role."""
@@ -104,7 +116,8 @@ class Layouts:
         """Where the role would cut a value: the position of a part, or `WHOLE`."""
         for wanted in role.order:
             for position, (number, at) in enumerate(self.flat[value]):
-                if number == wanted and (at == 0 or role.behind):
+                before = self.flat[value][position - at : position]
+                if number == wanted and (not at or (role.behind and all(known >= 0 for known, _ in before))):
                     return position
         return WHOLE
 
@@ -116,54 +129,50 @@ def _numbers(classes: Classes, devices: int) -> dict[int, int]:
         root: number
         for number, group in enumerate(classes.groups)
         for root in group.roots
-        if root not in scanned and math.gcd(classes.program.parts.sizes[root], devices) > 1
+        if root not in scanned and math.gcd(classes.tied.parts.sizes[root], devices) > 1
     }
 
 
 class _Labels:
-    """The labels of one operation while they are found."""
+    """The labels of one operation while they are found: a factor has one for each part of it."""
 
     def __init__(self, layouts: Layouts):
         self.layouts = layouts
-        self.numbers: dict[object, int] = {}
+        self.numbers: dict[tuple[int, int], int] = {}
         self.classes: list[int] = []
         self.behind: set[int] = set()
-        self.reference: dict[int, list[int]] = {}
+        self.leaves: dict[int, list[int]] = {}
 
-    def label(self, key: object, leaf: int, at: int) -> int:
+    def of(self, made: Operation) -> _Labelled:
+        sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
+        for value, dims in sides:
+            for leaves, dim in zip(self.layouts.parts[value], dims, strict=True):
+                if len(dim) == 1:
+                    self.leaves.setdefault(dim[0], leaves)
+        found = [self.labels(made, value, dims) for value, dims in sides]
+        ins, outs = tuple(found[: len(made.ins)]), tuple(found[len(made.ins) :])
+        cuttable = tuple((label, number) for label, number in enumerate(self.classes) if number >= 0)
+        return _Labelled(ins, outs, cuttable, frozenset(self.behind))
+
+    def labels(self, made: Operation, value: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+        """A label for each part of each dimension, -1 for those that the operation needs whole."""
+        shape, found = self.layouts.program.values[value].shape, list[int]()
+        for size, leaves, dim in zip(shape, self.layouts.parts[value], dims, strict=True):
+            keys = [(factor, at) for factor in dim for at in range(len(self.leaves.get(factor, ())))]
+            same = [self.leaves[factor][at] for factor, at in keys] == leaves
+            if not same or whole(made, dim, size):
+                found += [-1] * len(leaves)
+            else:
+                found += [self.label(key, leaf, at) for at, (key, leaf) in enumerate(zip(keys, leaves, strict=True))]
+        return tuple(found)
+
+    def label(self, key: tuple[int, int], leaf: int, at: int) -> int:
         if key not in self.numbers:
             self.numbers[key] = len(self.classes)
             self.classes.append(self.layouts.numbers.get(leaf, -1))
         if at:
             self.behind.add(self.numbers[key])
         return self.numbers[key]
-
-    def reshaped(self, made: Operation) -> _Labelled:
-        (a,), (b,) = made.ins, made.outs
-        left = [(leaf, at) for dim in self.layouts.parts[a] for at, leaf in enumerate(dim)]
-        right = [(leaf, at) for dim in self.layouts.parts[b] for at, leaf in enumerate(dim)]
-        same = 0
-        while same < min(len(left), len(right)) and left[same][0] == right[same][0]:
-            same += 1
-        sides = []
-        for flat in (left, right):
-            keys = [self.label(i, leaf, at) if i < same else -1 for i, (leaf, at) in enumerate(flat)]
-            sides.append((tuple(keys),))
-        return self.labelled(sides[0], sides[1])
-
-    def side(self, values: Sequence[int], labels: Sequence[tuple[int | None, ...]]) -> tuple[tuple[int, ...], ...]:
-        found = []
-        for value, dims in zip(values, labels, strict=True):
-            keys: list[int] = []
-            for leaves, dim in zip(self.layouts.parts[value], dims, strict=True):
-                known = None if dim is None else self.reference.setdefault(dim, leaves)
-                fits = dim is not None and known == leaves
-                keys += [self.label((dim, at), leaf, at) if fits else -1 for at, leaf in enumerate(leaves)]
-            found.append(tuple(keys))
-        return tuple(found)
-
-    def labelled(self, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple[int, ...], ...]) -> _Labelled:
-        return _Labelled(ins, outs, tuple(self.classes), frozenset(self.behind))
 
 
 class _Run:
@@ -185,9 +194,9 @@ class _Run:
         for value in program.arguments:
             self.set(value, self.layouts.preferred(value, self.role))
         for number, made in enumerate(program.operations):
-            if made.kind == "use":
+            if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
                 self.shared.append(False)
-            elif made.kind in ("carry", "return"):
+            elif made.name in ("carry", "return"):
                 self.hand_on(number, made)
             else:
                 self.operate(number, made)
@@ -221,7 +230,7 @@ class _Run:
         # Reshaped dimensions may have more parts inside than outside: what cannot be followed is whole.
         if wanted >= len(self.layouts.flat[made.ins[0]]):
             wanted = WHOLE
-        if made.kind == "return":
+        if made.name == "return":
             wanted = self.state[made.ins[1]]
         self.move(made.ins[0], wanted, made.times, number)
         self.set(made.outs[0], wanted)
@@ -230,6 +239,9 @@ class _Run:
     def operate(self, number: int, made: Operation) -> None:
         labelled = self.layouts.labelled[number]
         states = [self.state[value] for value in made.ins]
+        if not labelled.cuttable and not any(state != WHOLE for state in states):
+            self.shared.append(False)
+            return
         if PARTIAL in states and self.stays_partial(made, states):
             for out in made.outs:
                 self.set(out, PARTIAL)
@@ -245,18 +257,21 @@ class _Run:
         self.shared.append(label is not None)
 
     def stays_partial(self, made: Operation, states: list[int]) -> bool:
-        shapes = [self.layouts.program.values[value].shape for value in made.ins]
-        if made.labels.linear:
+        if made.name in _LINEAR:
             may_wait = len(states) == 1 or self.layouts.habits.adds_first
             return may_wait and all(state == PARTIAL for state in states)
-        scalars = [state for state, shape in zip(states, shapes, strict=True) if not shape]
-        return made.primitive in _SCALED and states[0] == PARTIAL and len(scalars) == 1 and scalars[0] == WHOLE
+        if made.name not in _SCALED:
+            return False
+        values = self.layouts.program.values
+        others = [value for value, state in zip(made.ins, states, strict=True) if state != PARTIAL]
+        first = made.name == "multiply" or states[0] == PARTIAL
+        return first and len(others) == 1 and (values[others[0]].free or not values[others[0]].shape)
 
     def label(self, made: Operation, labelled: _Labelled) -> int | None:
         """Along which label the operation is shared out: the one that moves least among those of the first class."""
         found: list[int] = []
         best = len(self.rank)
-        for label, number in enumerate(labelled.classes):
+        for label, number in labelled.cuttable:
             place = self.rank.get(number, best)
             if place > best or number not in self.rank or (label in labelled.behind and not self.role.behind):
                 continue
@@ -269,7 +284,7 @@ class _Run:
 
     def is_worth_it(self, made: Operation, labelled: _Labelled, label: int) -> bool:
         """A sum of what every device has whole is not cut; a product is, because each then does its share."""
-        if any(label in labels for labels in labelled.outs) or made.primitive in _FIRST:
+        if any(label in labels for labels in labelled.outs) or made.name in _FIRST:
             return True
         return any(
             label in labels and self.state[value] != WHOLE for value, labels in zip(made.ins, labelled.ins, strict=True)

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 
-from .._cost.frames import frames_of, own_line
+from .._cost.frames import Frame, own_line
 from .._ground.text import between_numbers, joined, table
+from .._step.lines import lines_of
 from .classes import Classes, Group
+from .naming import named_classes
 from .trace import Traced, trace
 
 
@@ -99,15 +101,19 @@ def name_axes(step: Any, *args: Any) -> NamedAxes:
         assert made["up"].spec == jax.P(None, "tensor") and made["down"].spec == jax.P("tensor")
         ```
     """
-    return named(Classes(trace(step, *args)))
+    return named(named_classes(trace(step, *args)))
 
 
 def named(classes: Classes) -> NamedAxes:
     """What was found, as values."""
-    traced = classes.traced
     axes = tuple(_axis(group, classes) for group in classes.live() if group.name)
-    notes = tuple(f"{words} ({count} times)" for words, count in traced.program.notes.items())
-    return NamedAxes(names_trees(classes), axes, notes)
+    return NamedAxes(names_trees(classes), axes, notes_of(classes))
+
+
+def notes_of(classes: Classes) -> tuple[str, ...]:
+    """What of the step was not understood, in words."""
+    notes = classes.tied.program.notes
+    return tuple(words if count == 1 else f"{words} ({count} times)" for words, count in notes.items())
 
 
 def names_trees(classes: Classes) -> tuple[Any, ...]:
@@ -134,19 +140,19 @@ def _axis(group: Group, classes: Classes) -> NamedAxis:
 
 
 def _joins(group: Group, traced: Traced) -> tuple[tuple[str, str], ...]:
-    parts, roots = traced.program.parts, set(group.roots)
+    parts, roots = traced.tied.parts, set(group.roots)
     found: dict[tuple[str, str], None] = {}
     for join in parts.joins:
         if roots.isdisjoint(parts.leaves(join.first)):
             continue
-        operation = traced.program.operations[join.operation]
-        found[operation.primitive, source_line(operation.source)] = None
+        operation = traced.tied.program.operations[join.operation]
+        found[operation.name, source_line(operation.location)] = None
     return tuple(found)
 
 
-def source_line(source: Any) -> str:
-    """The file and line of the user's program that an equation comes from, without the folder."""
-    frame = own_line(frames_of(source.traceback))
+def source_line(location: Any) -> str:
+    """The file and line of the user's program that an operation comes from, without the folder."""
+    frame = own_line([Frame(*line) for line in lines_of(location)])
     return "-" if frame is None else frame.place
 
 

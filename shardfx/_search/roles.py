@@ -92,7 +92,7 @@ def _can_be_whole(layouts: Layouts, made: Layout) -> bool:
 def _weights(layouts: Layouts) -> dict[int, float]:
     """For each class how many bytes the arrays have, in sum, that it is in; those of raw keys are not to be cut."""
     classes, found = layouts.classes, dict[int, float]()
-    words = {classes.of_root[leaf] for leaf in classes.marked["words"] if leaf in classes.of_root}
+    words = {number for number, group in enumerate(classes.groups) if group.name == "key_words"}
     for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
         for number in {number for number, _ in parts if number >= 0} - words:
             found[number] = found.get(number, 0.0) + value.bytes

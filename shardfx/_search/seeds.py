@@ -12,11 +12,13 @@ _TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
 _NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
 
 
-def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> list[tuple[Role, ...]]:
+def seeds(
+    layouts: Layouts, never: frozenset[int] = frozenset()
+) -> tuple[list[tuple[Role, ...]], list[tuple[Role, ...]]]:
     """Well-known ways to share a step, as far as it has what they cut.
 
-    They are data parallelism, fully sharded, tensor parallelism and their pairs, each with and without sequences cut
-    too, and experts apart. T5X's, MaxText's and Megatron's rules are among them.
+    They are data parallelism, fully sharded, tensor parallelism, experts apart, and their pairs; then the same with
+    sequences cut too. T5X's, MaxText's and Megatron's rules are among them.
 
     **Arguments:**
 
@@ -25,7 +27,7 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> list[tuple[R
 
     **Returns:**
 
-    A role for each mesh axis of each way; no way stands there twice.
+    A role for each mesh axis of each way: of those that most people write, and of the others.
     """
     classes = layouts.classes
     free = set(layouts.numbers.values()) - never
@@ -40,11 +42,18 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> list[tuple[R
     batch, stored, whole = role("batch"), role("batch", "embed"), role("batch", "embed", *_TENSOR, *own)
     by_sequence, experts = role("sequence"), role("experts")
     cut, cut_too = role(*tensor), role(*tensor, "sequence")
-    alone = [batch, stored, whole, cut, cut_too, by_sequence, experts]
-    pairs = [(data, other) for data in (batch, stored) for other in (cut, cut_too, by_sequence, experts)]
-    ways = [*((one,) for one in alone), *pairs, (stored, experts, cut), (batch, by_sequence, cut)]
-    made = [tuple(role for role in way if role is not None) for way in ways]
-    return list(dict.fromkeys(way for way, asked in zip(made, ways, strict=True) if way and len(way) == len(asked)))
+    pairs = [(data, other) for data in (stored, batch) for other in (cut, experts)]
+    usual = [(batch,), (stored,), (cut,), (experts,), *pairs]
+    more = [(data, other) for data in (stored, batch) for other in (cut_too, by_sequence)]
+    others = [(whole,), (cut_too,), (by_sequence,), *more, (stored, experts, cut), (batch, by_sequence, cut)]
+    first = _whole_ways(usual)
+    return first, [way for way in _whole_ways(others) if way not in first]
+
+
+def _whole_ways(ways: Iterable[tuple[Role | None, ...]]) -> list[tuple[Role, ...]]:
+    """The ways of which the step has all roles, each once."""
+    made = [(way, tuple(role for role in way if role is not None)) for way in ways]
+    return list(dict.fromkeys(roles for way, roles in made if len(roles) == len(way)))
 
 
 def distinct(ways: Iterable[tuple[Role, ...]]) -> list[Role]:

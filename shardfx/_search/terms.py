@@ -5,12 +5,13 @@ divided by the product of the numbers of its roles.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from .._step import Operation, Program
 from .layouts import Layout, Layouts
-from .program import Operation, Program
 from .together import Together
 
 
@@ -18,6 +19,9 @@ from .together import Together
 _MOMENTS = 8
 # A value that is used this many operations after it was made, or later, was put aside in memory.
 _LONG = 40
+_HANDED = ("carry", "return", "use")
+_IN_PLACE = ("carry", "return", "dynamic_update_slice")
+_HEAVY = frozenset("dynamic_update_slice gather scatter sort top_k reduce_window select_and_scatter fft opaque".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +88,9 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
     rows = _Rows(count, 3 + len(moments))
     sent = [_Rows(count, 2) for _ in made]
     for number, operation in enumerate(program.operations):
-        if operation.labels.flops:
-            rows.add(shared[number], 0, operation.labels.flops * operation.times)
-        if operation.labels.heavy:
+        if operation.flops:
+            rows.add(shared[number], 0, operation.flops * operation.times)
+        if _is_heavy(operation):
             for value in (*operation.ins, *operation.outs):
                 rows.add(cut[value], 1, _moved(program, operation, value))
     for value in program.arguments:
@@ -107,7 +111,7 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
             sent[number].add(together.divides(number, event), int(hidden), amount)
             calls[number] += event.times
     masks, columns = rows.arrays()
-    used = sorted({number for layout in made for number in layout.used})
+    used = _used(layouts, made)
     sizes = [layouts.classes.groups[number].size for number in used]
     limits = np.array([[number in layout.used for layout in made] for number in used]).reshape(len(used), count)
     return Terms(
@@ -120,7 +124,7 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
         sent=_stacked([rows.arrays()[1] for rows in sent]),
         calls=calls,
         limits=limits,
-        sizes=np.array(sizes, dtype=np.int32),
+        sizes=np.array(sizes, dtype=np.int64),
         after=_after(layouts, made, used),
         classes=tuple(used),
         least=np.ones(len(used), np.int32),
@@ -129,14 +133,19 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
     )
 
 
+def _is_heavy(operation: Operation) -> bool:
+    """Whether an operation reads and writes memory on its own: others are fused with those beside them."""
+    made = operation
+    return bool(made.flops or made.factors.reduction or made.counted or made.name in _HEAVY)
+
+
 def _moved(program: Program, operation: Operation, value: int) -> float:
-    """How many bytes of a value an operation moves: a lookup reads what it takes, and no more."""
+    """How many bytes of a value an operation moves: a lookup reads what it takes, and no more; an update writes it."""
     made = program.values[value].bytes
-    if operation.primitive in ("gather", "slice"):
+    if operation.name in ("gather", "dynamic_slice"):
         made = min(made, program.values[operation.outs[0]].bytes)
-    if operation.primitive == "scan":
-        sides = (*operation.ins, *operation.outs)
-        made = min(program.values[side].bytes for side in sides)
+    if operation.name == "dynamic_update_slice":
+        made = min(made, program.values[operation.ins[1]].bytes)
     return made * operation.times
 
 
@@ -154,9 +163,15 @@ def has_data(layouts: Layouts) -> list[bool]:
 def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
     """Sets of temporaries that live at one time: where they are largest, whole and under each role."""
     born, dies = _lives(program)
+    holder = _holders(program)
+    for value, other in enumerate(holder):
+        if value != other and value in born:
+            born[other] = min(born[other], born[value])
+            dies[other] = max(dies[other], dies[value])
     count = len(program.operations)
     arguments = set(program.arguments)
-    kept = [value for value in range(len(program.values)) if value in born and value not in arguments]
+    kept = [number for number, value in enumerate(program.values) if number in born and not value.free]
+    kept = [value for value in kept if value not in arguments and holder[value] == value]
     kept = [value for value in kept if not _is_fused(program, value, born, dies)]
     totals = np.zeros((cut.shape[1] + 1, count + 2))
     for value in kept:
@@ -166,6 +181,28 @@ def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
     tops = np.argmax(np.cumsum(totals, axis=1), axis=1)
     chosen = list(dict.fromkeys(int(top) for top in tops[::-1]))[:_MOMENTS]
     return [[value for value in kept if born[value] <= at <= dies[value]] for at in chosen]
+
+
+def _holders(program: Program) -> list[int]:
+    """For each value the one whose memory it takes: what a loop hands on, or updates, stays in place."""
+    holder = list(range(len(program.values)))
+    whole = set(program.arguments) | {number for number, value in enumerate(program.values) if value.free}
+    for made in program.operations:
+        if made.name in _IN_PLACE:
+            (out,) = made.outs
+            # What an iteration hands on takes the memory that it was given.
+            source = made.ins[-1] if made.name == "return" else made.ins[0]
+            if source not in whole and holder[out] == out:
+                holder[out] = holder[source]
+            if made.name == "return" and made.ins[0] not in whole and holder[made.ins[0]] == made.ins[0]:
+                holder[made.ins[0]] = holder[source]
+    return [_root(holder, value) for value in range(len(holder))]
+
+
+def _root(holder: list[int], value: int) -> int:
+    while holder[value] != value:
+        value = holder[value]
+    return value
 
 
 def _lives(program: Program) -> tuple[dict[int, int], dict[int, int]]:
@@ -188,7 +225,7 @@ def _lives(program: Program) -> tuple[dict[int, int], dict[int, int]]:
 def _is_fused(program: Program, value: int, born: dict[int, int], dies: dict[int, int]) -> bool:
     """Whether a value likely never reaches memory: made and used by elementwise operations close by."""
     maker = program.operations[born[value]] if born[value] < len(program.operations) else None
-    cheap = maker is not None and value in maker.outs and not maker.labels.heavy and maker.kind == "einsum"
+    cheap = maker is not None and value in maker.outs and not _is_heavy(maker) and maker.name not in _HANDED
     return cheap and dies[value] - born[value] < _LONG
 
 
@@ -196,6 +233,18 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     """Arrays of different lengths as one, with zeros at their ends."""
     most = max(len(array) for array in arrays)
     return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
+
+
+def _used(layouts: Layouts, made: list[Layout]) -> list[int]:
+    """The classes that some role cuts, and those that stand before them in one dimension."""
+    before = {
+        number
+        for layout in made
+        for parts, position in zip(layouts.flat, layout.cuts, strict=True)
+        if position >= 0
+        for number, _ in parts[position - parts[position][1] : position]
+    }
+    return sorted(before.union(*(layout.used for layout in made)))
 
 
 def _after(layouts: Layouts, made: list[Layout], used: list[int]) -> np.ndarray:
@@ -207,6 +256,11 @@ def _after(layouts: Layouts, made: list[Layout], used: list[int]) -> np.ndarray:
             for before, _ in parts[position - at : position] if at else ():
                 found[number, used.index(before)] = True
     return found
+
+
+def _small(size: int) -> int:
+    """A size with the same divisors among numbers of devices, and no number of devices itself, that int32 holds."""
+    return size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
 
 
 def padded(terms: Terms) -> dict[str, np.ndarray]:
@@ -225,7 +279,7 @@ def padded(terms: Terms) -> dict[str, np.ndarray]:
         "sent": np.pad(terms.sent, ((0, roles), (0, few), (0, 0))).astype(np.float32),
         "calls": np.pad(terms.calls, (0, roles)).astype(np.float32),
         "limits": np.pad(terms.limits, ((0, classes), (0, roles))),
-        "sizes": np.pad(terms.sizes, (0, classes), constant_values=1).astype(np.int32),
+        "sizes": np.pad(np.array([*map(_small, terms.sizes.tolist())], np.int32), (0, classes), constant_values=1),
         "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
         "after": np.pad(terms.after, ((0, roles), (0, classes))),
         "named": np.pad(terms.named, ((0, 0), (0, roles))),

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
@@ -98,40 +99,49 @@ def _in_order(orders: list[list[int]]) -> list[int] | None:
     return found
 
 
-def code_of(
-    mesh: MeshSpec,
-    rules: AxisRules,
-    head: Sequence[str],
-    states: Sequence[int] = (),
-    state_over: Sequence[str] = (),
-    *,
-    laid_out: bool = False,
-) -> str:
-    """A Python file with the mesh, the rules, and what makes the plans of a step's arguments.
+def code_of(one: Any, head: Sequence[str]) -> str:
+    """A Python file with the mesh, the rules, and what makes the plans and the jitted step.
 
     **Arguments:**
 
-    - `mesh`, `rules`: what is written.
+    - `one`: the candidate that is written.
     - `head`: lines of a comment above them.
-    - `states`: numbers of the arguments whose plans are cut over the mesh axes `state_over`, too.
-    - `laid_out`: whether the file has a function that lays the step out.
     """
-    used = ["AxisRules", "MeshSpec", *(["follow"] if states else []), *(["lay_out"] if laid_out else [])]
+    mesh, over = one.mesh, _text(tuple(one.state_over))
+    used = ["AxisRules", "MeshSpec", *(["constrain_step"] if one.constrained else []), "filter_jit"]
+    used += [*(["follow"] if one.state_over else []), "name_axes", "plan"]
     sizes = ", ".join(f'"{name}": {size}' for name, size in mesh.shape.items())
     spans = {name: span for name, span in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if span > 1}
     dcn = f", dcn={_dict(spans)}" if spans else ""
-    lines = [f"from shardfx import {', '.join([*used, 'name_axes', 'plan'])}", "", ""]
+    lines = [f"from shardfx import {', '.join(used)}", "", ""]
     lines += [f"# {line}" for line in head]
     lines += [f"MESH = MeshSpec({{{sizes}}}{dcn})", "RULES = AxisRules(", "    ["]
-    lines += [f"        ({_text(name)}, {_text(target)})," for name, target in rules.rules]
+    lines += [f"        ({_text(name)}, {_text(target)})," for name, target in one.rules.rules]
     lines += ["    ],", f"    axes={_text(tuple(mesh.axis_names))},", ")"]
     lines += ["", "", *_PLANS]
     lines += [
-        f"    plans[{which}] = follow(lambda state: state, plans[{which}], over={_text(tuple(state_over))})"
-        for which in states
+        f"    plans[{which}] = follow(lambda state: state, plans[{which}], over={over})"
+        for which in (one.states if one.state_over else ())
     ]
-    lines += ["    return tuple(plans)", ""]
-    return "\n".join([*lines, *(_LAID_OUT if laid_out else [])])
+    lines += ["    return tuple(plans)", "", "", *_jitted(one), ""]
+    return "\n".join(lines)
+
+
+def _jitted(one: Any) -> list[str]:
+    """The function that makes the jitted step."""
+    given = ["in_shardings=tuple(plans)"]
+    outs = ["None" if which is None else f"plans[{which}]" for which in one.results]
+    if any(which is not None for which in one.results):
+        several = ", ".join(outs)
+        given.append(f"out_shardings={f'({several})' if len(outs) > 1 else several}")
+    if one.donated:
+        given.append(f"donate={_text(one.donated)}")
+    lines = [
+        "def jitted(step, plans):",
+        '    """The step as it was searched. To call it, put the plans of `plans_of` on devices: `plan.on(mesh)`."""',
+    ]
+    lines += ["    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)"] if one.constrained else []
+    return [*lines, f"    return filter_jit(step, {', '.join(given)})"]
 
 
 _PLANS = (
@@ -139,14 +149,7 @@ _PLANS = (
     '    """A plan for each argument of the step: arrays, or structs of them."""',
     "    names = name_axes(step, *args).names",
     "    pairs = zip(args, names, strict=True)",
-    "    plans = [plan(arg, MESH, names=tree, axes=RULES) for arg, tree in pairs]",
-)
-_LAID_OUT = (
-    "",
-    "def laid_out(step):",
-    '    """The step with what is between its arguments laid out, too: what to jit."""',
-    "    return lay_out(step, MESH, RULES)",
-    "",
+    '    plans = [plan(arg, MESH, names=tree, axes=RULES, unused="allow") for arg, tree in pairs]',
 )
 
 

@@ -8,12 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardfx import Limits
+from shardfx._search.asked import asked_for
+from shardfx._search.space import Space
+
 
 Struct = jax.ShapeDtypeStruct
 
 
 def f32(*shape: int) -> Struct:
     return Struct(shape, "float32")
+
+
+def space_of(model: Any, devices: Any, chip: str | None = None, limits: Limits | None = None, slices: int = 1) -> Space:
+    """The space of a model: what the core can choose from, before anything is partitioned."""
+    step, *args = model
+    return Space(step, args, asked_for(devices, chip, slices), limits or Limits())
 
 
 def sgd(loss: Any) -> Any:

@@ -22,6 +22,13 @@ def test_slices_in_the_text():
         asked_for("tpu:v5p:4x4x4*2", None, 4)
 
 
+def test_slices_as_clouds_call_them():
+    assert asked_for("v5e-8", None).extents == (2, 4) and asked_for("v5e-8", None).target == "tpu:v5e:2x4"
+    assert asked_for("v4-32", None).total == 16 and asked_for("v4-32*2", None).total == 32
+    assert asked_for(32, "v5p").extents == (2, 4, 4) and asked_for(32, "v5p", 2).extents == (2, 2, 4)
+    assert asked_for("tpu:v5p:2x2x8", None).extents == (2, 2, 8)
+
+
 def test_progress_keys_and_slices():
     """Each key of a batch goes with its row; the axis that spans the slices is in the mesh, and progress counts."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))
@@ -36,4 +43,4 @@ def test_progress_keys_and_slices():
     best = search(step, f32(64, 128), keys, Struct((16, 64), "float32"), devices="cpu:4*2", progress=said.append)[0]
     assert best.mesh.size == 8 and max(best.mesh.dcn_sizes) == 2
     assert said[:2] == ["laying the step out under roles", "pricing meshes of 8 devices"]
-    assert said[2].startswith("estimating candidate 1 of ")
+    assert said[2].startswith("partitioning candidate 1 of ")

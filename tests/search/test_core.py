@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from shardfx import CostModel, chips
-from shardfx._search.core import find, machine_of, shares
+from shardfx import chips, topology
+from shardfx._search.core import CostModel, find, machine_of, shares
 from shardfx._search.terms import Terms
+from shardfx.chips._links import extents_of
 
 
 def random_terms(seed, roles=5, rows=12, few=3, classes=4):
@@ -46,7 +47,9 @@ def by_hand(terms, chip, model, roles, sizes, total):
     )
     memory = float(terms.arguments @ local) + max(float(moment @ local) for moment in terms.moments.T)
     exposed = hidden = 0.0
-    rings = 2 if total >= (64 if chip.torus_dims == 3 else 256) else 1
+    extents = extents_of(chip, total)
+    ways = [1 + ring for ring, size in zip(topology.wraps(chip.kinds[0], extents), extents, strict=True) if size > 1]
+    rings = sum(ways) / len(ways)
     for role, size in zip(roles, sizes, strict=True):
         links = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total)) * rings
         per_byte = (1 - 1 / size) / (chip.link_bytes_per_second * model.network * links)

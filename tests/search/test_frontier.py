@@ -1,4 +1,4 @@
-"""Time against memory, and devices against time, from one compiled function over batches and devices."""
+"""Time against memory, and devices against time, by searches for several batches and numbers of devices."""
 
 import jax.numpy as jnp
 import pytest
@@ -30,13 +30,10 @@ def test_each_point_is_smaller_than_all_that_are_faster(drawn):
                 assert faster.seconds < smaller.seconds and faster.memory_bytes > smaller.memory_bytes
 
 
-def test_the_fastest_is_what_a_search_prices_first(drawn):
-    """The same function, mapped: the fastest mesh of up to three axes is the search's."""
-    best = search(step, *ARGS, devices=16, chip="v5e", limits=Limits(most_axes=3), laid_out=True)[0]
+def test_the_fastest_is_what_a_search_finds(drawn):
+    best = search(step, *ARGS, devices=16, chip="v5e", keep=1)[0]
     (first,) = (point for point in drawn.fastest() if (point.devices, point.batch) == (16, 512))
-    assert first.seconds == pytest.approx(best.seconds, rel=1e-3)
-    larger = search(step, ARGS[0], f32(4096, 256), devices=16, chip="v5e", laid_out=True)[0]
-    assert drawn.of(16, 4096)[0].seconds == pytest.approx(larger.seconds, rel=1e-3)
+    assert (first.seconds, first.title) == (best.seconds, best.title)
 
 
 def test_more_devices_take_less_time_and_print(drawn):

@@ -4,10 +4,11 @@ import math
 
 import jax.numpy as jnp
 import pytest
-from models import f32, sgd
+from models import f32, sgd, space_of
 
 import shardfx
 from shardfx import AxisRules, Limits, RuleError, SpecError, search
+from shardfx._search.space import fastest
 
 
 def step(p, x):
@@ -18,7 +19,7 @@ ARGS = {"up": f32(64, 256), "down": f32(256, 64)}, f32(48, 64)
 
 
 def found(**limits):
-    return search(step, *ARGS, devices=8, chip="v5e", keep=8, limits=Limits(**limits))
+    return fastest(space_of((step, *ARGS), 8, "v5e", Limits(**limits)), 8)
 
 
 def cuts(one, name):
@@ -46,7 +47,7 @@ def test_memory_that_must_stay_free():
     usable = chip.usable_hbm_bytes // chip.devices_per_chip
     tight = found(free_bytes=usable - 60_000)
     assert all(one.fits and one.memory_bytes <= 60_000 for one in tight)
-    (one,) = found(free_bytes=usable - 1000)
+    (one,) = search(step, *ARGS, devices=8, chip="v5e", limits=Limits(free_bytes=usable - 1000))
     assert not one.fits and "nothing fits" in one.reasons[0]
 
 
@@ -116,5 +117,5 @@ def test_names_that_are_never_cut_are_not_by_rules_either():
 
     args = ({"up": f32(64, 256), "down": f32(256, 64)}, f32(16, 64))
     limits = Limits(never=("mlp",), rules=AxisRules([("batch", "x"), ("mlp", "x")]))
-    for one in search(step, *args, devices=8, chip="v5e", limits=limits):
+    for one in fastest(space_of((step, *args), 8, "v5e", limits), 8):
         assert all("mlp" not in names for _, names in one.roles) and not any(one.plans[0]["up"].spec)

@@ -61,10 +61,10 @@ def test_a_step_on_one_gpu_from_plan_to_program():
     made = sfx.traffic(compiled)
     assert made.rows == () and str(made) == "no traffic: a step on one device sends nothing."
     assert sfx.seconds(made, "h200", ONE).seconds == 0
-    assert sfx.estimate(step, model, x, plans=plans).wire_bytes == 0
-    ours = (model, x)  # a model that holds functions
-    fit = sfx.fit(plans, step=step, chip="NVIDIA H200", args=ours)
+    ours = (eqx.combine(plans[0].structs, model), plans[1].structs)  # a model that holds functions
+    assert sfx.estimate(step, *ours).wire_bytes == 0
+    fit = sfx.fit(step, *ours, chip="NVIDIA H200")
     assert fit.fits and "h200" in str(fit)
-    assert sfx.fit(plans, compiled=compiled, chip="h200", args=ours).fits
+    assert sfx.fit(compiled, chip="h200").fits
     with pytest.raises(MeshError, match="one device needs no plan: `search` chooses how several share the work"):
         sfx.search(step, model, x, devices=[Gpu(0)])

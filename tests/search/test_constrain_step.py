@@ -11,7 +11,7 @@ from jax import P
 from models import MODELS, f32
 
 import shardfx
-from shardfx import AxisRules, MeshError, MeshSpec, lay_out, name_axes, plan
+from shardfx import AxisRules, MeshError, MeshSpec, constrain_step, name_axes, plan
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_what_is_laid_out_computes_the_same(name):
     names = ("batch", "embed", "w1_0"), ("heads", "kv_heads", "mlp", "experts", "w2_0")
     rules = rules_for(step, structs, data=names[0], model=names[1])
     mesh = MeshSpec({"data": 2, "model": 2}).build(jax.devices()[:4])
-    found = shardfx.filter_jit(lay_out(step, mesh, rules))(*placed(step, args, mesh, rules))
+    found = shardfx.filter_jit(constrain_step(step, mesh, rules))(*placed(step, args, mesh, rules))
     expected = eqx.filter_jit(step)(*args)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(
@@ -83,7 +83,7 @@ def test_loops_branches_and_what_is_no_array():
     args = filled(({"a": struct((8, 8)), "b": struct((8,)), "rows": struct((3, 4, 8))}, struct((4, 8))))
     rules = rules_for(loops, args, data=("batch",), model=tuple(axis.name for axis in name_axes(loops, *args).axes[:1]))
     mesh = MeshSpec({"data": 2, "model": 2}).build(jax.devices()[:4])
-    laid = eqx.filter_jit(lay_out(loops, mesh, rules))(*args)
+    laid = eqx.filter_jit(constrain_step(loops, mesh, rules))(*args)
     expected = loops(*args)
     assert laid["count"] == 3 and laid["key"].dtype == expected["key"].dtype
     for name in ("x", "sums"):
@@ -95,7 +95,7 @@ def test_a_mesh_without_devices_takes_those_of_the_arguments():
     rules = rules_for(step, structs, data=("batch",))
     spec = MeshSpec({"data": 4})
     args = placed(step, tuple(map(filled, structs)), spec.build(jax.devices()[:4]), rules)
-    new = shardfx.filter_jit(lay_out(step, spec, rules))(*args)
+    new = shardfx.filter_jit(constrain_step(step, spec, rules))(*args)
     assert new["w1"].sharding.spec in (P(), P(None, None)) and np.isfinite(np.asarray(new["w1"])).all()
 
 
@@ -107,11 +107,11 @@ def test_less_is_sent_and_remat_stays():
     names = name_axes(step, *structs).names
     plans = tuple(plan(arg, mesh, names=tree, axes=rules) for arg, tree in zip(structs, names, strict=True))
     sent = {}
-    for how, fn in (("free", step), ("laid", lay_out(step, mesh, rules))):
+    for how, fn in (("free", step), ("laid", constrain_step(step, mesh, rules))):
         program = shardfx.filter_jit(fn, in_shardings=plans, out_shardings=plans[0]).lower(*structs).compile()
         sent[how] = shardfx.traffic(program, mesh).wire_bytes
     assert sent["laid"] < 0.5 * sent["free"]
-    text = str(jax.make_jaxpr(lay_out(step, mesh, rules))(*structs))
+    text = str(jax.make_jaxpr(constrain_step(step, mesh, rules))(*structs))
     assert text.count("prevent_cse") == str(jax.make_jaxpr(step)(*structs)).count("prevent_cse") > 0
 
 
@@ -125,26 +125,14 @@ def test_a_lookup_that_is_summed_and_cut_along_one_axis():
     vocab, embed = name_axes(step, *args).names[0]["embedding"]
     rules = rules_for(step, args, c=(vocab, "sequence"), b=(embed,), a=("sequence",))
     mesh = MeshSpec({"c": 2, "b": 2, "a": 2}).build(jax.devices()[:8])
-    laid = jax.jit(lay_out(step, mesh, rules))
+    laid = jax.jit(constrain_step(step, mesh, rules))
     values = tuple(map(filled, args))
     np.testing.assert_allclose(laid(*placed(step, values, mesh, rules)), step(*values), rtol=2e-3, atol=1e-4)
 
 
 def test_axes_that_are_typed_cannot_be_constrained():
     mesh = MeshSpec({"a": 2, "b": 2}, axis_types={"b": jax.sharding.AxisType.Explicit})
-    with pytest.raises(MeshError, match="`lay_out` constrains arrays along Auto axes, and 'b' are not; build the mesh"):
-        lay_out(lambda x: x, mesh, AxisRules([("batch", "a")]))
-
-
-def test_a_search_for_a_step_that_will_be_laid_out():
-    """The candidates are compiled as they were priced, and send what was said."""
-    step, *structs = MODELS["experts"]()
-    model = shardfx.CostModel()
-    limits = shardfx.Limits(most_axes=1)
-    how = {"devices": 4, "chip": "v5e", "keep": 2, "limits": limits, "model": model, "laid_out": True}
-    found = shardfx.search(step, *structs, **how, verify=jax.devices()[:4], closely=2)
-    for one in found:
-        asked, compiled = one.checks
-        assert (asked.by, compiled.by) == ("estimate", "compile")
-        # A CPU's partitioner sums all where a TPU's scatters: at most twice as much.
-        assert 0.9 * asked.wire_bytes <= compiled.wire_bytes <= 2.2 * asked.wire_bytes
+    with pytest.raises(
+        MeshError, match="`constrain_step` constrains arrays along Auto axes, and 'b' are not; build the mesh"
+    ):
+        constrain_step(lambda x: x, mesh, AxisRules([("batch", "a")]))

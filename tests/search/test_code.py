@@ -1,0 +1,97 @@
+"""The code of a candidate holds all that its numbers depend on."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from models import MODELS, f32, space_of
+
+import shardfx
+from shardfx import Limits, search, traffic
+from shardfx._search.space import fastest
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Models of other libraries mix integers and floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss(params, x):
+    for layer in params:
+        x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x**2)
+
+
+@ft.partial(jax.jit, donate_argnums=(0, 1))
+def step(params, state, x):
+    updates, state = OPTIMIZER.update(jax.grad(loss)(params, x), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+PARAMS = [{"up": f32(64, 256), "down": f32(256, 64)}] * 2
+ARGS = PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(512, 64)
+
+
+def run_code(one):
+    made: dict = {}
+    exec(one.code(), made)
+    return made
+
+
+def compiled(one, its_step, args):
+    """The program of the code as it is pasted, on the devices that are here."""
+    made = run_code(one)
+    plans = made["plans_of"](its_step, *args)
+    assert plans == one.plans
+    placed = [each.on(one.mesh.build(jax.devices())) for each in plans]
+    return made["jitted"](its_step, placed).lower(*args).compile()
+
+
+@pytest.mark.parametrize(("name", "every"), [("scanned", 1), ("experts", 4)])
+def test_compiled_as_pasted_it_sends_what_was_told(name, every):
+    its_step, *args = MODELS[name]()
+    for one in search(its_step, *args, devices="cpu:8", keep=3 * every)[::every]:
+        sent = traffic(compiled(one, its_step, args), one.mesh).wire_bytes
+        assert sent == pytest.approx(one.wire_bytes, rel=0.01), one.title
+
+
+def test_what_the_step_donates_is_written():
+    best = search(step, *ARGS, devices="cpu:8", keep=1)[0]
+    assert best.donated == (0, 1) and "donate=(0, 1)" in best.code()
+    assert best.results == (0, 1) and "out_shardings=(plans[0], plans[1])" in best.code()
+    program = compiled(best, step, ARGS)
+    assert program.memory_analysis().alias_size_in_bytes > 0
+    assert traffic(program, best.mesh).wire_bytes == pytest.approx(best.wire_bytes, rel=0.01)
+
+
+def test_slices_and_several_axes():
+    for one in fastest(space_of(MODELS["scanned"](), 32, "v5p", slices=2), 8):
+        assert run_code(one)["MESH"] == one.mesh and one.mesh.dcn_sizes.count(2) == 1
+        assert one.mesh.dcn_sizes[0] == 2, "what spans the slices stands outermost"
+
+
+def test_a_partitioned_candidate_is_what_an_estimate_says():
+    """The code's step in the place of the user's: one model for both."""
+    best = search(step, *ARGS, devices="tpu:v5e:2x4", keep=1, limits=Limits(always=("mlp",)))[0]
+    made = run_code(best)
+    again = shardfx.estimate(made["jitted"](step, best.plans), *ARGS, compiler="tpu")
+    assert again.wire_bytes == best.wire_bytes
+
+
+def test_what_is_constrained_is_written_so():
+    its_step, *args = MODELS["scanned"]()
+    limits = Limits(always=("embed",), never=("vocab",))
+    found = search(its_step, *args, devices="cpu:8", keep=20, limits=limits)
+    one = next(one for one in found if one.constrained)
+    assert "constrain_step(step, plans[0].jax_mesh or MESH, RULES)" in one.code() and one.title.endswith(
+        ", constrained"
+    )
+    sent = traffic(compiled(one, its_step, args), one.mesh).wire_bytes
+    assert sent == pytest.approx(one.wire_bytes, rel=0.01)
