@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, Traffic, TrafficRow, chips, fit, plan, seconds
+from shardfx import MeshSpec, PathRules, ShardPlan, Traffic, TrafficRow, chips, fit, plan, seconds
 
 from ._case import Value
 
@@ -111,7 +111,7 @@ def _most_caches(model: Mapping[str, int], mine: Mapping[str, Any], dtype: Any, 
     while high - low > 1:
         middle = (low + high) // 2
         cache = plan(_cache(model, mine, middle, dtype), weights.mesh, paths=_CACHED)
-        fits = fit({"params": weights, "cache": cache}, chip=chip).fits
+        fits = fit(ShardPlan.join(params=weights, cache=cache), chip=chip).fits
         low, high = (middle, high) if fits else (low, middle)
     return low
 

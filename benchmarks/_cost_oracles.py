@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardfx import Fit, MeshSpec, Traffic, chips, estimate, fit, seconds
+from shardfx import Fit, MeshSpec, Traffic, chips, estimate, filter_jit, fit, seconds
 
 from . import _cost_book, _cost_deepseek, _cost_maxtext
 from ._case import Finding, Limit, Value
@@ -84,7 +84,12 @@ def boundary() -> Mapping[str, Value]:
 
 def _boundary_fit(told: Mapping[str, Any], *, tiled: bool) -> Fit:
     plans, step = _cost_maxtext.planned(told, tiled=tiled)
-    return fit(plans, step=step, chip=told["chip"], donate=("params", "state"))
+    return _donated(plans, step, told["chip"])
+
+
+def _donated(plans: Mapping[str, Any], step: Any, chip: str) -> Fit:
+    jitted = filter_jit(step, out_shardings=(plans["params"], plans["state"], None), donate=("params", "state"))
+    return fit(jitted, *[one.structs for one in plans.values()], chip=chip)
 
 
 def order() -> Mapping[str, Value]:
@@ -95,9 +100,9 @@ def order() -> Mapping[str, Value]:
     for row in told["rows"]:
         mesh, plans, step = _cost_deepseek.planned(told, row["axes"], sequences=told["sequences"])
         structs = [one.structs for one in plans.values()]
-        sent = estimate(step, *structs, plans=tuple(plans.values()))
+        sent = estimate(step, *structs, mesh=mesh)
         wire = 1e3 * seconds(sent, told["chip"], mesh, slice=told["slice"]).seconds
-        held = fit(plans, step=step, chip=told["chip"], donate=("params", "state")).peak_bytes / 1e6
+        held = _donated(plans, step, told["chip"]).peak_bytes / 1e6
         ours[row["name"]] = (wire, held)
         found |= {
             f"{row['name']}, wire_ms": round(wire),

@@ -1,8 +1,8 @@
 """What `fit` suggests, each made and compiled: the saving that it computes against the compiler's own."""
 
 import dataclasses
+import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardfx import AxisRules, Fit, MeshSpec, chips, compile_for, fit, follow, plan
+from shardfx import AxisRules, Fit, MeshSpec, chips, compile_for, filter_jit, fit, follow, plan
 
 from ._case import Entry, Finding, Limit, Value
 from ._runner import Options
@@ -56,9 +56,9 @@ def on_eight(options: Options) -> list[Entry]:
 
 def suggestions() -> dict[str, Value]:
     """Each change: what it saves as computed, and as compiled."""
-    step, plans, donate = changed()
-    found = fit(plans, step=step, chip=CHIP)
-    before = peak(step, plans, donate)
+    step, *args = changed()
+    found = fit(step, *args, chip=CHIP)
+    before = peak(step, *args)
     values: dict[str, Value] = {"compiled_kib": before // 1024, "estimated_kib": found.peak_bytes // 1024}
     worst, off = abs(100 * (found.peak_bytes / before - 1)), 0.0
     for words, change in _MADE.items():
@@ -78,26 +78,25 @@ def suggestions() -> dict[str, Value]:
 
 def _last(found: Fit) -> tuple[int, int]:
     """The three changes of the page together: the estimate and the compiler's count."""
-    step, plans, donate = changed(donate=("params", "opt"), over="data", remat=True)
-    made = fit(plans, step=step, chip=CHIP, donate=donate)
+    step, *args = changed(donate=("params", "opt"), over="data", remat=True)
+    made = fit(step, *args, chip=CHIP)
     assert made.fits and not found.fits
-    return made.peak_bytes, peak(step, plans, donate)
+    return made.peak_bytes, peak(step, *args)
 
 
 def on_v5e(options: Options) -> dict[str, Value]:
     """Each change of a larger step: what `fit` says that is then needed, and what the TPU's compiler counts."""
-    step, plans, _ = changed(sizes=LARGE)
-    found = fit(plans, step=step, chip="v5e")
+    found = fit(*changed(sizes=LARGE), chip="v5e")
     counted: dict[str, int] = json.loads((Path(__file__).parent / "cost_memory.json").read_text())["suggestions"][
         "rows"
     ]
     made = {"as it is": {}, **_MADE}
     if options.flags.compile:
-        target = ("tpu:v5e:4x4", options.flags.compile)
+        target = {"target": "tpu:v5e:4x4", "cache": options.flags.compile}
         counted = {
-            words: peak(*changed(**made[words], sizes=LARGE), *target)
+            words: peak(*changed(**made[words], sizes=LARGE), **target)
             if words in made
-            else peak(*_offloaded(), *target)
+            else peak(*_offloaded(), **target)
             for words in counted
         }
     told = {words: found.peak_bytes if words == "as it is" else _told(found, words).peak_bytes for words in counted}
@@ -110,16 +109,24 @@ def on_v5e(options: Options) -> dict[str, Value]:
     }
 
 
-def _offloaded() -> tuple[Callable[..., Any], dict[str, Any], Any]:
+def _offloaded() -> tuple[Any, ...]:
     """The larger step with its moments in host memory, as the suggestion says."""
-    step, plans, donate = changed(sizes=LARGE)
+    jitted, params, opt, batch = changed(sizes=LARGE)
+    step = inspect.unwrap(jitted)
 
     def moved(params: Any, opt: Any, batch: jax.Array) -> tuple[Any, Any]:
         new, opt = step(params, jax.device_put(opt, jax.memory.Space.Device), batch)
         return new, jax.device_put(opt, jax.memory.Space.Host)
 
-    opt = follow(_ADAM.init, plans["params"], memory_kinds=[(".*", "pinned_host")])
-    return moved, {**plans, "opt": opt}, donate
+    host = jax.tree.map(on_host, opt)
+    shardings = jax.tree.map(lambda one: one.sharding, (params, host))
+    return jax.jit(moved, out_shardings=shardings), params, host, batch
+
+
+def on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The same array in host memory."""
+    sharding: Any = struct.sharding
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding.with_memory_kind("pinned_host"))
 
 
 def _told(found: Fit, words: str) -> Any:
@@ -127,12 +134,9 @@ def _told(found: Fit, words: str) -> Any:
     return told
 
 
-def peak(
-    step: Callable[..., Any], plans: dict[str, Any], donate: Any, target: str = "cpu", cache: str | None = None
-) -> int:
+def peak(step: Any, *args: Any, target: str = "cpu", cache: str | None = None) -> int:
     """What the compiler counts: arguments, results that take memory of their own, and temporaries."""
-    outs = (plans["params"], plans["opt"])
-    return compile_for(step, plans, target, out_shardings=outs, donate=donate, cache=cache).memory.needed_bytes
+    return compile_for(step, *args, target=target, cache=cache).memory.needed_bytes
 
 
 def changed(
@@ -144,8 +148,8 @@ def changed(
     halved: bool = False,
     remat: bool = False,
     sizes: Sizes = SMALL,
-) -> tuple[Callable[..., Any], dict[str, Any], Any]:
-    """A step, its plans and what it donates.
+) -> tuple[Any, ...]:
+    """A jitted step, and its parameters, state and batch as structs.
 
     **Arguments:**
 
@@ -163,7 +167,7 @@ def changed(
     optimizer = _narrowed(_ADAM) if narrow else _ADAM
     rows = jax.ShapeDtypeStruct((sizes.batch // (2 if halved else 1), sizes.width), jnp.float32)
     x = plan(rows, sizes.mesh, names=("batch", None), axes=_AXES)
-    plans = {"params": params, "opt": follow(optimizer.init, params, over=over), "batch": x}
+    opt = follow(optimizer.init, params, over=over)
 
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         return x + jnp.tanh(x @ w["up"]) @ w["down"], None
@@ -175,7 +179,8 @@ def changed(
         updates, opt = optimizer.update(jax.grad(loss)(params, batch), opt)
         return optax.apply_updates(params, updates), opt
 
-    return step, plans, donate
+    jitted = filter_jit(step, out_shardings=(params, opt), donate=donate)
+    return jitted, params.structs, opt.structs, x.structs
 
 
 def _narrowed(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -25,10 +25,8 @@ Written by `python -m benchmarks docs` from the files in `benchmarks/results`; d
 shardfx, on fresh inputs, after their results were checked. Times are medians; *cold* is the first call,
 compilation included; *x floor* is the median over that of the least possible work, the last row of its
 case; *shardfx is faster by* is the contestant's median over shardfx's, so that below 1 it is the faster one."""
-ALL = "benchmarks_all.md"
-FULL_INTRODUCTION = """\
-Written by `python -m benchmarks docs`, too: every result of [Benchmarks](benchmarks.md), with the machine, the
-versions, and what was skipped."""
+# Where the files with every number are.
+FILES = "https://github.com/shardfx/shardfx/blob/main/benchmarks/results"
 SHORT_HEADER = ("race", "shardfx", "fastest rival", "shardfx is faster by")
 SHOWN_APART = ("seconds.", "cold_seconds.", "gigabytes_per_second.", "floor_ratio.", "speedup.")
 
@@ -92,17 +90,7 @@ def page(files: Mapping[str, Mapping[str, Any]]) -> str:
         if not document["quick"]:
             suites = {suite: [Record(**record) for record in records] for suite, records in document["suites"].items()}
             for suite, records in suites.items():
-                parts += [f"## {name}: {suite}", _short_table(records), f"[All numbers]({ALL}#{_anchor(name, suite)})."]
-    return "\n\n".join(parts) + "\n"
-
-
-def full_page(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """docs/benchmarks_all.md: one section per result file, one table per suite, with every number."""
-    parts = ["# Every number", FULL_INTRODUCTION]
-    for name, document in files.items():
-        parts += [f"## {name}", _provenance(document)]
-        for suite, records in document["suites"].items():
-            parts += [f"### {name}: {suite}", table([Record(**record) for record in records])]
+                parts += [f"## {name}: {suite}", _short_table(records), f"[All numbers]({FILES}/{name}.json)."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -147,17 +135,11 @@ def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     broken = [entry for entry in judged if not entry[-1]["holds"]]
     machines = "; ".join(dict.fromkeys(_machine(document) for document in files.values()))
     lines = [
-        f"[{name}: {suite}]({ALL}#{_anchor(name, suite)}): {case}: {limit['text']}: {_number(limit['measured'])}"
+        f"[{name}: {suite}](#{_anchor(name, suite)}): {case}: {limit['text']}: {_number(limit['measured'])}"
         for name, suite, case, limit in broken
     ]
     counted = f"Of {len(judged)} limits that were measured, {len(judged) - len(broken)} hold. Machines: {machines}."
     return [counted, *_lines("These do not hold", lines)]
-
-
-def _provenance(document: Mapping[str, Any]) -> str:
-    listed = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    size = " Quick sizes." if document["quick"] else ""
-    return f"{_machine(document)}. Python {document['machine']['python']}, {listed}.{size}"
 
 
 def _machine(document: Mapping[str, Any]) -> str:

@@ -73,10 +73,14 @@ class Planned:
     args: tuple[Any, Any, Any]
     plans: tuple[ShardPlan, ShardPlan, ShardPlan]
 
+    @property
+    def jitted(self) -> Any:
+        """The step under its plans; parameters and state leave it as they came."""
+        return filter_jit(self.step, in_shardings=self.plans, out_shardings=(*self.plans[:2], None))
+
     def lowered(self) -> Any:
-        """The step lowered for the devices of its plans; parameters and state leave it as they came."""
-        jitted = filter_jit(self.step, in_shardings=self.plans, out_shardings=(*self.plans[:2], None))
-        return jitted.lower(*self.args)
+        """The step lowered for the devices of its plans."""
+        return self.jitted.lower(*self.args)
 
 
 def planned(sizes: Sizes, way: Way, layout: Layout, devices: Sequence[Any] | None = None) -> Planned:

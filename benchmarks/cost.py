@@ -101,7 +101,7 @@ def _plans(way: Way, names: Sequence[str], layers: int, devices: list[Any]) -> d
 
 
 def _both(made: Planned) -> tuple[Traffic, Traffic]:
-    return estimate(made.step, *made.args, plans=made.plans, compiler="cpu"), traffic(made.lowered().compile())
+    return estimate(made.jitted, *made.args, compiler="cpu"), traffic(made.lowered().compile())
 
 
 def _off(ours: Traffic, compiled_bytes: float) -> float:
@@ -141,8 +141,8 @@ def _demo(devices: list[Any]) -> dict[str, Value]:
         gradients = jax.grad(demo.loss)(model, text, ours)
         return jax.tree.map(lambda a, b: a - 1e-3 * b, model, gradients)
 
-    made = estimate(step, ours.structs, text.structs, plans=(ours, text), compiler="cpu")
     jitted = jax.jit(step, in_shardings=(ours.shardings, text.shardings), out_shardings=ours.shardings)
+    made = estimate(jitted, ours.structs, text.structs, compiler="cpu")
     theirs = traffic(jitted.lower(ours.structs, text.structs).compile())
     off = _off(made, theirs.wire_bytes)
     return {
@@ -183,7 +183,7 @@ def _speed() -> Finding:
         for _ in range(3):
             jax.clear_caches()
             begin = time.process_time()
-            rows = estimate(made.step, *made.args, plans=made.plans).rows
+            rows = estimate(made.jitted, *made.args).rows
             times.append(time.process_time() - begin)
         return {"seconds of processor time": statistics.median(times), "rows": len(rows)}
 
@@ -201,7 +201,7 @@ def on_tpu(aot: str, names: Iterable[str], programs: str | None) -> dict[str, Va
         layout = LAYOUTS[name]
         sizes = dataclasses.replace(STUDY_EXPERTS if layout.experts else STUDY, layers=2)
         made = planned(sizes, Way(), layout)
-        ours = estimate(made.step, *made.args, plans=made.plans)
+        ours = estimate(made.jitted, *made.args)
         theirs = traffic(
             _program(aot, sizes, layout, None if programs is None else Path(programs, f"{name}.txt.gz")), layout.mesh
         )

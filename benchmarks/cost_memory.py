@@ -56,11 +56,10 @@ def _step(row: Mapping[str, Any]) -> tuple[Layout, Planned]:
 
 def _memory(row: Mapping[str, Any], options: Options) -> Mapping[str, Value]:
     _, made = _step(row)
-    plans = dict(zip(("params", "state", "batch"), made.plans, strict=True))
-    found = fit(plans, step=made.step, chip="v5e")
+    found = fit(made.jitted, *made.args, chip="v5e")
     counted = _compiled(made, options.flags.compile) if options.flags.compile else row
-    peak = counted["argument"] + counted["output"] - counted["alias"] + counted["temp"]
-    ours = sum(one.bytes for one in found.rows if one.exact)
+    peak = counted["peak"]
+    ours = sum(one.bytes for one in found.rows if one.exact and one.group != "results")
     return {
         "compiler_megabytes": round(peak / 1e6, 1),
         "estimated_megabytes": round(found.peak_bytes / 1e6, 1),
@@ -71,11 +70,5 @@ def _memory(row: Mapping[str, Any], options: Options) -> Mapping[str, Value]:
 
 
 def _compiled(made: Planned, directory: str) -> dict[str, int]:
-    outs = (*made.plans[:2], None)
-    memory = compile_for(made.step, made.plans, "tpu:v5e:4x4", out_shardings=outs, cache=directory).memory
-    return {
-        "argument": memory.argument_size_in_bytes,
-        "output": memory.output_size_in_bytes,
-        "alias": memory.alias_size_in_bytes,
-        "temp": memory.temp_size_in_bytes,
-    }
+    memory = compile_for(made.jitted, *made.args, target="tpu:v5e:4x4", cache=directory).memory
+    return {"argument": memory.argument_size_in_bytes, "peak": memory.needed_bytes}

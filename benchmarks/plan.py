@@ -77,8 +77,8 @@ def cases(options: Options) -> list[Entry]:
             "calls with 38 arrays through filter_jit",
             ft.partial(_calls, options.devices, 1000 if options.quick else 3000),
             (
-                Limit("added us per call", at_most=10),
-                Limit("added us per call, a planned dict", at_most=10),
+                Limit("added us per call", at_most=12),
+                Limit("added us per call, a planned dict", at_most=12),
                 Limit("over equinox.filter_jit, modules", at_most=1.0),
             ),
         ),

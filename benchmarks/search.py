@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardfx as sfx
-from shardfx import chips
-from shardfx._search.core import CostModel, find, machine_of
+from shardfx import Limits
+from shardfx._search.asked import asked_for
+from shardfx._search.core import find
 from shardfx._search.emulated import EMULATED
-from shardfx._search.limits import Limits
-from shardfx._search.search import Searched
+from shardfx._search.space import Space
 
 from . import search_answers, search_hands, search_order
 from ._case import Entry, Finding, Limit, Value
@@ -87,8 +87,8 @@ def _small() -> tuple[Any, ...]:
 def _speed() -> dict[str, Value]:
     """The compiled function on blocks as a search makes them, without compiling; by the wall clock, median of 5."""
     step, *args = _large()
-    made = Searched(step, args, 256, Limits())
-    machine = machine_of(chips.find("v5p"), 256, CostModel(), "bfloat16", math.inf)
+    made = Space(step, args, asked_for(256, "v5p"), Limits())
+    machine = made.machine()
     _, count = find(made.terms, machine, 256)  # compiles
     seconds = []
     for _ in range(5):
@@ -161,23 +161,21 @@ def _crossover() -> int:
 
 
 def _against_hands(options: Options) -> dict[str, Value]:
-    """Step times on emulated devices, each way in turn; the machine's constants are fitted to the plans by hand."""
+    """Step times on emulated devices, each way in turn."""
     model = _small()
     by_hand = {}
     for name, rules in _BY_HAND.items():
         limits = Limits(rules=sfx.AxisRules(rules))
         by_hand[name] = sfx.search(*model, devices=8, chip=EMULATED, limits=limits, keep=1)[0]
     ways = {name: _runner(model, one, options.devices[:8]) for name, one in by_hand.items()}
-    times = _timed(ways, options.repeats)
-    fitted = sfx.fit_chip([(by_hand[name], seconds) for name, seconds in times.items()])
-    chosen = sfx.search(*model, devices=8, chip=EMULATED, model=fitted, keep=3)
+    chosen = sfx.search(*model, devices=8, chip=EMULATED, keep=3)
     ways |= {f"choice {i + 1}": _runner(model, one, options.devices[:8]) for i, one in enumerate(chosen)}
     times = _timed(ways, options.repeats)
     best = min(times[name] for name in by_hand)
-    predicted = [one.seconds for one in by_hand.values()] + [one.seconds for one in chosen]
+    predicted = [one.seconds for one in by_hand.values()]
     return {
         "best by hand over chosen": best / times["choice 1"],
-        "spearman of times": search_order.spearman(predicted[: len(by_hand)], [times[name] for name in by_hand]),
+        "spearman of times": search_order.spearman(predicted, [times[name] for name in by_hand]),
         **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
         "chosen": chosen[0].title,
         "best by hand": min(by_hand, key=lambda name: times[name]),
@@ -188,6 +186,8 @@ def _runner(model: tuple[Any, ...], one: sfx.Candidate, devices: Any) -> Any:
     step, *args = model
     mesh = one.mesh.build(devices)
     plans = tuple(plan.on(mesh) for plan in one.plans)
+    if one.constrained:
+        step = sfx.constrain_step(step, mesh, one.rules)
     values = [jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), arg) for arg in args[:3]]
     values.append(jnp.asarray(np.random.default_rng(0).integers(0, 1000, args[3].shape), jnp.int32))
     state = [sfx.shard(value, plan) for value, plan in zip(values, plans, strict=True)]

@@ -16,7 +16,6 @@ from ._llama import llama
 
 # Of Llama-3 70B: layers, width, hidden, key heads, queries of each, size of a head, tokens.
 _70B = (80, 8192, 28672, 8, 8, 128, 128256)
-# Those who published constrain their activations, so the step is searched as one that is laid out.
 # The step keeps the scores of attention, which the recipes' kernels do not: as many tokens, in shorter sequences.
 _LENGTH = 1024
 
@@ -34,7 +33,7 @@ def _book() -> Mapping[str, Value]:
     8,192 of the chips, since powers of two are what the model's sizes divide by.
     """
     tokens = 4 * 2**20
-    found = sfx.search(*llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p", laid_out=True)
+    found = sfx.search(*llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p")
     best = found[0]
     tensor = math.prod(best.mesh.shape[axis] for axis, names in best.roles if names[0] in ("mlp", "kv_heads"))
     return {
@@ -46,7 +45,7 @@ def _book() -> Mapping[str, Value]:
 
 def _recipe() -> Mapping[str, Value]:
     """tpu-recipes, ironwood: Llama-3.1-70B, 2M tokens on 64 chips of two devices, by fsdp alone."""
-    best = sfx.search(*llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x", laid_out=True)[0]
+    best = sfx.search(*llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x")[0]
     return {
         "right: 70B on 64 Ironwood chips cuts the batch alone": int(
             all(names[0] == "batch" for _, names in best.roles)

@@ -3,9 +3,9 @@
 Each case is kept in `results/hands/`, so that a run that was stopped goes on where it was.
 """
 
+import dataclasses
 import functools as ft
 import json
-import os
 import re
 import time
 from collections.abc import Callable
@@ -16,27 +16,18 @@ import jax
 import jax.numpy as jnp
 
 import shardfx as sfx
-from shardfx._cost.estimate import HABITS, Prepared
 from shardfx._search.asked import asked_for
-from shardfx._search.checked import Verifier, devices_for, estimated, promised, promising, with_check
-from shardfx._search.core import CostModel
-from shardfx._search.limits import Limits
-from shardfx._search.reasons import various, without_twins
-from shardfx._search.search import COMPILED, Searched
+from shardfx._search.checked import compiled, devices_for, ran
+from shardfx._search.search import candidates_of, opened
 
 from ._case import Entry, Finding, Limit, Value
 from ._hands_page import BETTER
-from ._screen import Table
 from ._zoo import models, small_models
 
 
 KEPT = Path(__file__).parent / "results" / "hands"
-# How many candidates get a closer look; of a way by hand one does, with the sizes that the estimate prefers.
-_LOOKED_AT = 32
-# What seems so many times slower than the fastest is not compiled: of the search's own, and of ways by hand.
-_HOPELESS, _HOPELESS_BY_HAND = 1.6, 2.5
-# How many of each kind are run.
-_RUN = 4
+# How many of the search's own are compiled beside the ways by hand.
+_OWN = 4
 
 
 def cases(target: str, only: str, programs: Path | None, clock: bool) -> list[Entry]:
@@ -87,107 +78,55 @@ def _all(target: str) -> dict[str, Value]:
     }
 
 
-class _Ways:
-    """What a search would compile for a model, and the ways by hand."""
-
-    def __init__(self, target: str, model: tuple[Any, ...], programs: Path | None):
-        step, *args = model
-        asked = asked_for(target, None)
-        count, chip, self.slice_ = asked.total, asked.chip, asked.target
-        # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its program's text.
-        costs = CostModel(overlap=0.0)
-        begin = time.process_time()
-        habits = HABITS["cpu" if self.slice_ is None else "tpu"]
-        searched, prepared = Searched(step, args, count, Limits(), (), habits), Prepared(step, args)
-
-        def priced(found: Any) -> tuple[sfx.Candidate, ...]:
-            return promising(with_check(one, estimated(prepared, one, chip, costs)) for one in found)
-
-        self.chosen = priced(searched.candidates(chip, 1, _LOOKED_AT, Limits(), costs))
-        self.hands = priced(searched.by_hand(searched.known, chip, 1, Limits(), costs, sizes=1))
-        self.seconds = time.process_time() - begin
-        # What `search(verify="compile")` compiles, and then all other ways by hand.
-        self.own = without_twins([*various(self.chosen, COMPILED // 2), *self.hands], COMPILED)
-        # Of twins, whose arguments lie alike, the way by hand: laid out, the other is another program.
-        self.every = promising(without_twins([*self.hands, *self.own], len(self.own) + len(self.hands)))
-        devices = devices_for("compile", asked, None)
-        self.verifier = Verifier(step, tuple(args), devices, chip, costs, programs, print)
-
-    def table(self) -> Table:
-        """All that are not hopeless, compiled."""
-        least = promised(self.every[0])
-        worth = [
-            one
-            for one in self.every
-            if promised(one) < (_HOPELESS_BY_HAND if self.is_by_hand(one) else _HOPELESS) * least
-        ]
-        return Table(self.verifier, self.slice_ is not None, worth)
-
-    def is_own(self, one: sfx.Candidate) -> bool:
-        """Whether a search would compile it."""
-        return any(not _differ(one, other) for other in self.own)
-
-    def is_by_hand(self, one: sfx.Candidate) -> bool:
-        """Whether people write it."""
-        return any(not _differ(one, hand) for hand in self.hands)
-
-
 def _measured(target: str, model: tuple[Any, ...], programs: Path | None) -> dict[str, Any]:
-    """The best of the search and the ways by hand, compiled; seconds are computation and sending, nothing hidden."""
-    ways = _Ways(target, model, programs)
-    table = ways.table()
-    choice, best = table.best(ways.is_own), table.best(ways.is_by_hand)
-    first = table.full(next(row for row in table.rows if not _differ(row.given, ways.chosen[0])))
-    values = {
-        "choice over best by hand": _cost(choice) / _cost(best),
-        "unverified over best by hand": _cost(first) / _cost(best),
-        "choice": choice.title,
-        "best by hand": best.title,
-        "choice ms": _cost(choice) * 1e3,
-        "best by hand ms": _cost(best) * 1e3,
-        "compiled": sum(row.fully is not None for row in table.rows),
-        "screened": len(table.rows),
-        "left out by estimate": len(ways.every) - len(table.rows),
-        "processor seconds of the search": ways.seconds,
-    }
-    return {"values": values, "rows": [row.told(ways.is_by_hand(row.given)) for row in table.rows]}
+    """The choice and all ways by hand, compiled; seconds are computation and sending, nothing hidden."""
+    return _held_against(target, model, lambda pricer, ones, on: compiled(pricer, ones, on, programs, print))
 
 
 def _run(target: str, model: tuple[Any, ...], programs: Path | None) -> dict[str, Any]:
-    """The best few by their programs on the devices, in turn: what `verify="compile"` and `verify="run"` choose."""
-    ways = _Ways(target, model, programs)
-    rows = sorted(ways.table().rows, key=lambda row: _cost(row.quickly))
-    own, hands = ([row for row in rows if suits(row.given)][:_RUN] for suits in (ways.is_own, ways.is_by_hand))
-    ran = ways.verifier.ran([row.given for row in rows if row in own or row in hands])
-    compiled = next(one for one in ran if not _differ(one, own[0].given))
-    chosen, best = next(filter(ways.is_own, ran)), min(filter(ways.is_by_hand, ran), key=_cost)
+    """The same on the devices, in turn."""
+    return _held_against(target, model, lambda pricer, ones, on: ran(pricer, ones, on, programs, print))
+
+
+def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.Candidate]]) -> dict[str, Any]:
+    step, *args = model
+    begin = time.process_time()
+    asked = asked_for(target, None)
+    space, pricer = opened(step, args, asked, sfx.Limits(), (), lambda _: None)
+    # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its program's text.
+    pricer.model = dataclasses.replace(pricer.model, overlap=0.0)
+    found, hands = candidates_of(space, pricer, 1, lambda _: None)
+    seconds = time.process_time() - begin
+    fitting = [one for one in found if one.fits]
+    chosen = [one for at, one in enumerate(fitting) if at < _OWN or one.title in hands]
+    looked = look(pricer, chosen, devices_for("compile", asked, None))
+    choice, best = looked[0], next(one for one in looked if one.title in hands)
+    first = next(one for one in looked if one.title == fitting[0].title)
     values = {
-        "choice over best by hand": _cost(compiled) / _cost(best),
-        "choice by the clock over best by hand": _cost(chosen) / _cost(best),
-        "choice": compiled.title,
-        "choice by the clock": chosen.title,
+        "choice over best by hand": choice.seconds / best.seconds,
+        "unverified over best by hand": first.seconds / best.seconds,
+        "choice": choice.title,
         "best by hand": best.title,
-        "choice ms": _cost(compiled) * 1e3,
-        "best by hand ms": _cost(best) * 1e3,
-        "run": len(ran),
-        "load": os.getloadavg()[0],
+        "choice ms": choice.seconds * 1e3,
+        "best by hand ms": best.seconds * 1e3,
+        "compiled": len(looked),
+        "processor seconds of the search": seconds,
     }
-    rows_told = [
-        {
-            "candidate": one.title,
-            "by hand": ways.is_by_hand(one),
-            "seconds": _cost(one),
-            "MB": one.checks[-1].wire_bytes / 1e6,
-            "laid out": one.laid_out,
-        }
-        for one in ran
-    ]
-    return {"values": values, "rows": rows_told}
+    told = {one.title: one for one in found}
+    return {"values": values, "rows": [_row(one, told[one.title], one.title in hands) for one in looked]}
 
 
-def _differ(one: sfx.Candidate, other: sfx.Candidate) -> bool:
-    return len(without_twins([one, other], 2)) == 2
-
-
-def _cost(one: sfx.Candidate) -> float:
-    return one.checks[-1].seconds
+def _row(one: sfx.Candidate, told: sfx.Candidate, by_hand: bool) -> dict[str, object]:
+    return {
+        "candidate": one.title,
+        "by hand": by_hand,
+        "seconds": one.seconds,
+        "estimated seconds": told.seconds,
+        "computation": one.compute_seconds,
+        "MB": one.wire_bytes / 1e6,
+        "estimated MB": told.wire_bytes / 1e6,
+        "GiB": one.memory_bytes / 2**30,
+        "estimated GiB": told.memory_bytes / 2**30,
+        "constrained": one.constrained,
+        "fits": one.fits,
+    }

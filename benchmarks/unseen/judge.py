@@ -1,0 +1,81 @@
+"""Estimates of every case against what compilers made of it: `python -m benchmarks.unseen.judge cpu|v5e [group ...]`.
+
+The oracle is `benchmarks/results/unseen-*.json`, which `measure` wrote. Cases that are more than a thousandth off are
+listed, largest first, with the bytes of each kind that differ.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from shardfx import estimate, fit
+
+from ._case import Case
+from .measure import GROUPS, RESULTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("platform", choices=("cpu", "v5e"))
+    parser.add_argument("groups", nargs="*", default=["open", "sealed", "single"])
+    parser.add_argument("--memory", action="store_true", help="judge `fit` of v5e, not traffic")
+    parser.add_argument("--quiet", action="store_true", help="print the sums of each group alone")
+    flags = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    known = json.loads((RESULTS / f"unseen-{flags.platform}.json").read_text())["cases"]
+    for group in flags.groups:
+        began = time.perf_counter()
+        judge = held if flags.memory else sent
+        found = [(case.name, *judge(case, flags.platform, known[case.name])) for case in GROUPS[group]]
+        for name, off, why in sorted(found, key=lambda one: -one[1]):
+            if off > 0.001 and not flags.quiet:
+                print(f"{name:46} {100 * off:8.1f} %  {why}")
+        print(f"{group}: {summed([off for _, off, _ in found])}; {time.perf_counter() - began:.0f} s")
+
+
+def sent(case: Case, platform: str, known: Mapping[str, Any]) -> tuple[float, str]:
+    """How far off the wire bytes of a case are, and where."""
+    step, args = case.make(mesh_of(known))
+    found = estimate(step, *args, compiler="cpu" if platform == "cpu" else "tpu")
+    ours, theirs = found.by("kind"), known["by_kind"]
+    kinds = [kind for kind in {**ours, **theirs} if ours.get(kind, 0) != theirs.get(kind, 0)]
+    why = ", ".join(f"{kind} {ours.get(kind, 0):,} not {theirs.get(kind, 0):,}" for kind in kinds)
+    return off_by(found.wire_bytes, known["wire_bytes"]), why
+
+
+def held(case: Case, platform: str, known: Mapping[str, Any]) -> tuple[float, str]:
+    """How far off the memory of a case is."""
+    step, args = case.make(mesh_of(known))
+    ours, peak = fit(step, *args, chip=platform).peak_bytes, known["memory_bytes"]["peak"]
+    return off_by(ours, peak), f"{ours:,} not {peak:,}"
+
+
+def mesh_of(known: Mapping[str, Any]) -> AbstractMesh:
+    """The mesh of a case, without devices."""
+    sizes = known["mesh"]
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def off_by(ours: float, theirs: float) -> float:
+    """The share by which a number is off; of what should be nothing, all or none."""
+    return abs(ours - theirs) / theirs if theirs else float(ours != 0)
+
+
+def summed(offs: list[float]) -> str:
+    """The middle, the ninth decile and the worst."""
+    ranked = sorted(offs)
+    within = sum(off <= 0.01 for off in offs)
+    return (
+        f"{len(offs)} cases, median {100 * statistics.median(offs):.2f} %, 90th percentile "
+        f"{100 * ranked[int(0.9 * len(ranked))]:.2f} %, worst {100 * ranked[-1]:.1f} %, {within} within 1 %"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Steps of the sealed half, 3 of 5."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ._case import AnyMesh, Made, case, fully_sharded, on, optimizer_state, shardings
+
+
+@case("lstm-bidirectional-tagger", cpu={"data": 8}, v5e={"data": 16})
+def lstm(mesh: AnyMesh) -> Made:
+    """Two directions, the second by flipping time, padding masked inside the scan, whole bfloat16 weights."""
+    at, width = functools.partial(on(mesh), dtype=jnp.bfloat16), 128
+    direction = {"x": at((width, 4 * width)), "h": at((width, 4 * width)), "b": at((4 * width,))}
+    params = {"embed": at((5000, width)), "forward": direction, "backward": direction, "tags": at((2 * width, 17))}
+
+    def run(p, xs, mask):
+        def cell(carry, step):
+            (h, c), (x, keep) = carry, step
+            i, f, g, o = jnp.split(x + h @ p["h"] + p["b"], 4, axis=-1)
+            new_c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            new_h = jax.nn.sigmoid(o) * jnp.tanh(new_c)
+            keep = keep[:, None]
+            h, c = jnp.where(keep, new_h, h), jnp.where(keep, new_c, c)
+            return (h, c), h
+
+        zero = jnp.zeros((xs.shape[1], width), xs.dtype)
+        return lax.scan(cell, (zero, zero), (xs @ p["x"], mask), unroll=2)[1]
+
+    def loss(params, tokens, tags, lengths):
+        mask = jnp.arange(tokens.shape[1])[:, None] < lengths
+        x = params["embed"][tokens].swapaxes(0, 1)
+        forward = run(params["forward"], x, mask)
+        backward = jnp.flip(run(params["backward"], jnp.flip(x, 0), jnp.flip(mask, 0)), 0)
+        logits = (jnp.concatenate([forward, backward], -1) @ params["tags"]).astype(jnp.float32)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, tags.T)
+        return jnp.sum(each * mask) / jnp.sum(mask)
+
+    def step(params, tokens, tags, lengths):
+        value, grads = jax.value_and_grad(loss)(params, tokens, tags, lengths)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    ids = functools.partial(at, dtype=jnp.int32)
+    return jax.jit(step, donate_argnums=0), (params, ids((32, 40), "data"), ids((32, 40), "data"), ids((32,), "data"))
+
+
+@case("radiance-field-rays", cpu={"rays": 8}, v5e={"rays": 16})
+def radiance_field(mesh: AnyMesh) -> Made:
+    """Two passes over rays mapped by `vmap`: even samples, then some where the first found density."""
+    at, width = on(mesh), 128
+    net = {"hidden": [at((63, width)), at((width, width)), at((width, width))]}
+    net |= {"density": at((width, 1)), "color": at((width, 3))}
+
+    def field(p, points):
+        bands = points[..., None] * 2.0 ** jnp.arange(10)
+        x = jnp.concatenate([points, *(f(bands).reshape(*points.shape[:-1], -1) for f in (jnp.sin, jnp.cos))], -1)
+        for w in p["hidden"]:
+            x = jax.nn.relu(x @ w)
+        return jax.nn.softplus(x @ p["density"])[..., 0], jax.nn.sigmoid(x @ p["color"])
+
+    def render(p, origin, direction, depths):
+        density, color = field(p, origin + depths[:, None] * direction)
+        opaque = 1 - jnp.exp(-density * jnp.diff(depths, append=depths[-1:] + 0.1))
+        clear = jnp.cumprod(jnp.concatenate([jnp.ones(1), 1 - opaque[:-1] + 1e-10]))
+        return (opaque * clear)[:, None].T @ color, opaque * clear
+
+    def ray(params, origin, direction, key):
+        even = jnp.linspace(2.0, 6.0, 32) + jax.random.uniform(key, (32,)) * 0.125
+        coarse, weights = render(params["coarse"], origin, direction, even)
+        share = jnp.cumsum(lax.stop_gradient(weights) + 1e-5)
+        index = jnp.searchsorted(share / share[-1], jnp.linspace(0, 0.99, 32))
+        fine, _ = render(params["fine"], origin, direction, jnp.sort(jnp.concatenate([even, even[index] + 0.05])))
+        return coarse[0], fine[0]
+
+    def loss(params, origins, directions, colors, key):
+        keys = jax.random.split(key, origins.shape[0])
+        coarse, fine = jax.vmap(ray, (None, 0, 0, 0))(params, origins, directions, keys)
+        return jnp.mean((coarse - colors) ** 2) + jnp.mean((fine - colors) ** 2)
+
+    optimizer = optax.adam(5e-4)
+    params = {"coarse": net, "fine": net}
+
+    def step(params, state, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, -10 * jnp.log10(value)
+
+    rays = [at((512, 3), "rays")] * 3
+    key = at((), dtype=jax.random.key(0).dtype)
+    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), *rays, key)
+
+
+@case("conformer-on-three-by-two", cpu={"data": 3, "model": 2}, v5e={"data": 8, "model": 2})
+def conformer(mesh: AnyMesh) -> Made:
+    """Speech: strided convolutions, depthwise ones between attention and feedforward, a loss of alignments."""
+    at, width, heads = on(mesh), 144, 4
+    layer = {
+        "first": [at((width, 576), None, "model"), at((576, width), "model")],
+        "qkv": at((width, 3, heads, 36), None, None, "model"),
+        "out": at((heads, 36, width), "model"),
+        "pointwise": at((width, 2 * width)),
+        "depthwise": at((7, 1, width)),
+        "second": [at((width, 576), None, "model"), at((576, width), "model")],
+    }
+    params = {"front": [at((3, 80, width)), at((3, width, width))], "layers": [layer] * 2, "words": at((width, 42))}
+
+    def feedforward(ws, x):
+        return 0.5 * jax.nn.swish(jax.nn.standardize(x) @ ws[0]) @ ws[1]
+
+    def convolve(x, w, stride=1, groups=1):
+        return lax.conv_general_dilated(
+            x, w, (stride,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=groups
+        )
+
+    def loss(params, frames, frame_lengths, labels, label_lengths):
+        x = frames
+        for w in params["front"]:
+            x = jax.nn.relu(convolve(x, w, 2))
+        for p in params["layers"]:
+            x = x + feedforward(p["first"], x)
+            q, k, v = jnp.unstack(jnp.einsum("btd,dchk->btchk", jax.nn.standardize(x), p["qkv"]), axis=2)
+            weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k) / 6)
+            x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
+            value, gate = jnp.split(x @ p["pointwise"], 2, -1)
+            x = x + jax.nn.swish(convolve(value * jax.nn.sigmoid(gate), p["depthwise"], groups=width))
+            x = x + feedforward(p["second"], x)
+        logits = x @ params["words"]
+        late = (jnp.arange(x.shape[1]) >= frame_lengths[:, None]).astype(jnp.float32)
+        gone = (jnp.arange(labels.shape[1]) >= label_lengths[:, None]).astype(jnp.float32)
+        return optax.ctc_loss(logits, late, labels, gone).mean()
+
+    def step(params, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
+
+    ids = functools.partial(at, dtype=jnp.int32)
+    batch = (at((24, 160, 80), "data"), ids((24,), "data"), ids((24, 12), "data"), ids((24,), "data"))
+    return jax.jit(step), (params, *batch)
+
+
+@case("vq-vae-codebook-average", cpu={"data": 4, "codes": 2}, v5e={"data": 8, "codes": 2})
+def vq_vae(mesh: AnyMesh) -> Made:
+    """The nearest of cut codes by argmin, gradients straight through, codes moved by averages of what chose them."""
+    at, codes, width = on(mesh), 512, 64
+    params = {"encode": [at((256, 192)), at((192, width))], "decode": [at((width, 192)), at((192, 256))]}
+    book = {"codes": at((codes, width), "codes"), "counts": at((codes,), "codes"), "sums": at((codes, width), "codes")}
+
+    def loss(params, codes, x):
+        z = jax.nn.relu(x @ params["encode"][0]) @ params["encode"][1]
+        distances = jnp.sum(z**2, -1, keepdims=True) - 2 * z @ codes.T + jnp.sum(codes**2, -1)
+        index = jnp.argmin(distances, -1)
+        chosen = codes[index]
+        through = z + lax.stop_gradient(chosen - z)
+        back = jax.nn.relu(through @ params["decode"][0]) @ params["decode"][1]
+        commitment = jnp.mean((z - lax.stop_gradient(chosen)) ** 2)
+        return jnp.mean((back - x) ** 2) + 0.25 * commitment, (z, index)
+
+    optimizer = optax.adam(3e-4)
+
+    def step(params, state, book, x):
+        (value, (z, index)), grads = jax.value_and_grad(loss, has_aux=True)(params, book["codes"], x)
+        hot = jax.nn.one_hot(index, codes).reshape(-1, codes)
+        counts = 0.99 * book["counts"] + 0.01 * hot.sum(0)
+        sums = 0.99 * book["sums"] + 0.01 * hot.T @ z.reshape(-1, width)
+        smooth = (counts + 1e-5) / (counts.sum() + codes * 1e-5) * counts.sum()
+        updates, state = optimizer.update(grads, state)
+        book = {"codes": sums / smooth[:, None], "counts": counts, "sums": sums}
+        return optax.apply_updates(params, updates), state, book, value
+
+    args = (params, optimizer_state(mesh, optimizer, params), book, at((32, 49, 256), "data"))
+    return jax.jit(step, donate_argnums=(0, 1, 2)), args
+
+
+@case("experts-sorted-ragged-dot", cpu={"fsdp": 8}, v5e={"fsdp": 16})
+def ragged_moe(mesh: AnyMesh) -> Made:
+    """Two experts for each token, tokens sorted by expert and multiplied by `ragged_dot`; experts' widths are cut."""
+    at, experts, width, hidden = on(mesh), 6, 128, 256
+    params = {
+        "router": at((width, experts)),
+        "gate": at((experts, width, hidden), None, None, "fsdp"),
+        "up": at((experts, width, hidden), None, None, "fsdp"),
+        "down": at((experts, hidden, width), None, "fsdp", None),
+    }
+
+    def layer(params, x):
+        weights, chosen = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+        order = jnp.argsort(chosen.reshape(-1))
+        counts = jnp.bincount(chosen.reshape(-1), length=experts)
+        rows = x[order // 2]
+        h = jax.nn.silu(lax.ragged_dot(rows, params["gate"], counts)) * lax.ragged_dot(rows, params["up"], counts)
+        y = lax.ragged_dot(h, params["down"], counts)[jnp.argsort(order)]
+        return jnp.einsum("tkd,tk->td", y.reshape(-1, 2, width), weights)
+
+    def loss(params, x, y):
+        return jnp.mean((layer(params, x.reshape(-1, width)).reshape(x.shape) + x - y) ** 2)
+
+    x = at((16, 32, width), "fsdp")
+    return jax.jit(jax.grad(loss), out_shardings=shardings(params)), (params, x, x)
+
+
+@case("t5-adafactor-fsdp", cpu={"fsdp": 8}, v5e={"fsdp": 16})
+def t5_adafactor(mesh: AnyMesh) -> Made:
+    """An encoder and a decoder with bucketed position biases and cross attention, trained by Adafactor."""
+    width, heads = 128, 4
+    attend = {name: jnp.zeros((width, width)) for name in ("q", "k", "v", "o")}
+    dense = {"wi": jnp.zeros((width, 512)), "wo": jnp.zeros((512, width))}
+    shapes = {
+        "embed": jnp.zeros((2048, width)),
+        "bias": jnp.zeros((2, 32, heads)),
+        "encoder": [{"self": attend, "mlp": dense, "norm": jnp.ones((2, width))}] * 2,
+        "decoder": [{"self": attend, "cross": attend, "mlp": dense, "norm": jnp.ones((3, width))}] * 2,
+    }
+    params = fully_sharded(mesh, shapes, "fsdp")
+
+    def norm(x, scale):
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+    def attention(p, x, memory, bias):
+        split = lambda t: t.reshape(*t.shape[:2], heads, width // heads)
+        q, k, v = split(x @ p["q"]), split(memory @ p["k"]), split(memory @ p["v"])
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ p["o"]
+
+    def position_bias(table, length, causal):
+        offset = jnp.arange(length)[None] - jnp.arange(length)[:, None]
+        buckets = jnp.clip(jnp.sign(offset) * jnp.log2(jnp.abs(offset) + 1).astype(jnp.int32) + 16, 0, 31)
+        bias = jnp.moveaxis(table[buckets], -1, 0)
+        return jnp.where(offset > 0, -1e9, bias) if causal else bias
+
+    def loss(params, inputs, targets):
+        x, y = params["embed"][inputs], params["embed"][jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]]
+        bias = position_bias(params["bias"][0], inputs.shape[1], False)
+        for p in params["encoder"]:
+            h = norm(x, p["norm"][0])
+            x = x + attention(p["self"], h, h, bias)
+            x = x + jax.nn.relu(norm(x, p["norm"][1]) @ p["mlp"]["wi"]) @ p["mlp"]["wo"]
+        bias = position_bias(params["bias"][1], targets.shape[1], True)
+        for p in params["decoder"]:
+            h = norm(y, p["norm"][0])
+            y = y + attention(p["self"], h, h, bias)
+            y = y + attention(p["cross"], norm(y, p["norm"][1]), x, 0.0)
+            y = y + jax.nn.relu(norm(y, p["norm"][2]) @ p["mlp"]["wi"]) @ p["mlp"]["wo"]
+        logits = y / math.sqrt(width) @ params["embed"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=64)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, inputs, targets):
+        grads = jax.grad(loss)(params, inputs, targets)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    at = functools.partial(on(mesh), dtype=jnp.int32)
+    return step, (params, optimizer_state(mesh, optimizer, params), at((16, 48), "fsdp"), at((16, 32), "fsdp"))
+
+
+CASES = (
+    lstm,
+    radiance_field,
+    conformer,
+    vq_vae,
+    ragged_moe,
+    t5_adafactor,
+)
