@@ -18,7 +18,7 @@ from shardfx.presets import models
 
 PICTURE = Path(__file__).parent / "report.png"
 MODEL, MESH, CHIP = "gemma3-12b", "data=2,fsdp=8,tensor=16", "v5e"
-WIDTH, HEIGHT = 1240, 830
+WIDTH, HEIGHT = 1240, 900
 
 
 def planned() -> ShardPlan:

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ FOLDER = DOCS / "verbs"
 # The verb, its command, and how many lines of it are shown. `report` prints nothing: its picture is the page.
 COMMANDS = {
     "plan": (
-        "plan llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp --width 130",
+        "plan llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp --width 92",
         24,
     ),
     "explain": (
@@ -55,7 +56,7 @@ COMMANDS = {
         24,
     ),
     "traffic": (
-        "traffic my_model:train_step --mesh data=64,fsdp=256,tensor=16 --how estimate",
+        "traffic my_model:train_step --mesh data=16,fsdp=64,tensor=8 --how estimate",
         24,
     ),
     "search": (
@@ -63,6 +64,7 @@ COMMANDS = {
         24,
     ),
     "convert": ("convert model-dir stacked --map my_model:STACKED", 24),
+    "clean": ("clean checkpoints", 24),
     "models": ("models qwen3", 24),
     "chips": ("chips v5e v5p v7x h100 b200", 24),
     "demo": ("demo --cpu-devices 8 --steps 20 --batch 8", 40),
@@ -112,6 +114,11 @@ def place() -> Iterator[Path]:
         }
         Path("model-dir").mkdir()
         save_file(arrays, "model-dir/model.safetensors")
+        killed = Path("checkpoints/.step-100.partial-41d7f2a90c3b5e68")
+        killed.mkdir(parents=True)
+        (killed / "model.safetensors").write_bytes(b"0" * 8192)
+        for path in (killed / "model.safetensors", killed):
+            os.utime(path, (time.time() - 93600, time.time() - 93600))
         sys.path.insert(0, name)
         sys.modules.pop("my_model", None)
         try:

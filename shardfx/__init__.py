@@ -77,15 +77,12 @@ if _typing.TYPE_CHECKING:
         Traffic as Traffic,
         TrafficDifference as TrafficDifference,
         TrafficRow as TrafficRow,
-        ZeroRow as ZeroRow,
-        ZeroTable as ZeroTable,
         compare as compare,
         compile_for as compile_for,
         estimate as estimate,
         fit as fit,
         seconds as seconds,
         traffic as traffic,
-        zero_table as zero_table,
     )
     from ._reshard import (
         Layout as Layout,
@@ -97,17 +94,13 @@ if _typing.TYPE_CHECKING:
     from ._reshard.reshard import reshard as reshard
     from ._search import (
         Candidate as Candidate,
-        Check as Check,
-        CostModel as CostModel,
         Frontier as Frontier,
         FrontierPoint as FrontierPoint,
         Limits as Limits,
         NamedAxes as NamedAxes,
         NamedAxis as NamedAxis,
-        SentRow as SentRow,
-        fit_chip as fit_chip,
+        constrain_step as constrain_step,
         frontier as frontier,
-        lay_out as lay_out,
         name_axes as name_axes,
         search as search,
     )
@@ -139,13 +132,12 @@ _LATE = {
         "_convert": "From TreeMap",
         "_cost": """
             Change Comparison CompiledFor Fit FitRow Frame MemoryAnalysis Offender Seconds SecondsRow Surplus
-            Traffic TrafficDifference TrafficRow ZeroRow ZeroTable compare compile_for estimate fit seconds
-            traffic zero_table
+            Traffic TrafficDifference TrafficRow compare compile_for estimate fit seconds
+            traffic
         """,
         "_reshard": "Layout LeafMove ReshardPlan Step plan_reshard reshard",
         "_search": """
-            Candidate Check CostModel Frontier FrontierPoint Limits NamedAxes NamedAxis SentRow fit_chip frontier
-            lay_out name_axes search
+            Candidate Frontier FrontierPoint Limits NamedAxes NamedAxis constrain_step frontier name_axes search
         """,
         "_see": """
             Attempt AxisMove Diff DimExplanation Explanation Finding Findings LeafDiff assert_same_plan_text
@@ -155,17 +147,17 @@ _LATE = {
     for name in names.split()
 }
 __all__ = """
-    Attempt AxisMove AxisRules Candidate Change Check CheckpointError ChipError Code Comparison CompiledFor
-    CostModel Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Frontier
+    Attempt AxisMove AxisRules Candidate Change CheckpointError ChipError Code Comparison CompiledFor
+    Decision Diff DimExplanation Explanation Finding Findings Fit FitRow Frame From Frontier
     FrontierPoint Layout LeafDiff LeafMove LeafPlan LeafTypeError Limits MapError MemoryAnalysis MeshError
     MeshSpec MoveError NamedAxes NamedAxis Offender OutOfMemoryError PathRules PlanFormatError PlanMismatchError
-    ProgramError Reason Replan ReportRow ReshardPlan RuleError Seconds SecondsRow SentRow ShardPlan SpecError Step
-    Surplus Traffic TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError ZeroRow ZeroTable
+    ProgramError Reason Replan ReportRow ReshardPlan RuleError Seconds SecondsRow ShardPlan SpecError Step
+    Surplus Traffic TrafficDifference TrafficRow TreeMap UnknownPathError UnmatchedError
     assert_same_plan_text atomic axis_names_of canonical checkpoint chips clear_caches compare compile_for
-    constrain correct diff differences estimate explain field filter_jit fit fit_chip follow frontier fsdp
-    gather hosts html_report interop lay_out lint match name_axes optional plan plan_reshard plan_text presets
+    constrain constrain_step correct diff differences estimate explain field filter_jit fit follow frontier fsdp
+    gather hosts html_report interop lint match name_axes optional plan plan_reshard plan_text presets
     renamed replan replicate report report_data report_rows reshard resolve search seconds shard shardings_of
-    specs_of topology traffic zero_table
+    specs_of topology traffic
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -1,28 +1,13 @@
 """TPU slices by name: how many devices they have, and how a mesh would lie on them. No TPU is needed."""
 
 import itertools
-import math
-import re
 import types
 from typing import NamedTuple
 
-from shardfx import MeshSpec
+from shardfx import ChipError, MeshError, MeshSpec, chips
 
 from .._ground.text import printable
 from ._usage import UsageError
-from ._values import whole_number
-
-
-# JAX's name for each kind, its cores per chip, and how many dimensions its network has.
-_MOST_CHIPS = 2**18
-_KINDS = {
-    "v2": ("TPU v2", 2, 2),
-    "v3": ("TPU v3", 2, 2),
-    "v4": ("TPU v4", 1, 3),
-    "v5e": ("TPU v5 lite", 1, 2),
-    "v5p": ("TPU v5", 1, 3),
-    "v6e": ("TPU v6 lite", 1, 2),
-}
 
 
 class Slice(NamedTuple):
@@ -37,7 +22,7 @@ def parse_slice(text: str) -> Slice:
 
     **Arguments:**
 
-    - `text`: "tpu", the kind, and the number of chips along each dimension.
+    - `text`: as [`shardfx.chips.parse_slice`][] takes it.
 
     **Returns:**
 
@@ -47,33 +32,26 @@ def parse_slice(text: str) -> Slice:
 
     `UsageError` that says which part is wrong, and what may stand there.
     """
-    found = re.fullmatch(r"tpu:(\w+):([1-9]\d*(?:x[1-9]\d*)*)", text)
-    if found is None:
-        raise UsageError(f"--target {text!r} is not of the form tpu:KIND:AxBxC, as in tpu:v5p:8x8x8")
-    if found[1] not in _KINDS:
-        raise UsageError(f"--target {text!r}: there is no kind {found[1]!r}; there are {', '.join(_KINDS)}")
-    kind, cores, dimensions = _KINDS[found[1]]
-    chips = [whole_number(size) or _MOST_CHIPS + 1 for size in found[2].split("x")]
-    if len(chips) != dimensions:
-        raise UsageError(
-            f"--target {text!r}: {found[1]} has {dimensions} dimensions, as in {'x'.join('4' * dimensions)}"
-        )
-    if math.prod(chips) > _MOST_CHIPS:
-        raise UsageError(f"--target {text!r:.60} has more than {_MOST_CHIPS:,} chips; no slice is that large")
-    places = itertools.product(*[range(size) for size in reversed(chips)], range(cores))
+    try:
+        made = chips.parse_slice(text)
+    except (MeshError, ChipError) as error:
+        raise UsageError(f"--target: {error}") from error
+    if not made.chip.torus_dims:
+        raise UsageError(f"--target {text!r:.60}: a switch joins its chips, so there is no order to choose")
+    places = itertools.product(*[range(size) for size in reversed(made.extents)], range(made.chip.devices_per_chip))
     devices = tuple(
         types.SimpleNamespace(
             id=number,
             process_index=0,
             platform="tpu",
-            device_kind=kind,
-            coords=(*reversed(place[:-1]), 0)[:3] if dimensions < 3 else (*reversed(place[:-1]),),
+            device_kind=made.chip.kinds[0],
+            coords=(*reversed(place[:-1]), 0)[:3] if made.chip.torus_dims < 3 else (*reversed(place[:-1]),),
             core_on_chip=place[-1],
             slice_index=0,
         )
         for number, place in enumerate(places)
     )
-    return Slice(text, devices)
+    return Slice(made.name, devices)
 
 
 def order_text(target: Slice, mesh: MeshSpec) -> str:

@@ -4,10 +4,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 
-from shardfx import MeshSpec, ShardPlan, Traffic, compile_for, estimate
+from shardfx import MeshSpec, Traffic, compile_for, estimate
 
 from ._load import attribute, check_arguments
 from ._usage import UsageError, calling
@@ -18,26 +17,20 @@ MOST_DEVICES = 512
 
 
 class Step(NamedTuple):
-    """A step, its arguments as structs, and how they lie: plans, or `None` where the structs say it."""
+    """A step, its arguments as structs with shardings, and the mesh that they lie on."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    plans: tuple[ShardPlan | None, ...]
     mesh: MeshSpec
-
-    @property
-    def laid_out(self) -> tuple[Any, ...]:
-        """For each argument its plan, or the structs that say how it lies."""
-        return tuple(plan or arg for plan, arg in zip(self.plans, self.args, strict=True))
 
 
 def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) -> Step:
-    """The step that a function of the user's returns, and how its arguments lie.
+    """The step that a function of the user's returns, and its arguments.
 
     **Arguments:**
 
-    - `name`: `MODULE:FUNCTION`. It returns the step and a tuple of its arguments: plans, trees of structs with
-        shardings, or values that are no arrays.
+    - `name`: `MODULE:FUNCTION`. It returns the step and a tuple of its arguments: trees of structs with shardings, as
+        `plan.structs`, or values that are no arrays.
     - `kwargs`: arguments for the function.
     - `mesh`: its argument `mesh`, if it has one.
 
@@ -46,9 +39,7 @@ def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None
     `UsageError` if there is no such function, it fails, or it returns something else.
     """
     function, args = _made(name, kwargs, mesh)
-    plans = tuple(arg if isinstance(arg, ShardPlan) else None for arg in args)
-    structs = tuple(arg.structs if isinstance(arg, ShardPlan) else arg for arg in args)
-    return Step(function, structs, plans, _mesh_of(name, structs))
+    return Step(function, args, _mesh_of(name, args) if mesh is None else mesh)
 
 
 def load_bare_step(name: str, kwargs: Mapping[str, Any] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -63,7 +54,7 @@ def load_bare_step(name: str, kwargs: Mapping[str, Any] | None) -> tuple[Callabl
     As `load_step`.
     """
     function, args = _made(name, kwargs, None)
-    return function, jax.tree.map(_bare, tuple(arg.structs if isinstance(arg, ShardPlan) else arg for arg in args))
+    return function, jax.tree.map(_bare, args)
 
 
 def _made(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
@@ -82,7 +73,7 @@ def _made(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) ->
         raise UsageError(f"`{name}` takes no `mesh`, so its plans have their own; leave out --mesh")
     made = calling(f"`{name}`", lambda: found(**given))
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
-        form = "a step and a tuple of its arguments, as in `return train_step, (params_plan, batch_plan)`"
+        form = "a step and a tuple of its arguments, as in `return train_step, (params_plan.structs, batch)`"
         raise UsageError(f"`{name}` must return {form}, not {made!r:.60}")
     return made
 
@@ -93,16 +84,12 @@ def _bare(leaf: Any) -> Any:
 
 def estimated(step: Step, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:
     """What the step should send, without compiling it."""
-    what = "estimating the step's traffic"
-    return calling(what, lambda: estimate(step.function, *step.args, plans=step.plans, compiler=compiler))
+    given = {"compiler": compiler, "mesh": step.mesh}
+    return calling("estimating the step's traffic", lambda: estimate(step.function, *step.args, **given))
 
 
 def compiled(
-    step: Step,
-    target: str | None = None,
-    cache: str | None = None,
-    tell: Callable[[str], None] | None = None,
-    donate: Any = "none",
+    step: Step, target: str | None = None, cache: str | None = None, tell: Callable[[str], None] | None = None
 ) -> Any:
     """The step's program: for a TPU slice that is not here, or for as many emulated CPU devices as its mesh has.
 
@@ -112,7 +99,6 @@ def compiled(
     - `target`: such as "tpu:v5e:4x4"; `None` for CPU devices.
     - `cache`: a directory that keeps programs.
     - `tell`: is told how long it has been compiling.
-    - `donate`: as in `shardfx.compile_for`.
 
     **Raises:**
 
@@ -120,13 +106,8 @@ def compiled(
     """
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
-    if "lower" in dir(step.function):
-        if target is not None:
-            raise UsageError("--target needs a step that is not jitted; return the function itself")
-        return calling("compiling the step", lambda: _lowered(step).compile())
-    out, where = _outputs(step), target or "cpu"
-    given = {"args": step.args, "out_shardings": out, "cache": cache, "progress": tell, "donate": donate}
-    return calling("compiling the step", lambda: compile_for(step.function, step.laid_out, where, **given))
+    given = {"target": target or "cpu", "mesh": step.mesh, "cache": cache, "progress": tell}
+    return calling("compiling the step", lambda: compile_for(step.function, *step.args, **given))
 
 
 def emulate(count: int, what: str = "the target has") -> None:
@@ -149,13 +130,6 @@ def emulate(count: int, what: str = "the target has") -> None:
         raise UsageError(f"JAX has started with {len(jax.devices())} devices, and {what} {count}")
 
 
-def _lowered(step: Step) -> Any:
-    """A step that is jitted already, for this machine's devices."""
-    mesh = step.mesh.build(jax.devices()[: step.mesh.size])
-    function: Any = step.function
-    return function.lower(*jax.tree.map(lambda leaf: _on(leaf, mesh), step.args))
-
-
 def _mesh_of(name: str, structs: Any) -> MeshSpec:
     found = {
         MeshSpec.of(leaf.sharding.mesh): None
@@ -164,36 +138,5 @@ def _mesh_of(name: str, structs: Any) -> MeshSpec:
     }
     if len(found) != 1:
         meshes = f"several meshes, {' and '.join(map(str, found))}" if found else "no mesh"
-        raise UsageError(f"the arguments of `{name}` are on {meshes}; make their plans on one")
+        raise UsageError(f"the arguments of `{name}` are on {meshes}; plan them on one")
     return next(iter(found))
-
-
-def _on(leaf: Any, mesh: jax.sharding.Mesh) -> Any:
-    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(leaf.sharding, jax.NamedSharding):
-        return leaf
-    sharding = jax.NamedSharding(mesh, leaf.sharding.spec, memory_kind=leaf.sharding.memory_kind)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _outputs(step: Step) -> Any:
-    """For each result that looks like an argument, as updated parameters do, the plan of that argument."""
-    made = calling("tracing the step", lambda: eqx.filter_eval_shape(step.function, *step.args))
-    results = made if isinstance(made, tuple) else (made,)
-    plans = tuple(_like(result, step) for result in results)
-    return plans if isinstance(made, tuple) else plans[0]
-
-
-def _like(result: Any, step: Step) -> ShardPlan | None:
-    for arg, plan in zip(step.args, step.plans, strict=True):
-        if jax.tree.leaves(arg) and _shapes(arg) == _shapes(result):
-            return plan
-    return None
-
-
-def _shapes(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(eqx.filter(tree, _is_array))
-    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)

@@ -59,7 +59,8 @@ def in_flags(text: str) -> str:
         value = found[2].strip("\"'")
         return f"`--{found[1].replace('_', '-')}{'' if value in ('', 'True') else f' {value}'}`"
 
-    return _ARGUMENT.sub(flag, text)
+    pair = "give --rules a pair, MODULE:NAME of (PathRules, AxisRules)"
+    return _ARGUMENT.sub(flag, text).replace("pass `axes=AxisRules([...])`", pair)
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ._screen import require_writable
 from ._usage import UsageError, shown
 
 
@@ -15,6 +16,7 @@ class Verb(click.Command):
 
     def invoke(self, ctx: click.Context) -> int:
         try:
+            require_writable(ctx.params.get("json_file"))
             code = super().invoke(ctx)
             sys.stdout.flush()
             return code or 0

@@ -10,6 +10,7 @@ import shardfx
 
 from ._usage import shown
 from .verbs.chips import chips
+from .verbs.clean import clean
 from .verbs.convert import convert
 from .verbs.demo import demo
 from .verbs.diff import diff
@@ -40,7 +41,7 @@ def shardfx_() -> None:
     """Sharding plans as plain data, for JAX."""
 
 
-for _verb in (plan, explain, lint, diff, fit, report, traffic, search, convert, models, chips, demo):
+for _verb in (plan, explain, lint, diff, fit, report, traffic, search, convert, clean, models, chips, demo):
     shardfx_.add_command(_verb)
 
 

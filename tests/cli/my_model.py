@@ -34,7 +34,7 @@ def train_step(mesh, width=256):
     params = plan(jax.eval_shape(lambda: make(jax.random.key(0), width)), mesh, paths=RULES, axes=AXES)
     batch = plan(jax.ShapeDtypeStruct((1024, width), jnp.float32), mesh, names=("batch", None), axes=AXES)
 
-    return step, (params, batch)
+    return step, (params.structs, batch.structs)
 
 
 def plain_step(width=2048, rows=65536):

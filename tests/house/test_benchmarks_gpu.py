@@ -28,8 +28,10 @@ def test_the_file_is_written_as_those_of_the_common_runner(document):
 
 
 def test_the_page_shows_it_beside_the_others(document):
-    page = _report.full_page({"cpu": {**document, "suites": {}}, "gpu-h200": document})
-    assert "## gpu-h200" in page and "### gpu-h200: accelerator" in page
+    page = _report.page({"cpu": {**document, "suites": {}}, "gpu-h200": {**document, "quick": False}})
+    assert "## gpu-h200: accelerator" in page and "results/gpu-h200.json" in page
+    records = [_report.Record(**record) for record in document["suites"]["accelerator"]]
+    page = _report.table(records)
     for name in ("device to pinned_host", "pinned_host to device", "from a file", "a step of a wide network"):
         assert name in page
     assert "one copy from the host" in page

@@ -19,7 +19,7 @@ import shardfx
 ROOT = Path(__file__).parents[2]
 PACKAGE = draw_house.PACKAGE
 SOURCES = draw_house.sources()
-RUNTIME = {"jax", "equinox", "jaxtyping", "numpy", "shardfx"}
+RUNTIME = {"jax", "jaxlib", "equinox", "jaxtyping", "numpy", "shardfx"}
 FORBIDDEN_NAMES = {
     "ContextVar",
     "environ",

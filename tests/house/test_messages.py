@@ -80,11 +80,11 @@ def test_rank_mismatch():
     found = message(SpecError, lambda: plan(TREE, MESH, paths=rules))
     assert found == text(
         """
-        2 leaves (or groups of leaves) cannot be planned:
+        2 leaves, or groups of alike ones, cannot be planned:
           leaf `decoder/mlp/wo`: P('data', None, 'tensor') has 3 entries, but shape (10, 4) has 2 dimensions; write \
 `P('data',)` if the first 2 are meant.
-          leaf `decoder/norm`: P('data', 'tensor') has 2 entries, but shape (4,) has 1 dimensions; write `P('data',)` \
-if the first 1 are meant.
+          leaf `decoder/norm`: P('data', 'tensor') has 2 entries, but shape (4,) has 1 dimension; write `P('data',)` \
+if the first is meant.
         """
     )
 
@@ -132,8 +132,8 @@ the rule
 def test_indivisible_in_strict_mode():
     rules = PathRules([("wi", P(None, ("data", "tensor"))), (".*", P())])
     assert (
-        "leaf `decoder/mlp/wi`, shape (4, 10): dim 1: size 10 is not divisible by `data` (2) x `tensor` (4); pad it to "
-        "16, or use axes whose product divides 10"
+        "leaf `decoder/mlp/wi`, shape (4, 10): dim 1: size 10 is not divisible by `data` (2) x `tensor` (4); use axes "
+        "whose product divides 10"
     ) in message(SpecError, lambda: plan(TREE, MESH, paths=rules, strict=True))
 
 
@@ -627,3 +627,33 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
     assert len(jax.tree.leaves(made.shardings)) == len(made.leaves)
     assert 0 <= made.bytes_per_device <= made.bytes_total
     assert all(str(why) == why.message or why.dim is not None for leaf in made.leaves for why in leaf.reasons)
+
+
+@pytest.mark.parametrize(
+    "axes, wanted",
+    [
+        ((2, 2, 2), "a mesh axis has a name and a size, as in `MeshSpec({'data': 2, 'fsdp': 2, 'tensor': 2})`."),
+        (8, "a mesh axis has a name and a size, as in `MeshSpec({'tensor': 8})`."),
+        ("data=2", "a text is read by `MeshSpec.parse('data=2')`."),
+    ],
+)
+def test_a_mesh_without_names_or_as_a_text(axes, wanted, as_users_run_it):
+    assert message(MeshError, lambda: MeshSpec(axes)) == f"`MeshSpec({axes!r})`: {wanted}"
+
+
+def test_a_plan_is_read_by_path_and_joined_by_key(as_users_run_it):
+    made = plan(TREE, MESH, paths=EVERYTHING)
+    assert message(UnknownPathError, lambda: made[cast(Any, 0)]) == (
+        "`plan[0]`: a plan is read by the path of an array, as in `plan['layers/0/w']`; `plan.leaves` has the arrays "
+        "in order."
+    )
+    assert message(PlanMismatchError, lambda: ShardPlan.join(made, made)) == (
+        "`join` needs at least one plan, each with the key of its tree: `ShardPlan.join(params=params_plan, "
+        "opt=opt_plan)`."
+    )
+
+
+def test_errors_and_the_main_types_are_named_as_users_import_them():
+    kinds = [RuleError, SpecError, ShardPlan, MeshSpec, AxisRules, PathRules]
+    assert {kind.__module__ for kind in kinds} == {"shardfx"}
+    assert copy.deepcopy(MESH) == MESH

@@ -98,7 +98,7 @@ def _chosen(by_hand: Plans, devices: Sequence[Any], run: Run, text: Any) -> Plan
     print(f"\r{'':100}\r" if moving else "", end="")
     print(f"{time.perf_counter() - begin:.0f} s. The best of them, with the median of their steps:\n")
     for one in found:
-        print(f"{one.checks[-1].seconds * 1e3:>8.1f} ms  {one.title}")
+        print(f"{one.seconds * 1e3:>8.1f} ms  {one.title}")
     print(f"\nThe best as code, to be committed (`shardfx search --write`):\n\n{found[0].code()}")
     steps = min(run.steps, _TIMED_STEPS)
     taken = step_seconds({"chosen": plans, "by hand": by_hand}, text, dataclasses.replace(run, steps=steps))

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 
-from shardfx import AxisRules, Candidate, MeshSpec, ShardPlan, filter_jit, follow, lay_out, plan, search, shard
+from shardfx import AxisRules, Candidate, MeshSpec, ShardPlan, constrain_step, filter_jit, follow, plan, search, shard
 
 from .data import batch
 from .model import AXIS_RULES, KV_HEADS, Transformer, loss
@@ -41,7 +41,7 @@ class Plans:
     """The plans of all that a training step takes.
 
     With `constrains`, the step lays out activations by the model's plan, by names that the model's code has; with
-    `rules`, by [`shardfx.lay_out`][].
+    `rules`, by [`shardfx.constrain_step`][].
     """
 
     model: ShardPlan
@@ -101,7 +101,7 @@ def search_plans(
     found = search(step, model, state, text, devices=devices, **how)
     best = found[0]
     mesh = best.mesh.build(devices)
-    rules = best.rules if best.laid_out else None
+    rules = best.rules if best.constrained else None
     return Plans(*(made.on(mesh) for made in best.plans), constrains=False, rules=rules), found
 
 
@@ -152,7 +152,7 @@ def start_sharded(plans: Plans, run: Run) -> tuple[Any, Transformer, optax.OptSt
     )
     train_step = make_step(optimizer, plans.model if plans.constrains else None)
     if plans.rules is not None:
-        train_step = lay_out(train_step, plans.model.mesh, plans.rules)
+        train_step = constrain_step(train_step, plans.model.mesh, plans.rules)
     step = filter_jit(
         train_step,
         in_shardings=(plans.model, plans.optimizer, plans.batch),

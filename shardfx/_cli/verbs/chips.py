@@ -5,7 +5,7 @@ import click
 from shardfx import chips as known
 
 from .._data import as_json
-from .._screen import JSON, show, write
+from .._screen import JSON, show, terminal_width, write
 from .._usage import calling
 from .._verb import verb
 
@@ -20,6 +20,6 @@ def chips(names: tuple[str, ...], json_file: str | None) -> None:
     """
     found = calling("reading NAME", lambda: tuple(known.find(name) for name in names)) or known.CHIPS
     if json_file != "-":
-        show(known.table(found))
+        show(known.table(found, width=terminal_width()))
     if json_file is not None:
         write(as_json(list(found)), json_file)

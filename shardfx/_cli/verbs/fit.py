@@ -11,32 +11,29 @@ from .._data import as_json, data_of
 from .._screen import JSON, show, working, write
 from .._step import compiled, load_step
 from .._usage import UsageError, calling
-from .._values import literals, whole_number
+from .._values import literals
 from .._verb import verb
 
 
 @verb(
     examples=(
         "shardfx fit llama3-70b --mesh fsdp=64,tensor=4 --rules fsdp_tp --optimizer optax:adamw --chip v5e",
-        "shardfx fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2 --donate 0 --chip v5p --json",
+        "shardfx fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2 --chip v5p --json",
     ),
-    exits="0; 1 if it does not fit",
+    exits="0 if a step fits; 1 if it does not, or where no step was counted",
 )
 @asks_for_a_plan(model_is_needed=False)
 @click.option(
     "--chip", metavar="CHIP", help="As v5e or h100, see `shardfx chips`; by default that of --target, else v5p."
 )
 @click.option("--step", metavar="MODULE:STEP", help="In the place of MODEL: a step; see `shardfx traffic`.")
-@click.option(
-    "--donate", default="none", show_default=True, metavar="none|all|0,1", help="Arguments of the step to reuse."
-)
 @click.option("--compile", "compiles", is_flag=True, help="Compile the step for --target: the compiler's own numbers.")
 @JSON
-def fit(asked: Asked, chip: str | None, step: str | None, donate: str, compiles: bool, json_file: str | None) -> int:
-    """Say whether it fits a chip, and which changes would make it fit.
+def fit(asked: Asked, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
+    """Say whether a step fits a chip, and which changes would make it fit.
 
-    Of a model, what its arrays take, those of --optimizer, and gradients; of a step, activations too: it is traced,
-    and what is live at the worst moment is counted.
+    Of a step, what is live at the worst moment is counted. Of a model, what its arrays take and those of --optimizer;
+    that alone says not whether a step of it fits.
 
     {MODEL}
     """
@@ -49,12 +46,12 @@ def fit(asked: Asked, chip: str | None, step: str | None, donate: str, compiles:
         made = plan_of(asked)
         found = calling("counting", lambda: fit_of(_parts(made), chip=hardware))
     else:
-        found = _of_step(asked, step, hardware, _donated(donate), compiles)
+        found = _of_step(asked, step, hardware, compiles)
     if json_file != "-":
-        show(str(found))
+        show(calling("trying changes", found.explain))
     if json_file is not None:
-        write(as_json({**_sums(found), **data_of(found)}), json_file)
-    return 0 if found.fits else 1
+        write(as_json(_data(found)), json_file)
+    return 0 if found.fits and found.how != "arguments" else 1
 
 
 def _parts(made: ShardPlan) -> ShardPlan:
@@ -62,25 +59,17 @@ def _parts(made: ShardPlan) -> ShardPlan:
     return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
 
 
-def _of_step(asked: Asked, name: str, chip: chips.Chip, donate: Any, compiles: bool) -> Fit:
+def _of_step(asked: Asked, name: str, chip: chips.Chip, compiles: bool) -> Fit:
     mesh = asked.mesh
     spec = None if mesh is None else calling("reading --mesh", lambda: MeshSpec.parse(mesh))
     loaded = load_step(name, None if asked.kwargs is None else literals(asked.kwargs, "kwargs"), spec)
     with working(f"tracing {name}") as work:
-        program = compiled(loaded, asked.target, tell=work.tell, donate=donate) if compiles else None
-        given = {"args": loaded.args, "donate": donate, "compiled": program, "chip": chip}
-        return calling("counting memory", lambda: fit_of(loaded.laid_out, step=loaded.function, **given))
+        program = compiled(loaded, asked.target, tell=work.tell) if compiles else None
+        given = {"compiled": program, "chip": chip, "mesh": loaded.mesh}
+        return calling("counting memory", lambda: fit_of(loaded.function, *loaded.args, **given))
 
 
-def _donated(text: str) -> Any:
-    if text in ("none", "all"):
-        return text
-    numbers = [whole_number(part.strip()) for part in text.split(",")]
-    if None in numbers:
-        raise UsageError(f"--donate {text!r:.60} is none of none, all, and positions of arguments, as in 0,1")
-    return tuple(numbers)
-
-
-def _sums(found: Fit) -> dict[str, Any]:
-    sums = {name: getattr(found, name) for name in ("fits", "is_close", "peak_bytes", "usable_bytes", "headroom_bytes")}
-    return {**sums, "chip_name": found.chip.name}
+def _data(found: Fit) -> dict[str, Any]:
+    names = ("fits", "is_close", "peak_bytes", "usable_bytes", "headroom_bytes", "how", "batch", "largest_batch")
+    tables = ("rows", "largest", "changes", "notes")
+    return {name: data_of(getattr(found, name)) for name in (*names, *tables)} | {"chip_name": found.chip.name}

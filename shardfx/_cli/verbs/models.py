@@ -9,12 +9,14 @@ from shardfx import presets
 
 from ..._ground.text import table
 from .._data import as_json
-from .._screen import JSON, show, write
+from .._screen import JSON, show, terminal_width, write
 from .._usage import UsageError
 from .._verb import verb
 
 
 _NUMBERS = ("layers", "embed", "heads", "kv_heads", "head_dim", "hidden", "experts", "vocab")
+# What a narrow terminal does without, in this order.
+_SPARE = ("--rules", "head_dim", "vocab", "kv_heads", "heads")
 
 
 @verb(examples=("shardfx models", "shardfx models qwen3 --json"))
@@ -33,7 +35,8 @@ def models(text: str, json_file: str | None) -> None:
     rows = {name: {**config, "strategies": list(known.strategies(name))} for name, config in named.items()}
     if json_file != "-":
         cells = [(name, *_cells(row)) for name, row in rows.items()]
-        show("\n".join(table([("model", *_NUMBERS, "--rules"), *cells], right=set(_NUMBERS))))
+        header = ("model", *_NUMBERS, "--rules")
+        show("\n".join(table([header, *cells], right=set(_NUMBERS), width=terminal_width(), spare=_SPARE)))
     if json_file is not None:
         write(as_json(rows), json_file)
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import click
 
-from shardfx import AxisRules, Candidate, search as search_of
+from shardfx import AxisRules, Candidate, TrafficRow, search as search_of
 
+from ..._cost.frames import place_text
 from ..._ground.text import bytes_text, table
-from ..._search import device_count
+from ..._search import device_count, megabytes
 from .._data import as_json
 from .._load import attribute
 from .._screen import JSON, require_writable, show, working, write
@@ -20,10 +21,9 @@ from .._verb import verb
 
 
 _FIELDS = (
-    *("roles", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "axis_seconds", "wire_bytes"),
-    *("memory_bytes", "limit_bytes", "fits", "laid_out", "state_over", "states", "traffic", "reasons"),
+    *("roles", "by", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "wire_bytes", "memory_bytes"),
+    *("limit_bytes", "fits", "constrained", "donated", "results", "state_over", "states", "reasons", "notes"),
 )
-_LOOK = ("by", "seconds", "compute_seconds", "wire_bytes", "memory_bytes", "axis_bytes")
 
 
 @verb(
@@ -78,7 +78,8 @@ def search(
     """Choose mesh and rules for a step, by what they would cost.
 
     MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of ShapeDtypeStructs. Its
-    dimensions are named by what the step does with them; without --verify nothing is compiled.
+    dimensions are named by what the step does with them. XLA's partitioner makes the program of one device for the best
+    candidates and the usual ways by hand; without --verify nothing is compiled further.
     """
     hardware = _hardware(target, devices, chip)
     require_writable(code_file, json_file)
@@ -134,17 +135,19 @@ def _table(found: Sequence[Candidate]) -> str:
     """A line for each candidate."""
     rows = [("", "candidate", "by", "ms a step", "MB sent", "a device")]
     for number, one in enumerate(found, start=1):
-        look = one.checks[-1] if one.checks else None
-        seconds, by = (one.seconds, "estimate") if look is None else (look.seconds, look.by)
-        sent = one.wire_bytes if look is None else look.wire_bytes
-        held = one.memory_bytes if look is None or look.memory_bytes is None else look.memory_bytes
-        numbers = (by, f"{seconds * 1e3:.3g}", f"{sent / 1e6:.4g}", bytes_text(held))
-        rows.append((f"[{number}]", one.title, *numbers))
+        sent = "-" if one.traffic is None else megabytes(one.wire_bytes)
+        rows.append((f"[{number}]", one.title, one.by, f"{one.seconds * 1e3:.3g}", sent, bytes_text(one.memory_bytes)))
     return "\n".join(table(rows, right={"ms a step", "MB sent", "a device"}))
 
 
 def _data(found: Candidate) -> dict[str, object]:
     fields = {name: getattr(found, name) for name in _FIELDS}
     plans = [{leaf.path: leaf.spec for leaf in plan.leaves} for plan in found.plans]
-    checks = [{name: getattr(look, name) for name in _LOOK} for look in found.checks]
-    return {"mesh": str(found.mesh), "rules": found.rules.rules, "plans": plans, **fields, "checks": checks}
+    sent = [] if found.traffic is None else [_row(row) for row in found.traffic.rows]
+    return {"mesh": str(found.mesh), "rules": found.rules.rules, "plans": plans, **fields, "traffic": sent}
+
+
+def _row(row: TrafficRow) -> dict[str, object]:
+    """A row without the lines around its own."""
+    names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "calls", "note")
+    return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}

@@ -14,8 +14,8 @@ from .._values import literals
 from .._verb import verb
 
 
-STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its arguments: plans, or trees of
-    ShapeDtypeStructs with shardings. A parameter called `mesh` gets --mesh as a MeshSpec."""
+STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its arguments: trees of
+    ShapeDtypeStructs with shardings, as `plan.structs`. A parameter called `mesh` gets --mesh as a MeshSpec."""
 
 
 @verb(
@@ -38,7 +38,7 @@ STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its 
 @click.option(
     "--compiler",
     type=click.Choice(["tpu", "gpu", "cpu"]),
-    help="Whose habits the estimate has; by default those of what is compiled for, else a TPU's.",
+    help="Whose compiler the estimate is for; by default that of what is compiled for, else a TPU's.",
 )
 @click.option("--target", metavar="tpu:KIND:AxBxC", help="Compile for this TPU slice; needs the extra `aot`.")
 @click.option("--cache", metavar="DIR", help="Keep what was compiled for --target in this directory.")
@@ -57,7 +57,7 @@ def traffic(
 ) -> None:
     """List what a step sends, and the line that causes it.
 
-    {STEP} Nothing runs. A result that looks like an argument lies as that one does.
+    {STEP} Nothing runs. What the step donates, and how its results lie, `jax.jit` or `filter_jit` says.
     """
     if target is not None and how == "estimate":
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
