@@ -118,12 +118,8 @@ def _short_row(record: Record) -> list[tuple[str, ...]]:
     return [(record.name, _seconds(measured[ours]), f"{_seconds(measured[best])}, {best}", faster)]
 
 
-def _anchor(name: str, suite: str) -> str:
-    return f"{name}-{suite}"
-
-
 def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How many of the limits hold and where, then each that does not, with a link to its section."""
+    """How many of the limits hold and where, then each that does not, with a link to its file."""
     limits = [
         (name, suite, record["name"], limit)
         for name, document in files.items()
@@ -135,7 +131,7 @@ def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     broken = [entry for entry in judged if not entry[-1]["holds"]]
     machines = "; ".join(dict.fromkeys(_machine(document) for document in files.values()))
     lines = [
-        f"[{name}: {suite}](#{_anchor(name, suite)}): {case}: {limit['text']}: {_number(limit['measured'])}"
+        f"[{name}: {suite}]({FILES}/{name}.json): {case}: {limit['text']}: {_number(limit['measured'])}"
         for name, suite, case, limit in broken
     ]
     counted = f"Of {len(judged)} limits that were measured, {len(judged) - len(broken)} hold. Machines: {machines}."
