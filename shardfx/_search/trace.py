@@ -85,6 +85,7 @@ def _module(step: Step) -> Any:
     for platform in _PLATFORMS[:-1]:
         try:
             return step.module(platform)
+        # JAX's errors where an operation has no lowering for a platform. The last platform's error is raised.
         except (NotImplementedError, ValueError):
             continue
     return step.module(_PLATFORMS[-1])
