@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._ground.tree import flatten
-from .._step import Argument, Step
+from .._step import Parameter, Step
 from .live.kinds import ELEMENTWISE, PIECES, VIEWS
 from .live.program import Op, Program, Uses
 
@@ -29,7 +29,7 @@ class Taken(NamedTuple):
     - `result`: the number of the result that it comes back as, if it does.
     """
 
-    argument: Argument
+    argument: Parameter
     dtype: str
     group: str
     result: int | None
@@ -161,7 +161,7 @@ def _is_update(op: Op) -> bool:
     return op.opcode in ELEMENTWISE or op.opcode in VIEWS
 
 
-def _leading(ours: Sequence[Argument], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
+def _leading(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
     """The size of the batch's first dimension."""
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has up to four words.

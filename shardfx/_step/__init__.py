@@ -6,10 +6,10 @@ XLA is asked in a process of its own.
 """
 
 from .graph import program_of as program_of
+from .lowered import Parameter as Parameter
 from .operations import Operation as Operation, Program as Program, Value as Value
 from .partitioner import MOST_DEVICES as MOST_DEVICES, partitioned as partitioned
 from .step import (
-    Argument as Argument,
     Platform as Platform,
     Step as Step,
     argument_names as argument_names,

@@ -27,6 +27,7 @@ class Parameter(NamedTuple):
     - `dims`: the mesh axes that cut each dimension; `None` where nothing says how it lies.
     - `donated`: whether a result may take over its memory.
     - `on_host`: whether it lies in a host's memory.
+    - `path`: of an argument that a step names, with the step's parameter in front: "params/layers/0/w".
     """
 
     name: str
@@ -34,6 +35,7 @@ class Parameter(NamedTuple):
     dims: Dims | None
     donated: bool
     on_host: bool = False
+    path: str = ""
 
 
 def parameters(module: Any) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:

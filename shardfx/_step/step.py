@@ -58,26 +58,6 @@ class _Named(Protocol):
     mesh: MeshSpec | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """One array that a step takes.
-
-    **Arguments:**
-
-    - `path`: with the name of the step's parameter in front, "params/layers/0/w".
-    - `shape`: of the whole array.
-    - `dims`: for each dimension the mesh axes that cut it; `None` where nothing says how the array lies.
-    - `donated`: whether a result may take over its memory.
-    - `on_host`: whether it lies in a host's memory.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dims: Dims | None
-    donated: bool
-    on_host: bool = False
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """A step that is traced once, to be partitioned for any platform, mesh and shardings; made by `step_of`.
@@ -128,12 +108,12 @@ class Step:
         return self.lowered(platform).compiler_ir("stablehlo")
 
     @ft.cached_property
-    def arguments(self) -> tuple[Argument, ...]:
+    def arguments(self) -> tuple[Parameter, ...]:
         """The arrays that the program takes, in the order of its parameters.
 
         JAX drops what nothing reads from a function that the user jitted.
         """
-        return tuple(Argument(self.path(one.name), *one[1:]) for one in self.parameters[0])
+        return tuple(one._replace(path=self.path(one.name)) for one in self.parameters[0])
 
     @ft.cached_property
     def parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
