@@ -1,6 +1,5 @@
 """What a step should send, from XLA's own partitioner: nothing is compiled to the end."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from .after import as_compiled
 from .hlo_text import parse_hlo
 from .shrunk import carried_on
 from .traffic import numbering_of, read
-from .traffic_rows import Traffic
+from .traffic_rows import Traffic, largest_first
 
 
 # Larger meshes are read on smaller ones: XLA takes 3 s for 8,192 devices, and 0.1 s for some hundred.
@@ -82,8 +81,7 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
         except ProgramError:
             if step.mesh.size > MOST_DEVICES:
                 raise
-    made = _read(step, compiler, step.jax_mesh)
-    return dataclasses.replace(made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes)))
+    return largest_first(_read(step, compiler, step.jax_mesh))
 
 
 def _read(step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh, without: Sequence[str] = ()) -> Traffic:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from .._ground.errors import ProgramError
 from ..topology._mesh import MeshSpec
-from .traffic_rows import Traffic, TrafficRow
+from .traffic_rows import Traffic, TrafficRow, largest_first
 
 
 # An axis keeps so many devices where its size allows: groups within an axis, and what divides, are then the same.
@@ -65,7 +65,7 @@ def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence
         _row(row, [(others[axis][at], times) for axis, times in doublings.items()], note)
         for at, row in enumerate(first)
     ]
-    return Traffic(tuple(sorted(rows, key=lambda row: -row.wire_bytes)), mesh.size)
+    return largest_first(Traffic(tuple(rows), mesh.size))
 
 
 def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:

@@ -18,7 +18,7 @@ from .groups import Numbering
 from .hlo_text import HloModule, Instruction, parse_hlo
 from .origin import Origins, path_of
 from .runs import Runs, runs_of
-from .traffic_rows import Traffic, TrafficRow
+from .traffic_rows import Traffic, TrafficRow, largest_first
 from .where import Where
 
 
@@ -106,7 +106,7 @@ def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -
     program = _program(compiled)
     mesh = program.mesh if mesh is None else mesh
     found = read(parse_hlo(program.text), mesh, numbering_of(program.text, mesh), program.paths, program.ids)
-    return dataclasses.replace(found, rows=tuple(sorted(found.rows, key=lambda row: -row.wire_bytes)))
+    return largest_first(found)
 
 
 def read(

@@ -135,6 +135,11 @@ class Traffic:
         return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
 
 
+def largest_first(made: Traffic) -> Traffic:
+    """The traffic with its rows by their bytes."""
+    return dataclasses.replace(made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes)))
+
+
 @dataclasses.dataclass(frozen=True)
 class TrafficDifference:
     """How the traffic of two steps differs; made by subtracting one [`shardfx.Traffic`][] from another.

@@ -22,7 +22,7 @@ from ..interop import tpu
 from .asked import Asked
 from .candidate import Candidate
 from .constrain_step import constrain_step
-from .priced import Pricer
+from .priced import Pricer, timed
 from .times import times_of
 
 
@@ -122,14 +122,9 @@ def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
     sent = traffic(program, one.mesh)
     times = times_of(sent, work_of(parse_hlo(program.as_text())), pricer.chip, one.mesh, pricer.model)
     return dataclasses.replace(
-        one,
+        timed(one, times, sent),
         by="compile",
-        seconds=times.seconds,
-        compute_seconds=times.compute,
-        exposed_seconds=times.exposed,
-        hidden_seconds=times.hidden,
         memory_bytes=memory_of(program).needed_bytes,
-        traffic=sent,
         comparison=compare(one.traffic, sent),
     )
 

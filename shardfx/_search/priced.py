@@ -17,6 +17,7 @@ from .._cost.hlo_text import HloModule, parse_hlo
 from .._cost.live import held as held_by
 from .._cost.shrunk import carried_on
 from .._cost.traffic import numbering_of, read
+from .._cost.traffic_rows import largest_first
 from .._cost.work import Work, work_of
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan
@@ -27,7 +28,7 @@ from .candidate import Candidate
 from .constrain_step import constrain_step
 from .core import CostModel
 from .emulated import EMULATED
-from .times import times_of
+from .times import Times, times_of
 from .trace import Traced
 
 
@@ -38,6 +39,18 @@ class _Read:
     sent: Traffic
     work: Work
     held: tuple[int | float, int | float]
+
+
+def timed(one: Candidate, times: Times, sent: Traffic) -> Candidate:
+    """The candidate with what a program of it sends, and how long that takes."""
+    return dataclasses.replace(
+        one,
+        seconds=times.seconds,
+        compute_seconds=times.compute,
+        exposed_seconds=times.exposed,
+        hidden_seconds=times.hidden,
+        traffic=sent,
+    )
 
 
 class Pricer:
@@ -88,14 +101,9 @@ class Pricer:
         times = times_of(read.sent, read.work, self.chip, one.mesh, self.model)
         fits = read.held[0] <= one.limit_bytes
         return dataclasses.replace(
-            one,
+            timed(one, times, largest_first(read.sent)),
             by="estimate",
-            seconds=times.seconds,
-            compute_seconds=times.compute,
-            exposed_seconds=times.exposed,
-            hidden_seconds=times.hidden,
             memory_bytes=round(read.held[0 if fits else 1]),
-            traffic=dataclasses.replace(read.sent, rows=tuple(sorted(read.sent.rows, key=lambda row: -row.wire_bytes))),
             constrained=constrained,
             notes=(*one.notes, *read.work.notes),
             donated=self.donated if fits else self.spare,
