@@ -5,6 +5,7 @@ and never chooses a plan. There is one reader of programs: an estimate is the tr
 partitioner made and no compiler finished (`after/` has what each platform's compiler still does to it).
 """
 
+from .._step.lines import Frame as Frame
 from .changes import Change as Change
 from .compare import Comparison as Comparison, Surplus as Surplus, compare as compare
 from .compile_for import (
@@ -14,7 +15,6 @@ from .compile_for import (
 )
 from .estimate import estimate as estimate
 from .fit import Fit as Fit, FitRow as FitRow, Offender as Offender, fit as fit
-from .frames import Frame as Frame
 from .seconds import Seconds as Seconds, SecondsRow as SecondsRow, seconds as seconds
 from .traffic import traffic as traffic
 from .traffic_rows import (

@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from .._ground.errors import ProgramError
-from .collective import Collective, array_bytes
+from .collective import Collective, sent_by
 from .hlo_text import HloModule, Instruction
 from .where import SLICE, Where
 
@@ -21,7 +21,6 @@ _KINDS = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
 _PRODUCT = re.compile(r"^\{([\d,:]+)\}x\{([\d,:]+)\}$")
 
 
@@ -45,12 +44,12 @@ def slices_of(module: HloModule) -> int:
 def transfer_of(instruction: Instruction, where: Where) -> Collective:
     """What a transfer does, as a collective between all devices that take part."""
     target, kind = _target(instruction)
-    dtype, sizes = _ARRAY.findall(instruction.result)[0]
+    sent = sent_by(instruction, instruction.result)[0]
     numbers = where.numbers(sorted({name for row in target for name in row}))
     rows = [[numbers[name] for name in row] for row in target]
     counts = dict.fromkeys(map(len, rows))
     groups = tuple(np.array([row for row in rows if len(row) == count]) for count in counts)
-    return Collective(kind, dtype, (array_bytes(dtype, sizes, instruction),), groups)
+    return Collective(kind, sent.dtype, (sent.bytes,), groups)
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:

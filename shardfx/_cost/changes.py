@@ -14,10 +14,10 @@ from .._plan.decide import Request
 from .._plan.further import further
 from .._rules.strategies import Fsdp
 from .._step import argument_names, step_of
+from .._step.lines import Frame
 from .._step.lowered import Dims
 from .constrained import constrained
 from .counted import Counted
-from .frames import Frame
 
 
 # How many other sizes of the batch are traced to find the largest that fits.

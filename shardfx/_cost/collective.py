@@ -9,7 +9,8 @@ import numpy as np
 
 from .._ground.errors import ProgramError
 from .groups import Groups, Numbering, groups_of
-from .hlo_text import Instruction
+from .hlo_text import Instruction, parts_of
+from .hlo_types import Array, arrays_in
 
 
 KINDS = (
@@ -29,9 +30,6 @@ _KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d
 _ENDS = ("-done", "-update")
 # A GPU's compiler can write a permute as a send and a receive.
 _HAS_PAIRS = "source_target_pairs="
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
-_BITS = re.compile(r"^(?:[suf](\d+)\w*|bf(16)|c(64|128))$")
-_SIZES = re.compile(r"^(?:<=)?\d+(?:,(?:<=)?\d+)*$|^$")
 _SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
 
 
@@ -104,26 +102,31 @@ def channel_of(instruction: Instruction) -> int | None:
     return int(found[1]) if found else None
 
 
-def array_bytes(dtype: str, sizes: str, instruction: Instruction) -> Fraction:
-    """The bytes of an array from its type and sizes in HLO; of one whose size has a bound, those of the bound."""
-    if dtype == "token":
-        return Fraction(0)
-    found = _BITS.match("s8" if dtype == "pred" else dtype)
-    if found is None or not _SIZES.match(sizes):
-        raise ProgramError(f"the size of `{dtype}[{sizes}]` is not known, which is sent by {instruction.text:.300}")
-    bits = int(next(filter(None, found.groups())))
-    return Fraction(bits * math.prod(int(size) for size in re.findall(r"\d+", sizes)), 8)
+def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
+    """The arrays in the type of what an instruction sends.
+
+    **Raises:**
+
+    `ProgramError` that shows the instruction, for an array whose size is not known.
+    """
+    try:
+        found = arrays_in(result)
+        # A size that is not known would be one that counts as nothing.
+        sum(array.bits for array in found)
+    except ProgramError as error:
+        raise ProgramError(f"{error}, which is sent by {instruction.text:.300}") from None
+    return found
 
 
 def _arrays(instruction: Instruction) -> list[tuple[str, Fraction]]:
     """The type and the bytes of each array that a device has in the end."""
     result = instruction.result
     if instruction.opcode == "recv":
-        result = _elements(result)[0]
+        result = parts_of(result)[0]
     elif instruction.opcode.endswith("-start") and (result.startswith("((") or "all-reduce" not in instruction.opcode):
         # What only begins gives out its operands, its results, and what it notes for itself.
-        result = [*_elements(result), result][1]
-    arrays = [(dtype, array_bytes(dtype, sizes, instruction)) for dtype, sizes in _ARRAY.findall(result)]
+        result = [*parts_of(result), result][1]
+    arrays = [(array.dtype, array.bytes) for array in sent_by(instruction, result)]
     if not arrays:
         raise ProgramError(f"a collective does not say what it sends: {instruction.text:.300}")
     sliced = _SLICED.search(instruction.structure)
@@ -132,19 +135,7 @@ def _arrays(instruction: Instruction) -> list[tuple[str, Fraction]]:
     # A permute within larger arrays sends slices of them.
     counts = [math.prod(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
     dtypes = [arrays[min(at, len(arrays) - 1)][0] for at in range(len(counts))]
-    return [(dtype, array_bytes(dtype, str(count), instruction)) for dtype, count in zip(dtypes, counts, strict=True)]
-
-
-def _elements(result: str) -> list[str]:
-    """What is in a tuple; an array alone is one element."""
-    depth, parts = 0, [""]
-    for letter in result[1:-1] if result.startswith("(") else result:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
+    return [(dtype, Array(dtype, (count,)).bytes) for dtype, count in zip(dtypes, counts, strict=True)]
 
 
 def _require_local(instruction: Instruction) -> None:

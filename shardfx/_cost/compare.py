@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from .._ground.text import bytes_text, table
-from .frames import Frame, place_text
+from .._step.lines import Frame, place_text
 from .traffic import traffic
 from .traffic_rows import Traffic, TrafficRow
 

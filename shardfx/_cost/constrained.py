@@ -1,6 +1,5 @@
 """Where a step should say that its activations lie along the batch, because compilers lay them out otherwise."""
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,16 +7,15 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from .._ground.errors import ProgramError
+from .._step.lines import Frame, is_library, lines_of, place_text
 from .._step.lowered import meshes
 from .counted import Counted
-from .frames import Frame, is_library, place_text
 
 
-# A step that needs more constraints than these is better constrained as a whole: `shardfx.auto.constrain_step`.
+# A step that needs more constraints than these is better constrained as a whole: `shardfx.constrain_step`.
 _MOST = 6
 # Fewer constraints are told where they save nearly as much.
 _NEARLY = 0.98
-_FRAME = re.compile(r'"([^"]*)"\("([^"]+)":(\d+):')
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather")
 
 
@@ -112,8 +110,7 @@ def _products(module: Any, sizes: set[int]) -> Iterator[Any]:
 
 def _line_of(op: Any) -> Frame | None:
     """The innermost line of the user's own program."""
-    frames = [Frame(file, int(line), function) for function, file, line in _FRAME.findall(str(op.location))]
-    return next((frame for frame in frames if not is_library(frame)), None)
+    return next((frame for frame in lines_of((op.location,)) if not is_library(frame)), None)
 
 
 def _entry(axes: Sequence[str]) -> str:

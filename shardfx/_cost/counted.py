@@ -10,8 +10,9 @@ from .._step import Platform, Step
 from .._step.lowered import Dims
 from .after import as_compiled
 from .hlo_text import HloModule, parse_hlo
+from .hlo_types import Array
 from .live import Held, held
-from .live.buffers import Buffer, bytes_of
+from .live.buffers import bytes_of
 from .live.program import program_of
 from .purpose import Taken, taken
 
@@ -59,7 +60,7 @@ class Counted:
 
     def host_bytes(self, at: int) -> int:
         """What an argument takes of a device's share of host memory."""
-        return bytes_of(Buffer(self.taken[at].dtype, self.shards[at]), self.chip.tile)
+        return bytes_of(Array(self.taken[at].dtype, self.shards[at]), self.chip.tile)
 
     def of_group(self, kind: str) -> tuple[int, ...]:
         """The numbers of the arguments of a group, "optimizer" for all its parts."""

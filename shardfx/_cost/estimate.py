@@ -11,7 +11,7 @@ from ..topology._mesh import MeshSpec
 from .after import as_compiled
 from .hlo_text import parse_hlo
 from .shrunk import carried_on
-from .traffic import numbering_of, read
+from .traffic import read
 from .traffic_rows import Traffic, largest_first
 
 
@@ -86,6 +86,5 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
 
 def _read(step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh, without: Sequence[str] = ()) -> Traffic:
     """The rows in the order of the program, where some of the compiler's passes are left out."""
-    text = step.partitioned(compiler, mesh=MeshSpec.of(mesh))
-    module = as_compiled(parse_hlo(text), compiler, without=without)
-    return read(module, mesh, numbering_of(text, mesh), step.leaves)
+    module = parse_hlo(step.partitioned(compiler, mesh=MeshSpec.of(mesh)))
+    return read(as_compiled(module, compiler, without=without), mesh, step.leaves)

@@ -14,11 +14,11 @@ from .._ground.spec import array_bytes, shard_counts
 from .._ground.text import between_numbers, bytes_text, joined, printable, table
 from .._plan import ShardPlan
 from .._step import step_of
+from .._step.lines import Frame
 from ..topology._mesh import MeshSpec
 from .changes import Change, batch_of, changes_of, largest_batch
 from .compile_for import MemoryAnalysis, memory_of
 from .counted import Counted
-from .frames import Frame
 from .live import HeldArray
 from .live.buffers import padded
 

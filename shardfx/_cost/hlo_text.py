@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._ground.errors import ProgramError
-from .frames import Frame
+from .._step.lines import Frame
 
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
@@ -22,7 +22,7 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
-_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_NUMBERED = {"replicas": re.compile(r"\breplica_count=(\d+)"), "partitions": re.compile(r"\bnum_partitions=(\d+)")}
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -92,12 +92,14 @@ class HloModule:
     - `entry`: the name of the computation that runs first.
     - `computations`: by name, the instructions by name; callees come before their callers.
     - `stacks`: by the number that instructions give, the frames of the trace, innermost first.
-    - `partitions`: how many devices share one replica of it, as its first line says; 1 where it does not.
+    - `replicas`: how often the whole program runs beside itself, as its first line says; 1 where it does not.
+    - `partitions`: how many devices share one replica.
     """
 
     entry: str
     computations: dict[str, dict[str, Instruction]]
     stacks: dict[int, tuple[Frame, ...]]
+    replicas: int = 1
     partitions: int = 1
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
@@ -154,8 +156,9 @@ def parse_hlo(text: str) -> HloModule:
             "this text is no optimized HLO module: it has no ENTRY computation; pass a compiled program, or its "
             "`as_text()`."
         )
-    found = _PARTITIONS.search(text.partition("\n")[0])
-    return HloModule(entry, computations, _stacks(tables), int(found[1]) if found else 1)
+    header = text.partition("\n")[0]
+    counts = {name: int(found[1]) for name, form in _NUMBERED.items() if (found := form.search(header))}
+    return HloModule(entry, computations, _stacks(tables), **counts)
 
 
 def _instruction(line: str) -> Instruction:
@@ -190,14 +193,15 @@ def _take_out(own: dict[str, Instruction], operand: str) -> None:
 
 
 def parts_of(result: str) -> list[str]:
-    """The types in the type of a tuple."""
-    found, depth, start = [], 0, 1
-    for at, letter in enumerate(result):
+    """The types in the type of a tuple; an array alone is one."""
+    depth, parts = 0, [""]
+    for letter in result[1:-1] if result.startswith("(") else result:
         depth += (letter in _OPENING) - (letter in _CLOSING)
-        if (letter == "," and depth == 1) or (not depth and at):
-            found.append(result[start:at].strip())
-            start = at + 1
-    return [one for one in found if one]
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def _is_whole(line: str) -> bool:

@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from .frames import Frame
+from .._step.lines import Frame
 from .hlo_text import HloModule, Instruction
+from .hlo_types import array_of, index_of, root_of
 
 
 # What passes its first operand on, in another form or a part of it.
@@ -25,8 +26,6 @@ _AGAIN = ("-done", "-update")
 _RUNS = ("fusion", "fusion-start", "async-start", "call")
 # Their results are other values, whatever shape they have.
 _ENDS_HERE = (*_PRODUCTS, "custom-call", "reduce", "reduce-window", "gather", "scatter", "sort", "while", "conditional")
-_INDEX = re.compile(r"\bindex=(\d+)")
-_SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 _ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
 _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
 # How many instructions a value is followed back, and on.
@@ -150,8 +149,8 @@ class Origins:
             if made.opcode in _PRODUCTS or any(self._has_product(name) for _, name in made.called):
                 return True
             if made.opcode == "get-tuple-element" and instructions[made.operands[0]].opcode == "parameter":
-                root = _root(instructions)
-                open_ends += [root.operands[_index(made) or 0]] if root.opcode == "tuple" else []
+                root = root_of(instructions)
+                open_ends += [root.operands[index_of(made) or 0]] if root.opcode == "tuple" else []
                 arguments = True
             elif made.opcode not in ("parameter", "all-gather", "all-gather-done"):
                 open_ends += made.operands
@@ -172,7 +171,7 @@ class Origins:
         for user in self._users.get((computation, instruction.name), ()):
             if user.opcode.endswith("-done"):
                 yield from self._elements(computation, user, element)
-            elif _index(user) == element:
+            elif index_of(user) == element:
                 yield user
 
     def _ends_of(self, where: str, begun: Instruction, operand: str) -> Iterator[Instruction]:
@@ -237,7 +236,7 @@ class Origins:
             return self._argument(computation, made.operands[0], depth + 1)
         if made.opcode in _RUNS:
             inner = next(called for _, called in made.called)
-            return self._argument(inner, _root(self._module.computations[inner]).name, depth + 1)
+            return self._argument(inner, root_of(self._module.computations[inner]).name, depth + 1)
         return None
 
     def _given(self, computation: str, number: int, depth: int) -> str | None:
@@ -246,7 +245,7 @@ class Origins:
         return None if given is None else self._argument(self._callers[computation][0], given, depth)
 
     def _tuple_element(self, computation: str, made: Instruction, depth: int) -> str | None:
-        index, holder = _index(made), self._module.computations[computation].get(made.operands[0])
+        index, holder = index_of(made), self._module.computations[computation].get(made.operands[0])
         while holder is not None and holder.opcode.endswith(("optimization-barrier", "copy", *_AGAIN)):
             holder = self._module.computations[computation].get(holder.operands[0])
         if holder is None or index is None:
@@ -272,13 +271,13 @@ class Origins:
     def _is_carried_unchanged(self, body: str, index: int) -> bool:
         """Whether a loop hands the variable `index` on as it came, if need be through loops inside it."""
         instructions = self._module.computations[body]
-        root = _root(instructions)
+        root = root_of(instructions)
         carried = instructions.get(root.operands[index]) if root.opcode == "tuple" else None
         while carried is not None:
             if carried.opcode in ("copy", "copy-done", "copy-start"):
                 carried = instructions.get(carried.operands[0])
                 continue
-            position = _index(carried)
+            position = index_of(carried)
             if position is None:
                 return False
             holder = instructions[carried.operands[0]]
@@ -298,33 +297,16 @@ def path_of(argument: str) -> str:
     return "/".join(next(filter(None, key), "") for key in keys) or argument
 
 
-def _index(instruction: Instruction) -> int | None:
-    found = _INDEX.search(instruction.attributes) if instruction.opcode == "get-tuple-element" else None
-    return int(found[1]) if found else None
-
-
-def _shape(instruction: Instruction) -> str:
-    found = _SHAPE.search(instruction.result)
-    return found[1] if found else ""
-
-
 def _same_count(one: Instruction, other: Instruction) -> bool:
     is_array = not one.result.startswith("(")
-    return is_array and math.prod(_sizes(one)) == math.prod(_sizes(other)) and bool(_sizes(other))
+    ours, theirs = array_of(one).shape, array_of(other).shape
+    return is_array and math.prod(ours) == math.prod(theirs) and bool(theirs)
 
 
 def _is_shard(part: Instruction, whole: Instruction) -> bool:
-    sizes, limits = _sizes(part), _sizes(whole)
+    sizes, limits = array_of(part).shape, array_of(whole).shape
     if part.result.startswith("(") or not sizes:
         return False
     return len(sizes) == len(limits) and all(
         size and not limit % size for size, limit in zip(sizes, limits, strict=True)
     )
-
-
-def _sizes(instruction: Instruction) -> list[int]:
-    return [int(size) for size in _shape(instruction).split(",") if size]
-
-
-def _root(computation: Mapping[str, Instruction]) -> Instruction:
-    return next(instruction for instruction in computation.values() if instruction.is_root)

@@ -7,11 +7,11 @@ from typing import Any
 
 from .._ground.errors import ProgramError
 from .hlo_text import HloModule, Instruction
+from .hlo_types import index_of, root_of
 
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
-_INDEX = re.compile(r"\bindex=(\d+)")
 _ENDS = ("-done", "-update")
 # What hands a number on as it is.
 _MOVES = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
@@ -122,7 +122,7 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
         return int(known[1])
     targets = dict(loop.called)
     condition, body = module.computations[targets["condition"]], module.computations[targets["body"]]
-    test = _unwrapped(module, condition, _root(condition))
+    test = _unwrapped(module, condition, root_of(condition))
     if test is None:
         return None
     compare, scope = test
@@ -148,10 +148,6 @@ def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
     return None
 
 
-def _root(computation: Mapping[str, Instruction]) -> Instruction:
-    return next(instruction for instruction in computation.values() if instruction.is_root)
-
-
 def _unwrapped(
     module: HloModule, computation: Mapping[str, Instruction], root: Instruction
 ) -> tuple[Instruction, dict[str, Instruction]] | None:
@@ -163,7 +159,7 @@ def _unwrapped(
     for instruction in inner.values():
         if instruction.opcode == "parameter":
             scope[instruction.name] = computation[root.operands[int(instruction.inside)]]
-    return _root(inner), scope
+    return root_of(inner), scope
 
 
 def _element(scope: Mapping[str, Instruction], outer: Mapping[str, Instruction], name: str) -> int | str | None:
@@ -172,8 +168,7 @@ def _element(scope: Mapping[str, Instruction], outer: Mapping[str, Instruction],
     if found is None:
         return None
     if found.opcode == "get-tuple-element":
-        index = _INDEX.search(found.attributes)
-        return int(index[1]) if index else None
+        return index_of(found)
     return found.inside if found.opcode == "constant" else None
 
 
@@ -187,7 +182,7 @@ def _initial(around: Mapping[str, Instruction], loop: Instruction, index: int) -
 
 def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int | None:
     """By how much the body moves the loop's variable, where it adds a constant to it."""
-    root = _root(body)
+    root = root_of(body)
     if root.opcode != "tuple":
         return None
     last = _moved(body, root.operands[index])

@@ -10,10 +10,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, ProgramError
+from .._step.lines import own_line
 from ..topology._mesh import MeshSpec
 from .between_hosts import is_transfer, slices_of, transfer_of
 from .collective import Collective, channel_of, collective_of
-from .frames import own_line
 from .groups import Numbering
 from .hlo_text import HloModule, Instruction, parse_hlo
 from .origin import Origins, path_of
@@ -26,8 +26,6 @@ from .where import Where
 IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
 # Said of the rows of an exchange whose pieces have sizes of their own.
 RAGGED = "a ragged exchange sends what its sizes say when it runs: all that it has room for counts, in equal parts."
-_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
-_REPLICAS = re.compile(r"\breplica_count=(\d+)")
 # The computation in which a TPU adds up and keeps a part.
 _SCATTERS = "all-reduce-scatter"
 # The fusion in which a TPU's collective begins, beside others that name it again.
@@ -105,14 +103,12 @@ def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -
     """
     program = _program(compiled)
     mesh = program.mesh if mesh is None else mesh
-    found = read(parse_hlo(program.text), mesh, numbering_of(program.text, mesh), program.paths, program.ids)
-    return largest_first(found)
+    return largest_first(read(parse_hlo(program.text), mesh, program.paths, program.ids))
 
 
 def read(
     module: HloModule,
     mesh: MeshSpec | Mesh | AbstractMesh | None,
-    numbering: Numbering,
     paths: Mapping[str, str],
     ids: tuple[int, ...] = (),
 ) -> Traffic:
@@ -122,7 +118,6 @@ def read(
 
     - `module`: the program.
     - `mesh`: whose axes are named in the rows.
-    - `numbering`: how the program numbers its devices.
     - `paths`: the paths of its arguments, by their names in the text.
     - `ids`: of the devices, in the order of the mesh, if they are known.
     """
@@ -130,7 +125,10 @@ def read(
     slices = max(
         [slices_of(module), *[own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]]
     )
-    where = Where(None if mesh is None else MeshSpec.of(mesh), mesh, numbering, slices, ids)
+    spec, numbering = None if mesh is None else MeshSpec.of(mesh), Numbering(module.replicas, module.partitions)
+    if spec is not None and numbering.size == 1:
+        numbering = Numbering(1, spec.size)  # its first line does not say so
+    where = Where(spec, mesh, numbering, slices, ids)
     found = _Reader(module, runs, where, numbering, paths).rows()
     return Traffic(tuple(one.row for one in found), where.devices)
 
@@ -163,15 +161,6 @@ def _program(compiled: Any) -> _Program:
     paths = {name: path.partition("/")[2] or path for name, path in named.items()}
     ids = compiled.device_ids if isinstance(compiled, _OnDevices) else ()
     return _Program(text, next(iter(meshes), None), paths, ids)
-
-
-def numbering_of(text: str, mesh: MeshSpec | Mesh | AbstractMesh | None) -> Numbering:
-    """How a program numbers its devices, by the head of its text; by the mesh where the text names one device."""
-    header = text.partition("\n")[0]
-    spec = None if mesh is None else MeshSpec.of(mesh)
-    partitions, replicas = _PARTITIONS.search(header), _REPLICAS.search(header)
-    found = Numbering(int(replicas[1] if replicas else 1), int(partitions[1] if partitions else 1))
-    return Numbering(1, spec.size) if spec is not None and found.size == 1 else found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from .._ground.html import html_table
 from .._ground.text import bytes_text, printable, table
-from .frames import Frame, place_text
+from .._step.lines import Frame, place_text
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]

@@ -6,12 +6,10 @@ import re
 from collections.abc import Mapping
 
 from .hlo_text import HloModule, Instruction
+from .hlo_types import array_of, arrays_in, root_of
 from .runs import runs_of
 
 
-_SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_BITS = re.compile(r"^(?:pred|[a-z]+?(\d+)\w*)$")
 # These read their operands from memory and write their results to it; what goes element by element is fused with them.
 _HEAVY = frozenset("dot convolution ragged-dot reduce reduce-window select-and-scatter sort fft custom-call".split())
 # What a loop takes unchanged, or carries, stays in a TPU's vector memory up to this size: v5e and v6e have 128 MiB.
@@ -109,43 +107,25 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 def _written(module: HloModule) -> float:
     """Bytes of the results, read and written once, where element-by-element operations make them."""
     entry = module.computations[module.entry]
-    root = next(one for one in entry.values() if one.is_root)
+    root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return math.fsum(2.0 * _bytes(one) for one in made if one.opcode not in _NOT_MADE | _HEAVY)
-
-
-def _bytes(instruction: Instruction) -> float:
-    """Of what an instruction makes."""
-    return math.fsum(
-        _bits(dtype) / 8 * math.prod(int(size) for size in sizes.split(",") if size)
-        for dtype, sizes in _ARRAY.findall(instruction.result)
-    )
-
-
-def _bits(dtype: str) -> int:
-    found = _BITS.match(dtype)
-    return int(found[1]) if found and found[1] else 8
 
 
 def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
     if instruction.opcode == "dot":
         # A tuple of an operand's parts is shorter where it is cut; the other operand says the whole length.
         found = zip(instruction.operands, _CONTRACTED.findall(instruction.attributes), strict=False)
-        sides = ((_dims(module, name, operand), dims.split(",")) for operand, dims in found)
+        sides = ((array_of(module.computations[name][operand]).shape, dims.split(",")) for operand, dims in found)
         over = max((math.prod(own[int(dim)] for dim in dims if dim) for own, dims in sides), default=1)
-        return 2.0 * math.prod(_sides(instruction.result)) * over
+        return 2.0 * math.prod(array_of(instruction).shape) * over
     if instruction.opcode == "convolution" and (found := _LABELS.search(instruction.attributes)):
-        kernel = _dims(module, name, instruction.operands[1])
+        kernel = array_of(module.computations[name][instruction.operands[1]]).shape
         each = math.prod(kernel) / kernel[found[1].index("o")]
-        return 2.0 * math.prod(_sides(instruction.result)) * each
+        return 2.0 * math.prod(array_of(instruction).shape) * each
     return 0.0
 
 
-def _dims(module: HloModule, name: str, operand: str) -> list[int]:
-    return _sides(module.computations[name][operand].result)
-
-
-def _sides(result: str) -> list[int]:
-    """The shape of an array, or of the first in a tuple."""
-    found = _SHAPE.search(result)
-    return [int(size) for size in found[1].split(",") if size] if found else []
+def _bytes(instruction: Instruction) -> float:
+    """Of what an instruction makes."""
+    return float(sum(array.bytes for array in arrays_in(instruction.result)))

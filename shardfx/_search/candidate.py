@@ -4,11 +4,11 @@ import dataclasses
 from typing import Literal
 
 from .._cost import Comparison, Traffic
-from .._cost.frames import place_text
 from .._ground.html import html_table
 from .._ground.text import bytes_text, table
 from .._plan import ShardPlan
 from .._rules.axis_rules import AxisRules
+from .._step.lines import place_text
 from ..topology._mesh import MeshSpec
 from .written import code_of
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 
-from .._cost.frames import Frame, own_line
 from .._ground.text import between_numbers, joined, table
-from .._step.lines import lines_of
+from .._step.lines import lines_of, own_line
 from .classes import Classes, Group
 from .naming import named_classes
 from .trace import Traced, trace
@@ -152,7 +151,7 @@ def _joins(group: Group, traced: Traced) -> tuple[tuple[str, str], ...]:
 
 def source_line(location: Any) -> str:
     """The file and line of the user's program that an operation comes from, without the folder."""
-    frame = own_line([Frame(*line) for line in lines_of(location)])
+    frame = own_line(lines_of(location))
     return "-" if frame is None else frame.place
 
 

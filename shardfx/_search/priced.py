@@ -16,7 +16,7 @@ from .._cost.estimate import DIRECT, LARGEST, SIZED
 from .._cost.hlo_text import HloModule, parse_hlo
 from .._cost.live import held as held_by
 from .._cost.shrunk import carried_on
-from .._cost.traffic import numbering_of, read
+from .._cost.traffic import read
 from .._cost.traffic_rows import largest_first
 from .._cost.work import Work, work_of
 from .._ground.spec import entry_axes
@@ -158,7 +158,7 @@ class Pricer:
         partitioned = parse_hlo(text)
         module = as_compiled(partitioned, self.platform, without=() if mesh == one.mesh else SIZED)
         leaves = {f"kept[{at}]": path for at, path in enumerate(self._paths(one))}
-        sent = read(module, mesh, numbering_of(text, mesh), leaves)
+        sent = read(module, mesh, leaves)
         held = self._held(module, one, self.donated)
         enough = held <= one.limit_bytes and mesh == one.mesh
         return _Read(

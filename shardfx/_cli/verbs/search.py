@@ -7,9 +7,9 @@ import click
 
 from shardfx import AxisRules, Candidate, TrafficRow, search as search_of
 
-from ..._cost.frames import place_text
 from ..._ground.text import bytes_text, table
 from ..._search import device_count, megabytes
+from ..._step.lines import place_text
 from .._data import as_json
 from .._load import attribute
 from .._screen import JSON, require_writable, show, working, write

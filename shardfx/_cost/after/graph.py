@@ -1,41 +1,13 @@
 """Computations of a parsed module as graphs: shapes, users, and rewriting by name."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 from ..hlo_text import HloModule, Instruction
+from ..hlo_types import index_of, root_of
 
 
 Computation = dict[str, Instruction]
-
-_ARRAY = re.compile(r"^\(?([a-z][a-z0-9]*)\[([\d,]*)\]")
-_INDEX = re.compile(r"\bindex=(\d+)")
-
-
-class Array(NamedTuple):
-    """The element type of an array, as HLO writes it, and its dimensions."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def array_of(instruction: Instruction) -> Array:
-    """The array that an instruction makes; of a tuple the first one."""
-    found = _ARRAY.match(instruction.result)
-    return Array(found[1], tuple(map(int, found[2].split(","))) if found[2] else ()) if found else Array("", ())
-
-
-def index_of(instruction: Instruction) -> int:
-    """Which element of a tuple a `get-tuple-element` takes."""
-    found = _INDEX.search(instruction.attributes)
-    return int(found[1]) if found else 0
-
-
-def root_of(computation: Computation) -> Instruction:
-    """The instruction whose result a computation returns."""
-    return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
@@ -83,7 +55,7 @@ def carried(body: Computation) -> dict[str, int]:
     """The `get-tuple-element`s of a body's parameter, each with its index."""
     parameters = {name for name, own in body.items() if own.opcode == "parameter"}
     return {
-        name: index_of(own)
+        name: index
         for name, own in body.items()
-        if own.opcode == "get-tuple-element" and own.operands[0] in parameters
+        if (index := index_of(own)) is not None and own.operands[0] in parameters
     }

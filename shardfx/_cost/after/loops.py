@@ -125,8 +125,9 @@ def _after(computation: Computation, loop: Instruction, sums: dict[int, Instruct
     names: dict[str, str] = {}
     for name, own in computation.items():
         outer[name] = renamed(own, names)
-        if own.opcode == "get-tuple-element" and own.operands[0] == loop.name and index_of(own) in sums:
-            reduction = sums[index_of(own)]
+        index = index_of(own)
+        if index is not None and own.operands[0] == loop.name and index in sums:
+            reduction = sums[index]
             shape = own.result.partition("[")[2]
             names[name] = f"{reduction.name}.after.{name}"
             outer[name] = own._replace(is_root=False)

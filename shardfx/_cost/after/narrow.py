@@ -2,7 +2,8 @@
 
 from ..collective import KINDS
 from ..hlo_text import HloModule, Instruction
-from .graph import array_of, carried, in_each, index_of, loops_of, users_of
+from ..hlo_types import array_of
+from .graph import carried, in_each, index_of, loops_of, users_of
 
 
 _SENDS = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from ..groups import Numbering, groups_of
 from ..hlo_text import HloModule, Instruction
-from .graph import Computation, array_of, in_each, users_of
+from ..hlo_types import array_of
+from .graph import Computation, in_each, users_of
 
 
 # All chips of these slices reduce along both dimensions at once, and that is not scattered: 4x4, 8x8 and 16x16.

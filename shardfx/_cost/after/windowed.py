@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 
 from ..hlo_text import HloModule, Instruction
+from ..hlo_types import array_of
 from .details import Details
-from .graph import Computation, array_of, in_each, users_of
+from .graph import Computation, in_each, users_of
 
 
 # Operations for each byte, times the devices of a group, above which a product hides what is sent. By 16 programs for

@@ -3,35 +3,23 @@
 import functools as ft
 import math
 import re
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ..._ground.errors import ProgramError
+from ..hlo_types import Array, arrays_in
 
 
-_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _TUPLE = re.compile(r"\(|\)|[a-z]\w*\[[^\]]*\]|token")
-_BITS = re.compile(r"^(?:[suf](\d+)\w*|bf(16)|c(64|128))$")
-
-
-class Buffer(NamedTuple):
-    """The dtype and shape of an array on one device, as HLO writes them."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 # What an instruction makes: a buffer, or a tuple of such.
-Result: TypeAlias = "Buffer | tuple[Result, ...]"
+Result: TypeAlias = "Array | tuple[Result, ...]"
 
 
 def result_of(text: str) -> Result:
     """The buffers that an instruction makes, from the type that HLO writes: a tuple nests as the type does."""
-    found = _ARRAY.match(text)
-    if found is not None:
-        return _buffer(found)
+    if not text.startswith("(") and (alone := arrays_in(text)):
+        return alone[0]
     open_: list[list[Result]] = [[]]
     for part in _TUPLE.findall(text):
         if part == "(":
@@ -40,28 +28,16 @@ def result_of(text: str) -> Result:
             closed = tuple(open_.pop())
             open_[-1].append(closed)
         else:
-            array = _ARRAY.match(part)
-            open_[-1].append(Buffer("token", ()) if array is None else _buffer(array))
+            open_[-1].append(next(iter(arrays_in(part)), Array("token", ())))
     if len(open_[0]) != 1:
         raise ProgramError(f"the type `{text:.200}` of an HLO instruction cannot be read.")
     return open_[0][0]
 
 
-def _buffer(found: re.Match[str]) -> Buffer:
-    sizes = found[2].replace("<=", "").split(",") if found[2] else []
-    return Buffer(found[1], tuple(map(int, sizes)))
-
-
 @ft.lru_cache(maxsize=65536)
-def bytes_of(buffer: Buffer, tile: tuple[int, int] | None) -> int:
+def bytes_of(buffer: Array, tile: tuple[int, int] | None) -> int:
     """Bytes of an array in a memory of tiles; sub-byte types are packed."""
-    if buffer.dtype in ("token", "opaque"):
-        return 0
-    found = _BITS.match("s8" if buffer.dtype == "pred" else buffer.dtype)
-    if found is None:
-        raise ProgramError(f"the size of the dtype `{buffer.dtype}` of an HLO instruction is not known.")
-    bits = int(next(filter(None, found.groups())))
-    return -(-math.prod(padded(buffer.shape, tile)) * bits // 8)
+    return -(-math.prod(padded(buffer.shape, tile)) * buffer.bits // 8)
 
 
 def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:

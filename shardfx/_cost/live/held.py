@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ..frames import Frame, own_line
+from ..._step.lines import Frame, own_line
 from ..hlo_text import HloModule
+from ..hlo_types import Array
 from .arrays import Arrays
-from .buffers import Buffer, bytes_of
+from .buffers import bytes_of
 from .kinds import IN_PLACE, PRODUCTS
 from .narrow import narrowed
 from .order import listed
@@ -39,7 +40,7 @@ class HeldArray:
     - `source`: the line of your program that makes it.
     """
 
-    buffer: Buffer
+    buffer: Array
     bytes: int
     opcode: str
     op_name: str

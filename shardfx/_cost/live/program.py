@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ..hlo_text import HloModule, Instruction
-from .buffers import Buffer, Result, result_of
+from ..hlo_types import Array, index_of
+from .buffers import Result, result_of
 
 
 # The numbers of the values that an instruction makes: one, or a tuple of such.
@@ -15,7 +16,6 @@ Values: TypeAlias = "int | tuple[Values, ...]"
 # These make no array of their own: the result is the operand.
 _SAME = frozenset(["bitcast", "copy", "reshape", "opt-barrier", "add-dependency", "domain", "copy-done", "after-all"])
 _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint)"')
-_INDEX = re.compile(r"\bindex=(\d+)")
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +60,7 @@ class Program:
     - `entry`: what runs; its `carried` are the entry's parameters in order, arrays of tuples one by one.
     """
 
-    buffers: list[Buffer]
+    buffers: list[Array]
     entry: Body
 
 
@@ -97,7 +97,7 @@ def program_of(module: HloModule) -> Program:
 class _Reader:
     def __init__(self, module: HloModule):
         self.module = module
-        self.buffers: list[Buffer] = []
+        self.buffers: list[Array] = []
         self.results: dict[str, Result] = {}
 
     def program(self) -> Program:
@@ -111,7 +111,7 @@ class _Reader:
 
     def new(self, result: Result) -> Values:
         """Numbers for what an instruction makes."""
-        if isinstance(result, Buffer):
+        if isinstance(result, Array):
             self.buffers.append(result)
             return len(self.buffers) - 1
         return tuple(map(self.new, result))
@@ -140,9 +140,9 @@ class _Reader:
             return tuple(operands)
         if one.opcode == "get-tuple-element":
             (source,) = operands
-            index = _INDEX.search(one.structure)
+            index = index_of(one)
             assert isinstance(source, tuple) and index is not None
-            return source[int(index[1])]
+            return source[index]
         is_same = one.opcode in _SAME or (one.opcode == "custom-call" and _IDENTITIES.search(one.attributes))
         if is_same and operands and _is_like(operands[0], self.result(one.result)):
             return operands[0]
@@ -169,7 +169,7 @@ class _Reader:
         changes = self.changes(body)
         entries = initial if isinstance(initial, tuple) else (initial,)
         shapes = self.result(one.result)
-        assert not isinstance(shapes, Buffer)
+        assert not isinstance(shapes, Array)
 
         def renewed() -> tuple[Values, ...]:
             """New values for what the loop changes, and the given ones for what it only reads."""
@@ -193,7 +193,7 @@ class _Reader:
         root = next(one for one in body.values() if one.is_root)
         if root.opcode != "tuple":
             result = self.result(root.result)
-            return (0,) if isinstance(result, Buffer) else tuple(range(len(result)))
+            return (0,) if isinstance(result, Array) else tuple(range(len(result)))
         return tuple(at for at, operand in enumerate(root.operands) if not _hands_on(body, operand, at))
 
 
@@ -210,12 +210,11 @@ def _hands_on(body: dict[str, Instruction], operand: str, at: int) -> bool:
         one = body[one.operands[0]]
     if one.opcode != "get-tuple-element" or body[one.operands[0]].opcode != "parameter":
         return False
-    index = _INDEX.search(one.structure)
-    return index is not None and int(index[1]) == at
+    return index_of(one) == at
 
 
 def _is_like(values: Values, result: Result) -> bool:
-    return isinstance(values, int) == isinstance(result, Buffer)
+    return isinstance(values, int) == isinstance(result, Array)
 
 
 def _number(parameter: Instruction) -> int:
