@@ -66,21 +66,6 @@ def listed(
     return order
 
 
-def late(
-    reads: Sequence[frozenset[int]], makes: Sequence[tuple[int, ...]], bytes_of: Callable[[int], int]
-) -> list[int]:
-    """The order of the text, but what needs next to nothing of the body runs right before its first reader."""
-    before, is_first = _firsts(reads, makes, bytes_of)
-    done: set[int] = set()
-    found: list[int] = []
-    for at in range(len(reads)):
-        if not is_first[at]:
-            own = [*_needed(at, before, is_first, done), at]
-            found += own
-            done.update(own)
-    return found
-
-
 def _firsts(
     reads: Sequence[frozenset[int]], makes: Sequence[tuple[int, ...]], bytes_of: Callable[[int], int]
 ) -> tuple[list[list[int]], list[bool]]:
