@@ -39,6 +39,8 @@ class Origins:
         self._module = module
         self._callers: dict[str, tuple[str, Instruction]] = {}
         self._users: dict[tuple[str, str], list[Instruction]] = {}
+        # What many collectives become is the same.
+        self._next: dict[tuple[str, str], tuple[tuple[str, Instruction], ...]] = {}
         self._ends: dict[tuple[str, str, str], Instruction] = {}
         for name, computation in module.computations.items():
             for instruction in computation.values():
@@ -122,7 +124,10 @@ class Origins:
         while open_ends and len(seen) < _MANY:
             end = open_ends.pop(0)
             yield end
-            following = [found for found in self._onward(*end) if (found[0], found[1].name) not in seen]
+            key = end[0], end[1].name
+            if key not in self._next:
+                self._next[key] = tuple(self._onward(*end))
+            following = [found for found in self._next[key] if (found[0], found[1].name) not in seen]
             seen |= {(found[0], found[1].name) for found in following}
             open_ends += following
 

@@ -98,9 +98,7 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
     said = None
     while True:
         for path in glob.glob(os.path.join(folder, dumped)):
-            with open(path, "rb") as file:
-                text = file.read()
-            if _is_whole(text):
+            if text := _whole(path):
                 return text, ""
         if said is not None:
             return b"", said.decode(errors="replace") or _last_words(folder)
@@ -114,9 +112,16 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
             said = os.read(reading, 65_536)
 
 
-def _is_whole(text: bytes) -> bool:
-    """Whether a module's text is complete: the entry computation comes last and ends with a brace on its own line."""
-    return text.rstrip().endswith(b"\n}") and b"\nENTRY " in text
+def _whole(path: str) -> bytes:
+    """A module's text, once XLA has written all: the entry computation comes last, and ends with a brace on a line."""
+    with open(path, "rb") as file:
+        # A large file is looked at many times while it is written.
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 8))
+        if not file.read().rstrip().endswith(b"\n}"):
+            return b""
+        file.seek(0)
+        text = file.read()
+    return text if b"\nENTRY " in text and text.rstrip().endswith(b"\n}") else b""
 
 
 def _last_words(folder: str) -> str:
