@@ -100,7 +100,8 @@ def _doubles_at_last(steps: Sequence[Step]) -> bool:
 def _scatters_copies(whole: tuple[int, ...], steps: Sequence[Step]) -> bool:
     """Whether copies around the last all-to-all lie so that a piece twice as large finds no room among them.
 
-    Which all-to-alls those are was found by compiling; docs/decisions.md says of how many moves.
+    The conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58
+    took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst takes 1.36.
     """
     kinds = [step.kind for step in steps]
     if "all_to_all" not in kinds:
