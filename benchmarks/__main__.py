@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from . import _hands_page, _machine, _plots, _report
+from . import _machine, _plots, _report
 from ._progress import Progress
 from ._runner import Options, Record, run_suite
 
@@ -50,8 +50,7 @@ def pages() -> dict[Path, str]:
     read = {file.stem: _read(file) for file in sorted(RESULTS.glob("*.json"))}
     # What compilers send for given steps is data, in a form of its own.
     files = {name: document for name, document in read.items() if "suites" in document}
-    made = {"benchmarks.md": _report.page(files)}
-    made[_hands_page.NAME] = _hands_page.page([_read(file) for file in sorted(RESULTS.glob("hands/*.json"))])
+    made = {"benchmarks.md": _report.page(files, [_read(file) for file in sorted(RESULTS.glob("hands/*.json"))])}
     made |= {name: drawn for name, (_, drawn) in _plots.plots(files).items()}
     return {DOCS / name: text for name, text in made.items()}
 

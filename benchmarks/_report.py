@@ -27,7 +27,15 @@ compilation included; *x floor* is the median over that of the least possible wo
 case; *shardfx is faster by* is the contestant's median over shardfx's, so that below 1 it is the faster one."""
 # Where the files with every number are.
 FILES = "https://github.com/shardfx/shardfx/blob/main/benchmarks/results"
+HANDS_HEADER = ("devices", "models", "choice is faster", "best ratio", "worst ratio")
+# From this ratio on a choice is no better.
+BETTER = 0.995
 SHORT_HEADER = ("race", "shardfx", "fastest rival", "shardfx is faster by")
+HANDS = """\
+Twelve training steps, each under the plan that `search` chooses among its compiled candidates, and under the best of
+the plans that people write by hand (data parallel, FSDP, tensor parallel, their pairs, sequence, experts; the rules of
+T5X, MaxText and Megatron are among them). The ratio is the choice's time over that of the best by hand. *By the clock*
+is small models, run on 8 emulated devices; the other times are the compiler's cycles plus the bytes over the links."""
 SHOWN_APART = ("seconds.", "cold_seconds.", "gigabytes_per_second.", "floor_ratio.", "speedup.")
 
 
@@ -81,8 +89,14 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     return "\n\n".join([_aligned(rows), *_lines("Differences", notes)])
 
 
-def page(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """docs/benchmarks.md: what does not hold, the plots, then a short table for each suite at full size."""
+def page(files: Mapping[str, Mapping[str, Any]], hands: Sequence[Mapping[str, Any]] = ()) -> str:
+    """docs/benchmarks.md: what does not hold, the plots, then a short table for each suite at full size.
+
+    **Arguments:**
+
+    - `files`: the committed results by name.
+    - `hands`: the cases of the search against rules by hand.
+    """
     parts = ["# Benchmarks", COMMANDS, *_summary(files), INTRODUCTION]
     for name, (text, _) in plots(files).items():
         parts += [f"![{text.partition(':')[0]}]({name})", text]
@@ -91,7 +105,20 @@ def page(files: Mapping[str, Mapping[str, Any]]) -> str:
             suites = {suite: [Record(**record) for record in records] for suite, records in document["suites"].items()}
             for suite, records in suites.items():
                 parts += [f"## {name}: {suite}", _short_table(records), f"[All numbers]({FILES}/{name}.json)."]
+    if hands:
+        parts += ["## The search against rules by hand", HANDS, _aligned([HANDS_HEADER, *_by_hand(hands)])]
     return "\n\n".join(parts) + "\n"
+
+
+def _by_hand(cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """One row for each kind of devices."""
+    ratios: dict[str, list[float]] = {}
+    for case in cases:
+        ratios.setdefault(case["target"], []).append(case["values"]["choice over best by hand"])
+    return [
+        (target, str(len(these)), str(sum(one < BETTER for one in these)), f"{min(these):.3f}", f"{max(these):.3f}")
+        for target, these in ratios.items()
+    ]
 
 
 def _short_table(records: Sequence[Record]) -> str:

@@ -21,7 +21,7 @@ from shardfx.auto._checked import compiled, devices_for, ran
 from shardfx.auto._search import candidates_of, opened
 
 from ._case import Entry, Finding, Limit, Value
-from ._hands_page import BETTER
+from ._report import BETTER
 from ._zoo import models, small_models
 
 
