@@ -84,7 +84,7 @@ def test_an_error_is_found_exactly_where_plan_raises(name):
 
 
 def test_the_page_lists_every_kind_of_finding():
-    page = (Path(__file__).parents[2] / "docs" / "lint.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "look.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.M)
     assert dict(rows) == dict(CODES)
 
