@@ -20,6 +20,7 @@ from benchmarks._llama import llama  # noqa: E402
 DEVICES, BATCHES = (16, 32, 64, 128, 256), (64, 256, 1024)
 COLORS = {64: "#0b6e4f", 256: "#1f5fa8", 1024: "#b4451f"}
 WIDTH, HEIGHT, LEFT, TOP, GAP = 760, 250, 76, 34, 70
+ROW = 16
 
 
 def logarithmic(
@@ -50,6 +51,11 @@ def text(
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{words}</text>'
 
 
+def number(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{float(f'{value:.3g}'):,g}"
+
+
 def ticks(
     values: Sequence[float],
     place: Callable[[float], float],
@@ -61,11 +67,12 @@ def ticks(
     ends = sorted({min(values), max(values), math.sqrt(min(values) * max(values))})
     if upright:
         return [
-            text(LEFT - 8, place(value) + 4, f"{value:.3g}{unit}", "end")
+            text(LEFT - 8, place(value) + 4, f"{number(value)}{unit}", "end")
             for value in ends
         ]
     return [
-        text(place(value), at + 18, f"{value:.3g}{unit}", "middle") for value in ends
+        text(place(value), at + 18, f"{number(value)}{unit}", "middle")
+        for value in ends
     ]
 
 
@@ -87,21 +94,15 @@ def drawn() -> str:
             "examples per second, by devices (v5p): the fastest mesh that fits",
         )
     ]
+    free = TOP + HEIGHT + ROW
     for batch in BATCHES:
         points = [(x(p.devices), y(p.per_second)) for p in fastest if p.batch == batch]
         parts += line(points, COLORS[batch])
-        parts += (
-            [
-                text(
-                    WIDTH - 108,
-                    points[-1][1] + 4,
-                    f"batch of {batch}",
-                    color=COLORS[batch],
-                )
-            ]
-            if points
-            else []
-        )
+        if points:
+            # Lines may end at one point; their labels stand a row apart.
+            free = min(free - ROW, points[-1][1] + 4)
+            words = f"batch of {batch}"
+            parts += [text(WIDTH - 108, free, words, color=COLORS[batch])]
     parts += ticks(rates, y, 0, "", True)
     parts += [
         text(x(count), TOP + HEIGHT + 20, str(count), "middle") for count in DEVICES
