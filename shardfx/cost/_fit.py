@@ -247,7 +247,8 @@ def fit(
         )
     known = Counted(step_of(step, args, mesh), chip, step if args else None)
     rows, largest = _arguments(known, compiled)
-    temporaries = [_offender(one, known) for one in known.held.arrays]
+    shapes = _gradient_shapes(known)
+    temporaries = [_offender(one, shapes) for one in known.held.arrays]
     largest = tuple(sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST])
     if compiled is not None:
         rows, notes = _compiled_rows(rows, memory_of(compiled))
@@ -345,11 +346,16 @@ def _alike(found: Sequence[Offender]) -> list[Offender]:
 _COPIES = ("all-gather", "all-to-all", "collective-permute", "convert")
 
 
-def _offender(one: HeldArray, known: Counted) -> Offender:
-    # A gradient has the dimensions of a parameter, cut or whole; those of stacked layers may come in another order.
-    ours = {tuple(sorted(known.taken[at].argument.shape)) for at in known.of_group("parameters")}
-    ours |= {tuple(sorted(known.shards[at])) for at in known.of_group("parameters")}
-    is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in ours
+def _gradient_shapes(known: Counted) -> set[tuple[int, ...]]:
+    """The sorted dimensions of parameters, cut or whole: gradients of stacked layers may have them in another order."""
+    found: set[tuple[int, ...]] = set()
+    for at in known.of_group("parameters"):
+        found |= {tuple(sorted(known.taken[at].argument.shape)), tuple(sorted(known.shards[at]))}
+    return found
+
+
+def _offender(one: HeldArray, shapes: set[tuple[int, ...]]) -> Offender:
+    is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in shapes
     group = "gradients" if is_gradient else "copies in other layouts" if one.opcode in _COPIES else "activations"
     return Offender(str(one.buffer), one.bytes, group, one.source, one.phase)
 
