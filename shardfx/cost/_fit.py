@@ -11,7 +11,7 @@ from .. import chips
 from .._ground.errors import LeafTypeError
 from .._ground.html import html_table
 from .._ground.spec import array_bytes, shard_counts
-from .._ground.text import between_numbers, bytes_text, joined, printable, table
+from .._ground.text import between_numbers, bytes_text, first_lines, joined, printable, table
 from .._plan import ShardPlan
 from .._step import step_of
 from .._step.lines import Frame
@@ -167,6 +167,8 @@ class Fit:
         # A blank line between one table, with what is said below it, and the next.
         parts = ["\n".join([*table(rows, right=_NUMBERS), *below]) for rows, below in _tables(self)]
         return "\n\n".join(parts) + "".join(f"\n{printable(note)}" for note in self.notes)
+
+    __repr__ = first_lines
 
     def _repr_html_(self) -> str:
         parts = [html_table(rows, right=_NUMBERS, below=below) for rows, below in _tables(self)]
