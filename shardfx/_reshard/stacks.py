@@ -100,13 +100,16 @@ def _sorted_out(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int
     found: list[Matrices] = []
     others: dict[int, Other] = {}
     for at, leaf in enumerate(plan.leaves):
-        regex = next((regex for regex in where if re.search(regex, leaf.path)), None)
-        unused.pop(regex, None)
-        asked = None if regex is None else where[regex]
-        if regex is not None and not isinstance(asked, tuple):
-            others[at] = asked
-        elif asked is not None or len(leaf.shape) > 1:
-            found.append(_matrices(at, leaf, _dims(leaf) if asked is None else asked))
+        regexes = [regex for regex in where if re.search(regex, leaf.path)][:1]
+        for regex in regexes:
+            unused.pop(regex, None)
+            asked = where[regex]
+            if isinstance(asked, tuple):
+                found.append(_matrices(at, leaf, asked))
+            else:
+                others[at] = asked
+        if not regexes and len(leaf.shape) > 1:
+            found.append(_matrices(at, leaf, _dims(leaf)))
     if unused:
         raise RuleError(
             f"`where`: {next(iter(unused))!r} decides about no array of the plan; correct it, or take it out."
