@@ -170,7 +170,7 @@ def _mapped(
     # A cut dimension comes first and stays whole in each device's part: the parts of several arrays lie beside it.
     dim = 1 if first.cut else 0
     flat = [
-        jnp.reshape(one, (part.many[0], -1, *part.rest) if dim else (part.count, *part.rest))
+        jnp.reshape(one, (part.many[0], -1, *part.rest) if dim else (part.number, *part.rest))
         for one, part in zip(arrays, stack.parts, strict=True)
     ]
     sizes = [one.shape[dim] for one in flat]

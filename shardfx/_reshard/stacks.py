@@ -42,7 +42,7 @@ class Matrices(NamedTuple):
     dtype: Any
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """How many they are."""
         return math.prod(self.many)
 
@@ -168,10 +168,10 @@ def _within(
     owners = math.prod(sizes[axis] for axis in over)
     some: list[Matrices] = []
     for part in parts:
-        needed = [(2 * -(-sum(p.count for p in group) // owners) + 1) * one for group in ([part], [*some, part])]
+        needed = [(2 * -(-sum(p.number for p in group) // owners) + 1) * one for group in ([part], [*some, part])]
         if limit is not None and needed[0] > limit:
             raise MoveError(
-                f"`memory_limit_bytes={limit}`: {part.count} matrices of {part.matrix[0]} x {part.matrix[1]} on "
+                f"`memory_limit_bytes={limit}`: {part.number} matrices of {part.matrix[0]} x {part.matrix[1]} on "
                 f"{owners} owners need {needed[0]} bytes; allow as much, or name more axes in `over`."
             )
         if limit is not None and some and needed[1] > limit:
@@ -183,7 +183,7 @@ def _within(
 
 def _stack(parts: list[Matrices], over: tuple[str, ...], sizes: Mapping[str, int], loads: np.ndarray) -> Stack:
     """Deals the matrices of a stack to owners: as many to each, and what is left to those that have done least."""
-    count, cut = sum(part.count for part in parts), parts[0].cut
+    count, cut = sum(part.number for part in parts), parts[0].cut
     if cut:
         # The dimension that counts is cut already. Its owners are what divides the number, these axes first.
         axes = cut
