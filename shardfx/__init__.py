@@ -47,7 +47,7 @@ if _typing.TYPE_CHECKING:
         testing as testing,
     )
     from ._convert import From as From, TreeMap as TreeMap
-    from ._reshard import plan_reshard as plan_reshard
+    from ._reshard import map_matrices as map_matrices, plan_reshard as plan_reshard
     from ._reshard.mover import reshard as reshard
     from ._see import (
         diff as diff,
@@ -64,7 +64,7 @@ _LATE = {
     for room, names in {
         "": "auto checkpoint chips cost interop presets testing",
         "_convert": "From TreeMap",
-        "_reshard": "plan_reshard reshard",
+        "_reshard": "map_matrices plan_reshard reshard",
         "_see": "diff explain html_report lint",
     }.items()
     for name in names.split()
@@ -72,8 +72,8 @@ _LATE = {
 __all__ = """
     AxisRules Code Decision From LeafPlan MeshSpec PathRules Reason ShardPlan TreeMap
     atomic auto checkpoint chips clear_caches constrain correct cost diff errors explain field filter_jit follow fsdp
-    gather hosts html_report interop lint match optional plan plan_reshard presets replicate report reshard resolve
-    shard shardings_of specs_of testing topology
+    gather hosts html_report interop lint map_matrices match optional plan plan_reshard presets replicate report
+    reshard resolve shard shardings_of specs_of testing topology
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -4,6 +4,7 @@ It may import `_plan` and what is below it. It never chooses where an array shal
 `plan_reshard` is first named. `steps` moves between meshes of the same devices, `tiles` between different devices.
 """
 
+from .matrices import MappedMatrices as MappedMatrices, map_matrices as map_matrices
 from .mover import reshard as reshard
 from .reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
 from .steps.layout import Layout as Layout

@@ -1,0 +1,246 @@
+"""Functions of whole matrices under plans that cut them: values, traffic, owners, and what cannot be mapped."""
+
+from pathlib import Path
+from typing import Any
+
+import _processes
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matrices_worker
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+from optax.contrib import _muon
+
+import shardfx as sfx
+from shardfx import AxisRules, MeshSpec, PathRules, fsdp, map_matrices, plan
+from shardfx.errors import LeafTypeError, MoveError, PlanMismatchError, RuleError, SpecError
+
+
+FSDP = PathRules([(".*", fsdp("fsdp"))])
+# Whole matrices alone give these: of a part the norm is another.
+unit = lambda one: one / jnp.linalg.norm(one)
+
+
+def orthogonal(matrix):
+    """Five steps of Newton and Schulz, as Muon takes them."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / (jnp.linalg.norm(x) + 1e-8)
+
+    def turned(_, x):
+        product = x @ x.T
+        return 3.4445 * x + (-4.775 * product + 2.0315 * product @ product) @ x
+
+    x = jax.lax.fori_loop(0, 5, turned, x)
+    return x.T if is_tall else x
+
+
+def matrices(count, shape=(16, 32), dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), count)
+    return {f"w{at}": jax.random.normal(key, shape).astype(dtype) for at, key in enumerate(keys)}
+
+
+def built(sizes, **options):
+    spec = MeshSpec(sizes, **options)
+    return spec.build(jax.devices()[: spec.size])
+
+
+def check(fn, tree, mesh, *, rules: Any = FSDP, axes=None, names=None, **options):
+    """What is mapped under a plan, beside what the function makes of each matrix on one device."""
+    made = plan(tree, mesh, paths=rules, axes=axes, names=names, unused="allow")
+    mapped = map_matrices(fn, made, **options)
+    compiled = jax.jit(mapped, out_shardings=made.shardings).lower(made.structs).compile()
+    result = compiled(sfx.shard(tree, made))
+    assert [one.spec for one in jax.tree.leaves(sfx.shardings_of(result))] == [
+        one.spec for one in jax.tree.leaves(made.shardings)
+    ]
+    return result, mapped, sfx.cost.traffic(compiled)
+
+
+def same(found, wanted, tolerance=1e-5):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        assert np.abs(one - other).max() <= tolerance * np.abs(other).max()
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 11, 24])
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 3}])
+def test_each_matrix_is_whole(count, sizes):
+    rules = PathRules([("w", P("fsdp", "tensor")), (".*", sfx.replicate)], axes=("fsdp", "tensor"))
+    tree = matrices(count, (16, 36)) | {"b": jnp.ones(8), "scale": jnp.ones(())}
+    result, _, _ = check(unit, tree, built(sizes), rules=rules)
+    same(result, {name: unit(one) if one.ndim == 2 else one for name, one in tree.items()})
+
+
+def test_muon_sends_two_all_to_alls_and_no_more():
+    tree = matrices(16, (64, 64)) | {f"u{at}": one for at, one in enumerate(matrices(8, (64, 256)).values())}
+    result, mapped, traffic = check(orthogonal, tree, built({"fsdp": 8}))
+    theirs = _muon.orthogonalize_via_newton_schulz
+    with jax.numpy_dtype_promotion("standard"):
+        wanted = {name: theirs(one, jnp.array([3.4445, -4.775, 2.0315])) for name, one in tree.items()}
+    same(result, wanted)
+    whole = sum(one.nbytes for one in tree.values())
+    assert {row.kind for row in traffic.rows} == {"all-to-all"}
+    assert traffic.wire_bytes <= 0.22 * whole
+    assert [stack.slots for stack in mapped.stacks] == [1, 2]
+
+
+def test_what_is_left_over_goes_to_those_that_have_done_least():
+    made = plan(matrices(3) | {f"u{at}": one for at, one in enumerate(matrices(5, (16, 16)).values())},
+                built({"fsdp": 8}), paths=FSDP)  # fmt: skip
+    mapped = map_matrices(unit, made)
+    owners = [{at // stack.slots for at, one in enumerate(stack.order) if one >= 0} for stack in mapped.stacks]
+    assert [len(one) for one in owners] == [3, 5] and owners[0].isdisjoint(owners[1])
+
+
+def test_leading_dimensions_with_names_count_matrices():
+    names = {"wi": ("layers", "embed", "mlp"), "expert": ("layers", "experts", "embed", "mlp")}
+    axes = AxisRules([("layers", None), ("experts", "ep"), ("embed", "fsdp"), ("mlp", None)])
+    key = jax.random.key(1)
+    tree = {"wi": jax.random.normal(key, (11, 16, 32)), "expert": jax.random.normal(key, (1, 4, 16, 32))}
+    axes = AxisRules([("layers", None), ("experts", None), ("embed", "fsdp"), ("mlp", None)])
+    result, _, _ = check(unit, tree, built({"fsdp": 8}), rules=None, names=names, axes=axes)
+    same(result, {"wi": jax.vmap(unit)(tree["wi"]), "expert": jax.vmap(jax.vmap(unit))(tree["expert"])})
+
+
+def test_a_dimension_that_counts_may_be_cut():
+    names = {"up": ("experts", "embed", "mlp"), "down": ("experts", "mlp", "embed")}
+    axes = AxisRules([("experts", "ep"), ("embed", "fsdp"), ("mlp", None)])
+    key = jax.random.key(1)
+    tree = {"up": jax.random.normal(key, (8, 16, 32)), "down": jax.random.normal(key, (8, 32, 16))}
+    result, mapped, traffic = check(unit, tree, built({"ep": 2, "fsdp": 4}), rules=None, names=names, axes=axes)
+    same(result, jax.tree.map(jax.vmap(unit), tree))
+    assert {stack.axes for stack in mapped.stacks} == {("ep", "fsdp")}
+    assert "ep" not in {axis for row in traffic.rows for axis in row.axes or ()}
+
+
+def test_convolutions_and_vectors_by_where():
+    tree = {"conv": jax.random.normal(jax.random.key(0), (3, 3, 8, 16)), "b": jnp.ones(8), "step": jnp.zeros((), int)}
+    where = {"conv": (0, 3), "^b$": lambda one: 2 * one}
+    result, _, _ = check(unit, tree, built({"fsdp": 8}), where=where)
+    wanted = unit(tree["conv"].reshape(72, 16)).reshape(tree["conv"].shape)
+    same(result, {"conv": wanted, "b": 2 * tree["b"], "step": tree["step"]})
+
+
+def test_bfloat16_stays_bfloat16():
+    tree = matrices(5, dtype=jnp.bfloat16)
+    result, _, _ = check(unit, tree, built({"fsdp": 8}))
+    assert {one.dtype for one in result.values()} == {jnp.dtype(jnp.bfloat16)}
+    same(result, {name: unit(one) for name, one in tree.items()}, 0.02)
+
+
+def test_states_stay_with_the_owners():
+    """Shampoo's factors: their sums over steps are of whole matrices, and lie with these."""
+
+    def preconditioned(matrix, factors):
+        left, right = factors["left"] + matrix @ matrix.T, factors["right"] + matrix.T @ matrix
+        return matrix / (1 + jnp.trace(left)) + jnp.trace(right), {"left": left, "right": right}
+
+    def init(matrix):
+        rows, columns = matrix.shape
+        return {"left": jnp.zeros((rows, rows)), "right": jnp.zeros((columns, columns))}
+
+    tree, mesh = matrices(11), built({"fsdp": 8})
+    made = plan(tree, mesh, paths=FSDP)
+    mapped = map_matrices(preconditioned, made, state=init)
+    assert {leaf.spec for leaf in mapped.states.leaves} == {P("fsdp")}
+    step = sfx.filter_jit(mapped, in_shardings=(made, mapped.states), out_shardings=(made, mapped.states), donate="all")
+    states = jax.jit(mapped.init, out_shardings=mapped.states.shardings)()
+    found, wanted = sfx.shard(tree, made), tree
+    factors = {name: init(one) for name, one in tree.items()}
+    for _ in range(3):
+        found, states = step(found, states)
+        both = {name: preconditioned(one, factors[name]) for name, one in wanted.items()}
+        wanted, factors = ({name: pair[at] for name, pair in both.items()} for at in (0, 1))
+    same(found, wanted)
+
+
+def test_explicit_types_checkpoint_and_loops():
+    mesh = built({"fsdp": 8}, axis_types=AxisType.Explicit)
+    tree = matrices(8)
+    made = plan(tree, mesh, paths=FSDP)
+    mapped = map_matrices(unit, made)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.checkpoint(mapped))(sfx.shard(tree, made))
+    same(found, {name: unit(one) for name, one in tree.items()})
+    assert sfx.shardings_of(found)["w0"].spec == P(None, "fsdp")
+    auto = plan(tree, built({"fsdp": 8}), paths=FSDP)
+    inside = map_matrices(unit, auto)
+    often = jax.jit(lambda tree: jax.lax.scan(lambda one, _: (inside(one), None), tree, None, length=3)[0])
+    same(often(sfx.shard(tree, auto)), {name: unit(one) for name, one in tree.items()})
+
+
+def test_a_plan_without_devices_is_estimated():
+    made = plan(matrices(32, (64, 64)), MeshSpec({"fsdp": 32}), paths=FSDP)
+    step = sfx.filter_jit(map_matrices(orthogonal, made), in_shardings=(made,), out_shardings=made)
+    told = sfx.cost.estimate(step, made.structs, compiler="cpu")
+    assert {row.kind for row in told.rows} == {"all-to-all"} and len(told.rows) == 2
+
+
+def test_a_limit_makes_stacks_smaller():
+    tree, mesh = matrices(32), built({"fsdp": 8})
+    made = plan(tree, mesh, paths=FSDP)
+    one = 16 * 32 * 4
+    assert len(map_matrices(unit, made).stacks) == 1
+    few = map_matrices(unit, made, memory_limit_bytes=5 * one)
+    assert [stack.slots for stack in few.stacks] == [2, 2]
+    same(jax.jit(few)(sfx.shard(tree, made)), {name: unit(one) for name, one in tree.items()})
+    with pytest.raises(MoveError, match=f"1 matrices of 16 x 32 on 8 owners need {3 * one} bytes"):
+        map_matrices(unit, made, memory_limit_bytes=one)
+
+
+def test_an_empty_tree_and_other_owners():
+    tree, mesh = {"b": jnp.ones(8)}, built({"data": 2, "fsdp": 4})
+    made = plan(tree, mesh, paths=FSDP)
+    same(jax.jit(map_matrices(unit, made))(tree), tree)
+    made = plan(matrices(8), mesh, paths=FSDP)
+    assert map_matrices(unit, made).stacks[0].axes == ("fsdp",)
+    assert map_matrices(unit, made, over=("data", "fsdp")).stacks[0].slots == 1
+    axes = AxisRules([("batch", ("data", "fsdp"))])
+    assert map_matrices(unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)).stacks[0].axes == ("data", "fsdp")
+
+
+MESH = MeshSpec({"fsdp": 8})
+
+
+@pytest.mark.parametrize(
+    "error, match, leaf, options",
+    [
+        (LeafTypeError, r"`w` is of dtype int32, .*: `where=\{'w': None\}`", jnp.zeros((8, 8), jnp.int32), {}),
+        (LeafTypeError, "`w` is of dtype complex64", jnp.zeros((8, 8), jnp.complex64), {}),
+        (SpecError, r"`w` has the shape \(3, 3, 8, 8\), and nothing says .* \(2, 1\)", jnp.zeros((3, 3, 8, 8)), {}),
+        (SpecError, r"which \(0, 2\) does not make matrices of", jnp.zeros((8, 8)), {"where": {"w": (0, 2)}}),
+        (SpecError, "`over` has 'tensor', and the mesh has the axes fsdp", jnp.zeros((8, 8)), {"over": "tensor"}),
+        (RuleError, "'q' decides about no array", jnp.zeros((8, 8)), {"where": {"q": None}}),
+    ],
+)
+def test_what_cannot_be_mapped(error, match, leaf, options):
+    with pytest.raises(error, match=match):
+        map_matrices(unit, plan({"w": leaf}, MESH, paths=FSDP), **options)
+
+
+def test_another_tree_and_another_result_are_errors():
+    made = plan(matrices(2), MESH.build(jax.devices()), paths=FSDP)
+    with pytest.raises(PlanMismatchError, match="the tree has no more arrays, and the plan has `w1`"):
+        map_matrices(unit, made)({"w0": jnp.ones((16, 32))})
+    with pytest.raises(LeafTypeError, match="return the same shapes, dtypes"):
+        jax.eval_shape(map_matrices(lambda one: one.T, made), made.structs)
+    whole = plan({"w": jnp.zeros((8, 8), jnp.int32)}, MESH, paths=FSDP)
+    assert map_matrices(unit, whole, where={"w": None}).stacks == ()
+    with pytest.raises(LeafTypeError, match="pass `map_matrices"):
+        map_matrices(unit, made).init()
+
+
+def test_modules_keep_what_is_no_array():
+    linear = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
+    made = plan(linear, MESH.build(jax.devices()), paths=FSDP)
+    found = sfx.filter_jit(map_matrices(unit, made))(sfx.shard(linear, made))
+    same(found.layers[0].weight, unit(linear.layers[0].weight))
+    assert found.activation is linear.activation
+
+
+def test_four_processes(tmp_path):
+    outcomes = _processes.run("unit", 4, 2, tmp_path, worker=Path(matrices_worker.__file__))
+    assert [one.result for one in outcomes] == ["right"] * 4, outcomes[0].log
