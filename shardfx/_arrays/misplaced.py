@@ -75,7 +75,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
         for row in self:
             key = between_numbers(row.path), row.asked, row.found, row.excess_bytes, row.fix
             groups.setdefault(key, []).append(row)
-        rows = [_HEADER]
+        rows: list[tuple[str, ...]] = [_HEADER]
         for (_, asked, found, excess, fix), alike in groups.items():
             for path, count in joined_exactly([row.path for row in alike]):
                 rows.append((path, asked, found, bytes_text(excess * count) if excess else "-", fix))

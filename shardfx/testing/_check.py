@@ -1,0 +1,232 @@
+"""Whether a step computes under its plan what it computes on one device."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from .._ground.text import array_text, plural, table
+from .._ground.tree import flatten
+from .._step.lines import Frame, place_text
+from .._step.step import EquinoxJitted, Jitted
+from ..topology._mesh import MeshSpec
+from ._blame import Compared, Fault, aligned, allowed, compared, differences, fault_of
+from ._tape import Record, Tape
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedOutput:
+    """One array that a step returns.
+
+    **Arguments:**
+
+    - `path`: where it is in what the step returns.
+    - `difference`: the largest between the plan and the reference in float64, and `at` where it is.
+    - `allowed`: what rounding explains.
+    """
+
+    path: str
+    difference: float
+    at: tuple[int, ...]
+    allowed: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.difference <= self.allowed
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedStep:
+    """What [`shardfx.testing.check_step`][] found; true where the plan changes no number.
+
+    **Arguments:**
+
+    - `outputs`: the arrays that the step returns.
+    - `frame`: the line of the first equation that differs, where one was found.
+    - `lines`: that, and the line that makes the value which it takes for another.
+    - `story`: what is known of it, in words.
+    """
+
+    outputs: tuple[CheckedOutput, ...]
+    frame: Frame | None = None
+    lines: tuple[Frame, ...] = ()
+    story: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return all(one.is_right for one in self.outputs)
+
+    def __str__(self) -> str:
+        if self:
+            return f"the plan changes none of {plural(len(self.outputs), 'output')} by more than rounding does"
+        wrong = [one for one in self.outputs if not one.is_right]
+        rows = [("output", "difference", "rounding", "at")]
+        rows += [(one.path or "-", f"{one.difference:.1e}", f"{one.allowed:.1e}", str([*one.at])) for one in wrong]
+        head = f"the plan changes {len(wrong)} of {plural(len(self.outputs), 'output')}:"
+        return "\n".join([head, *table(rows, right={"difference", "rounding"}), "", *self.story])
+
+    __repr__ = __str__
+
+
+# Seeds of the rounding errors that are added in float64.
+_SEEDS = (1, 2, 3)
+_RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
+
+
+def check_step(
+    step: Callable[..., Any],
+    *args: Any,
+    reference: Callable[..., Any] | None = None,
+    mesh: Mesh | None = None,
+    shrink: bool = False,
+) -> CheckedStep:
+    """doc"""
+    if mesh is not None:
+        ones = np.array([mesh.devices.flat[0]]).reshape([1] * mesh.devices.ndim)
+        step, reference = step(mesh), step(Mesh(ones, mesh.axis_names, axis_types=mesh.axis_types))
+    ours = _traced(step, args)
+    devices = {device for one in ours.arrays for device in one.devices()}
+    device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
+    alone = jax.tree.map(lambda leaf: jax.device_put(leaf, device) if eqx.is_array(leaf) else leaf, args)
+    theirs = _traced(step if reference is None else reference, alone)
+    if reference is None:
+        theirs = theirs._replace(closed=ours.closed)
+    return _Check(ours, theirs).checked()
+
+
+class _Traced(NamedTuple):
+    """A step as a function of arrays alone: itself, its jaxpr, the arrays, and the paths of its results."""
+
+    run: Callable[..., Any]
+    closed: Any
+    arrays: list[Any]
+    paths: list[str]
+
+
+def _traced(step: Callable[..., Any], args: Sequence[Any]) -> _Traced:
+    flats = [flatten(arg) for arg in args]
+    arrays = [leaf for flat in flats for leaf, yes in zip(flat.leaves, flat.is_array, strict=True) if yes]
+    paths: list[str] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        left = iter(arrays)
+        trees = [
+            jax.tree.unflatten(
+                flat.treedef, [next(left) if yes else leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True)]
+            )
+            for flat in flats
+        ]
+        out = flatten(step(*trees))
+        paths[:] = [path for path, yes in zip(out.paths, out.is_array, strict=True) if yes]
+        return [_data(leaf) for leaf, yes in zip(out.leaves, out.is_array, strict=True) if yes]
+
+    closed = jax.make_jaxpr(run)(*arrays)
+    return _Traced(run if isinstance(step, Jitted | EquinoxJitted) else jax.jit(run), closed, arrays, paths)
+
+
+def _data(leaf: Any) -> Any:
+    """An array of numbers: of keys, their words."""
+    return jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+class _Played(NamedTuple):
+    """A jaxpr that was carried out: the tape, its compiled program, the results, their records, and all values."""
+
+    tape: Tape
+    compiled: Any
+    ids: list[int]
+    arrays: list[Any]
+
+    def __call__(self, *noise: float) -> tuple[list[np.ndarray], dict[int, np.ndarray], dict[int, Any]]:
+        outs, values = self.compiled(self.arrays, np.array(noise or (0, 0, 0), np.float32))
+        host = {at: np.asarray(one) for at, one in values.items()}
+        return [*map(np.asarray, outs)], host, values
+
+
+def _played(traced: _Traced, arrays: list[Any], *, alone: bool, wide: Any = None, keeps: bool = False) -> _Played:
+    tape, ids = Tape(alone=alone, wide=wide), []
+
+    def run(arrays: list[Any], noise: Any) -> Any:
+        tape.records.clear()
+        tape.values, tape.noise = {}, noise if wide == np.float64 else None
+        closed = traced.closed
+        outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], [-1] * len(arrays))
+        return outs, tape.values if keeps else {}
+
+    with jax.enable_x64(wide == np.float64):
+        compiled = jax.jit(run).lower(arrays, np.zeros(3, np.float32)).compile()
+    return _Played(tape, compiled, ids, arrays)
+
+
+class _Check:
+    """A step under its plan and its reference, compared."""
+
+    def __init__(self, ours: _Traced, theirs: _Traced):
+        self.ours, self.theirs = ours, theirs
+        self.exactly = _played(theirs, theirs.arrays, alone=True, wide=np.float64)
+        self.is_narrow = any(
+            jax.numpy.issubdtype(one.dtype, np.floating) and jax.numpy.finfo(one.dtype).bits < 32
+            for one in self.exactly.tape.records
+        )
+
+    def checked(self) -> CheckedStep:
+        exact = self.exactly()[0]
+        copies = [jax.numpy.copy(one) for one in self.ours.arrays]
+        made = [*map(np.asarray, self.ours.run(*copies))]
+        alone = _played(self.theirs, self.theirs.arrays, alone=True)()[0]
+        noisy = [self.exactly(0, 1, seed)[0] for seed in _SEEDS]
+        outputs = self.outputs(made, exact, [alone, *noisy], [one.dtype for one in made])
+        is_wide = self.is_narrow and all(one.is_right for one in outputs)
+        if is_wide:
+            # What bfloat16 hides is plain in float32.
+            made = _played(self.ours, self.ours.arrays, alone=False, wide=np.float32)()[0]
+            noisy = [self.exactly(1, 0, seed)[0] for seed in _SEEDS]
+            outputs = self.outputs(made, exact, noisy, [one.dtype for one in made])
+        found = CheckedStep(tuple(outputs))
+        return found if found else self.blamed(found, is_wide)
+
+    def outputs(self, made: Any, exact: Any, others: Any, dtypes: Any) -> list[CheckedOutput]:
+        found = []
+        for at, (path, dtype) in enumerate(zip(self.ours.paths, dtypes, strict=True)):
+            apart = differences(made[at], exact[at])
+            place = tuple(map(int, np.unravel_index(int(apart.argmax()), apart.shape))) if apart.size else ()
+            most = allowed(exact[at], [one[at] for one in others], dtype)
+            found.append(CheckedOutput(path, float(apart.max(initial=0.0)), place, most))
+        return found
+
+    def blamed(self, found: CheckedStep, is_wide: bool) -> CheckedStep:
+        """With the first equation that differs."""
+        wide = np.float32 if is_wide else None
+        ours = _played(self.ours, self.ours.arrays, alone=False, wide=wide, keeps=True)
+        theirs = _played(self.theirs, self.theirs.arrays, alone=True, wide=np.float64, keeps=True)
+        outs, values, arrays = ours()
+        _, exact, _ = theirs()
+        noisy = [theirs(*((1, 0) if is_wide else (0, 1)), seed)[1] for seed in _SEEDS]
+        records, others = ours.tape.records, theirs.tape.records
+        rows: dict[int, Compared] = {}
+        for one, other in aligned(records, others).items():
+            if one in values and other in exact:
+                dtype = np.float32 if is_wide and jax.numpy.issubdtype(records[one].dtype, np.inexact) else records[one].dtype
+                most = allowed(exact[other], [run[other] for run in noisy], dtype)
+                rows[one] = compared(records[one], values[one], others[other], exact[other], most)
+        wrong = [
+            ours.ids[at]
+            for at, (out, one) in enumerate(zip(outs, found.outputs, strict=True))
+            if not one.is_right
+        ]
+        self.debug = (records, rows, wrong, values, exact)
+        fault = fault_of(records, rows, wrong)
+        if fault is None:
+            return found
+        return dataclasses.replace(found, **_told(records, rows, fault, arrays))
+
+
+def _told(records: Sequence[Record], rows: Any, fault: Fault, arrays: Any) -> dict[str, Any]:
+    record, source = records[fault.number], records[fault.source]
+    lines = [one.frame for one in (source, record) if one.frame is not None]
+    story = [f"first equation that differs: {record.primitive} at {place_text(record.frame)}"]
+    return {"frame": lines[0] if lines else None, "lines": tuple(dict.fromkeys(lines)), "story": tuple(story)}
