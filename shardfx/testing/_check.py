@@ -226,7 +226,7 @@ class _Check:
 
 
 def _told(records: Sequence[Record], rows: Any, fault: Fault, arrays: Any) -> dict[str, Any]:
-    record, source = records[fault.number], records[fault.source]
-    lines = [one.frame for one in (source, record) if one.frame is not None]
-    story = [f"first equation that differs: {record.primitive} at {place_text(record.frame)}"]
-    return {"frame": lines[0] if lines else None, "lines": tuple(dict.fromkeys(lines)), "story": tuple(story)}
+    places = [*fault.sources, fault.number]
+    lines = dict.fromkeys(frame for at in places for frame in records[at].frames)
+    story = [f"{records[at].primitive} at {place_text(next(iter(records[at].frames), None))}" for at in places]
+    return {"frame": next(iter(lines), None), "lines": tuple(lines), "story": tuple(story)}

@@ -30,6 +30,8 @@ _EXACT = frozenset(
     ppermute pvary pcast reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
     slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather stop_gradient reduce_window_max""".split()
 )
+# What a loop begins a turn with.
+CARRY = "carry"
 # What these do is about the bits of their dtype.
 _BITS = ("bitcast_convert_type", "random_bits", "rng_bit_generator", "random_gamma", "pallas_call", "ffi_call")
 
@@ -40,18 +42,21 @@ class Record(NamedTuple):
     **Arguments:**
 
     - `primitive`: as JAX names it.
-    - `frame`: the line of the user.
+    - `frames`: the lines of the user, the innermost first.
     - `reads`: the numbers of the records whose values it takes; -1 for arguments, literals and constants.
-    - `leading`: what the leading dimensions of its value are, which loops and shard_maps around it add: `None` for the
-        turns of a loop, else the mesh axes, with their sizes, along which each device's own value is stacked.
+    - `leading`: what the leading dimensions of its value are, which loops and shard_maps around it add: for the turns
+        of a loop 1, or -1 if it runs backwards; else the mesh axes, with their sizes, along which each device's own
+        value is stacked.
     - `dtype`: that the step computes it in.
+    - `loop`: the number of the outermost loop around it.
     """
 
     primitive: str
-    frame: Frame | None
+    frames: tuple[Frame, ...]
     reads: tuple[int, ...]
-    leading: tuple[tuple[tuple[str, int], ...] | None, ...]
+    leading: tuple[tuple[tuple[str, int], ...] | int, ...]
     dtype: Any
+    loop: int | None = None
 
 
 class Tape:
@@ -69,7 +74,7 @@ class Tape:
         self.alone, self.wide, self.noise = alone, wide, noise
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
-        self.frame: Frame | None = None
+        self.frames: tuple[Frame, ...] = ()
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], ids: Sequence[int]) -> tuple[list[Any], list[int]]:
         """The results of a jaxpr, and the numbers of the records that they are."""
@@ -84,20 +89,20 @@ class Tape:
         def number(atom: Any) -> int:
             return -1 if isinstance(atom, jex.Literal) else numbers[atom]
 
-        frame = self.frame
+        frames = self.frames
         for equation in jaxpr.eqns:
-            self.frame = next((one for one in frames_of(equation) if not is_library(one)), frame)
+            self.frames = tuple(one for one in frames_of(equation) if not is_library(one)) or frames
             ins, reads = [*map(read, equation.invars)], [*map(number, equation.invars)]
             enter = self.entered(equation)
             if enter is not None:
                 outs, made = enter(equation, ins, reads)
             else:
                 outs = self.applied(jaxpr, equation, ins)
-                made = [self.kept(equation, at, out, reads) for at, out in enumerate(outs)]
+                made = self.all_kept(equation, outs, reads)
                 outs = [self.values.get(at, out) for at, out in zip(made, outs, strict=True)]
             arrays.update(zip(equation.outvars, outs, strict=True))
             numbers.update(zip(equation.outvars, made, strict=True))
-        self.frame = frame
+        self.frames = frames
         return [*map(read, jaxpr.outvars)], [*map(number, jaxpr.outvars)]
 
     def entered(self, equation: Any) -> Callable[..., tuple[Sequence[Any], Sequence[int]]] | None:
@@ -107,18 +112,20 @@ class Tape:
             return self.inlined
         return {"scan": self.scan, "while": self.loop, "cond": self.branch, "shard_map": self.shard_map}.get(name)
 
-    def kept(self, equation: Any, at: int, out: Any, reads: Sequence[int]) -> int:
+    def kept(self, name: str, var: Any, out: Any, reads: Sequence[int]) -> int:
         """The number of the record of what an equation made."""
-        var = equation.outvars[at]
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a key
         number = len(self.records)
-        self.records.append(Record(equation.primitive.name, self.frame, (*reads,), (), var.aval.dtype))
-        if not self.alone and jax.typeof(out).sharding.spec.unreduced:
-            return number  # no device has the value of an array that is not summed yet
-        is_exact = self.noise is None or equation.primitive.name in _EXACT
-        self.values[number] = out if is_exact else _noisy(out, var.aval.dtype, self.noise)
+        self.records.append(Record(name, self.frames, (*reads,), (), var.aval.dtype))
+        if self.alone or not jax.typeof(out).sharding.spec.unreduced:  # no device has the value of a sum to come
+            is_exact = self.noise is None or name in _EXACT
+            self.values[number] = out if is_exact else _noisy(out, var.aval.dtype, self.noise)
         return number
+
+    def all_kept(self, equation: Any, outs: Sequence[Any], reads: Sequence[int]) -> list[int]:
+        name = equation.primitive.name
+        return [self.kept(name, var, out, reads) for var, out in zip(equation.outvars, outs, strict=True)]
 
     def widened(self, array: Any) -> Any:
         """An array with floats at least as wide as asked for."""
@@ -131,7 +138,12 @@ class Tape:
         if self.wide is None or equation.primitive.name in _BITS:
             return self.at_its_own_dtypes(jaxpr, equation, ins)
         try:
-            return self.bound(jaxpr, equation.replace(params={k: self.param(p) for k, p in equation.params.items()}), ins)
+            params = {key: self.param(one) for key, one in equation.params.items()}
+            invars = [
+                jex.Literal(one, atom.aval) if isinstance(atom, jex.Literal) else atom
+                for one, atom in zip(ins, equation.invars, strict=True)
+            ]
+            return self.bound(jaxpr, equation.replace(params=params, invars=invars), ins)
         except (TypeError, ValueError, NotImplementedError):
             return self.at_its_own_dtypes(jaxpr, equation, ins)
 
@@ -178,7 +190,7 @@ class Tape:
         is_asked = isinstance(asked, NamedSharding) and not self.alone and set(asked.mesh.axis_types) == {AxisType.Auto}
         return jax.lax.with_sharding_constraint(array, asked) if is_asked else array
 
-    def body(self, closed: Any, args: Sequence[Any], ids: Sequence[int], start: int) -> tuple[list[Any], list[int], dict[int, Any]]:
+    def body(self, closed: Any, args: Sequence[Any], ids: Any, start: int) -> tuple[list[Any], list[int], dict[int, Any]]:
         """What a program within an equation makes, and the values of its records, which its equation has to return.
 
         JAX may trace it several times: its records begin anew at `start`.
@@ -186,7 +198,7 @@ class Tape:
         del self.records[start:]
         outer, self.values = self.values, {}
         jaxpr, consts = opened(closed)
-        outs, made = self.run(jaxpr, consts, args, ids)
+        outs, made = self.run(jaxpr, consts, args, ids(jaxpr, args) if callable(ids) else ids)
         found, self.values = self.values, outer
         return outs, made, found
 
@@ -194,7 +206,9 @@ class Tape:
         """Takes over what the records of an equation's program made."""
         self.values.update(values)
         for at in range(start, len(self.records)):
-            self.records[at] = self.records[at]._replace(leading=(leading, *self.records[at].leading))
+            one = self.records[at]
+            loop = start if isinstance(leading, int) else one.loop
+            self.records[at] = one._replace(leading=(leading, *one.leading), loop=loop)
 
     def scan(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         params, start = equation.params, len(self.records)
@@ -202,16 +216,20 @@ class Tape:
         ids: list[int] = []
 
         def turn(carry: Any, xs: Any) -> Any:
-            outs, made, found = self.body(params["jaxpr"], [*ins[:first], *carry, *xs], reads, start)
-            ids[:] = made
-            carry = [_like(out, one) for out, one in zip(outs, carry)]
-            return carry, (outs[len(carry) :], found)
+            def begun(jaxpr: Any, args: Sequence[Any]) -> list[int]:
+                own = zip(jaxpr.invars[first:middle], args[first:middle], reads[first:middle], strict=True)
+                return [*reads[:first], *[self.kept(CARRY, var, one, [read]) for var, one, read in own], *reads[middle:]]
 
-        with equation.ctx.manager if not self.alone else contextlib.nullcontext():
+            outs, made, found = self.body(params["jaxpr"], [*ins[:first], *carry, *xs], begun, start)
+            ids[:] = made
+            left = [_like(out, one) for out, one in zip(outs[: len(carry)], carry, strict=True)]
+            return left, (outs[len(carry) :], found)
+
+        with contextlib.nullcontext() if self.alone else equation.ctx.manager:
             carry, (ys, found) = jax.lax.scan(
                 turn, ins[first:middle], ins[middle:], length=params["length"], reverse=params["reverse"]
             )
-        self.held(start, found, None)
+        self.held(start, found, -1 if params["reverse"] else 1)
         return [*carry, *ys], ids
 
     def loop(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
@@ -228,7 +246,7 @@ class Tape:
 
         outs = jax.lax.while_loop(is_on, turn, ins[two:])
         del self.records[start:]
-        return outs, [self.kept(equation, at, out, reads) for at, out in enumerate(outs)]
+        return outs, self.all_kept(equation, outs, reads)
 
     def branch(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         """A conditional is one equation."""
@@ -239,7 +257,7 @@ class Tape:
 
         outs = jax.lax.switch(ins[0], [ft.partial(chosen, one) for one in equation.params["branches"]], *ins[1:])
         del self.records[start:]
-        return outs, [self.kept(equation, at, out, reads) for at, out in enumerate(outs)]
+        return outs, self.all_kept(equation, outs, reads)
 
     def shard_map(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         params, start, ids = equation.params, len(self.records), []
@@ -248,7 +266,7 @@ class Tape:
         names = tuple(name for name in mesh.axis_names if name in manual)
         if self.alone and mesh.size > 1:
             raise ProgramError(
-                f"a `shard_map` at {place_text(self.frame)} is over a mesh of {mesh.size} devices, so the step has no form for one "
+                f"a `shard_map` at {place_text(next(iter(self.frames), None))} is over a mesh of {mesh.size} devices, so the step has no form for one "
                 "device. Pass the same step in plain JAX, `reference=`; or a function of the mesh that returns the "
                 "step, with the mesh: `check_step(make_step, *args, mesh=mesh)`."
             )
@@ -266,7 +284,7 @@ class Tape:
             axis_names={*names},
             check_vma=params["check_vma"],
         )
-        with equation.ctx.manager if not self.alone else contextlib.nullcontext():
+        with contextlib.nullcontext() if self.alone else equation.ctx.manager:
             outs, found = own(*ins)
         self.held(start, found, tuple((name, mesh.shape[name]) for name in names))
         return outs, ids
