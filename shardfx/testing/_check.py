@@ -9,11 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .._ground.text import array_text, plural, table
+from .._ground.text import plural, table
 from .._ground.tree import flatten
 from .._step.lines import Frame, place_text
 from .._step.step import EquinoxJitted, Jitted
-from ..topology._mesh import MeshSpec
 from ._blame import Compared, Fault, aligned, allowed, compared, differences, fault_of
 from ._tape import Record, Tape
 
@@ -116,7 +115,8 @@ def _traced(step: Callable[..., Any], args: Sequence[Any]) -> _Traced:
         left = iter(arrays)
         trees = [
             jax.tree.unflatten(
-                flat.treedef, [next(left) if yes else leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True)]
+                flat.treedef,
+                [next(left) if yes else leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True)],
             )
             for flat in flats
         ]
@@ -210,13 +210,15 @@ class _Check:
         rows: dict[int, Compared] = {}
         for one, other in aligned(records, others).items():
             if one in values and other in exact:
-                dtype = np.float32 if is_wide and jax.numpy.issubdtype(records[one].dtype, np.inexact) else records[one].dtype
+                dtype = (
+                    np.float32
+                    if is_wide and jax.numpy.issubdtype(records[one].dtype, np.inexact)
+                    else records[one].dtype
+                )
                 most = allowed(exact[other], [run[other] for run in noisy], dtype)
                 rows[one] = compared(records[one], values[one], others[other], exact[other], most)
         wrong = [
-            ours.ids[at]
-            for at, (out, one) in enumerate(zip(outs, found.outputs, strict=True))
-            if not one.is_right
+            ours.ids[at] for at, (out, one) in enumerate(zip(outs, found.outputs, strict=True)) if not one.is_right
         ]
         self.debug = (records, rows, wrong, values, exact)
         fault = fault_of(records, rows, wrong)

@@ -76,7 +76,9 @@ class Tape:
         self.values: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] = ()
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], ids: Sequence[int]) -> tuple[list[Any], list[int]]:
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], ids: Sequence[int]
+    ) -> tuple[list[Any], list[int]]:
         """The results of a jaxpr, and the numbers of the records that they are."""
         arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*[-1] * len(consts), *ids), strict=True))
@@ -84,7 +86,9 @@ class Tape:
         def read(atom: Any) -> Any:
             if not isinstance(atom, jex.Literal):
                 return arrays[atom]
-            return atom.val if self.wide is None else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
+            return (
+                atom.val if self.wide is None else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
+            )
 
         def number(atom: Any) -> int:
             return -1 if isinstance(atom, jex.Literal) else numbers[atom]
@@ -190,7 +194,9 @@ class Tape:
         is_asked = isinstance(asked, NamedSharding) and not self.alone and set(asked.mesh.axis_types) == {AxisType.Auto}
         return jax.lax.with_sharding_constraint(array, asked) if is_asked else array
 
-    def body(self, closed: Any, args: Sequence[Any], ids: Any, start: int) -> tuple[list[Any], list[int], dict[int, Any]]:
+    def body(
+        self, closed: Any, args: Sequence[Any], ids: Any, start: int
+    ) -> tuple[list[Any], list[int], dict[int, Any]]:
         """What a program within an equation makes, and the values of its records, which its equation has to return.
 
         JAX may trace it several times: its records begin anew at `start`.
@@ -218,7 +224,11 @@ class Tape:
         def turn(carry: Any, xs: Any) -> Any:
             def begun(jaxpr: Any, args: Sequence[Any]) -> list[int]:
                 own = zip(jaxpr.invars[first:middle], args[first:middle], reads[first:middle], strict=True)
-                return [*reads[:first], *[self.kept(CARRY, var, one, [read]) for var, one, read in own], *reads[middle:]]
+                return [
+                    *reads[:first],
+                    *[self.kept(CARRY, var, one, [read]) for var, one, read in own],
+                    *reads[middle:],
+                ]
 
             outs, made, found = self.body(params["jaxpr"], [*ins[:first], *carry, *xs], begun, start)
             ids[:] = made

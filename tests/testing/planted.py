@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 
 class Planted(NamedTuple):
@@ -341,7 +340,9 @@ def labels_shifted_after_the_cut(mesh, wrong):
     @over(mesh, P("d", "t"), P("d", "t"), out=P())
     def loss(x, tokens):
         logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
-        following = lax.ppermute(tokens[:, :1], "t", [(i, (i - 1) % lax.axis_size("t")) for i in range(lax.axis_size("t"))])
+        following = lax.ppermute(
+            tokens[:, :1], "t", [(i, (i - 1) % lax.axis_size("t")) for i in range(lax.axis_size("t"))]
+        )
         labels = jnp.roll(tokens, -1, 1) if wrong else jnp.concatenate([tokens[:, 1:], following], 1)  # wrong
         picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
         return lax.pmean(jnp.mean(picked), ("d", "t"))
