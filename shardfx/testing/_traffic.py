@@ -24,9 +24,9 @@ _PATTERN = re.compile(
 def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
     """The collectives of a step as a text for golden files.
 
-    Of each it has the kind, the mesh axes, the arrays that a device has of it, how often it runs, the pass, the
-    parameter, and the line of your program. A line stands there by its words, not by its number: what is written above it
-    does not change the text.
+    Of each it has the kind, the mesh axes, how often it runs, whether it is of the backward pass or of what that
+    computes again, the arrays that a device has of it, the parameter, and the line of your program. A line stands there
+    by its words and not by its number, which changes with every line above it.
 
     **Arguments:**
 
@@ -74,7 +74,7 @@ def assert_same_traffic_text(
     **Arguments:**
 
     - `traffic`: what the step sends.
-    - `expected`: a text of several lines, as [`shardfx.testing.traffic_text`][] makes it; or the path of a file with it.
+    - `expected`: a text of several lines, as [`shardfx.testing.traffic_text`][] makes it; or the path of a file.
     - `update`: write the text into the file instead of comparing.
     - `sizes`: compare the bytes too.
 
@@ -142,7 +142,12 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 def _row_text(row: TrafficRow) -> str:
     """What lines have in common that are counted together."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
-    return f"{kind}: {' '.join([*([row.phase] if row.phase else []), '+'.join(row.arrays)])}"
+    return f"{kind}: {' '.join([*([] if _phase(row) == "forward" else [row.phase]), '+'.join(row.arrays)])}"
+
+
+def _phase(row: TrafficRow) -> str:
+    """The pass of a row; what no gradient is taken of is forward, and JAX 0.12 names nothing else forward."""
+    return row.phase or "forward"
 
 
 def _place(frame: Frame | None) -> str:
@@ -171,7 +176,7 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
     places = {one for frame in row.stack for one in (frame.place, frame.place.partition(":")[0], frame.function)}
     return (
         pattern["kind"] in ("any", row.kind)
-        and pattern["phase"] in (None, row.phase)
+        and pattern["phase"] in (None, _phase(row))
         and {*(pattern["axes"] or "").split("+")} - {""} <= {*row.axes}
         and (pattern["leaf"] is None or re.search(pattern["leaf"], row.leaf or "") is not None)
         and (pattern["place"] is None or pattern["place"] in places)
