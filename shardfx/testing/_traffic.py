@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._cost import Frame, Traffic, TrafficRow
-from .._cost.collective import KINDS
 from .._ground.text import between_numbers, bytes_text, joined_exactly, plural, printable
-from .._see.golden import assert_same_text
 from .._step.lines import place_text
+from ..cost import Frame, Traffic, TrafficRow
+from ..cost._collective import KINDS
+from ._plan_text import assert_same_text
 
 
 _FORMAT = "# shardfx traffic text 1"
@@ -142,7 +142,8 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 def _row_text(row: TrafficRow) -> str:
     """What lines have in common that are counted together."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
-    return f"{kind}: {' '.join([*([] if _phase(row) == "forward" else [row.phase]), '+'.join(row.arrays)])}"
+    phase = "" if _phase(row) == "forward" else f"{row.phase} "
+    return f"{kind}: {phase}{'+'.join(row.arrays)}"
 
 
 def _phase(row: TrafficRow) -> str:

@@ -93,5 +93,5 @@ def test_traced_arrays_are_checked_by_type(plan):
 
     jax.jit(step)(sfx.shard(TREE, explicit))
     assert [len(rows) for rows in found] == [0, 0, 3]
-    with pytest.raises(sfx.LeafTypeError, match="is traced on a mesh with the Auto axes"):
+    with pytest.raises(sfx.errors.LeafTypeError, match="is traced on a mesh with the Auto axes"):
         jax.jit(lambda tree: sfx.misplaced(tree, plan) or tree, in_shardings=(plan.shardings,))(sfx.shard(TREE, plan))
