@@ -45,7 +45,7 @@ class MisplacedArray:
 
 
 class Misplaced(tuple[MisplacedArray, ...]):
-    """A tuple of rows that `print`, a console and a notebook show as a table.
+    """A tuple of [`shardfx._arrays.MisplacedArray`][]s that `print`, a console and a notebook show as a table.
 
     It is empty, and so false, where every array lies as the plan says.
     """
@@ -96,8 +96,8 @@ def misplaced(tree: Any, plan: ShardPlan) -> Misplaced:
 
     **Returns:**
 
-    Rows (`path`, `asked`, `found`, `excess_bytes`, `fix`) that print as a table, the most excess bytes first: arrays that lie elsewhere, have another shape, dtype or
-    memory kind, are missing, or are not in the plan. It is false where there are none.
+    A [`shardfx._arrays.Misplaced`][], the most excess bytes first: arrays that lie elsewhere, have another shape, dtype
+    or memory kind, are missing, or are not in the plan. It is false where there are none.
 
     **Raises:**
 

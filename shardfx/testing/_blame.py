@@ -15,7 +15,7 @@ from ._tape import CARRY, Record
 # How the values of the devices along one mesh axis make up the whole: a dimension that they cut, or one of these. All
 # but "same" and a dimension wait for a collective.
 Role = int | Literal["same", "sum", "mean", "max"]
-_MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
+MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
 _COLLECTIVES = frozenset(
     """psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced all_to_all
     psum_scatter reduce_scatter ragged_all_to_all pbroadcast unreduced_psum unreduced_reduce_scatter""".split()
@@ -119,20 +119,20 @@ def _assembled(
     if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):
         return
     ratios = [whole // size for size, whole in zip(local, shape, strict=True)]
-    merged = _MERGED if jnp.issubdtype(parts.dtype, np.inexact) else [] if parts.dtype == bool else ["sum"]
+    merged = MERGED if jnp.issubdtype(parts.dtype, np.inexact) else [] if parts.dtype == bool else ["sum"]
     choices: list[list[Any]] = [
         ["same", *[dim for dim, ratio in enumerate(ratios) if ratio > 1 and ratio % size == 0], *merged]
         if size > 1
         else ["same"]
         for _, size in axes
     ]
-    for roles in sorted(it.product(*choices), key=lambda roles: sum(role in _MERGED for role in roles)):
+    for roles in sorted(it.product(*choices), key=lambda roles: sum(role in MERGED for role in roles)):
         cuts = [[at for at, role in enumerate(roles) if role == dim] for dim in range(len(shape))]
         if [math.prod(axes[at][1] for at in own) for own in cuts] != ratios:
             continue
         made = parts
         for at, role in enumerate(roles):
-            made = _MERGED[role](made, axis=at, keepdims=True) if role in _MERGED else made
+            made = MERGED[role](made, axis=at, keepdims=True) if role in MERGED else made
         beside = [at for at, role in enumerate(roles) if not isinstance(role, int)]
         order = [*beside, *it.chain.from_iterable([*own, len(axes) + dim] for dim, own in enumerate(cuts))]
         yield roles, made.transpose(order).reshape((*[made.shape[at] for at in beside], *shape))
@@ -174,7 +174,7 @@ class _Search:
         """Whether a value leaves its shard_map while it waits for a collective."""
         inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
         roles = self.found[number].roles if number in self.found else {}
-        return any(role in _MERGED and name not in inside for name, role in roles.items())
+        return any(role in MERGED and name not in inside for name, role in roles.items())
 
     def is_right(self, number: int, reader: Record | None = None) -> bool:
         return number < 0 or (self.is_same(number) and not self.is_loose(number, reader))
@@ -206,6 +206,8 @@ class _Search:
         found: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
+            if all(isinstance(one, int) for one in record.leading):
+                continue
             is_index = not jnp.issubdtype(record.dtype, np.inexact)
             if (is_index or record.primitive in _PIECES) and all(
                 one in found or self.is_right(one, record) for one in record.reads
@@ -226,7 +228,7 @@ class _Search:
     def named(self, first: int, behind: list[int]) -> Fault:
         """The places to show: the last collective, what waits for one, the positions, then the equation itself."""
         reads = self.records[first].reads
-        waits = [one for one in reads if one in self.found and {*self.found[one].roles.values()} & {*_MERGED}]
+        waits = [one for one in reads if one in self.found and {*self.found[one].roles.values()} & {*MERGED}]
         sent = [one for one in behind if self.records[one].primitive in _COLLECTIVES]
         index = [one for one in behind if not jnp.issubdtype(self.records[one].dtype, np.inexact)]
         names = [*sent[-1:], *waits[-1:], *index[-1:], *index[:1]] or behind[-1:]

@@ -1,19 +1,21 @@
 """Whether a step computes under its plan what it computes on one device."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from .._ground.text import plural, table
+from .._ground.text import array_text, plural, spec_text, table
 from .._ground.tree import flatten
 from .._step.lines import Frame, place_text
 from .._step.step import EquinoxJitted, Jitted
-from ._blame import Compared, Fault, aligned, allowed, compared, differences, fault_of
+from ..cost import traffic
+from ._args import has_structs, made, shrunk
+from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of
 from ._tape import Record, Tape
 
 
@@ -46,12 +48,14 @@ class CheckedStep:
     **Arguments:**
 
     - `outputs`: the arrays that the step returns.
+    - `is_finite`: whether the reference is; what is infinite, or no number, is equal to its like alone.
     - `frame`: the line of the first equation that differs, where one was found.
     - `lines`: that, and the line that makes the value which it takes for another.
     - `story`: what is known of it, in words.
     """
 
     outputs: tuple[CheckedOutput, ...]
+    is_finite: bool = True
     frame: Frame | None = None
     lines: tuple[Frame, ...] = ()
     story: tuple[str, ...] = ()
@@ -87,14 +91,29 @@ def check_step(
     if mesh is not None:
         ones = np.array([mesh.devices.flat[0]]).reshape([1] * mesh.devices.ndim)
         step, reference = step(mesh), step(Mesh(ones, mesh.axis_names, axis_types=mesh.axis_types))
+    given = shrunk(step, args) if shrink else args
+    found = _compared(step, made(given, mild=False), reference, mesh)
+    if has_structs(given) and not found.is_finite:
+        found = _compared(step, made(given, mild=True), reference, mesh)
+    return found
+
+
+def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
     ours = _traced(step, args)
     devices = {device for one in ours.arrays for device in one.devices()}
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
-    alone = jax.tree.map(lambda leaf: jax.device_put(leaf, device) if eqx.is_array(leaf) else leaf, args)
+    alone = jax.tree.map(lambda leaf: _on_one(leaf, device) if isinstance(leaf, jax.Array) else leaf, args)
     theirs = _traced(step if reference is None else reference, alone)
     if reference is None:
         theirs = theirs._replace(closed=ours.closed)
     return _Check(ours, theirs).checked()
+
+
+def _on_one(leaf: jax.Array, device: Any) -> jax.Array:
+    """A copy on one device. It goes through the host: the type of a copy would keep Explicit axes."""
+    made = jax.device_put(np.asarray(_data(leaf)), device)
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(leaf)) if is_key else made
 
 
 class _Traced(NamedTuple):
@@ -186,7 +205,8 @@ class _Check:
             made = _played(self.ours, self.ours.arrays, alone=False, wide=np.float32)()[0]
             noisy = [self.exactly(1, 0, seed)[0] for seed in _SEEDS]
             outputs = self.outputs(made, exact, noisy, [one.dtype for one in made])
-        found = CheckedStep(tuple(outputs))
+        is_finite = all(np.isfinite(one).all() for one in exact if one.dtype.kind in "fc")
+        found = CheckedStep(tuple(outputs), is_finite)
         return found if found else self.blamed(found, is_wide)
 
     def outputs(self, made: Any, exact: Any, others: Any, dtypes: Any) -> list[CheckedOutput]:
@@ -220,15 +240,49 @@ class _Check:
         wrong = [
             ours.ids[at] for at, (out, one) in enumerate(zip(outs, found.outputs, strict=True)) if not one.is_right
         ]
-        self.debug = (records, rows, wrong, values, exact)
         fault = fault_of(records, rows, wrong)
         if fault is None:
             return found
-        return dataclasses.replace(found, **_told(records, rows, fault, arrays))
+        return dataclasses.replace(found, **_told(records, rows, fault, ours, arrays))
 
 
-def _told(records: Sequence[Record], rows: Any, fault: Fault, arrays: Any) -> dict[str, Any]:
+def _told(records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Any) -> Any:
+    """The lines and the story of a fault."""
+    record, one = records[fault.number], rows.get(fault.number, Compared(False))
+    story = [f"the first equation that differs: {_equation(record, fault.number, arrays)}"]
+    if one.is_same:
+        waits = " and ".join(f"the {role} over {axis}" for axis, role in one.roles.items() if role in MERGED)
+        story += [f"    it waits for {waits}, and leaves its shard_map as if it were whole"]
+    elif math.isfinite(one.difference):
+        story += [f"    by up to {one.difference:.1e}, of numbers up to {one.scale:.1e}, at {[*one.at]}"]
+    story += [f"    in turn {fault.turn} of its loop"] if fault.turn is not None else []
+    for at in fault.sources:
+        waits = [f"{role} over {axis}" for axis, role in rows[at].roles.items() if role in MERGED] if at in rows else []
+        why = f", which waits for the {' and the '.join(waits)}" if waits else ""
+        story.append(f"it takes what comes from {_equation(records[at], at, arrays)}{why}")
     places = [*fault.sources, fault.number]
-    lines = dict.fromkeys(frame for at in places for frame in records[at].frames)
-    story = [f"{records[at].primitive} at {place_text(next(iter(records[at].frames), None))}" for at in places]
-    return {"frame": next(iter(lines), None), "lines": tuple(lines), "story": tuple(story)}
+    if any(records[at].primitive in _RANDOM for at in places):
+        story.append(
+            "random numbers here hang on the layout: make them outside of shard_map, with threefry keys, and with "
+            "`jax_threefry_partitionable` on"
+        )
+    lines = tuple(dict.fromkeys(frame for at in places for frame in records[at].frames))
+    near = {(frame.file, frame.line) for frame in lines}
+    sent = [row for row in traffic(ours.compiled).rows if row.source and (row.source.file, row.source.line) in near]
+    kinds = dict.fromkeys(f"{row.kind} over {' x '.join(row.axes) or '-'} at {place_text(row.source)}" for row in sent)
+    story += [f"the plan sends there: {kind}" for kind in kinds]
+    return {"frame": next(iter(lines), None), "lines": lines, "story": tuple(story)}
+
+
+def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:
+    """An equation with its line, and how what it makes lies."""
+    told = f"`{record.primitive}` at {place_text(next(iter(record.frames), None))}"
+    if number not in arrays:
+        return told
+    made, inside = arrays[number], [one for one in record.leading if not isinstance(one, int)]
+    text = array_text(record.dtype, made.shape[len(record.leading) :])
+    if inside:
+        axes = ", ".join(name for own in inside for name, _ in own)
+        return f"{told}: {text} on each device of {axes}"
+    spec = made.sharding.spec if isinstance(made.sharding, NamedSharding) else ()
+    return f"{told}: {text} {spec_text([*spec][len(record.leading) :])}"

@@ -218,7 +218,10 @@ class Tape:
 
     def scan(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         params, start = equation.params, len(self.records)
-        first, middle = params["num_consts"], params["num_consts"] + params["num_carry"]
+        inner = opened(params["jaxpr"])[0]
+        # The parameters that count them have other names with each JAX: what is taken by turns has a dimension more.
+        middle = sum(a.aval.shape == b.aval.shape for a, b in zip(equation.invars, inner.invars, strict=True))
+        first = middle - sum(a.aval.shape == b.aval.shape for a, b in zip(equation.outvars, inner.outvars, strict=True))
         ids: list[int] = []
 
         def turn(carry: Any, xs: Any) -> Any:
