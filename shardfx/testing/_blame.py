@@ -102,10 +102,10 @@ def compared(record: Record, value: Any, whole_record: Record, whole: Any, most:
 def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]], np.ndarray]:
     """A record's value with a leading dimension for each mesh axis, before those for the turns of loops in order."""
     device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
-    value = np.flip(value, [at for at, one in enumerate(record.leading) if one == -1])
+    value = np.asarray(np.flip(value, [at for at, one in enumerate(record.leading) if one == -1]))
     value = np.moveaxis(value, device, range(len(device)))
     axes = [axis for one in record.leading if not isinstance(one, int) for axis in one]
-    return axes, value.reshape((*[size for _, size in axes], *value.shape[len(device) :]))
+    return axes, np.reshape(value, (*[size for _, size in axes], *value.shape[len(device) :]))
 
 
 def _assembled(

@@ -16,6 +16,7 @@ from .._step.step import EquinoxJitted, Jitted
 from ..cost import traffic
 from ._args import has_structs, made, shrunk
 from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of
+from ._suspects import equations_of, suspects
 from ._tape import Record, Tape
 
 
@@ -160,7 +161,7 @@ class _Played(NamedTuple):
     ids: list[int]
     arrays: list[Any]
 
-    def __call__(self, *noise: float) -> tuple[list[np.ndarray], dict[int, np.ndarray], dict[int, Any]]:
+    def __call__(self, *noise: int) -> tuple[list[np.ndarray], dict[int, np.ndarray], dict[int, Any]]:
         outs, values = self.compiled(self.arrays, np.array(noise or (0, 0, 0), np.float32))
         host = {at: np.asarray(one) for at, one in values.items()}
         return [*map(np.asarray, outs)], host, values
@@ -187,10 +188,8 @@ class _Check:
     def __init__(self, ours: _Traced, theirs: _Traced):
         self.ours, self.theirs = ours, theirs
         self.exactly = _played(theirs, theirs.arrays, alone=True, wide=np.float64)
-        self.is_narrow = any(
-            jax.numpy.issubdtype(one.dtype, np.floating) and jax.numpy.finfo(one.dtype).bits < 32
-            for one in self.exactly.tape.records
-        )
+        made = [var.aval.dtype for one in equations_of(ours.closed.jaxpr) for var in one.outvars]
+        self.is_narrow = any(jax.numpy.issubdtype(one, np.floating) and np.dtype(one).itemsize < 4 for one in made)
 
     def checked(self) -> CheckedStep:
         exact = self.exactly()[0]
@@ -207,7 +206,10 @@ class _Check:
             outputs = self.outputs(made, exact, noisy, [one.dtype for one in made])
         is_finite = all(np.isfinite(one).all() for one in exact if one.dtype.kind in "fc")
         found = CheckedStep(tuple(outputs), is_finite)
-        return found if found else self.blamed(found, is_wide)
+        if found:
+            return found
+        told = self.blamed(found, is_wide)
+        return dataclasses.replace(told, story=(*told.story, *suspects(self.ours.closed)))
 
     def outputs(self, made: Any, exact: Any, others: Any, dtypes: Any) -> list[CheckedOutput]:
         found = []

@@ -319,7 +319,9 @@ def _noisy(array: Any, dtype: Any, noise: Any) -> Any:
     """A float64 array with an error of one unit in the last place of a dtype, whose signs hang on its own bits."""
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    bits = jax.lax.bitcast_convert_type(array, np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ noise[2].astype(np.uint64)
-    mixed = (bits ^ (bits >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    sign = 1.0 - 2.0 * (mixed >> np.uint64(63)).astype(np.float64)
-    return array * (1.0 + sign * (noise[0] * 2.0**-24 + noise[1] * float(jnp.finfo(dtype).eps) / 2))
+    word = np.uint64
+    bits = jax.lax.bitcast_convert_type(array, word) * word(0x9E3779B97F4A7C15) ^ noise[2].astype(word)
+    mixed = (bits ^ (bits >> word(29))) * word(0xBF58476D1CE4E5B9)
+    sign = 1.0 - 2.0 * (mixed >> word(63)).astype(np.float64)
+    sizes = noise[:2].astype(np.float64) * np.array([2.0**-24, float(jnp.finfo(dtype).eps) / 2])
+    return array * (1.0 + sign * jnp.sum(sizes))
