@@ -76,6 +76,8 @@ class CheckedStep:
     __repr__ = __str__
 
 
+# Programs that run a few times need not be fast.
+_QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Seeds of the rounding errors that are added in float64.
 _SEEDS = (1, 2, 3)
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
@@ -88,7 +90,47 @@ def check_step(
     mesh: Mesh | None = None,
     shrink: bool = False,
 ) -> CheckedStep:
-    """doc"""
+    """Runs a step under its plan and on one device, and names the first equation that differs.
+
+    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. What rounding
+    explains is measured for each output: by how much it changes where every equation in float64 is given the errors of
+    its dtype. A step with narrower floats is run in float32 under its plan as well, where less is hidden.
+
+    **Arguments:**
+
+    - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With `mesh`, a
+        function of a mesh that returns the step.
+    - `args`: arrays where the plan puts them, or structs as `plan.structs`, for which random arrays are made. Nothing of
+        them is donated. Emulated devices do: XLA partitions for them as for others.
+    - `reference`: a function of the same arguments that is right. A step whose `shard_map` is over several devices has
+        no form for one device, and needs this or `mesh`.
+    - `mesh`: the mesh of the plan; the reference is then the step on a mesh of one device with the same axes.
+    - `shrink`: first makes all sizes as small as the shardings of `args` still cut them alike. A size that the step knows
+        by heart stays.
+
+    **Returns:**
+
+    A [`shardfx.testing.CheckedStep`][], true where rounding explains all differences. Printed, it has the outputs that
+    differ, the first equation that is wrong although what it takes is right, its line and layout, the turn of its loop,
+    the collectives at these lines, and what is suspicious in a `shard_map` under `check_vma=False`.
+
+    **Raises:**
+
+    `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on more
+    devices than there are; what the step raises.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx as sfx
+
+        mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
+        x = jax.device_put(jnp.ones((64, 16)), jax.NamedSharding(mesh, jax.P("data")))
+        assert sfx.testing.check_step(lambda x: jnp.tanh(x.T @ x), x)
+        ```
+    """
     if mesh is not None:
         ones = np.array([mesh.devices.flat[0]]).reshape([1] * mesh.devices.ndim)
         step, reference = step(mesh), step(Mesh(ones, mesh.axis_names, axis_types=mesh.axis_types))
@@ -172,14 +214,22 @@ def _played(traced: _Traced, arrays: list[Any], *, alone: bool, wide: Any = None
 
     def run(arrays: list[Any], noise: Any) -> Any:
         tape.records.clear()
-        tape.values, tape.noise = {}, noise if wide == np.float64 else None
+        tape.values, tape.noise = {}, _amplitudes(noise) if wide == np.float64 else None
         closed = traced.closed
         outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], [-1] * len(arrays))
         return outs, tape.values if keeps else {}
 
     with jax.enable_x64(wide == np.float64):
-        compiled = jax.jit(run).lower(arrays, np.zeros(3, np.float32)).compile()
+        compiled = jax.jit(run).lower(arrays, np.zeros(3, np.float32)).compile(_QUICKLY)
     return _Played(tape, compiled, ids, arrays)
+
+
+def _amplitudes(noise: Any) -> tuple[dict[str, Any], Any]:
+    """Twice the rounding errors of float32, and of each dtype itself, as often as the noise says; and an odd number."""
+    sizes = noise.astype(np.float64)
+    own = {name: float(jax.numpy.finfo(name).eps) for name in ("bfloat16", "float16", "float32", "float64")}
+    odd = noise[2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) * np.uint64(2) + np.uint64(0xBF58476D1CE4E5B9)
+    return {name: sizes[0] * own["float32"] + sizes[1] * eps for name, eps in own.items()}, odd
 
 
 class _Check:

@@ -66,8 +66,8 @@ class Tape:
 
     - `alone`: on one device, without shardings.
     - `wide`: the dtype that narrower floats are replaced by, from the arguments on.
-    - `noise`: rounding errors to add to what each equation makes, times that of float32 and that of its own dtype, and
-        a seed: three numbers. Needs `wide`.
+    - `noise`: rounding errors to add to what each equation makes: their size for each dtype of the step, and an odd
+        number that says where they are up and where down. Needs `wide=np.float64`.
     """
 
     def __init__(self, *, alone: bool, wide: Any = None, noise: Any = None):
@@ -319,9 +319,6 @@ def _noisy(array: Any, dtype: Any, noise: Any) -> Any:
     """A float64 array with an error of one unit in the last place of a dtype, whose signs hang on its own bits."""
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    word = np.uint64
-    bits = jax.lax.bitcast_convert_type(array, word) * word(0x9E3779B97F4A7C15) ^ noise[2].astype(word)
-    mixed = (bits ^ (bits >> word(29))) * word(0xBF58476D1CE4E5B9)
-    sign = 1.0 - 2.0 * (mixed >> word(63)).astype(np.float64)
-    sizes = noise[:2].astype(np.float64) * np.array([2.0**-24, float(jnp.finfo(dtype).eps) / 2])
-    return array * (1.0 + sign * jnp.sum(sizes))
+    amplitude, odd = noise
+    bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
+    return array * (1.0 + (bits.astype(np.float64) - 0.5) * amplitude.get(np.dtype(dtype).name, amplitude["bfloat16"]))
