@@ -27,6 +27,17 @@ def applied(jaxpr: Any, equation: Any, ins: Sequence[Any]) -> list[Any]:
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(alone, []))(*known.values())
 
 
+def carry_of(scan: Any) -> tuple[int, int]:
+    """Where the carry of a scan begins in what it takes, and how many arrays it has.
+
+    The parameters that say so have other names with each JAX. What is taken or made by turns has a dimension more.
+    """
+    inner = opened(scan.params["jaxpr"])[0]
+    taken = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.invars, inner.invars, strict=True))
+    carried = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.outvars, inner.outvars, strict=True))
+    return taken - carried, carried
+
+
 def frames_of(equation: Any) -> tuple[Frame, ...]:
     """The lines of an equation and of the calls around it, the innermost first."""
     traceback = equation.source_info.traceback

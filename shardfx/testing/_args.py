@@ -55,7 +55,7 @@ def _random(leaf: jax.ShapeDtypeStruct, key: Any, high: int, mild: bool) -> Any:
         return jax.random.split(key, math.prod(shape)).reshape(shape)
     if dtype == np.uint32 and shape[-1:] == (2,):
         return jax.random.bits(key, shape, dtype)  # a key of the old form
-    if dtype == bool:
+    if np.dtype(dtype).kind == "b":
         return jax.random.bernoulli(key, 0.5, shape)
     if jnp.issubdtype(dtype, np.integer):
         return jax.random.randint(key, shape, 0, high).astype(dtype) if shape else jnp.ones(shape, dtype)
@@ -79,8 +79,8 @@ def _on_devices(sharding: Any) -> Any:
 def shrunk(step: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
     """The arguments in sizes as small as their shardings still cut them alike, where the step takes such sizes.
 
-    Dimensions of one size stay of one size. One after the other is made small, or with its multiples, and stays as it is
-    where the step cannot be traced so: what a step knows by heart, as the size of a head, is whole.
+    Dimensions of one size stay of one size. One after the other is made small, or with its multiples, and stays as it
+    is where the step cannot be traced so: what a step knows by heart, as the size of a head, is whole.
     """
     needs: dict[int, int] = {}
     for leaf in jax.tree.leaves(args):

@@ -90,7 +90,7 @@ def compared(record: Record, value: Any, whole_record: Record, whole: Any, most:
         last = by_turn.index(False) if False in by_turn else len(by_turn)
         if (last, -largest) > rank:
             at = np.unravel_index(int(apart.argmax()), apart.shape)[extra:] if apart.size else ()
-            names = {name: role for (name, size), role in zip(axes, roles, strict=True) if size > 1}
+            names: dict[str, Role] = {name: role for (name, size), role in zip(axes, roles, strict=True) if size > 1}
             scale = 1.0 if whole.dtype == bool else float(np.abs(whole).max(initial=0))
             best = Compared(all(by_turn), names, by_turn if turns else (), largest, tuple(map(int, at)), scale)
             rank = (last, -largest)
@@ -102,7 +102,7 @@ def compared(record: Record, value: Any, whole_record: Record, whole: Any, most:
 def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]], np.ndarray]:
     """A record's value with a leading dimension for each mesh axis, before those for the turns of loops in order."""
     device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
-    value = np.asarray(np.flip(value, [at for at, one in enumerate(record.leading) if one == -1]))
+    value = np.asarray(np.flip(value, tuple(at for at, one in enumerate(record.leading) if one == -1)))
     value = np.moveaxis(value, device, range(len(device)))
     axes = [axis for one in record.leading if not isinstance(one, int) for axis in one]
     return axes, np.reshape(value, (*[size for _, size in axes], *value.shape[len(device) :]))

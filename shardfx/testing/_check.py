@@ -92,21 +92,21 @@ def check_step(
 ) -> CheckedStep:
     """Runs a step under its plan and on one device, and names the first equation that differs.
 
-    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. What rounding
-    explains is measured for each output: by how much it changes where every equation in float64 is given the errors of
-    its dtype. A step with narrower floats is run in float32 under its plan as well, where less is hidden.
+    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. What
+    rounding explains is measured for each output: by how much it changes where every equation in float64 is given the
+    errors of its dtype. A step with narrower floats is run in float32 under its plan as well, where less is hidden.
 
     **Arguments:**
 
     - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With `mesh`, a
         function of a mesh that returns the step.
-    - `args`: arrays where the plan puts them, or structs as `plan.structs`, for which random arrays are made. Nothing of
-        them is donated. Emulated devices do: XLA partitions for them as for others.
+    - `args`: arrays where the plan puts them, or structs as `plan.structs`, for which random arrays are made. None is
+        donated. Emulated devices do: XLA partitions for them as for others.
     - `reference`: a function of the same arguments that is right. A step whose `shard_map` is over several devices has
         no form for one device, and needs this or `mesh`.
     - `mesh`: the mesh of the plan; the reference is then the step on a mesh of one device with the same axes.
-    - `shrink`: first makes all sizes as small as the shardings of `args` still cut them alike. A size that the step knows
-        by heart stays.
+    - `shrink`: first makes all sizes as small as the shardings of `args` still cut them alike. A size that the step
+        knows by heart stays.
 
     **Returns:**
 
@@ -116,8 +116,8 @@ def check_step(
 
     **Raises:**
 
-    `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on more
-    devices than there are; what the step raises.
+    `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on
+    more devices than there are; what the step raises.
 
     !!! Example
 

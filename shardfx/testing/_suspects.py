@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.spec import entries_of, entry_axes
-from .._step.equations import frames_of, opened
+from .._step.equations import carry_of, frames_of, opened
 from .._step.lines import is_library, place_text
 
 
@@ -54,7 +54,8 @@ class _Body:
         for var, differs, spec in zip(body.outvars, self.flow(body, ins), params["out_specs"], strict=True):
             if left := [axis for axis in self.sizes if axis in differs - self.cut(spec) and self.sizes[axis] > 1]:
                 made = next((one for one in reversed(body.eqns) if var in one.outvars), self.equation)
-                self.say(made, f"may differ along {', '.join(left)}, and `out_specs` say that it does not: is a psum missing?")
+                what = f"may differ along {', '.join(left)}, and `out_specs` say that it does not"
+                self.say(made, f"{what}: is a psum missing?")
         self.positions(body, params["in_specs"])
         return self.words
 
@@ -68,11 +69,13 @@ class _Body:
     def flow(self, jaxpr: Any, ins: Sequence[_Axes]) -> list[_Axes]:
         """Along which axes the results of a program may differ, from what it takes."""
         known: dict[Any, _Axes] = dict(zip(jaxpr.invars, ins, strict=True))
+
+        def axes(atom: Any) -> _Axes:
+            return frozenset() if isinstance(atom, jex.Literal) else known.get(atom, frozenset())
+
         for equation in jaxpr.eqns:
-            taken = [frozenset() if isinstance(one, jex.Literal) else known.get(one, frozenset()) for one in equation.invars]
-            made = self.made(equation, taken)
-            known.update(zip(equation.outvars, made, strict=True))
-        return [frozenset() if isinstance(one, jex.Literal) else known.get(one, frozenset()) for one in jaxpr.outvars]
+            known.update(zip(equation.outvars, self.made(equation, [*map(axes, equation.invars)]), strict=True))
+        return [*map(axes, jaxpr.outvars)]
 
     def made(self, equation: Any, taken: list[_Axes]) -> list[_Axes]:
         name, count, union = equation.primitive.name, len(equation.outvars), frozenset().union(*taken)
@@ -90,21 +93,19 @@ class _Body:
         if len(programs) == 1 and len(programs[0].invars) == len(taken) and len(programs[0].outvars) == count:
             if name != "scan":
                 return self.flow(programs[0], taken)
-            words = len(self.words)
+            words, (first, carried) = len(self.words), carry_of(equation)
             for _ in self.sizes:  # what a turn makes the next one takes
-                outs, first = self.flow(programs[0], taken), sum(
-                    a.aval.shape == b.aval.shape for a, b in zip(equation.invars, programs[0].invars, strict=True)
-                )
-                carried = sum(a.aval.shape == b.aval.shape for a, b in zip(equation.outvars, programs[0].outvars, strict=True))
-                for at in range(carried):
-                    taken[first - carried + at] |= outs[at]
+                for at, one in enumerate(self.flow(programs[0], taken)[:carried]):
+                    taken[first + at] |= one
                 del self.words[words:]
             return self.flow(programs[0], taken)
         return [union] * count
 
     def axes(self, equation: Any) -> _Axes:
         named = equation.params.get("axes", equation.params.get("axis_name", ()))
-        return frozenset(one for one in (named if isinstance(named, tuple | list) else (named,)) if isinstance(one, str))
+        return frozenset(
+            one for one in (named if isinstance(named, tuple | list) else (named,)) if isinstance(one, str)
+        )
 
     def positions(self, body: Any, in_specs: Sequence[Any]) -> None:
         inside = [*equations_of(body)]

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.errors import ProgramError
-from .._step.equations import applied, frames_of, opened
+from .._step.equations import applied, carry_of, frames_of, opened
 from .._step.lines import Frame, is_library, place_text
 
 
@@ -185,7 +185,10 @@ class Tape:
     def inlined(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         params = equation.params
         jaxpr, consts = opened(params[_INLINED[equation.primitive.name]])
-        ins = [self.placed(one, asked) for one, asked in zip(ins, params.get("in_shardings", [None] * len(ins)))]
+        ins = [
+            self.placed(one, asked)
+            for one, asked in zip(ins, params.get("in_shardings", [None] * len(ins)), strict=True)
+        ]
         outs, ids = self.run(jaxpr, consts, ins, reads)
         asked = params.get("out_shardings", [None] * len(outs))
         return [self.placed(one, sharding) for one, sharding in zip(outs, asked, strict=True)], ids
@@ -195,7 +198,7 @@ class Tape:
         return jax.lax.with_sharding_constraint(array, asked) if is_asked else array
 
     def body(
-        self, closed: Any, args: Sequence[Any], ids: Any, start: int
+        self, closed: Any, args: Sequence[Any], ids: Sequence[int] | Callable[..., Sequence[int]], start: int
     ) -> tuple[list[Any], list[int], dict[int, Any]]:
         """What a program within an equation makes, and the values of its records, which its equation has to return.
 
@@ -204,7 +207,7 @@ class Tape:
         del self.records[start:]
         outer, self.values = self.values, {}
         jaxpr, consts = opened(closed)
-        outs, made = self.run(jaxpr, consts, args, ids(jaxpr, args) if callable(ids) else ids)
+        outs, made = self.run(jaxpr, consts, args, ids if isinstance(ids, Sequence) else ids(jaxpr, args))
         found, self.values = self.values, outer
         return outs, made, found
 
@@ -218,10 +221,8 @@ class Tape:
 
     def scan(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         params, start = equation.params, len(self.records)
-        inner = opened(params["jaxpr"])[0]
-        # The parameters that count them have other names with each JAX: what is taken by turns has a dimension more.
-        middle = sum(a.aval.shape == b.aval.shape for a, b in zip(equation.invars, inner.invars, strict=True))
-        first = middle - sum(a.aval.shape == b.aval.shape for a, b in zip(equation.outvars, inner.outvars, strict=True))
+        first, carried = carry_of(equation)
+        middle = first + carried
         ids: list[int] = []
 
         def turn(carry: Any, xs: Any) -> Any:
@@ -279,8 +280,8 @@ class Tape:
         names = tuple(name for name in mesh.axis_names if name in manual)
         if self.alone and mesh.size > 1:
             raise ProgramError(
-                f"a `shard_map` at {place_text(next(iter(self.frames), None))} is over a mesh of {mesh.size} devices, so the step has no form for one "
-                "device. Pass the same step in plain JAX, `reference=`; or a function of the mesh that returns the "
+                f"a `shard_map` at {place_text(next(iter(self.frames), None))} is over a mesh of {mesh.size} devices, so "
+                "the step has no form for one device. Pass the same step in plain JAX, `reference=`; or a function of the mesh that returns the "
                 "step, with the mesh: `check_step(make_step, *args, mesh=mesh)`."
             )
 

@@ -45,9 +45,11 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
         import shardfx as sfx
 
         mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
-        x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
         whole = jax.NamedSharding(mesh, jax.P())
-        traffic = sfx.cost.traffic(jax.jit(jnp.sin, out_shardings=whole).lower(x))
+        step = jax.jit(jnp.sin, out_shardings=whole)
+        traffic = sfx.cost.traffic(step.lower(x))
         print(sfx.testing.traffic_text(traffic))
         ```
 
@@ -115,9 +117,12 @@ def assert_collectives(
         import shardfx as sfx
 
         mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
-        x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
         traffic = sfx.cost.traffic(jax.jit(jnp.sum).lower(x))
-        sfx.testing.assert_collectives(traffic, none=["all-gather"], at_most={"all-reduce over data": 1})
+        sfx.testing.assert_collectives(
+            traffic, none=["all-gather"], at_most={"all-reduce over data": 1}
+        )
         ```
     """
     said: list[str] = []

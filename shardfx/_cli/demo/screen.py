@@ -82,16 +82,17 @@ def show(
 
     largest = max(abs(one - two) for one, two in zip(sharded, unsharded, strict=True))
     print(f"\n{_curves(sharded, unsharded)}\n")
-    agree = largest <= TOLERANCE
+    curves_agree = largest <= TOLERANCE
     print(f"Largest difference over {run.steps} steps: {largest:.1e} nats (allowed: {TOLERANCE:.0e}).")
-    print("The curves are the same up to rounding." if agree else "THE CURVES DIFFER.")
+    print("The curves are the same up to rounding." if curves_agree else "THE CURVES DIFFER.")
     step, model, state = start_sharded(plans, run)
     tokens = shard(batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed), plans.batch)
     checked = testing.check_step(step, model, state, tokens)
     print(f"One step under the plan, beside one device in float64 (`check_step`):\n{checked}")
+    agree = curves_agree and bool(checked)
     print(f"{time.perf_counter() - begin:.0f} s in all.")
     held = plans.model.bytes_per_device, plans.optimizer.bytes_per_device
-    return Outcome(str(mesh), len(devices), *held, (*sharded,), (*unsharded,), largest, TOLERANCE, agree and bool(checked))
+    return Outcome(str(mesh), len(devices), *held, (*sharded,), (*unsharded,), largest, TOLERANCE, agree)
 
 
 def _chosen(by_hand: Plans, devices: Sequence[Any], run: Run, text: Any) -> Plans:
