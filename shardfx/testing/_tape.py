@@ -83,9 +83,10 @@ class Tape:
         arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*[-1] * len(consts), *ids), strict=True))
 
-        def read(atom: Any) -> Any:
-            if not isinstance(atom, jex.Literal):
-                return arrays[atom]
+        def read(given: Any) -> Any:
+            if not isinstance(given, jex.Literal):
+                return arrays[given]
+            atom: Any = given
             return (
                 atom.val if self.wide is None else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
             )
@@ -279,10 +280,11 @@ class Tape:
         manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
         names = tuple(name for name in mesh.axis_names if name in manual)
         if self.alone and mesh.size > 1:
+            place = place_text(next(iter(self.frames), None))
             raise ProgramError(
-                f"a `shard_map` at {place_text(next(iter(self.frames), None))} is over a mesh of {mesh.size} devices, so "
-                "the step has no form for one device. Pass the same step in plain JAX, `reference=`; or a function of the mesh that returns the "
-                "step, with the mesh: `check_step(make_step, *args, mesh=mesh)`."
+                f"a `shard_map` at {place} is over a mesh of {mesh.size} devices, so the step has no form for one device. "
+                "Pass the same step in plain JAX, `reference=`; or a function of the mesh that returns the step, with the "
+                "mesh: `check_step(make_step, *args, mesh=mesh)`."
             )
 
         def body(*args: Any) -> Any:

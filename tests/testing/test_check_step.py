@@ -122,7 +122,7 @@ def explicit_step(mesh: Mesh):
     def step(table, ids):
         def loss(table):
             # https://github.com/openxla/xla/issues/42481: sums over `tp` follow the slice, not the scatter.
-            rows = jax.sharding.reshard(table, NamedSharding(mesh, P("dp", None, reduced={"tp"})))
+            rows = jax.sharding.reshard(table, NamedSharding(mesh, P("dp", None, reduced=frozenset({"tp"}))))
             return jnp.sum(rows.at[ids].get(out_sharding=NamedSharding(mesh, P("dp", "tp", None))) ** 2)  # wrong
 
         return jax.grad(loss)(table)
