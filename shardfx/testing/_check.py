@@ -273,7 +273,11 @@ class _Check:
     def blamed(self, found: CheckedStep, is_wide: bool) -> CheckedStep:
         """With the first equation that differs."""
         wide = np.float32 if is_wide else None
-        ours = _played(self.ours, self.ours.arrays, alone=False, wide=wide, keeps=True)
+        try:
+            ours = _played(self.ours, self.ours.arrays, alone=False, wide=wide, keeps=True)
+        except jax.errors.JaxRuntimeError as error:
+            story = f"no equation is named: XLA refuses the step where every value is kept: {error!s:.200}"
+            return dataclasses.replace(found, story=(story,))
         theirs = _played(self.theirs, self.theirs.arrays, alone=True, wide=np.float64, keeps=True)
         outs, values, arrays = ours()
         _, exact, _ = theirs()

@@ -165,8 +165,10 @@ def test_a_bug_of_xla_is_found_by_its_operation(bug):
     found = check_step(step, *args)
     if jax.__version_info__ < (0, 11):
         assert not found
-    # A JAX that mended it computes the same.
-    assert found or f"the first equation that differs: `{primitive}` at test_check_step.py:" in str(found)
+    # A JAX that mended it computes the same; JAX 0.12 does not, and refuses to keep what is not summed yet.
+    named = f"the first equation that differs: `{primitive}` at test_check_step.py:" in str(found)
+    assert found or named or "XLA refuses the step where every value is kept" in str(found)
+    assert named or jax.__version_info__ >= (0, 11)
 
 
 def test_a_training_step_of_structs_is_made_small_and_run():
