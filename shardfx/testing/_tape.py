@@ -283,8 +283,8 @@ class Tape:
             place = place_text(next(iter(self.frames), None))
             raise ProgramError(
                 f"a `shard_map` at {place} is over a mesh of {mesh.size} devices, so the step has no form for one "
-                "device. Pass the same step in plain JAX, `reference=`; or a function of the mesh that returns the step, with "
-                "the mesh: `check_step(make_step, *args, mesh=mesh)`."
+                "device. Pass the same step in plain JAX, `reference=`; or a function of the mesh that returns the "
+                "step, with the mesh: `check_step(make_step, *args, mesh=mesh)`."
             )
 
         def body(*args: Any) -> Any:
