@@ -9,6 +9,7 @@ from ._arrays import (
     constrain as constrain,
     filter_jit as filter_jit,
     gather as gather,
+    misplaced as misplaced,
     shard as shard,
     shardings_of as shardings_of,
     specs_of as specs_of,
@@ -72,7 +73,8 @@ _LATE = {
 __all__ = """
     AxisRules Code Decision From LeafPlan MeshSpec PathRules Reason ShardPlan TreeMap
     atomic auto checkpoint chips clear_caches constrain correct cost diff errors explain field filter_jit follow fsdp
-    gather hosts html_report interop lint map_matrices match optional plan plan_reshard presets replicate report
+    gather hosts html_report interop lint map_matrices match misplaced optional plan plan_reshard presets replicate
+    report
     reshard resolve shard shardings_of specs_of testing topology
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -41,7 +41,7 @@ class Jitted(Protocol):
 
 
 @runtime_checkable
-class _EquinoxJitted(Protocol):
+class EquinoxJitted(Protocol):
     """What `equinox.filter_jit` returns. Its own `lower` takes no structs."""
 
     __wrapped__: Any
@@ -204,7 +204,7 @@ def step_of(step: Any, args: Sequence[Any], mesh: MeshSpec | Mesh | AbstractMesh
     function: Any = step
     if not callable(step):
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
-    if isinstance(step, _EquinoxJitted):
+    if isinstance(step, EquinoxJitted):
         return _traced(step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest))
     if isinstance(step, Jitted):
         made = step.trace(*args)

@@ -21,6 +21,7 @@ from .._ground.errors import MeshError
 from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules
 from .._step import Operation
+from .._step.equations import applied, opened
 from .._step.lines import name_stacks
 from ..topology._mesh import MeshSpec
 from ._layouts import Layout, Layouts
@@ -107,7 +108,7 @@ def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisR
         def run(walker: _Walker, *args: Any) -> Any:
             flats = map(flatten, args)
             leaves = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
-            return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*_opened(closed), leaves)), rest)
+            return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*opened(closed), leaves)), rest)
 
         classes = named_classes(trace(ft.wraps(step)(ft.partial(run, _Walker())), *args))
         roles = roles_of_rules(rules, classes)
@@ -137,11 +138,11 @@ class _Walker:
             number = self.count
             self.count += 1
             if name in _INLINED:
-                outs = self.run(*_opened(equation.params[_INLINED[name]]), ins)
+                outs = self.run(*opened(equation.params[_INLINED[name]]), ins)
             else:
                 equation = self.rewritten(equation)
                 with jax.named_scope(f"{_TAG}{number}"):
-                    outs = _applied(jaxpr, equation, self.taken(number, equation, ins, copies))
+                    outs = applied(jaxpr, equation, self.taken(number, equation, ins, copies))
             arrays.update(zip(equation.outvars, self.made(number, equation, outs), strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -154,7 +155,7 @@ class _Walker:
         return equation.replace(params=params)
 
     def anew(self, given: Any) -> Any:
-        jaxpr, consts = _opened(given)
+        jaxpr, consts = opened(given)
         structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
         made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
@@ -255,21 +256,3 @@ class _Constrainer(_Walker):
         if not shaped or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
-
-
-def _opened(given: Any) -> tuple[Any, Sequence[Any]]:
-    return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
-
-
-def _applied(jaxpr: Any, equation: Any, ins: Sequence[Any]) -> list[Any]:
-    """One equation carried out, with the name and the line that it came from."""
-    known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=[*known],
-        outvars=[*equation.outvars],
-        eqns=[equation],
-        effects=equation.effects,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(alone, []))(*known.values())

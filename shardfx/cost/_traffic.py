@@ -131,7 +131,7 @@ def read(
         numbering = Numbering(1, spec.size)  # its first line does not say so
     where = Where(spec, mesh, numbering, slices, ids)
     found = _Reader(module, runs, where, numbering, paths).rows()
-    return Traffic(tuple(one.row for one in found), where.devices)
+    return Traffic(tuple(one.row for one in found), where.devices, where.names)
 
 
 class _Program(NamedTuple):
@@ -258,6 +258,8 @@ class _Reader:
             note=_note(kind, runs) or instruction.note,
             passes=instruction.passes,
             unsure_bytes=round(wire * Fraction(instruction.unsure)),
+            arrays=tuple(map(str, collective.arrays)),
+            phase=instruction.phase,
         )
 
     def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:

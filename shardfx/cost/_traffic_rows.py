@@ -7,6 +7,7 @@ from typing import Any, Literal
 from .._ground.html import html_table
 from .._ground.text import bytes_text, first_lines, printable, table
 from .._step.lines import Frame, place_text
+from ._hlo_text import Phase
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
@@ -36,6 +37,8 @@ class TrafficRow:
     - `note`: what else to know, or "".
     - `passes`: those of the compiler that made it of another one, where the program was not finished.
     - `unsure_bytes`: how many more or fewer it may be in the finished program.
+    - `arrays`: what a device has of it in the end, as `f32[8,128]`.
+    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
     """
 
     kind: str
@@ -53,6 +56,8 @@ class TrafficRow:
     note: str = ""
     passes: tuple[str, ...] = ()
     unsure_bytes: int = 0
+    arrays: tuple[str, ...] = ()
+    phase: Phase = ""
 
     @property
     def crosses_dcn(self) -> bool:
@@ -70,10 +75,12 @@ class Traffic:
 
     - `rows`: the collectives.
     - `devices`: how many devices run the step.
+    - `axes`: of its mesh; empty where no mesh is known.
     """
 
     rows: tuple[TrafficRow, ...]
     devices: int
+    axes: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> int:
