@@ -47,7 +47,7 @@ class Candidate:
     - `results`: for each part that the step returns the number of the argument that it lies as, or `None`.
     - `state_over`, `states`: the mesh axes that cut the optimizer's state beside those that cut its parameters
         (ZeRO-1), and the numbers of the arguments that hold it: `plans` has that, `rules` do not.
-    - `reasons`: what the next candidates cost instead, and which near meshes do not divide.
+    - `reasons`: what the next candidates cost instead.
     - `notes`: what of the step was not understood.
     - `comparison`: where a compiled program sends something else than the partitioned one.
     """
@@ -77,6 +77,11 @@ class Candidate:
     def wire_bytes(self) -> int:
         """Bytes that enter a device in one step; 0 by the core."""
         return 0 if self.traffic is None else self.traffic.wire_bytes
+
+    @property
+    def unsure_bytes(self) -> int:
+        """How many more or fewer the compiler may send; see [`shardfx.Traffic`][]."""
+        return 0 if self.traffic is None else self.traffic.unsure_bytes
 
     @property
     def fits(self) -> bool:
@@ -162,7 +167,8 @@ class Candidate:
         if self.traffic is None:
             return []
         rest = len(self.traffic.rows) - _SHOWN
-        total = f"{megabytes(self.wire_bytes)} MB sent in all{f', {rest} more rows' if rest > 0 else ''}"
+        unsure = f", {megabytes(self.unsure_bytes)} of them more or less" if self.unsure_bytes else ""
+        total = f"{megabytes(self.wire_bytes)} MB sent in all{unsure}{f', {rest} more rows' if rest > 0 else ''}"
         return [total, *dict.fromkeys(row.note for row in self.traffic.rows if row.note and row.note not in self.notes)]
 
     def _below(self) -> list[str]:

@@ -43,12 +43,11 @@ there is, has infinite seconds; the best share of each set is kept, and the best
 The core only prunes: what survives it is looked at more closely.
 """
 
-import collections
 import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,10 +66,8 @@ Numbers = Mapping[str, Any]
 AXES = 4
 # How many candidates at once: their arrays should stay in the cache.
 _BLOCK, _SETS = 2**16, 2048
-# How many candidates with one number of axes are all looked at; where there are more, some roles are left out.
-_ALL = 2**25
-# Then the neighbours of so many of the best are looked at, so often.
-_BEST, _ROUNDS = 32, 2
+# How many candidates are priced at most.
+_ALL = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,104 +269,52 @@ class Found:
 
 
 def find(
-    terms: Terms,
-    machine: Numbers,
-    devices: int,
-    slices: int = 1,
-    *,
-    axes: int = AXES,
-    keep: int = 256,
-    only: tuple[int, ...] | None = None,
-    most: int = _ALL,
-) -> tuple[list[Found], int]:
-    """The best share of each of the best sets of roles, in order, and how many candidates were looked at.
+    terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, axes: int = AXES, keep: int = 256
+) -> list[Found]:
+    """The best share of each of the best sets of roles, in order.
 
-    Sets of one role come first, then of two, and so on. Where there would be more than `most` candidates with so many
-    axes, only the roles are combined that the best smaller sets have, and as many others as there is room for; then
-    the others are tried in the best sets, one at a time.
+    All sets of up to `axes` roles are priced. Where these would be more than `_ALL` candidates, the last roles are
+    left out: the usual ones come first.
     """
-    roles = tuple(range(terms.divides.shape[1])) if only is None else only
     by_count = [shares_of(devices, number, slices) for number in range(axes + 1)]
-    look = _Look(terms, machine, axes, keep, most=max(len(sizes) for sizes, _ in by_count))
-    count = 0
-    for number, (sizes, between) in enumerate(by_count):
-        if not len(sizes):
-            continue
-        worth = _worth(roles, look.found, number, most // len(sizes))
-        count += look.at(itertools.combinations(worth, number), sizes, between)
-        if worth != roles:
-            # Some roles were left out: each may still take the place of one in the best sets.
-            for _ in range(_ROUNDS):
-                count += look.at(_near(look.found, roles, number), sizes, between)
-    return look.found, count
-
-
-class _Look:
-    """A look at many sets of roles, block by block; `found` are the best candidates so far."""
-
-    def __init__(self, terms: Terms, machine: Numbers, axes: int, keep: int, *, most: int):
-        self.arrays, self.machine, self.axes, self.keep = padded(terms), machine, axes, keep
+    roles = role_count(terms, by_count)
+    room = max(8, *(len(sizes) for sizes, _ in by_count))
+    room += -room % 8
+    arrays, islands = padded(terms), bool(np.isfinite(machine["island"]))
+    found: list[Found] = []
+    for number, pair in enumerate(by_count):
+        sizes, between = (_filled(each, axes, room) for each in pair) if len(pair[0]) else pair
+        sets = itertools.combinations(range(roles), number) if len(sizes) else ()
         # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
-        self.nothing = terms.divides.shape[1]
-        self.room = max(8, most)
-        self.room += -self.room % 8
-        self.islands = bool(np.isfinite(machine["island"]))
-        self.found: list[Found] = []
-
-    def at(self, sets: Iterator[tuple[int, ...]], sizes: np.ndarray, between: np.ndarray) -> int:
-        """Keeps the best of these sets with these shares; returns how many candidates they are.
-
-        `between` says how many slices each axis of a share spans.
-        """
-        number, looked = sizes.shape[1], 0
-        shares = tuple(_filled(each, self.axes, self.room) for each in (sizes, between))
-        begun: collections.deque[tuple[np.ndarray, tuple[Array, ...]]] = collections.deque()
-        for block, real in _blocks(sets, number, self.axes, min(_SETS, max(1, _BLOCK // self.room)), self.nothing):
-            priced = best_of_block(
-                self.arrays, self.machine, block, *shares, np.int32(real), keep=self.keep, islands=self.islands
-            )
-            begun.append((block[:real], priced))
-            looked += real
-            # The next block is made while this one is priced.
-            if len(begun) > 1:
-                self.read(number, shares, *begun.popleft())
-        while begun:
-            self.read(number, shares, *begun.popleft())
-        return looked * len(sizes)
-
-    def read(self, number: int, shares: tuple[np.ndarray, ...], sets: np.ndarray, priced: tuple[Array, ...]) -> None:
-        """Takes over what is better in one block than the worst that is kept."""
-        at, share, parts = map(np.asarray, priced)
-        worst = self.found[-1].seconds if len(self.found) == self.keep else math.inf
-        few = parts[:, 0] < worst
-        if few.any():
-            better = _read(at[few], share[few], parts[few], sets, shares, number)
-            ranked = sorted([*self.found, *better], key=lambda made: made.seconds)
-            self.found = [*dict.fromkeys(ranked)][: self.keep]
+        for block, real in _blocks(sets, axes, min(_SETS, max(1, _BLOCK // room)), terms.divides.shape[1]):
+            priced = best_of_block(arrays, machine, block, sizes, between, np.int32(real), keep=keep, islands=islands)
+            at, share, parts = map(np.asarray, priced)
+            few = (at < real) & (parts[:, 0] < (found[-1].seconds if len(found) == keep else math.inf))
+            picked = zip(block[at[few]], sizes[share[few]], between[share[few]], parts[few], strict=True)
+            better = [
+                Found(*(tuple(map(int, one[:number])) for one in own), *map(float, part[1:])) for *own, part in picked
+            ]
+            found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]
+    return found
 
 
-def _near(found: list[Found], roles: tuple[int, ...], number: int) -> Iterator[tuple[int, ...]]:
-    """Sets that differ in one role from the best of so many roles, without these."""
-    best = [one.roles for one in found if len(one.roles) == number][:_BEST]
-    seen = set(best)
-    for known in best:
-        for at, role in itertools.product(range(number), roles):
-            made = tuple(sorted((*known[:at], role, *known[at + 1 :])))
-            if role not in known and made not in seen:
-                seen.add(made)
-                yield made
-
-
-def _worth(roles: tuple[int, ...], found: list[Found], number: int, most: int) -> tuple[int, ...]:
-    """As many roles as can be combined in at most so many sets: those of the best smaller sets first."""
-    count = len(roles)
-    while count > number and math.comb(count, number) > most:
+def role_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+    """How many of the roles are combined."""
+    count = terms.divides.shape[1]
+    while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count)) > _ALL:
         count -= 1
-    if count == len(roles):
-        return roles
-    # The usual roles come first in `roles`, so they fill what the best sets leave.
-    ranked = dict.fromkeys([*(role for one in found for role in one.roles), *roles])
-    return tuple(sorted([*ranked][:count]))
+    return count
+
+
+def shares_of(
+    devices: int, axes: int, slices: int
+) -> tuple[Int[np.ndarray, "shares axes"], Int[np.ndarray, "shares axes"]]:
+    """All ways to share out the devices, and how many slices each axis spans: each as often as one can span all."""
+    sizes = shares(devices, axes)
+    if slices == 1:
+        return sizes, np.ones_like(sizes)
+    rows, spanning = np.nonzero(sizes % slices == 0)
+    return sizes[rows], np.where(np.arange(axes) == spanning[:, None], slices, 1).astype(np.int32)
 
 
 def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.ndarray, "most axes"]:
@@ -378,50 +323,12 @@ def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.
     return np.concatenate([wide, np.repeat(wide[:1], most - len(wide), axis=0)])
 
 
-def shares_of(
-    devices: int, axes: int, slices: int
-) -> tuple[Int[np.ndarray, "shares axes"], Int[np.ndarray, "shares axes"]]:
-    """All ways to share out the devices, and how many slices each axis spans."""
-    return _with_slices(shares(devices, axes), slices)
-
-
-def _with_slices(sizes: Int[np.ndarray, "shares axes"], slices: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each share as often as it has axes that can span all slices."""
-    if slices == 1:
-        return sizes, np.ones_like(sizes)
-    pairs = [
-        (row, np.where(np.arange(len(row)) == axis, slices, 1))
-        for row in sizes
-        for axis in range(len(row))
-        if row[axis] % slices == 0
-    ]
-    width = sizes.shape[1]
-    rows, spans = [row for row, _ in pairs], [between for _, between in pairs]
-    return np.array(rows, np.int32).reshape(len(rows), width), np.array(spans, np.int32).reshape(len(rows), width)
-
-
 def _blocks(
-    sets: Iterator[tuple[int, ...]], number: int, axes: int, block: int, nothing: int
+    sets: Iterable[tuple[int, ...]], axes: int, block: int, nothing: int
 ) -> Iterator[tuple[Int[np.ndarray, "block axes"], int]]:
     """The sets in blocks of one shape, and how many of a block are real."""
-    while rows := list(itertools.islice(sets, block)):
+    left = iter(sets)
+    while rows := list(itertools.islice(left, block)):
         made = np.full((block, axes), nothing, np.int32)
-        made[: len(rows), :number] = np.array(rows, np.int32).reshape(len(rows), number)
+        made[: len(rows), : len(rows[0])] = rows
         yield made, len(rows)
-
-
-def _read(
-    at: np.ndarray, share: np.ndarray, parts: np.ndarray, sets: np.ndarray, shares: tuple[np.ndarray, ...], number: int
-) -> list[Found]:
-    """The candidates of a block with a finite score, of `number` roles each."""
-    sizes, between = shares
-    return [
-        Found(
-            tuple(map(int, sets[row][:number])),
-            tuple(map(int, sizes[place][:number])),
-            tuple(map(int, between[place][:number])),
-            *(float(value) for value in part[1:]),
-        )
-        for row, place, part in zip(at, share, parts, strict=True)
-        if row < len(sets) and np.isfinite(part[0])
-    ]

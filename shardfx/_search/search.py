@@ -17,7 +17,7 @@ from .held import states_of, zero_1
 from .limits import Limits
 from .priced import Pricer
 from .reasons import against, without_twins
-from .space import MODEL, Space, by_hand, fastest, indivisible, would_fit
+from .space import MODEL, Space, by_hand, fastest, near
 
 
 # Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
@@ -27,12 +27,12 @@ _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 # Seconds that one program takes: each, for a byte of StableHLO to be partitioned and read, to be constrained, and for a
 # device of XLA's client. Measured; a clock would make two hosts look at different candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
-# How many of the core's best stand beside the ways by hand.
-_DRAWN = 12
-# With how many sizes the caller's rules and the usual ways are partitioned, as long as there is room.
-_SIZES = 2
+# How many of the core's best stand beside the ways by hand; how many programs are kept for other sizes, and around
+# how many of the best these are tried.
+_DRAWN, _NEAR, _BEST = 8, 6, 3
 # So much faster a step is to be before its constraints are worth it.
 _WORTH = 0.99
+_LESS = "use more devices, a smaller batch, or remat"
 # How many candidates are compiled where that is asked for.
 COMPILED = 12
 Tell = Callable[[str], None]
@@ -132,7 +132,7 @@ def search(
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
         verified = ran if verify == "run" else compiled
         found = verified(pricer, chosen, targets, cache, tell)
-    return _told(space, found, keep)
+    return _told(found, keep)
 
 
 def opened(
@@ -149,27 +149,37 @@ def opened(
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
     """All candidates that are partitioned, those that fit first, the fastest first; and the titles of ways by hand."""
     drawn = fastest(space, max(keep, _DRAWN))
-    usual, *more = by_hand(space, [*space.asked, *space.usual], _SIZES)
-    others = by_hand(space, space.known, 1)[0]
-    written, constrained = _counts(pricer.size, space.devices)
-    ones = without_twins([*usual, *drawn[:_DRAWN], *(one for turn in more for one in turn), *others])
-    ones = ones[: max(written, len(usual))]
-    pairs: list[tuple[Candidate, Candidate]] = []
-    refused: ProgramError | None = None
-    for number, one in enumerate(ones, start=1):
-        tell(f"partitioning candidate {number} of {len(ones)}: {one.title}")
-        try:
-            pairs.append((one, _in_memory(pricer, one, states_of(space.classes))))
-        except ProgramError as error:
-            refused = refused or error
+    usual, others = by_hand(space, [*space.asked, *space.usual]), by_hand(space, space.known)
+    states = states_of(space.classes)
+    most, constrained = _counts(pricer.size, space.devices)
+    written = _Written(pricer, states, tell)
+    ones = without_twins([*usual, *drawn[:_DRAWN], *others])
+    ones = [one for one in ones if _holds_arguments(one, states)] or ones
+    written.add(ones[: max(most - _NEAR, sum(one in usual for one in ones))])
+    # The core chose the sizes. Around the best few others are tried, until none of the few is new.
+    while len(written.pairs) < most:
+        known = written.tried
+        nearby = [other for _, one in written.ranked[:_BEST] for other in near(space, one)]
+        new = [one for one in without_twins([*known, *nearby])[len(known) :] if _holds_arguments(one, states)]
+        if not new:
+            break
+        written.add(new[: most - len(written.pairs)])
+    pairs = written.pairs
     if not pairs:
-        assert refused is not None
+        assert written.refused is not None
         if space.devices <= DIRECT:
-            raise refused
+            raise written.refused
         return [dataclasses.replace(one, constrained=True) for one in drawn], set()
-    ranked = sorted(pairs, key=lambda pair: _rank(pair[1]))
+    ranked = written.ranked
     by_core = sorted(pairs, key=lambda pair: pair[0].seconds)
-    worth = [pair for pair in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(pair[0])][:constrained]
+    best = ranked[0][1]
+    worth = [
+        (one, made)
+        for one, made in dict.fromkeys([*ranked[:2], *by_core, *ranked])
+        # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
+        if not _is_data(one)
+        and not (best.fits and min(one.compute_seconds, made.compute_seconds) > _WORTH * best.seconds)
+    ][:constrained]
     made: dict[int, Candidate] = {}
     for number, (one, priced) in enumerate(worth, start=1):
         tell(f"constraining candidate {number} of {len(worth)}: {one.title}")
@@ -178,6 +188,37 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     final = [(one.title in names, made.get(id(priced), priced)) for one, priced in pairs]
     found = sorted((one for _, one in final), key=_rank)
     return found, {one.title for is_usual, one in final if is_usual}
+
+
+class _Written:
+    """Candidates that are partitioned as the step is written: each as the core prices it, and as its program says."""
+
+    def __init__(self, pricer: Pricer, states: tuple[int, ...], tell: Tell):
+        self.pricer, self.states, self.tell = pricer, states, tell
+        self.tried: list[Candidate] = []
+        self.pairs: list[tuple[Candidate, Candidate]] = []
+        self.refused: ProgramError | None = None
+
+    def add(self, ones: Sequence[Candidate]) -> None:
+        """Partitions these; what XLA refuses is left out."""
+        for one in ones:
+            self.tried.append(one)
+            self.tell(f"partitioning candidate {len(self.tried)}: {one.title}")
+            try:
+                self.pairs.append((one, _in_memory(self.pricer, one, self.states)))
+            except ProgramError as error:
+                self.refused = self.refused or error
+
+    @property
+    def ranked(self) -> list[tuple[Candidate, Candidate]]:
+        """Those that fit first, by their programs, and the fastest first."""
+        return sorted(self.pairs, key=lambda pair: _rank(pair[1]))
+
+
+def _holds_arguments(one: Candidate, states: tuple[int, ...]) -> bool:
+    """Whether a device has room for its shards of the arguments: else nothing need be partitioned."""
+    less = zero_1(one, states) or one
+    return sum(plan.bytes_per_device for plan in less.plans) <= one.limit_bytes
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
@@ -196,8 +237,8 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
 def _in_memory(pricer: Pricer, one: Candidate, states: tuple[int, ...]) -> Candidate:
     """A candidate as the step is written; with the optimizer's state cut further where it does not fit otherwise."""
     made = pricer.priced(one)
-    less = None if made.fits else zero_1(one, states)
-    return made if less is None else min(made, pricer.priced(less), key=_rank)
+    less = None if made.fits else zero_1(made, states)
+    return made if less is None or not less.fits else min(made, pricer.priced(less), key=_rank)
 
 
 def _better(pricer: Pricer, one: Candidate) -> Candidate:
@@ -220,14 +261,14 @@ def _is_data(one: Candidate) -> bool:
     return all(names == ("batch",) for _, names in one.roles)
 
 
-def _told(space: Space, found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
+def _told(found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
     """The first few with why they stand there."""
     fitting = [one for one in found if one.fits]
     if not fitting:
         least = min(found, key=lambda one: one.memory_bytes)
         held = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
-        return (dataclasses.replace(least, reasons=(f"nothing fits: this takes least, {held}; {would_fit(space)}",)),)
+        return (dataclasses.replace(least, reasons=(f"nothing fits: this takes least, {held}; {_LESS}",)),)
     return tuple(
-        dataclasses.replace(one, reasons=(*against(one, fitting[at + 1 : at + 3]), *indivisible(space, one)))
+        dataclasses.replace(one, reasons=tuple(against(one, fitting[at + 1 : at + 3])))
         for at, one in enumerate(fitting[:keep])
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -109,12 +110,9 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
     `SpecError` where no mesh divides the step's dimensions within the limits.
     """
-    axes = min(space.limits.most_axes, AXES)
-    found, _ = find(space.terms, space.machine(space.limit_bytes), space.devices, space.slices, axes=axes)
-    made = list(various(space, found, keep))
+    made = list(various(space, _found(space, space.limit_bytes), keep))
     if not made:
-        found, _ = find(space.terms, space.machine(), space.devices, space.slices, axes=axes)
-        made = list(various(space, sorted(found, key=lambda one: one.memory_bytes), min(keep, 8)))
+        made = list(various(space, sorted(_found(space), key=lambda one: one.memory_bytes), min(keep, 8)))
     if not made:
         culprits = blocking(space.limits, lambda other: _has_any(space, other))
         sizes = ", ".join(f"{group.name}={group.size}" for group in space.classes.live())
@@ -124,58 +122,38 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     return made
 
 
-def by_hand(space: Space, ways: Sequence[tuple[int, ...]], sizes: int) -> list[list[Candidate]]:
-    """Ways that people write, each with the sizes that the core likes best for it: first those that fit in memory.
-
-    **Returns:**
-
-    For each of `sizes` turns the candidates of all ways.
-    """
-    turns: list[list[Candidate]] = [[] for _ in range(sizes)]
-    for way in ways if space.limits.most_axes == AXES else [way for way in ways if len(way) <= space.limits.most_axes]:
-        each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
-        ranked = sorted(
-            (one for one in each if one is not None),
-            key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
-        )
-        for turn, one in zip(turns, various(space, ranked, sizes), strict=False):
-            turn.append(one)
-    return turns
+def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
+    axes = min(space.limits.most_axes, AXES)
+    return find(space.terms, space.machine(limit), space.devices, space.slices, axes=axes)
 
 
-def would_fit(space: Space) -> str:
-    """How many more devices would be enough, in words."""
-    # The usual ways are few, and one of them cuts all that can be cut.
-    roles = tuple(sorted({number for way in (*space.usual, *space.known) for number in way})) or None
-    for times in (2, 4, 8, 16, 32, 64):
-        count = space.devices * times
-        machine = machine_of(space.chip, count, MODEL, "bfloat16", float(space.limit_bytes))
-        axes = min(space.limits.most_axes, AXES)
-        if find(space.terms, machine, count, space.slices, axes=axes, only=roles)[0]:
-            return f"{count} devices should do; or use a smaller batch or remat"
-    return f"{64 * space.devices} devices would not do either; use a smaller batch or remat"
+def by_hand(space: Space, ways: Sequence[tuple[int, ...]]) -> list[Candidate]:
+    """Ways that people write, each with the sizes that the core likes best for it: first those that fit in memory."""
+    made: list[Candidate] = []
+    for way in ways:
+        if len(way) <= space.limits.most_axes:
+            each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
+            ranked = sorted(
+                (one for one in each if one is not None),
+                key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
+            )
+            made += various(space, ranked, 1)
+    return made
 
 
-def indivisible(space: Space, one: Candidate) -> Iterator[str]:
-    """Which near meshes do not divide: those with a factor of two moved from one axis to another."""
-    roles = [
-        next(number for number, made in enumerate(space.made) if space.names_of(made) == names)
-        for _, names in one.roles
-    ]
-    axes = [axis for axis, _ in one.roles]
-    for source, target in ((a, b) for a in range(len(axes)) for b in range(len(axes)) if a != b):
-        sizes = [one.mesh.shape[axis] for axis in axes]
-        if sizes[source] % 2:
-            continue
-        sizes[source] //= 2
-        sizes[target] *= 2
-        for row, number in enumerate(space.terms.classes):
-            cut = math.prod(size for role, size in zip(roles, sizes, strict=True) if space.terms.limits[row, role])
-            if space.terms.sizes[row] % cut:
-                group = f"{space.classes.groups[number].name} ({space.terms.sizes[row]})"
-                mesh = f"{axes[target]}={sizes[target]} and {axes[source]}={sizes[source]}"
-                yield f"{mesh}: {group} does not divide by {cut}"
-                break
+def near(space: Space, one: Candidate) -> list[Candidate]:
+    """The candidate with a factor of two moved from one of its axes to another, as far as that divides."""
+    known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
+    sizes = {known[names]: one.mesh.shape[axis] for axis, names in one.roles}
+    found: list[Found] = []
+    for source, target in itertools.permutations(sizes, 2):
+        # Two axes can cut the same names in the same order: then these do not tell them apart.
+        if sizes[source] % 2 == 0 and len(sizes) == len(one.roles):
+            changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
+            way = tuple(role for role, size in changed.items() if size > 1)
+            priced = _priced(space, way, [changed[role] for role in way])
+            found += [] if priced is None else [priced]
+    return list(various(space, found, len(found)))
 
 
 def _key(made: Layout) -> object:
@@ -208,8 +186,7 @@ def _has_any(space: Space, limits: Limits) -> bool:
         other = Space(space.step, space.args, asked, limits)
     except (SpecError, RuleError):
         return False
-    axes = min(limits.most_axes, AXES)
-    return bool(find(other.terms, other.machine(), space.devices, space.slices, axes=axes)[0])
+    return bool(_found(other))
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:

@@ -22,7 +22,18 @@ from .._verb import verb
 
 _FIELDS = (
     *("roles", "by", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "wire_bytes", "memory_bytes"),
-    *("limit_bytes", "fits", "constrained", "donated", "results", "state_over", "states", "reasons", "notes"),
+    *(
+        "unsure_bytes",
+        "limit_bytes",
+        "fits",
+        "constrained",
+        "donated",
+        "results",
+        "state_over",
+        "states",
+        "reasons",
+        "notes",
+    ),
 )
 
 
@@ -136,6 +147,7 @@ def _table(found: Sequence[Candidate]) -> str:
     rows = [("", "candidate", "by", "ms a step", "MB sent", "a device")]
     for number, one in enumerate(found, start=1):
         sent = "-" if one.traffic is None else megabytes(one.wire_bytes)
+        sent += f" ± {megabytes(one.unsure_bytes)}" if one.unsure_bytes else ""
         rows.append((f"[{number}]", one.title, one.by, f"{one.seconds * 1e3:.3g}", sent, bytes_text(one.memory_bytes)))
     return "\n".join(table(rows, right={"ms a step", "MB sent", "a device"}))
 
@@ -149,5 +161,5 @@ def _data(found: Candidate) -> dict[str, object]:
 
 def _row(row: TrafficRow) -> dict[str, object]:
     """A row without the lines around its own."""
-    names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "calls", "note")
+    names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "unsure_bytes", "calls", "note")
     return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}
