@@ -29,7 +29,7 @@ _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
 # How many of the core's best stand beside the ways by hand; how many programs are kept for other sizes, and around
 # how many of the best these are tried.
-_DRAWN, _NEAR, _BEST = 8, 6, 3
+_DRAWN, _NEAR, _BEST = 12, 6, 3
 # So much faster a step is to be before its constraints are worth it.
 _WORTH = 0.99
 _LESS = "use more devices, a smaller batch, or remat"
@@ -149,7 +149,8 @@ def opened(
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
     """All candidates that are partitioned, those that fit first, the fastest first; and the titles of ways by hand."""
     drawn = fastest(space, max(keep, _DRAWN))
-    usual, others = by_hand(space, [*space.asked, *space.usual]), by_hand(space, space.known)
+    ways = [*space.asked, *space.usual]
+    usual, others = by_hand(space, ways), [*by_hand(space, ways, 1), *by_hand(space, space.known)]
     states = states_of(space.classes)
     most, constrained = _counts(pricer.size, space.devices)
     written = _Written(pricer, states, tell)

@@ -127,8 +127,8 @@ def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
     return find(space.terms, space.machine(limit), space.devices, space.slices, axes=axes)
 
 
-def by_hand(space: Space, ways: Sequence[tuple[int, ...]]) -> list[Candidate]:
-    """Ways that people write, each with the sizes that the core likes best for it: first those that fit in memory."""
+def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> list[Candidate]:
+    """Ways that people write, each with the sizes at this place of the core's order: first those that fit in memory."""
     made: list[Candidate] = []
     for way in ways:
         if len(way) <= space.limits.most_axes:
@@ -137,7 +137,7 @@ def by_hand(space: Space, ways: Sequence[tuple[int, ...]]) -> list[Candidate]:
                 (one for one in each if one is not None),
                 key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
             )
-            made += various(space, ranked, 1)
+            made += [*various(space, ranked, place + 1)][place:]
     return made
 
 
