@@ -5,7 +5,7 @@ It may import what plans, what prices and what is below them. It never touches a
 The words of this room, in the order in which one is made of another:
 
 - part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`parts.py`).
-- label: what an operation calls its dimensions; those with one label are walked together (`relations.py`).
+- label: what an operation calls its dimensions; those with one label are walked together (`layouts.py`).
 - class: all parts that operations tie together, so that they are cut alike. A group is the classes that have one name,
     since they stand at the same place of layers that are alike (`classes.py`).
 - role: in which order one mesh axis prefers classes; with it, what the axis does to every array (`roles.py`,
@@ -15,7 +15,7 @@ The words of this room, in the order in which one is made of another:
 """
 
 from .asked import device_count as device_count
-from .candidate import Candidate as Candidate, megabytes as megabytes
+from .candidate import Candidate as Candidate
 from .constrain_step import constrain_step as constrain_step
 from .frontier import Frontier as Frontier, FrontierPoint as FrontierPoint, frontier as frontier
 from .limits import Limits as Limits

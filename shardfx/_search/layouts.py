@@ -7,7 +7,6 @@ stay partial until someone needs the whole. The result says what is sent, and ho
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._step import Operation
@@ -55,8 +54,6 @@ class Layout:
     cuts: tuple[int, ...]
     shared: tuple[bool, ...]
     used: frozenset[int]
-    # Where an operation cannot take a value as it lies: by value and operation, the position at which it takes it cut.
-    moved: Mapping[tuple[int, int], int]
     # Values that were sums of parts when they were made.
     summed: frozenset[int]
 
@@ -184,7 +181,6 @@ class _Run:
         self.events: list[Event] = []
         self.shared: list[bool] = []
         self.used: set[int] = set()
-        self.moved_at: dict[tuple[int, int], int] = {}
         self.summed: set[int] = set()
         self.effects: dict[tuple[int, tuple[int, ...]], _Effect] = {}
 
@@ -209,7 +205,6 @@ class _Run:
             tuple(self.cuts),
             tuple(self.shared),
             frozenset(self.used),
-            self.moved_at,
             frozenset(self.summed),
         )
 
@@ -284,7 +279,6 @@ class _Run:
         state = self.state[value]
         if state in (wanted, WHOLE):
             return
-        self.moved_at[value, operation] = wanted
         if state == PARTIAL:
             self.events.append(Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation))
             self.set(value, wanted)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
-from .candidate import Candidate, megabytes, ms
+from .candidate import Candidate, ms
 
 
 def without_twins(found: Iterable[Candidate]) -> list[Candidate]:
@@ -36,7 +36,7 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
         told += [f"{_more(computation, mine.seconds)} of it computation"] if _tells(computation, mine.seconds) else []
         pairs = (
-            (megabytes(other.wire_bytes), megabytes(mine.wire_bytes), " MB sent"),
+            (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
             (bytes_text(other.memory_bytes), bytes_text(mine.memory_bytes), " a device"),
         )
         told += [f"{its}{what}" for its, own, what in pairs if its != own]

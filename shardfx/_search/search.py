@@ -22,14 +22,14 @@ from .space import MODEL, Space, by_hand, fastest, near
 
 # Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
 # also traces and lowers it anew; and how many programs there are at least and at most.
-_WRITTEN_SECONDS, _WRITTEN = 20.0, (6, 32)
+_WRITTEN_SECONDS, _WRITTEN = 20.0, (6, 36)
 _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 # Seconds that one program takes: each, for a byte of StableHLO to be partitioned and read, to be constrained, and for a
 # device of XLA's client. Measured; a clock would make two hosts look at different candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
 # How many of the core's best stand beside the ways by hand; how many programs are kept for other sizes, and around
 # how many of the best these are tried.
-_DRAWN, _NEAR, _BEST = 12, 6, 3
+_DRAWN, _NEAR, _BEST = 12, 8, 3
 # So much faster a step is to be before its constraints are worth it.
 _WORTH = 0.99
 _LESS = "use more devices, a smaller batch, or remat"

@@ -1,7 +1,6 @@
 """The meshes and rules that a step can have: laid out under all roles worth a look, ready for the core."""
 
 import dataclasses
-import functools as ft
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from .candidate import Candidate
 from .core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from .layouts import Layout, Layouts, Role
 from .limits import Limits, blocking, named_roles, numbers_of
-from .name_axes import names_trees
+from .name_axes import names_trees, notes_of
 from .naming import named_classes
 from .roles import layouts_of, nothing_to_cut, roles_of_rules
 from .seeds import distinct, seeds
@@ -97,11 +96,6 @@ class Space:
         """What a role cuts, the first first."""
         return tuple(self.classes.groups[number].name for number in layout.role.order if number in layout.used)
 
-    @ft.cached_property
-    def notes(self) -> tuple[str, ...]:
-        """What was not understood of the step."""
-        return tuple(f"{words} ({count} times)" for words, count in self.classes.tied.program.notes.items())
-
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
     """The best by the core that fit in memory, the fastest first; where none fits, those that take least.
@@ -142,16 +136,19 @@ def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> li
 
 
 def near(space: Space, one: Candidate) -> list[Candidate]:
-    """The candidate with a factor of two moved from one of its axes to another, as far as that divides."""
+    """The candidate with a factor of two moved from an axis to another, or to a usual one that it does not have."""
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
-    sizes = {known[names]: one.mesh.shape[axis] for axis, names in one.roles}
+    own = {known[names]: one.mesh.shape[axis] for axis, names in one.roles}
+    if len(own) < len(one.roles):
+        return []  # two axes cut the same names in the same order
+    sizes = {**own, **{way[0]: 1 for way in (*space.usual, *space.known) if len(way) == 1 and way[0] not in own}}
     found: list[Found] = []
-    for source, target in itertools.permutations(sizes, 2):
-        # Two axes can cut the same names in the same order: then these do not tell them apart.
-        if sizes[source] % 2 == 0 and len(sizes) == len(one.roles):
+    for source, target in itertools.product(own, sizes):
+        if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
             way = tuple(role for role, size in changed.items() if size > 1)
-            priced = _priced(space, way, [changed[role] for role in way])
+            fits = len(way) <= space.limits.most_axes
+            priced = _priced(space, way, [changed[role] for role in way]) if fits else None
             found += [] if priced is None else [priced]
     return list(various(space, found, len(found)))
 
@@ -269,5 +266,5 @@ def _candidate(
         hidden_seconds=one.hidden_seconds,
         memory_bytes=math.ceil(one.memory_bytes),
         limit_bytes=space.limit_bytes,
-        notes=space.notes,
+        notes=notes_of(space.classes),
     )

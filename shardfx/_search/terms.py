@@ -104,8 +104,8 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
     data = _has_data(layouts)
     moving: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(made):
-        for place in layout.moved:
-            moving.setdefault(place, []).append(number)
+        for event in layout.events:
+            moving.setdefault((event.value, event.operation), []).append(number)
     for number, layout in enumerate(made):
         for event in layout.events:
             mask = cut[event.value].copy()

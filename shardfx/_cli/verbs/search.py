@@ -8,7 +8,7 @@ import click
 from shardfx import AxisRules, Candidate, TrafficRow, search as search_of
 
 from ..._ground.text import bytes_text, table
-from ..._search import device_count, megabytes
+from ..._search import device_count
 from ..._step.lines import place_text
 from .._data import as_json
 from .._load import attribute
@@ -144,12 +144,12 @@ def _axis_rules(name: str) -> AxisRules:
 
 def _table(found: Sequence[Candidate]) -> str:
     """A line for each candidate."""
-    rows = [("", "candidate", "by", "ms a step", "MB sent", "a device")]
+    rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
-        sent = "-" if one.traffic is None else megabytes(one.wire_bytes)
-        sent += f" ± {megabytes(one.unsure_bytes)}" if one.unsure_bytes else ""
+        sent = "-" if one.traffic is None else bytes_text(one.wire_bytes)
+        sent += f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else ""
         rows.append((f"[{number}]", one.title, one.by, f"{one.seconds * 1e3:.3g}", sent, bytes_text(one.memory_bytes)))
-    return "\n".join(table(rows, right={"ms a step", "MB sent", "a device"}))
+    return "\n".join(table(rows, right={"ms a step", "sent", "a device"}))
 
 
 def _data(found: Candidate) -> dict[str, object]:
