@@ -156,7 +156,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     written = _Written(pricer, states, tell)
     ones = without_twins([*usual, *drawn[:_DRAWN], *others])
     ones = [one for one in ones if _holds_arguments(one, states)] or ones
-    written.add(ones[: max(most - _NEAR, sum(one in usual for one in ones))])
+    written.add(ones[: max(most - min(_NEAR, most // 3), sum(one in usual for one in ones))])
     # The core chose the sizes. Around the best few others are tried, until none of the few is new.
     while len(written.pairs) < most:
         known = written.tried
