@@ -1,0 +1,159 @@
+"""What a search returns."""
+
+import dataclasses
+from typing import Literal
+
+from .._ground.text import bytes_text
+from .._plan import ShardPlan
+from .._rules.axis_rules import AxisRules
+from ..cost import Comparison, Traffic
+from ..cost._traffic_rows import html_of, text_of
+from ..topology._mesh import MeshSpec
+from ._written import code_of
+
+
+By = Literal["core", "estimate", "compile", "run"]
+_HOW = {
+    "core": "by the search's own prices, as constrained; XLA cannot partition it for so many devices",
+    "estimate": "by the partitioned program",
+    "compile": "by the compiled program",
+    "run": "as measured",
+}
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A mesh and rules for a step, with what a step costs under them.
+
+    **Arguments:**
+
+    - `mesh`, `rules`: what was chosen.
+    - `roles`: pairs of a mesh axis and the names that it cuts, the one it prefers first.
+    - `plans`: one for each argument of the step.
+    - `by`: what the numbers below come from: "estimate" is the program of one device as XLA's own partitioner makes it,
+        "compile" the compiled program, "run" the clock, and "core" the search's own prices, which stay where XLA cannot
+        partition the step.
+    - `seconds`: of one step: `compute_seconds`, then `exposed_seconds` of sending that computation waits for, then what
+        of the `hidden_seconds` computation does not hide. By a run it is what the clock measured.
+    - `memory_bytes`, `limit_bytes`: on one device, and how much of it may be used.
+    - `traffic`: what is sent, row by row; `None` by the core.
+    - `constrained`: whether the step is faster with what is between its arguments constrained too, by
+        [`shardfx.auto.constrain_step`][]; then all numbers, and `code()`, are of that.
+    - `donated`: the numbers of the arguments whose memory results take over: those that the step donates, and where
+        it does not fit otherwise those that come back as results.
+    - `results`: for each part that the step returns the number of the argument that it lies as, or `None`.
+    - `state_over`, `states`: the mesh axes that cut the optimizer's state beside those that cut its parameters
+        (ZeRO-1), and the numbers of the arguments that hold it: `plans` has that, `rules` do not.
+    - `reasons`: what the next candidates cost instead.
+    - `notes`: what of the step was not understood.
+    - `comparison`: where a compiled program sends something else than the partitioned one.
+    """
+
+    mesh: MeshSpec
+    rules: AxisRules
+    roles: tuple[tuple[str, tuple[str, ...]], ...]
+    plans: tuple[ShardPlan, ...]
+    by: By
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+    memory_bytes: int
+    limit_bytes: int
+    traffic: Traffic | None = None
+    constrained: bool = False
+    donated: tuple[int, ...] = ()
+    results: tuple[int | None, ...] = ()
+    state_over: tuple[str, ...] = ()
+    states: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    comparison: Comparison | None = None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter a device in one step; 0 by the core."""
+        return 0 if self.traffic is None else self.traffic.wire_bytes
+
+    @property
+    def unsure_bytes(self) -> int:
+        """How many more or fewer the compiler may send; see [`shardfx.cost.Traffic`][]."""
+        return 0 if self.traffic is None else self.traffic.unsure_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether its memory is within the limit."""
+        return self.memory_bytes <= self.limit_bytes
+
+    @property
+    def title(self) -> str:
+        """The mesh, with what each axis cuts: `data=4 (batch), tensor=2 (heads, mlp)`."""
+        roles = dict(self.roles)
+        axes = [f"{axis}={size} ({', '.join(roles[axis])})" for axis, size in self.mesh.shape.items()]
+        zero = [f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else []
+        return ", ".join([*axes, *zero, *(["constrained"] if self.constrained else [])])
+
+    def code(self) -> str:
+        """A Python file to read and commit: the mesh, the rules, and all else that the numbers depend on.
+
+        `plans_of(step, *args)` in it makes this candidate's plans, and `jitted(step, plans)` the function to call:
+        with its constraints, its donation, and the layout of its results.
+        """
+        head = (
+            f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by].partition(';')[0]}, "
+            f"{bytes_text(self.memory_bytes)} a device.",
+            *(f"{axis}={size} cuts {', '.join(dict(self.roles)[axis])}." for axis, size in self.mesh.shape.items()),
+            *([f"ZeRO-1: {' x '.join(self.state_over)} cuts the optimizer's state, too."] if self.state_over else []),
+            *(f"Not {reason}." for reason in self.reasons[:1] if self.fits),
+        )
+        return code_of(self, head)
+
+    def explain(self) -> str:
+        """All that is sent, along which axes and by which lines; after `verify`, where the compiled program differs.
+
+        **Returns:**
+
+        A text.
+        """
+        compared = [] if self.comparison is None else [str(self.comparison)]
+        sent = [] if self.traffic is None else [str(self.traffic)]
+        return "\n".join([self._head(), *sent, *self._below(), *compared])
+
+    def __str__(self) -> str:
+        sent = [] if self.traffic is None else text_of(self.traffic, _SHOWN)
+        return "\n".join([self._head(), *sent, *self._below()])
+
+    def __repr__(self) -> str:
+        return f"Candidate({self._head()})"
+
+    def _repr_html_(self) -> str:
+        sent = Traffic((), 1) if self.traffic is None else self.traffic
+        return html_of(sent, _SHOWN, above=[self._head()], below=self._below())
+
+    def _head(self) -> str:
+        sending = f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside computation"
+        parts = f" (computation {ms(self.compute_seconds)}, sending {sending})" if self.by != "run" else ""
+        return (
+            f"{self.title}: {ms(self.seconds)} a step{parts}, "
+            f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}, {_HOW[self.by]}"
+        )
+
+    def _below(self) -> list[str]:
+        over = self.state_over[0] if len(self.state_over) == 1 else self.state_over
+        zero = (
+            f"ZeRO-1: the optimizer's state is cut over {' x '.join(self.state_over)} too, the parameters are not: "
+            f"`shardfx.follow(optimizer.init, params_plan, over={over!r})`"
+        )
+        donated = "it fits where results take over the memory of arguments: `jitted` in `code()` donates "
+        return [
+            *([zero] if self.state_over else []),
+            *([f"{donated}{', '.join(map(str, self.donated))}"] if self.donated else []),
+            *(f"note: {note}" for note in self.notes),
+            *self.reasons,
+        ]
+
+
+def ms(seconds: float) -> str:
+    """Seconds for a person: three digits, without an exponent where they are many."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

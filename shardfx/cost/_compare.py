@@ -1,0 +1,222 @@
+"""What a compiled step sends beyond its estimate, and which of the compiler's passes explain it."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .._ground.text import bytes_text, table
+from .._step.lines import Frame, place_text
+from ._traffic import traffic
+from ._traffic_rows import Traffic, TrafficRow
+
+
+_SUMS = ("all-reduce", "reduce-scatter")
+_REST = "what has no line, and lines at which little differs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Surplus:
+    """What a compiled step sends more than its estimate, or less, at one line and along the same mesh axes.
+
+    **Arguments:**
+
+    - `extra_bytes`: how much more enters a device in one step; negative where it is less.
+    - `source`: the line; `None` for the rest.
+    - `axes`: the mesh axes along which it is sent; none for the rest.
+    - `leaf`: the parameters that it is about, or `None`.
+    - `expected`, `found`: the bytes of each kind of collective.
+    - `passes`: the passes of the compiler that the estimate has at this line. One of them did otherwise.
+    - `why`: what explains the difference, in words.
+    """
+
+    extra_bytes: int
+    source: Frame | None
+    axes: tuple[str, ...]
+    leaf: str | None
+    expected: tuple[tuple[str, int], ...]
+    found: tuple[tuple[str, int], ...]
+    passes: tuple[str, ...]
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Where a compiled step sends more than its estimate; made by [`shardfx.cost.compare`][]. `str(...)` is a table.
+
+    No byte is in two rows, and none is left out: what `rows` and `less` say adds up to `extra_bytes`.
+
+    **Arguments:**
+
+    - `rows`: a [`shardfx.cost.Surplus`][] for each line and mesh axes, the largest first. Last comes the rest.
+    - `estimated`, `compiled`: what was compared.
+    - `less`: the same where less is sent than was estimated.
+    """
+
+    rows: tuple[Surplus, ...]
+    estimated: Traffic
+    compiled: Traffic
+    less: tuple[Surplus, ...] = ()
+
+    @property
+    def different_bytes(self) -> int:
+        """The bytes that are sent on one side only: those of all rows, whatever their sign."""
+        return sum(abs(row.extra_bytes) for row in (*self.rows, *self.less))
+
+    @property
+    def explained(self) -> float:
+        """Which share of `different_bytes` a pass of the compiler explains; 1 where nothing differs."""
+        by_pass = sum(abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes)
+        return by_pass / self.different_bytes if self.different_bytes else 1.0
+
+    @property
+    def extra_bytes(self) -> int:
+        """How much more enters each device in one step than was estimated; negative where it is less."""
+        return self.compiled.wire_bytes - self.estimated.wire_bytes
+
+    def __str__(self) -> str:
+        ours, theirs = self.estimated.wire_bytes, self.compiled.wire_bytes
+        times = f", {theirs / ours:.2f} times as much" if ours else ""
+        total = f"{bytes_text(theirs)} are sent to each device in a step; {bytes_text(ours)} were estimated{times}."
+        if not self.rows:
+            return total
+        header = ("extra", "expected", "found", "axes", "leaf", "source")
+        cells = [
+            (
+                f"+{bytes_text(row.extra_bytes)}",
+                _kinds(row.expected),
+                _kinds(row.found),
+                " x ".join(row.axes) or "-",
+                row.leaf or "-",
+                place_text(row.source),
+            )
+            for row in self.rows
+        ]
+        texts = [f"{place_text(row.source)}: +{bytes_text(row.extra_bytes)}: {row.why}." for row in self.rows]
+        return "\n".join([*table([header, *cells], right={"extra"}), total, *dict.fromkeys(texts)])
+
+
+def compare(estimated: Traffic, compiled: Any) -> Comparison:
+    """What a compiled step sends beyond its estimate, line by line, and which pass of the compiler explains it.
+
+    An estimate is what XLA's partitioner made, and what the compiler's passes are known to make of that: each of its
+    rows names the passes that touched it.
+
+    **Arguments:**
+
+    - `estimated`: by [`shardfx.cost.estimate`][], for the same step and plans.
+    - `compiled`: by [`shardfx.cost.traffic`][], or what that reads.
+
+    **Returns:**
+
+    A [`shardfx.cost.Comparison`][]. What the compiler sends at one line instead of another, along the same mesh axes,
+    is no difference. What differs by less than a thousandth of the whole is one row together.
+
+    **Raises:**
+
+    What [`shardfx.cost.traffic`][] raises for a program that it cannot read.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec
+        from shardfx.cost import compare, estimate
+
+        mesh = MeshSpec({"data": 8}).build(jax.devices())
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=rows)
+        step = lambda x: jax.lax.with_sharding_constraint(x.T @ x, rows)
+        compiled = jax.jit(step).lower(x).compile()
+        (row,) = compare(estimate(step, x), compiled).rows
+        assert row.passes == ("tpu-all-reduce-scatter-fusion",)  # a CPU has no reduce-scatter
+        ```
+    """
+    found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
+    # The line at which the gradient of each leaf is added up: there belong the shares of sums that are joined.
+    lines = {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
+    places: dict[Any, _Place] = {}
+    for side, sent in enumerate((_sent(estimated, {}), _sent(found, lines))):
+        for source, row in sent:
+            key = None if source is None else (source.file, source.line), row.axes
+            place = places.setdefault(key, _Place(source, row.axes, ([], [])))
+            place.rows[side].append(row)
+            place.extra += row.wire_bytes if side else -row.wire_bytes
+    _match([*places.values()])
+    least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
+    sides: list[tuple[Surplus, ...]] = []
+    for sign in (1, -1):
+        own = sorted((one for one in places.values() if one.extra * sign > 0), key=lambda one: -abs(one.extra))
+        named = [one for one in own if one.source is not None and abs(one.extra) >= least]
+        rest = [one for one in own if one.source is None or abs(one.extra) < least]
+        sides.append((*map(_surplus, named), *([_surplus(_together(rest))] if rest else [])))
+    return Comparison(sides[0], estimated, found, sides[1])
+
+
+@dataclasses.dataclass
+class _Place:
+    """What is sent at one line along some mesh axes, estimated and compiled, and how much more was compiled."""
+
+    source: Frame | None
+    axes: tuple[str, ...]
+    rows: tuple[list[TrafficRow], list[TrafficRow]]
+    extra: int = 0
+
+
+def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
+    """All that is sent, each with its line: of sums that the compiler joined, each leaf's own."""
+    for row in made.rows:
+        shares = row.shares or ((row.leaf, row.wire_bytes),)
+        missing = row.wire_bytes - sum(count for _, count in shares)  # shares are rounded
+        for leaf, count in shares:
+            source = lines[leaf] if leaf in lines and row.kind in _SUMS else row.source
+            yield source, dataclasses.replace(row, leaf=leaf, wire_bytes=count + missing)
+            missing = 0
+
+
+def _match(places: Sequence[_Place]) -> None:
+    """What one line sends less along some axes is taken off what others send more along the same, the largest first."""
+    for place in sorted(places, key=lambda one: -one.extra):
+        for other in places:
+            moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
+            if moved > 0:
+                place.extra -= moved
+                other.extra += moved
+
+
+def _together(places: Sequence[_Place]) -> _Place:
+    """One place for what has no line of its own."""
+    ours, theirs = ([row for one in places for row in one.rows[side]] for side in (0, 1))
+    return _Place(None, (), (ours, theirs), sum(one.extra for one in places))
+
+
+def _surplus(place: _Place) -> Surplus:
+    ours, theirs = ([row for row in rows if row.wire_bytes] for rows in place.rows)
+    passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
+    notes = dict.fromkeys(row.note for row in ours if row.note)
+    types = ["+".join(sorted({row.dtype for row in rows})) for rows in (ours, theirs)]
+    if place.source is None:
+        why = _REST
+    elif passes:
+        why = f"this compiler does otherwise than the estimate in {', '.join(map(repr, passes))}"
+    elif notes:
+        why = "; ".join(notes).rstrip(".")
+    elif not ours:
+        why = "nothing was estimated here"
+    else:
+        why = (
+            f"it is sent as {types[1]}, not as {types[0]}" if theirs and types[0] != types[1] else "no pass explains it"
+        )
+    leaves = ", ".join(dict.fromkeys(row.leaf for row in theirs if row.leaf)) or None
+    return Surplus(place.extra, place.source, place.axes, leaves, _by_kind(ours), _by_kind(theirs), passes, why)
+
+
+def _by_kind(rows: Iterable[TrafficRow]) -> tuple[tuple[str, int], ...]:
+    sums: dict[str, int] = {}
+    for row in rows:
+        sums[row.kind] = sums.get(row.kind, 0) + row.wire_bytes
+    return tuple(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _kinds(sums: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{kind} {bytes_text(count)}" for kind, count in sums) or "nothing"
