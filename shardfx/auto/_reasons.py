@@ -1,19 +1,19 @@
 """Candidates against each other: which are twins, and why one stands before the next."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
 from ._candidate import Candidate, ms
 
 
-def without_twins(found: Iterable[Candidate]) -> list[Candidate]:
-    """The first of those whose plans are alike."""
-    kept: list[Candidate] = []
+def without_twins(found: Iterable[Candidate], known: Sequence[Candidate] = ()) -> Iterator[Candidate]:
+    """The first of those whose plans are alike, without those like a known one."""
+    kept = [*known]
     for one in found:
         if not any(_alike(one, other) for other in kept):
             kept.append(one)
-    return kept
+            yield one
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:

@@ -1,6 +1,8 @@
 """The mesh and rules that a step is fastest under, chosen among all that fit."""
 
 import dataclasses
+import functools as ft
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,23 +151,24 @@ def opened(
 
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
     """All candidates that are partitioned, those that fit first, the fastest first; and the titles of ways by hand."""
-    drawn = fastest(space, max(keep, _DRAWN))
-    ways = [*space.asked, *space.usual]
-    usual, others = by_hand(space, ways), [*by_hand(space, ways, 1), *by_hand(space, space.known)]
-    states = states_of(space.classes)
     most, constrained = _counts(pricer.size, space.devices)
+    drawn = fastest(space, max(keep, min(_DRAWN, most)))
+    ways = [*space.asked, *space.usual]
+    usual, others = [*by_hand(space, ways)], (by_hand(space, ways, 1), by_hand(space, space.known))
+    states = states_of(space.classes)
     written = _Written(pricer, states, tell)
-    ones = without_twins([*usual, *drawn[:_DRAWN], *others])
-    ones = [one for one in ones if _holds_arguments(one, states)] or ones
-    written.add(ones[: max(most - min(_NEAR, most // 3), sum(one in usual for one in ones))])
+    hold = ft.partial(filter, lambda one: _holds_arguments(one, states))
+    first = [*without_twins(hold(usual))]
+    more = without_twins(hold(itertools.chain(drawn, *others)), first)
+    first += itertools.islice(more, max(0, most - min(_NEAR, most // 3) - len(first)))
+    written.add(first or [*usual, *drawn][:most])
     # The core chose the sizes. Around the best few others are tried, until none of the few is new.
-    while len(written.pairs) < most:
-        known = written.tried
-        nearby = [other for _, one in written.ranked[:_BEST] for other in near(space, one)]
-        new = [one for one in without_twins([*known, *nearby])[len(known) :] if _holds_arguments(one, states)]
-        if not new:
+    while (left := most - len(written.pairs)) > 0:
+        nearby = hold(other for _, one in written.ranked[:_BEST] for other in near(space, one))
+        count = len(written.tried)
+        written.add([*itertools.islice(without_twins(nearby, written.tried), left)])
+        if len(written.tried) == count:
             break
-        written.add(new[: most - len(written.pairs)])
     pairs = written.pairs
     if not pairs:
         assert written.refused is not None

@@ -121,9 +121,8 @@ def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
     return find(space.terms, space.machine(limit), space.devices, space.slices, axes=axes)
 
 
-def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> list[Candidate]:
+def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
     """Ways that people write, each with the sizes at this place of the core's order: first those that fit in memory."""
-    made: list[Candidate] = []
     for way in ways:
         if len(way) <= space.limits.most_axes:
             each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
@@ -131,16 +130,15 @@ def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> li
                 (one for one in each if one is not None),
                 key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
             )
-            made += [*various(space, ranked, place + 1)][place:]
-    return made
+            yield from [*various(space, ranked, place + 1)][place:]
 
 
-def near(space: Space, one: Candidate) -> list[Candidate]:
+def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     """The candidate with a factor of two moved from an axis to another, or to a usual one that it does not have."""
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.roles}
     if len(own) < len(one.roles):
-        return []  # two axes cut the same names in the same order
+        return  # two axes cut the same names in the same order
     sizes = {**own, **{way[0]: 1 for way in (*space.usual, *space.known) if len(way) == 1 and way[0] not in own}}
     found: list[Found] = []
     for source, target in itertools.product(own, sizes):
@@ -150,7 +148,7 @@ def near(space: Space, one: Candidate) -> list[Candidate]:
             fits = len(way) <= space.limits.most_axes
             priced = _priced(space, way, [changed[role] for role in way]) if fits else None
             found += [] if priced is None else [priced]
-    return list(various(space, found, len(found)))
+    yield from various(space, found, len(found))
 
 
 def _key(made: Layout) -> object:
