@@ -1,6 +1,7 @@
 """The meshes and rules that a step can have: laid out under all roles worth a look, ready for the core."""
 
 import dataclasses
+import functools as ft
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +21,8 @@ from ._layouts import Layout, Layouts, Role
 from ._limits import Limits, blocking, named_roles, numbers_of
 from ._name_axes import names_trees, notes_of
 from ._naming import named_classes
-from ._roles import layouts_of, nothing_to_cut, roles_of_rules
-from ._seeds import distinct, seeds
+from ._roles import can_be_whole, roles_of, roles_of_rules
+from ._seeds import seeds
 from ._terms import Terms, padded, terms_of
 from ._trace import trace
 from ._written import axis_name, mesh_and_rules
@@ -42,7 +43,16 @@ class Space:
     - `limit_bytes`: the memory that a device may use.
     """
 
-    def __init__(self, step: Any, args: Sequence[Any], asked: Asked, limits: Limits, also: Sequence[AxisRules] = ()):
+    def __init__(
+        self,
+        step: Any,
+        args: Sequence[Any],
+        asked: Asked,
+        limits: Limits,
+        also: Sequence[AxisRules] = (),
+        *,
+        explains: bool = True,
+    ):
         if asked.total == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")
         self.step, self.limits = step, limits
@@ -52,41 +62,42 @@ class Space:
         self.args = self.classes.traced.structs
         self.layouts = Layouts(self.classes, self.devices)
         never = frozenset(numbers_of(limits.never, self.classes).values())
-        given = [roles_of_rules(rules, self.classes, never) for rules in also]
         self.made: list[Layout] = []
-        self.asked = self._numbered([tuple(roles.values()) for roles in given])
+        self._keys: dict[object, int] = {}
+        self.asked = self._numbered(tuple(roles_of_rules(rules, self.classes, never).values()) for rules in also)
         usual, known = seeds(self.layouts, never) if limits.rules is None else ([], [])
         self.usual = self._numbered(usual)
         self.known = [way for way in self._numbered(known) if way not in self.usual]
-        if limits.rules is None:
-            self._add(layouts_of(self.layouts, never=never))
-        else:
-            self._add(self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes, never).values())
+        own = roles_of(self.layouts, never)
+        for role in own if limits.rules is None else roles_of_rules(limits.rules, self.classes, never).values():
+            if len(self.made) < _ROLES:
+                self._number(role)
         if not self.made:
-            raise SpecError(nothing_to_cut(self.layouts, limits, self.devices))
+            what = f"no dimension of the step's arguments has a factor in common with {self.devices} devices"
+            raise SpecError(f"{what}{self._to_blame()}" if explains else what)
         self.terms = _limited(self)
         self.arrays = padded(self.terms)
         self.names = names_trees(self.classes)
 
-    def _add(self, layouts: Iterable[Layout]) -> None:
-        """Takes these beside what there is, without twins."""
-        keys = set(map(_key, self.made))
-        new = [made for made in layouts if _key(made) not in keys]
-        self.made += new[: max(0, _ROLES - len(self.made))]
+    def _number(self, role: Role) -> int | None:
+        """The number of a role, which is laid out if it was not; `None` for one that cuts nothing."""
+        made = self.layouts.under(role)
+        if not made.used or not can_be_whole(self.layouts, made):
+            return None
+        number = self._keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
+        self.made += [made] if number == len(self.made) else []
+        return number
 
-    def _numbered(self, ways: Sequence[tuple[Role, ...]]) -> list[tuple[int, ...]]:
-        """The numbers of the roles of each way, which are laid out if they were not; ways that cut nothing left out."""
-        keys = {_key(made): number for number, made in enumerate(self.made)}
-        found: dict[Role, int] = {}
-        for role in distinct(ways):
-            made = self.layouts.under(role)
-            if made.used:
-                if _key(made) not in keys:
-                    keys[_key(made)] = len(self.made)
-                    self.made.append(made)
-                found[role] = keys[_key(made)]
-        made_ways = [tuple(sorted(found[role] for role in way if role in found)) for way in ways]
-        return list(dict.fromkeys(way for way in made_ways if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+    def _numbered(self, ways: Iterable[tuple[Role, ...]]) -> list[tuple[int, ...]]:
+        """The numbers of the roles of each way; roles, and ways, that cut nothing left out."""
+        numbers = ft.cache(self._number)
+        found = [tuple(sorted(n for role in way if (n := numbers(role)) is not None)) for way in ways]
+        return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+
+    def _to_blame(self) -> str:
+        """Which of the limits leaves nothing, in words."""
+        within = " within the limits" if self.limits != Limits() and _has_any(self, Limits()) else ""
+        return f"{within}; {blocking(self.limits, lambda other: _has_any(self, other))}."
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
         """The numbers that the core takes, with so many bytes of memory a device."""
@@ -151,10 +162,6 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     yield from various(space, found, len(found))
 
 
-def _key(made: Layout) -> object:
-    return made.events, made.cuts, made.shared
-
-
 def _limited(space: Space) -> Terms:
     limits, terms = space.limits, terms_of(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
@@ -178,7 +185,7 @@ def _has_any(space: Space, limits: Limits) -> bool:
     """Whether there is a mesh within other limits, whatever memory it takes."""
     asked = Asked(space.devices, space.chip, None, space.slices, 1)
     try:
-        other = Space(space.step, space.args, asked, limits)
+        other = Space(space.step, space.args, asked, limits, explains=False)
     except (SpecError, RuleError):
         return False
     return bool(_found(other))

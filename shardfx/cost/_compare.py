@@ -76,7 +76,10 @@ class Comparison:
     def __str__(self) -> str:
         ours, theirs = self.estimated.wire_bytes, self.compiled.wire_bytes
         times = f", {theirs / ours:.2f} times as much" if ours else ""
-        total = f"{bytes_text(theirs)} are sent to each device in a step; {bytes_text(ours)} were estimated{times}."
+        unsure = f" ({bytes_text(self.estimated.unsure_bytes)} of it not sure)" if self.estimated.unsure_bytes else ""
+        total = (
+            f"{bytes_text(theirs)} are sent to each device in a step; {bytes_text(ours)} were estimated{unsure}{times}."
+        )
         if not self.rows:
             return total
         header = ("extra", "expected", "found", "axes", "leaf", "source")
