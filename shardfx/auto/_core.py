@@ -1,9 +1,10 @@
 """The seconds and memory of every mesh of up to four axes at once, as one compiled function of arrays.
 
 **What is priced.** A role says which dimensions of the step one mesh axis shards, and what collectives that takes
-(`_roles.py`, `_layouts.py`). A step has up to 79 roles. A candidate is a set of at most four of them, and a share: a size
-for each, whose product is the number of devices. For 64 devices there are 1.5 million sets of four, with 10 shares
-each. The core prices all of them, so it must not look at the step's operations again.
+(`_roles.py`, `_layouts.py`). A step has up to 79 roles. A candidate is a set of at most four of them, and a share: a
+size for each, whose product is the number of devices. For 256 devices there are 35 shares of four axes. With 42 roles,
+which have 112,000 sets of four, that makes 4 million candidates, as many as are priced (`role_count`). The core prices
+all of them, so it must not look at the step's operations again.
 
 **Rows.** Take the floating-point operations of one product. If the roles `a` and `b` of the set {a, b, c, d} shard the
 product, one device does `flops / (size_a * size_b)` of it. All products that the same roles shard are divided by the
