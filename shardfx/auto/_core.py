@@ -104,7 +104,7 @@ def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
     return np.array(found or np.zeros((0, axes)), np.int32).reshape(-1, axes)
 
 
-@ft.partial(jax.jit, static_argnames=("keep", "islands"))
+@ft.partial(jax.jit, static_argnames="keep")
 def best_of_block(
     arrays: Numbers,
     machine: Numbers,
@@ -114,10 +114,9 @@ def best_of_block(
     real: Int[Array, ""],
     *,
     keep: int,
-    islands: bool,
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 6"]]:
     """Of the first `real` sets with their best shares: which set, which share, and the parts of the cost, in order."""
-    *parts, _ = costs(arrays, machine, sets, sizes, slices, islands=islands)
+    parts = costs(arrays, machine, sets, sizes, slices)
     share = jnp.argmin(parts[0], axis=1)
     best = jnp.stack([jnp.take_along_axis(part, share[:, None], axis=1)[:, 0] for part in parts], -1)
     score = jnp.where(jnp.arange(len(sets)) < real, best[:, 0], jnp.inf)
@@ -131,13 +130,10 @@ def costs(
     sets: Int[_Array, "block axes"],
     sizes: Int[_Array, "shares axes"],
     slices: Int[_Array, "shares axes"],
-    *,
-    islands: bool,
-) -> tuple[Float[_Array, "*any block shares"], ...]:
+) -> tuple[Float[_Array, "block shares"], ...]:
     """For each pair: score, seconds, seconds of computation, of exposed and of hidden sending, bytes of memory.
 
-    The last of what is returned is the seconds that each axis sends. With arrays of NumPy nothing is compiled, which
-    is quicker for few pairs.
+    With arrays of NumPy nothing is compiled, which is quicker for few pairs.
     """
     xp = _library(sets)
     axes = sets.shape[-1]
@@ -153,14 +149,13 @@ def costs(
     bytes_sent = xp.einsum("sk,bkjt->tjbs", power, sent)
     compute = xp.maximum(totals[0] / machine["flops"], totals[1] / machine["hbm"])
     memory = totals[2] + xp.max(totals[3:], axis=0)
-    per_byte = _seconds_per_byte(machine, bytes_sent.sum(0) if islands else None, sizes, slices)
+    per_byte = _seconds_per_byte(machine, sizes, slices)
     each = (arrays["calls"][sets] * machine["call_seconds"]).T[:, :, None] * (sizes > 1).T.astype(np.float32)[:, None]
     exposed = (bytes_sent[0] * per_byte).sum(0) + each.sum(0)
     hidden = (bytes_sent[1] * per_byte).sum(0)
     total = compute + exposed + xp.maximum(0.0, hidden - machine["overlap"] * compute)
     fits = (memory <= machine["limit"]) & _is_allowed(arrays, sets, sizes)
-    by_axis = bytes_sent.sum(0) * per_byte + each
-    return xp.where(fits, total, np.inf), total, compute, exposed, hidden, memory, by_axis
+    return xp.where(fits, total, np.inf), total, compute, exposed, hidden, memory
 
 
 def _library(array: Any) -> Any:
@@ -181,15 +176,12 @@ def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any
 
 
 def _seconds_per_byte(
-    machine: Numbers,
-    sent: Float[_Array, "axes block shares"] | None,
-    sizes: Int[_Array, "shares axes"],
-    slices: Int[_Array, "shares axes"],
-) -> Float[_Array, "_ _ _"]:
+    machine: Numbers, sizes: Int[_Array, "shares axes"], slices: Int[_Array, "shares axes"]
+) -> Float[_Array, "axes 1 shares"]:
     """How long each byte of a collective takes on each axis: in a ring of n devices, (n - 1) / n of it is sent.
 
-    In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands (`sent` is
-    given), the axes that send most are put inside them. What goes between slices takes the hosts' network.
+    In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands, each axis
+    has as many of its devices in one as there can be. What goes between slices takes the hosts' network.
     """
     xp = _library(sizes)
     inner = (sizes // slices).astype(np.float32).T[:, None, :]
@@ -197,14 +189,7 @@ def _seconds_per_byte(
     total = xp.prod(inner, axis=0)
     share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
     bandwidth = xp.where(machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"])
-    near = inner
-    if sent is not None:
-        # Of two axes the one that sends more stands further inside; of equal ones the later.
-        order = xp.arange(len(sent))
-        later = (order[None, :] > order[:, None])[:, :, None, None]
-        more = (sent[None] > sent[:, None]) | ((sent[None] == sent[:, None]) & later)
-        within = xp.prod(xp.where(more, inner[None], 1.0), axis=1)
-        near = xp.clip(machine["island"] / within, 1.0, inner)
+    near = xp.minimum(machine["island"], inner)
     return (1 - 1 / near) / bandwidth + (1 - near / whole) / near / machine["dcn"]
 
 
@@ -281,14 +266,14 @@ def find(
     roles = role_count(terms, by_count)
     room = max(8, *(len(sizes) for sizes, _ in by_count))
     room += -room % 8
-    arrays, islands = padded(terms), bool(np.isfinite(machine["island"]))
+    arrays = padded(terms)
     found: list[Found] = []
     for number, pair in enumerate(by_count):
         sizes, between = (_filled(each, axes, room) for each in pair) if len(pair[0]) else pair
         sets = itertools.combinations(range(roles), number) if len(sizes) else ()
         # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
         for block, real in _blocks(sets, axes, min(_SETS, max(1, _BLOCK // room)), terms.divides.shape[1]):
-            priced = best_of_block(arrays, machine, block, sizes, between, np.int32(real), keep=keep, islands=islands)
+            priced = best_of_block(arrays, machine, block, sizes, between, np.int32(real), keep=keep)
             at, share, parts = map(np.asarray, priced)
             few = (at < real) & (parts[:, 0] < (found[-1].seconds if len(found) == keep else math.inf))
             picked = zip(block[at[few]], sizes[share[few]], between[share[few]], parts[few], strict=True)

@@ -202,10 +202,7 @@ def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found |
     machine, rest = space.machine(), AXES - len(way)
     sets = np.array([[*way, *[len(space.made)] * rest]], np.int32)
     share, between = (np.array([[*one, *[1] * rest]], np.int32) for one in (sizes, spans))
-    islands = bool(np.isfinite(machine["island"]))
-    score, *parts = [
-        float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between, islands=islands)[:-1]
-    ]
+    score, *parts = [float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between)]
     return Found(way, tuple(sizes), tuple(spans), *parts) if math.isfinite(score) else None
 
 

@@ -115,7 +115,7 @@ def test_shares_are_all_ordered_factorizations():
         assert shares(devices, axes).tolist() == [list(s) for s in every if math.prod(s) == devices][: 10**6]
 
 
-def test_axes_that_send_most_stand_inside_the_islands():
+def test_what_fits_into_an_island_takes_its_switch():
     """64 H100 in islands of 8: what fits into an island takes the switch, what does not the network cards."""
     chip, model, terms = chips.find("h100"), CostModel(), random_terms(1)
     found = find(terms, machine_of(chip, 64, model, "bfloat16", 1e12), 64)
