@@ -90,7 +90,7 @@ class Space:
 
     def _numbered(self, ways: Iterable[tuple[Role, ...]]) -> list[tuple[int, ...]]:
         """The numbers of the roles of each way; roles, and ways, that cut nothing left out."""
-        numbers = ft.cache(self._number)
+        numbers = ft.lru_cache(maxsize=64)(self._number)
         found = [tuple(sorted(n for role in way if (n := numbers(role)) is not None)) for way in ways]
         return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
 
