@@ -278,10 +278,15 @@ def find(
             few = (at < real) & (parts[:, 0] < (found[-1].seconds if len(found) == keep else math.inf))
             picked = zip(block[at[few]], sizes[share[few]], between[share[few]], parts[few], strict=True)
             better = [
-                Found(*(tuple(map(int, one[:number])) for one in own), *map(float, part[1:])) for *own, part in picked
+                Found(_first(number, own), _first(number, size), _first(number, spans), *map(float, part[1:]))
+                for own, size, spans, part in picked
             ]
             found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]
     return found
+
+
+def _first(count: int, numbers: Int[np.ndarray, " axes"]) -> tuple[int, ...]:
+    return tuple(map(int, numbers[:count]))
 
 
 def role_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
