@@ -20,6 +20,11 @@ def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), be
     return "\n".join(lines)
 
 
+def html_text(result: object) -> str:
+    """What `print` shows of a result, as it is: for the `_repr_html_` of what is no single table."""
+    return "<pre>" + "\n".join(map(_escaped, str(result).splitlines())) + "</pre>"
+
+
 def _escaped(text: str) -> str:
     return html.escape(printable(text))
 

@@ -195,6 +195,12 @@ class Shown(str):
         return str(self)
 
 
+def first_lines(result: object) -> str:
+    """What `print` shows of a result, its first 40 lines: for the `__repr__` of tables that can be long."""
+    lines = str(result).splitlines()
+    return "\n".join(lines if len(lines) <= 40 else [*lines[:39], f"... {len(lines) - 39} lines more; print it."])
+
+
 def spec_text(partitions: Sequence[Any]) -> str:
     """The entries of a spec or of names, with commas; those on one dimension are joined by "+"."""
     return ",".join(map(entry_text, partitions)) or "-"

@@ -7,7 +7,9 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .._ground.html import html_text
 from .._ground.reason import Code, Reason
+from .._ground.text import first_lines
 from .._rules.axis_rules import AxisRules
 from .._rules.resolution import resolve
 from ..topology._mesh import MeshSpec
@@ -103,6 +105,9 @@ class Replan:
 
     def __str__(self) -> str:
         return "\n".join(self.changes) or "nothing changed"
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> Replan:

@@ -12,8 +12,9 @@ from jax.sharding import Sharding
 from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._ground.html import html_text
 from .._ground.spec import array_bytes
-from .._ground.text import between_numbers, joined, table
+from .._ground.text import between_numbers, first_lines, joined, table
 from .._ground.tree import flatten
 from .._plan.shard_plan import ShardPlan
 from ..topology._mesh import MeshSpec
@@ -176,6 +177,9 @@ class ReshardPlan:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def plan_reshard(src: Any, dst: Any, *, map: TreeMap | None = None, lost: Iterable[Any] = ()) -> ReshardPlan:

@@ -9,7 +9,7 @@ import jax
 from .._ground.errors import LeafTypeError, MeshError, SpecError
 from .._ground.html import html_table
 from .._ground.spec import entries_of, entry_axes
-from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, spec_text
+from .._ground.text import array_text, between_numbers, bytes_text, first_lines, joined, plural, printable, spec_text
 from .._plan.differences import OTHER_TREES, fields_that_differ, plan_lines
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
@@ -106,6 +106,8 @@ class Diff:
     def __str__(self) -> str:
         parts = ["\n".join(map(printable, self.plans)), *map(_paragraph, self.leaves), _totals(self)]
         return "\n\n".join(part for part in parts if part)
+
+    __repr__ = first_lines
 
     def _repr_html_(self) -> str:
         rows = [_HEADER, *map(_cells, self.leaves)]

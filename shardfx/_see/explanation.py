@@ -11,7 +11,17 @@ from .._ground.errors import UnknownPathError
 from .._ground.html import html_table
 from .._ground.reason import Code, Reason
 from .._ground.spec import array_bytes, entries_of, entry_axes
-from .._ground.text import array_text, between_numbers, bytes_text, entry_text, joined, printable, spec_text, table
+from .._ground.text import (
+    array_text,
+    between_numbers,
+    bytes_text,
+    entry_text,
+    first_lines,
+    joined,
+    printable,
+    spec_text,
+    table,
+)
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._rules.axis_rules import near
@@ -81,6 +91,8 @@ class Explanation:
         for title, notes in _notes(self):
             lines += ["", printable(title), *[line for note in notes for line in _wrapped(printable(note))]]
         return "\n".join(lines)
+
+    __repr__ = first_lines
 
     def _repr_html_(self) -> str:
         notes = [f"{title}: {note}" for title, lines in _notes(self) for note in lines]

@@ -8,7 +8,8 @@ import jax
 
 from .. import chips
 from .._ground.errors import MeshError, RuleError
-from .._ground.text import bytes_text, table
+from .._ground.html import html_text
+from .._ground.text import bytes_text, first_lines, table
 from .._ground.tree import flatten
 from ._asked import asked_for
 from ._candidate import Candidate, ms
@@ -73,6 +74,9 @@ class Frontier:
             for point in self.points
         ]
         return "\n".join(table(rows, right={"devices", "batch", "a step", "examples/s", "a device"}))
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def frontier(

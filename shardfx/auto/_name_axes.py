@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from .._ground.text import between_numbers, joined, table
+from .._ground.html import html_text
+from .._ground.text import between_numbers, first_lines, joined, table
 from .._step.lines import lines_of, own_line
 from ._classes import Classes, Group
 from ._naming import named_classes
@@ -52,6 +53,9 @@ class NamedAxes:
             for axis in self.axes
         ]
         return "\n".join([*table(rows, right={"size"}), *(f"note: {note}" for note in self.notes)])
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def name_axes(step: Any, *args: Any) -> NamedAxes:

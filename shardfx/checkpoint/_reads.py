@@ -9,6 +9,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .._convert import Piece, TreeMap
 from .._ground.boxes import Box, boxes as all_boxes
 from .._ground.errors import PlanMismatchError
+from .._ground.html import html_text
+from .._ground.text import first_lines
 from . import _stores as stores
 from ._bundles import bundled
 from ._entry import StoreArray
@@ -71,6 +73,9 @@ class ReadPlan:
                 f"{process.excess_bytes:>16,} {process.reads:>10,}"
             )
         return "\n".join(lines)
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def plan_reads(

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .._ground.text import bytes_text, table
+from .._ground.html import html_text
+from .._ground.text import bytes_text, first_lines, table
 from .._step.lines import Frame, place_text
 from ._traffic import traffic
 from ._traffic_rows import Traffic, TrafficRow
@@ -96,6 +97,9 @@ class Comparison:
         ]
         texts = [f"{place_text(row.source)}: +{bytes_text(row.extra_bytes)}: {row.why}." for row in self.rows]
         return "\n".join([*table([header, *cells], right={"extra"}), total, *dict.fromkeys(texts)])
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def compare(estimated: Traffic, compiled: Any) -> Comparison:

@@ -13,7 +13,7 @@ from ._hlo_text import HloModule, parse_hlo
 from ._hlo_types import Array
 from ._live import Held, held
 from ._live.buffers import bytes_of
-from ._live.program import program_of
+from ._live.program import Program, program_of
 from ._purpose import Taken, taken
 
 
@@ -48,15 +48,18 @@ class Counted:
         return self.of(self.module)
 
     @ft.cached_property
+    def _program(self) -> Program:
+        return program_of(self.module)
+
+    @ft.cached_property
     def taken(self) -> tuple[Taken, ...]:
         """What the step takes, and what for."""
-        return taken(self.step, program_of(self.module))
+        return taken(self.step, self._program)
 
     @ft.cached_property
     def shards(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each argument on one device."""
-        program = program_of(self.module)
-        return tuple(program.buffers[value].shape for value in program.entry.carried)
+        return tuple(self._program.buffers[value].shape for value in self._program.entry.carried)
 
     def host_bytes(self, at: int) -> int:
         """What an argument takes of a device's share of host memory."""

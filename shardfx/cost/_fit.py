@@ -11,7 +11,7 @@ from .. import chips
 from .._ground.errors import LeafTypeError
 from .._ground.html import html_table
 from .._ground.spec import array_bytes, shard_counts
-from .._ground.text import between_numbers, bytes_text, joined, printable, table
+from .._ground.text import between_numbers, bytes_text, first_lines, joined, printable, table
 from .._plan import ShardPlan
 from .._step import step_of
 from .._step.lines import Frame
@@ -168,6 +168,8 @@ class Fit:
         parts = ["\n".join([*table(rows, right=_NUMBERS), *below]) for rows, below in _tables(self)]
         return "\n\n".join(parts) + "".join(f"\n{printable(note)}" for note in self.notes)
 
+    __repr__ = first_lines
+
     def _repr_html_(self) -> str:
         parts = [html_table(rows, right=_NUMBERS, below=below) for rows, below in _tables(self)]
         return "\n".join([*parts, html_table((), below=self.notes)])
@@ -247,7 +249,8 @@ def fit(
         )
     known = Counted(step_of(step, args, mesh), chip, step if args else None)
     rows, largest = _arguments(known, compiled)
-    temporaries = [_offender(one, known) for one in known.held.arrays]
+    shapes = _gradient_shapes(known)
+    temporaries = [_offender(one, shapes) for one in known.held.arrays]
     largest = tuple(sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST])
     if compiled is not None:
         rows, notes = _compiled_rows(rows, memory_of(compiled))
@@ -345,11 +348,16 @@ def _alike(found: Sequence[Offender]) -> list[Offender]:
 _COPIES = ("all-gather", "all-to-all", "collective-permute", "convert")
 
 
-def _offender(one: HeldArray, known: Counted) -> Offender:
-    # A gradient has the dimensions of a parameter, cut or whole; those of stacked layers may come in another order.
-    ours = {tuple(sorted(known.taken[at].argument.shape)) for at in known.of_group("parameters")}
-    ours |= {tuple(sorted(known.shards[at])) for at in known.of_group("parameters")}
-    is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in ours
+def _gradient_shapes(known: Counted) -> set[tuple[int, ...]]:
+    """The sorted dimensions of parameters, cut or whole: gradients of stacked layers may have them in another order."""
+    found: set[tuple[int, ...]] = set()
+    for at in known.of_group("parameters"):
+        found |= {tuple(sorted(known.taken[at].argument.shape)), tuple(sorted(known.shards[at]))}
+    return found
+
+
+def _offender(one: HeldArray, shapes: set[tuple[int, ...]]) -> Offender:
+    is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in shapes
     group = "gradients" if is_gradient else "copies in other layouts" if one.opcode in _COPIES else "activations"
     return Offender(str(one.buffer), one.bytes, group, one.source, one.phase)
 

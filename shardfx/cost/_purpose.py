@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -72,11 +72,12 @@ def taken(step: Step, program: Program) -> tuple[Taken, ...]:
         else:
             groups.append("parameters" if _is_read_forward(value, uses) else "optimizer")
     leading = _leading(ours, dtypes, groups)
-    paths = [one.path for one, group in zip(ours, groups, strict=True) if group == "parameters"]
+    paths = [one.path.split("/") for one, group in zip(ours, groups, strict=True) if group == "parameters"]
+    below = {"/".join(path[at:]) for path in paths for at in range(1, len(path))}
     found = []
     for at, (one, dtype, group) in enumerate(zip(ours, dtypes, groups, strict=True)):
         if group == "optimizer":
-            group = _moment(one.path, paths)
+            group = _moment(one.path, below)
         elif not group:
             is_batch = bool(one.shape) and one.shape[0] == leading
             is_weight = bool(one.shape) and not _is_whole_number(dtype)
@@ -175,12 +176,14 @@ def _is_whole_number(dtype: str) -> bool:
     return dtype.startswith(("s", "u", "pred"))
 
 
-def _moment(path: str, parameters: Sequence[str]) -> str:
-    """The group of an array of the optimizer: what stands before the path of a parameter names the moment."""
-    below = {"/".join(one.split("/")[at:]) for one in parameters for at in range(1, one.count("/") + 1)}
+def _moment(path: str, parameters: Set[str]) -> str:
+    """The group of an array of the optimizer: what stands before the path of a parameter names the moment.
+
+    `parameters` are the paths of parameters within their argument, and all ends of these paths.
+    """
     parts = path.split("/")
     for at in range(1, len(parts)):
-        if "/".join(parts[at:]) in below:
+        if "/".join(parts[at:]) in parameters:
             return f"optimizer: {'/'.join(parts[1:at]) or parts[0]}"
     return "optimizer: the rest" if len(parts) > 1 or not parameters else f"optimizer: {path}"
 

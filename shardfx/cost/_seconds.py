@@ -9,7 +9,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
 from .._ground.errors import MeshError
-from .._ground.text import bytes_text, table
+from .._ground.html import html_text
+from .._ground.text import bytes_text, first_lines, table
 from ..chips._links import Ring, axes_on, extents_of
 from ..topology._mesh import MeshSpec
 from ._traffic_rows import Traffic, TrafficRow
@@ -81,6 +82,9 @@ class Seconds:
         lines.append(f"About {1e3 * self.seconds:.3f} ms of a step on {self.chip.name} ({sums or 'no traffic'}).")
         lines.append("An estimate: bytes over bandwidth, without latency, and as if nothing ran beside it.")
         return "\n".join(lines)
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def seconds(

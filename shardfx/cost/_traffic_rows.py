@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from .._ground.html import html_table
-from .._ground.text import bytes_text, printable, table
+from .._ground.text import bytes_text, first_lines, printable, table
 from .._step.lines import Frame, place_text
 
 
@@ -115,6 +115,8 @@ class Traffic:
     def __str__(self) -> str:
         return "\n".join(text_of(self))
 
+    __repr__ = first_lines
+
     def _repr_html_(self) -> str:
         # What a notebook shows where the traffic is the last line of a cell.
         return html_of(self)
@@ -168,6 +170,8 @@ class TrafficDifference:
     def __str__(self) -> str:
         rows = self._table()
         return "\n".join([*(table(rows, right=_COMPARED) if rows else ()), self._below(rows)])
+
+    __repr__ = first_lines
 
     def _repr_html_(self) -> str:
         rows = self._table()

@@ -190,34 +190,46 @@ class _Schedule:
 
     def peak(self, timeline: list[int]) -> _Peak:
         """The worst moment; adds the bytes of each moment to the timeline."""
-        at_home, rooms = self.at_home(), self.rooms()
+        at_home, ends = self.at_home(), {**self.last, **dict.fromkeys(self.body.results, len(self.ops))}
+        starts = self.started() if self.memory.tpu else {}
+        spans = {
+            value: (starts.get(value, at), max(ends.get(value, at), at))
+            for value, at in self.born.items()
+            if value not in at_home
+        }
         begins: dict[int, list[int]] = {}
         dies: dict[int, list[int]] = {}
-        ends = {**self.last, **dict.fromkeys(self.body.results, len(self.ops))}
-        starts = self.started() if self.memory.tpu else {}
-        for value, at in self.born.items():
-            if value not in at_home:
-                begins.setdefault(starts.get(value, at), []).append(value)
-                dies.setdefault(max(ends.get(value, at), at), []).append(value)
+        for value, (begin, end) in spans.items():
+            begins.setdefault(begin, []).append(value)
+            dies.setdefault(end, []).append(value)
         live: dict[int, int] = {}
-        total, best = 0, _Peak(0)
+        inside: list[tuple[int, ...]] = []
         for at, op in enumerate(self.ops):
             spare = self.taken_over(op, begins.get(at, ()), dies.get(at, ()), live)
-            for value in begins.get(at, ()):
-                live[value] = self.memory.bytes_of(value)
-                total += live[value]
+            live |= {value: self.memory.bytes_of(value) for value in begins.get(at, ())}
             inner = max(map(self.memory.peak, op.bodies), key=lambda one: one.bytes, default=_Peak(0))
-            needed = total + inner.bytes - spare
-            if needed > best.bytes and rooms:
-                hosted = _hosted([(size, ends.get(value, at)) for value, size in live.items()], rooms, at)
-                # What fits on chip stays there.
-                needed = max(min(needed, _ON_CHIP if self.memory.tpu else 0), needed - hosted)
-            timeline.append(needed)
-            if needed > best.bytes:
-                best = _Peak(needed, (*live, *inner.values))
+            timeline.append(sum(live.values()) + inner.bytes - spare)
+            inside.append(inner.values)
             for value in dies.get(at, ()):
-                total -= live.pop(value)
-        return best
+                del live[value]
+        self.host(timeline, spans)
+        worst = max(range(len(timeline)), key=timeline.__getitem__, default=None)
+        if worst is None:
+            return _Peak(0)
+        there = (value for value, (begin, end) in spans.items() if begin <= worst <= end)
+        return _Peak(timeline[worst], (*there, *inside[worst]))
+
+    def host(self, timeline: list[int], spans: Mapping[int, tuple[int, int]]) -> None:
+        """Takes off what lies where results will, from the worst moment down to the first that is below all others."""
+        rooms, best = self.rooms(), 0
+        for at in sorted(range(len(timeline)), key=lambda at: -timeline[at]) if rooms else ():
+            if timeline[at] <= best:
+                return
+            there = [(self.memory.bytes_of(value), end) for value, (begin, end) in spans.items() if begin <= at <= end]
+            # What fits on chip stays there.
+            least = min(timeline[at], _ON_CHIP if self.memory.tpu else 0)
+            timeline[at] = max(least, timeline[at] - _hosted(there, rooms, at))
+            best = max(best, timeline[at])
 
     def at_home(self) -> set[int]:
         """The results that lie where the loop carries them, or where the caller wants them."""
@@ -270,12 +282,16 @@ def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int
     - `rooms`: the results, by size, smallest first, and by the moment from which they need their memory.
     - `at`: the moment.
     """
-    free = [room for room in rooms if room[1] > at]
-    hosted = 0
+    free: dict[int, list[int]] = {}
+    for size, needed in rooms:
+        if needed > at:
+            free.setdefault(size, []).append(needed)
+    sizes, hosted = list(free), 0
     for size, until in sorted(arrays, reverse=True):
-        start = bisect.bisect_left(free, (size, 0))
-        taken = next((i for i in range(start, len(free)) if free[i][1] > until), None)
-        if size and taken is not None:
-            del free[taken]
-            hosted += size
+        for room in sizes[bisect.bisect_left(sizes, size) :] if size else ():
+            first = bisect.bisect_right(free[room], until)
+            if first < len(free[room]):
+                del free[room][first]
+                hosted += size
+                break
     return hosted

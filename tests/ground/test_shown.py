@@ -1,0 +1,36 @@
+"""Results show in a console and in a notebook what `print` shows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+
+
+MESH = sfx.MeshSpec({"data": 4})
+TREE = {f"w{name}": jax.ShapeDtypeStruct((8 * (1 + at), 8), jnp.float32) for at, name in enumerate("abcdefgh" * 8)}
+RULES = sfx.PathRules([(".*", P("data"))])
+WHOLE = sfx.PathRules([(".*", sfx.replicate)])
+
+
+def results():
+    cut, whole = (sfx.plan(TREE, MESH, paths=rules) for rules in (RULES, WHOLE))
+    yield sfx.plan_reshard(whole, cut)
+    yield sfx.diff(whole, cut)
+    yield sfx.explain(cut, "wa")
+    yield sfx.auto.replan(cut, sfx.MeshSpec({"data": 3}))
+    yield sfx.cost.fit(cut, chip="v5e")
+    many = {f"{letter}{other}/w": struct for letter in "abcdefgh" for other, struct in TREE.items()}
+    yield sfx.diff(sfx.plan(many, MESH, paths=RULES), sfx.plan(many, MESH, paths=WHOLE))
+
+
+@pytest.mark.parametrize("result", list(results()), ids=lambda one: type(one).__name__)
+def test_a_result_shows_what_print_shows(result):
+    shown, printed = repr(result).splitlines(), str(result).splitlines()
+    assert len(shown) <= 40
+    assert shown == printed if len(printed) <= 40 else shown[:39] == printed[:39] and "lines more" in shown[39]
+    assert result._repr_html_().startswith(("<table>", "<pre>", "<p>"))
+    assert dataclasses.is_dataclass(result)
