@@ -215,6 +215,7 @@ def _traffic(traffic: Traffic) -> dict[str, Any]:
         "devices": traffic.devices,
         "wire_bytes": traffic.wire_bytes,
         "dcn_bytes": traffic.dcn_bytes,
+        "unsure_bytes": traffic.unsure_bytes,
         "rows": [_traffic_row(row) for row in traffic.rows],
     }
 

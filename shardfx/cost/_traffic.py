@@ -282,9 +282,10 @@ class _Reader:
         is_whole = len(parts) == 1 and instruction.opcode != "recv"
         leaves = [find(name, instruction, None if is_whole else at) for at in range(len(parts))]
         sums: dict[str | None, int] = {}
+        whole = collective.bytes
         for leaf, part in zip(leaves, parts, strict=True):
             path = self.path(leaf)
-            sums[path] = sums.get(path, 0) + round(wire_bytes * part / collective.bytes if collective.bytes else 0)
+            sums[path] = sums.get(path, 0) + round(wire_bytes * part / whole if whole else 0)
         return tuple(sums.items())
 
     def path(self, argument: str | None) -> str | None:

@@ -120,20 +120,16 @@ class Traffic:
         return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
 
     def __str__(self) -> str:
-        lines = table(self._table(), right=_NUMBERS) if self.rows else []
-        return "\n".join([*lines, *self._below()])
+        return "\n".join(text_of(self))
 
     __repr__ = first_lines
 
     def _repr_html_(self) -> str:
         # What a notebook shows where the traffic is the last line of a cell.
-        return html_table(self._table() if self.rows else (), right=_NUMBERS, below=self._below())
+        return html_of(self)
 
-    def _table(self) -> list[tuple[str, ...]]:
-        return [_HEADER, *map(_cells, self.rows)]
-
-    def _below(self) -> list[str]:
-        """The total, and each note once."""
+    def below(self, most: int | None = None) -> list[str]:
+        """The total, how many rows are left out, and each note once."""
         if not self.rows:
             where = "one device" if self.devices == 1 else f"{self.devices} devices"
             return [f"no traffic: a step on {where} sends nothing."]
@@ -141,7 +137,20 @@ class Traffic:
         total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
         if self.unsure_bytes:
             total += f" {bytes_text(self.unsure_bytes)} more or less are not sure: the compiler decides."
+        total += f" {more} more rows." if (more := len(self.rows[most:]) if most else 0) else ""
         return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
+
+
+def text_of(made: Traffic, most: int | None = None) -> list[str]:
+    """The first rows as a table, and what is said below it."""
+    rows = [_HEADER, *map(_cells, made.rows[:most])] if made.rows else []
+    return [*(table(rows, right=_NUMBERS) if rows else ()), *made.below(most)]
+
+
+def html_of(made: Traffic, most: int | None = None, above: Sequence[str] = (), below: Sequence[str] = ()) -> str:
+    """The same for a notebook."""
+    rows = [_HEADER, *map(_cells, made.rows[:most])] if made.rows else []
+    return html_table(rows, right=_NUMBERS, below=[*above, *made.below(most), *below])
 
 
 def largest_first(made: Traffic) -> Traffic:

@@ -97,4 +97,4 @@ def _found(step: Step, program: Any, how: str, compiler: Any) -> Any:
 
 
 def _sums(found: Any) -> dict[str, int]:
-    return {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
+    return {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes, "unsure_bytes": found.unsure_bytes}
