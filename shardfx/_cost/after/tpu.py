@@ -2,6 +2,7 @@
 
 import re
 
+from .calls import inlined
 from .dead import without_dead
 from .loops import summed_after
 from .merge import gathered_once, without_equals
@@ -16,6 +17,7 @@ _READ = "the libtpu that jaxlib 0.10.2 pins"
 _CSE = "xla/service/spmd/schedule_aware_collective_ops_cse.cc"
 
 PASSES = (
+    Pass("call-inliner", inlined, "xla/service/call_inliner.cc", _READ),
     Pass("cse", without_equals, "xla/service/hlo_cse.cc", _READ),
     Pass("schedule-aware-collective-cse", gathered_once, _CSE, _READ),
     Pass("windowed einsum", windowed, "xla/service/spmd/dot_handler.cc", _READ),
