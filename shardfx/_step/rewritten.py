@@ -18,7 +18,7 @@ from .lowered import bytecode
 # border lies between 68 and 73.
 _COLUMNS = 70
 # The names of operations as they stand in bytecode.
-_WORDS = (b"top_k", b"fft")
+_WORDS = (b"top_k", b"fft", b"complex", b"imag")
 
 
 def rewritten(module: bytes, context: Any) -> bytes:
@@ -30,7 +30,7 @@ def rewritten(module: bytes, context: Any) -> bytes:
         found: list[Any] = []
 
         def look(op: Any) -> Any:
-            if op.name in _FORMS:
+            if op.name in _FORMS and (op.name != "stablehlo.dot_general" or _is_complex(op.results[0])):
                 found.append(op)
             return ir.WalkResult.ADVANCE
 
@@ -58,7 +58,7 @@ def _top_k(op: Any) -> list[Any]:
         )
         return list(call.results)
     numbers = ir.RankedTensorType.get(shape, indices.element_type)
-    places = stablehlo.IotaOp(numbers, ir.IntegerAttr.get(_integer(), len(shape) - 1)).result
+    places = stablehlo.IotaOp(numbers, _integer(len(shape) - 1)).result
     ordered = stablehlo.SortOp([kind, numbers], [operand, places], dimension=len(shape) - 1)
     scalars = [ir.RankedTensorType.get([], one.element_type) for one in (kind, kind, numbers, numbers)]
     block = ordered.regions[0].blocks.append(*scalars)
@@ -74,39 +74,86 @@ def _fft(op: Any) -> list[Any]:
     """A product with a matrix for each dimension; what the matrices hold is no matter."""
     value, made = op.operands[0], ir.RankedTensorType(op.results[0].type)
     kind = str(op.attributes["fft_type"])
-    count = len(ir.DenseI64ArrayAttr(op.attributes["fft_length"]))
-    rank, real = made.rank, isinstance(made.element_type, ir.F32Type | ir.F64Type)
-    dims = range(rank - 1, rank - 1 - count, -1)
-    for dim in dims if "IRFFT" not in kind else reversed(dims):
-        length = made.shape[dim]
-        if isinstance(ir.RankedTensorType(value.type).element_type, ir.ComplexType):
-            value = _product(value, dim, length)
-        else:
-            value = stablehlo.ComplexOp(_product(value, dim, length), _product(value, dim, length)).result
-    return [stablehlo.RealOp(value).result if real else value]
+    lengths = list(ir.DenseI64ArrayAttr(op.attributes["fft_length"]))
+    dims = range(made.rank - len(lengths), made.rank)
+    if "IRFFT" in kind:
+        value = _resized(value, made.rank - 1, lengths[-1])
+    for dim in dims if "IRFFT" in kind else reversed(dims):
+        value = _by_matrix(value, dim)
+        value = _resized(value, dim, made.shape[dim])
+    return [stablehlo.RealOp(value).result if "IRFFT" in kind else value]
 
 
-def _product(value: Any, dim: int, length: int) -> Any:
-    """The product of a dimension with a matrix, in full precision; the dimension stays where it is."""
+def _by_matrix(value: Any, dim: int) -> Any:
+    """The product of a dimension with a square matrix, in full precision; the dimension stays where it is."""
     kind = ir.RankedTensorType(value.type)
-    shape, rank = list(kind.shape), kind.rank
-    matrix = stablehlo.IotaOp(
-        ir.RankedTensorType.get([shape[dim], length], kind.element_type), ir.IntegerAttr.get(_integer(), 1)
-    ).result
-    rest = [at for at in range(rank) if at != dim]
-    product = stablehlo.DotGeneralOp(
-        ir.RankedTensorType.get([*(shape[at] for at in rest), length], kind.element_type),
-        value,
-        matrix,
-        stablehlo.DotDimensionNumbers.get([], [], [dim], [0]),
-        precision_config=ir.ArrayAttr.get([stablehlo.PrecisionAttr.get("HIGHEST")] * 2),
-    ).result
+    size, rank = kind.shape[dim], kind.rank
+    shape = [*(one for at, one in enumerate(kind.shape) if at != dim), size]
+    numbers = stablehlo.DotDimensionNumbers.get([], [], [dim], [0])
+    precision = ir.ArrayAttr.get([stablehlo.PrecisionAttr.get("HIGHEST")] * 2)
+
+    def by(part: Any) -> Any:
+        element = ir.RankedTensorType(part.type).element_type
+        matrix = stablehlo.IotaOp(ir.RankedTensorType.get([size, size], element), _integer(1)).result
+        made = ir.RankedTensorType.get(shape, element)
+        return stablehlo.DotGeneralOp(made, part, matrix, numbers, precision_config=precision).result
+
+    if _is_complex(value):
+        product = _of_three(value, by)
+    else:
+        product = stablehlo.ComplexOp(by(value), by(value)).result
     order = [*range(dim), rank - 1, *range(dim, rank - 1)]
     return stablehlo.transpose(product, order) if dim < rank - 1 else product
 
 
-def _integer() -> Any:
-    return ir.IntegerType.get_signless(64)
+def _complex_dot(op: Any) -> list[Any]:
+    """Three products of real numbers for one of complex numbers."""
+    left, right = op.operands
+    made = ir.RankedTensorType(op.results[0].type)
+    parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
+    kind = ir.RankedTensorType.get(made.shape, made.element_type.element_type)
+    named = {name: op.attributes[name] for name in ("dot_dimension_numbers", "precision_config") if name in op.attributes}
+
+    def by(part: Any) -> Any:
+        operands = [part, next(parts)]
+        return ir.Operation.create(op.name, results=[kind], operands=operands, attributes=named).results[0]
+
+    return [_of_three(left, by)]
 
 
-_FORMS: dict[str, Callable[[Any], list[Any]]] = {"chlo.top_k": _top_k, "stablehlo.fft": _fft}
+def _of_three(value: Any, by: Callable[[Any], Any]) -> Any:
+    """The complex numbers of three products: of the sum of both parts, of the real and of the imaginary part."""
+    whole = by(_added(value))
+    real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
+    return stablehlo.ComplexOp(
+        stablehlo.SubtractOp(whole, imaginary).result, stablehlo.AddOp(whole, real).result
+    ).result
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(ir.RankedTensorType(value.type).element_type, ir.ComplexType)
+
+
+def _added(value: Any) -> Any:
+    return stablehlo.AddOp(stablehlo.RealOp(value).result, stablehlo.ImagOp(value).result).result
+
+
+def _resized(value: Any, dim: int, size: int) -> Any:
+    """The value with another size of a dimension: its beginning, or with its beginning behind it."""
+    shape = list(ir.RankedTensorType(value.type).shape)
+    if shape[dim] == size:
+        return value
+    stop = [min(size, abs(size - one)) if at == dim and size > one else size if at == dim else one for at, one in enumerate(shape)]
+    part = stablehlo.slice(value, [0] * len(shape), stop, [1] * len(shape))
+    return part if size < shape[dim] else stablehlo.concatenate([value, part], dim)
+
+
+def _integer(value: int) -> Any:
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
+
+
+_FORMS: dict[str, Callable[[Any], list[Any]]] = {
+    "chlo.top_k": _top_k,
+    "stablehlo.fft": _fft,
+    "stablehlo.dot_general": _complex_dot,
+}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ..groups import Numbering, groups_of
 from ..hlo_text import HloModule, Instruction
-from ..hlo_types import array_of
+from ..hlo_types import Array, array_of
 from .graph import Computation, in_each, users_of
 
 
@@ -60,20 +60,31 @@ def _is_part(reduction: Instruction, part: Instruction, numbering: Numbering, is
         return False
     if is_turned is not None and size in _SQUARES and size == numbering.size:
         return False
-    before, after = (array_of(one).shape for one in (reduction, part))
+    dtype, before = array_of(reduction)
+    after = array_of(part).shape
     is_equal = math.prod(before) == math.prod(after) * size
-    return is_equal and (is_turned is None or _fills_tiles(before, after, is_turned=is_turned))
+    return is_equal and (is_turned is None or _fills_tiles(dtype, before, after, is_turned=is_turned))
 
 
-def _fills_tiles(before: tuple[int, ...], after: tuple[int, ...], *, is_turned: bool) -> bool:
-    """Whether a slice takes whole tiles of 8 rows of 128 numbers in a layout that the compiler may choose."""
+def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...], *, is_turned: bool) -> bool:
+    """Whether a slice takes whole tiles in the layout that the compiler chooses: that with the least padding.
+
+    By 58 programs of one product each, in float32 and bfloat16, and of two to four dimensions.
+    """
     cut = next(dim for dim, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     if cut < len(before) - 2:
         return math.prod(before[:cut]) == 1  # one piece, whatever its tiles
-    lanes = _LANES if len(before) < 3 else _LANES // 2
-    is_row = cut < len(before) - 1 or is_turned or any(size % lanes == 0 for size in before[:-1])
-    is_wide = cut == len(before) - 1 and after[cut] % _LANES == 0
-    return len(before) > 1 and (is_wide or (is_row and after[cut] % _ROWS == 0))
+    if len(before) < 2:
+        return False
+    packed = 32 // Array(dtype, ()).bits
+    rows, lanes = after[-2:]
+    if cut == len(before) - 2 or is_turned or _padded(lanes, rows) < _padded(rows, lanes):
+        return after[cut] % (_ROWS * packed) == 0
+    return after[cut] % (_LANES * packed) == 0
+
+
+def _padded(rows: int, lanes: int) -> int:
+    return -(-rows // _ROWS) * -(-lanes // _LANES)
 
 
 def _one(reduction: Instruction, part: Instruction) -> Instruction:
