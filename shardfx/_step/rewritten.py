@@ -5,9 +5,11 @@ has made sorts or custom calls of the former (`topk_decomposer.cc`, `topk_rewrit
 `xla/service`), and products of the latter. Read off the programs behind each pass of libtpu 0.0.42 for v5e.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
@@ -18,7 +20,7 @@ from .lowered import bytecode
 # border lies between 68 and 73.
 _COLUMNS = 70
 # The names of operations as they stand in bytecode.
-_WORDS = (b"top_k", b"fft", b"complex", b"imag")
+_WORDS = (b"top_k", b"fft", b"complex", b"imag", b"iota")
 
 
 def rewritten(module: bytes, context: Any) -> bytes:
@@ -30,14 +32,17 @@ def rewritten(module: bytes, context: Any) -> bytes:
         found: list[Any] = []
 
         def look(op: Any) -> Any:
-            if op.name in _FORMS and (op.name != "stablehlo.dot_general" or _is_complex(op.results[0])):
+            if op.name in _FORMS:
                 found.append(op)
             return ir.WalkResult.ADVANCE
 
         parsed.operation.walk(look)
         for op in found:
+            is_other, written = _FORMS[op.name]
+            if not is_other(op):
+                continue
             with ir.InsertionPoint(op), op.location:
-                for old, new in zip(op.results, _FORMS[op.name](op), strict=True):
+                for old, new in zip(op.results, written(op), strict=True):
                     old.replace_all_uses_with(new)
             op.erase()
         return bytecode(parsed)
@@ -148,12 +153,44 @@ def _resized(value: Any, dim: int, size: int) -> Any:
     return part if size < shape[dim] else stablehlo.concatenate([value, part], dim)
 
 
+def _is_column_of_count(op: Any) -> bool:
+    maker, kind = _maker(op.operands[0]), ir.RankedTensorType(op.results[0].type)
+    is_count = maker is not None and maker.name == "stablehlo.iota" and str(kind.element_type) == "i32"
+    return is_count and math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(maker.results[0].type).shape[0]
+
+
+def _column_of_count(op: Any) -> list[Any]:
+    """The numbers of rows as a constant: the partitioner sees them through no reshape."""
+    kind = ir.RankedTensorType(op.results[0].type)
+    numbers = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
+    return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]
+
+
+def _is_of_count(op: Any) -> bool:
+    """Whether a `select` asks, as JAX does of indices, whether a count from zero is negative."""
+    asked = _maker(op.operands[0])
+    if asked is None or asked.name != "stablehlo.compare" or "LT" not in str(asked.attributes["comparison_direction"]):
+        return False
+    zero, count = _maker(asked.operands[1]), _maker(op.operands[2])
+    while zero is not None and zero.name == "stablehlo.broadcast_in_dim":
+        zero = _maker(zero.operands[0])
+    is_zero = zero is not None and zero.name == "stablehlo.constant" and "dense<0>" in str(zero.attributes["value"])
+    return is_zero and asked.operands[0] == op.operands[2] and count is not None and count.name == "stablehlo.iota"
+
+
+def _maker(value: Any) -> Any:
+    return None if isinstance(value, ir.BlockArgument) else value.owner
+
+
 def _integer(value: int) -> Any:
     return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
 
 
-_FORMS: dict[str, Callable[[Any], list[Any]]] = {
-    "chlo.top_k": _top_k,
-    "stablehlo.fft": _fft,
-    "stablehlo.dot_general": _complex_dot,
+# By the name of an operation: whether libtpu writes it otherwise, and what in its place.
+_FORMS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = {
+    "chlo.top_k": (lambda op: True, _top_k),
+    "stablehlo.fft": (lambda op: True, _fft),
+    "stablehlo.dot_general": (lambda op: _is_complex(op.results[0]), _complex_dot),
+    "stablehlo.broadcast_in_dim": (_is_column_of_count, _column_of_count),
+    "stablehlo.select": (_is_of_count, lambda op: [op.operands[2]]),
 }
