@@ -5,12 +5,13 @@ has made sorts or custom calls of the former (`topk_decomposer.cc`, `topk_rewrit
 `xla/service`), and products of the latter. Read off the programs behind each pass of libtpu 0.0.42 for v5e.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jax.extend.mlir import ir
+from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import stablehlo
 
 from .lowered import bytecode
@@ -19,14 +20,10 @@ from .lowered import bytecode
 # The largest values of a matrix are a custom call where it has so many columns for each of them. By 34 programs the
 # border lies between 68 and 73.
 _COLUMNS = 70
-# The names of operations as they stand in bytecode.
-_WORDS = (b"top_k", b"fft", b"complex", b"imag", b"iota")
 
 
 def rewritten(module: bytes, context: Any) -> bytes:
     """The bytecode of a StableHLO module with these operations as libtpu writes them."""
-    if not any(word in module for word in _WORDS):
-        return module
     with context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         found: list[Any] = []
@@ -45,6 +42,7 @@ def rewritten(module: bytes, context: Any) -> bytes:
                 for old, new in zip(op.results, written(op), strict=True):
                     old.replace_all_uses_with(new)
             op.erase()
+        passmanager.PassManager.parse("builtin.module(func.func(cse))").run(parsed.operation)
         return bytecode(parsed)
 
 
@@ -97,9 +95,11 @@ def _by_matrix(value: Any, dim: int) -> Any:
     numbers = stablehlo.DotDimensionNumbers.get([], [], [dim], [0])
     precision = ir.ArrayAttr.get([stablehlo.PrecisionAttr.get("HIGHEST")] * 2)
 
+    along = itertools.cycle([0, 1])
+
     def by(part: Any) -> Any:
         element = ir.RankedTensorType(part.type).element_type
-        matrix = stablehlo.IotaOp(ir.RankedTensorType.get([size, size], element), _integer(1)).result
+        matrix = stablehlo.IotaOp(ir.RankedTensorType.get([size, size], element), _integer(next(along))).result
         made = ir.RankedTensorType.get(shape, element)
         return stablehlo.DotGeneralOp(made, part, matrix, numbers, precision_config=precision).result
 
@@ -117,7 +117,9 @@ def _complex_dot(op: Any) -> list[Any]:
     made = ir.RankedTensorType(op.results[0].type)
     parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
     kind = ir.RankedTensorType.get(made.shape, made.element_type.element_type)
-    named = {name: op.attributes[name] for name in ("dot_dimension_numbers", "precision_config") if name in op.attributes}
+    named = {
+        name: op.attributes[name] for name in ("dot_dimension_numbers", "precision_config") if name in op.attributes
+    }
 
     def by(part: Any) -> Any:
         operands = [part, next(parts)]
@@ -148,7 +150,10 @@ def _resized(value: Any, dim: int, size: int) -> Any:
     shape = list(ir.RankedTensorType(value.type).shape)
     if shape[dim] == size:
         return value
-    stop = [min(size, abs(size - one)) if at == dim and size > one else size if at == dim else one for at, one in enumerate(shape)]
+    stop = [
+        min(size, abs(size - one)) if at == dim and size > one else size if at == dim else one
+        for at, one in enumerate(shape)
+    ]
     part = stablehlo.slice(value, [0] * len(shape), stop, [1] * len(shape))
     return part if size < shape[dim] else stablehlo.concatenate([value, part], dim)
 
