@@ -59,7 +59,9 @@ def _top_k(op: Any) -> list[Any]:
             operands=[operand],
             attributes={"call_target_name": ir.StringAttr.get("TopK")},
         )
-        return list(call.results)
+        values, places = call.results
+        # XLA's partitioner drops places that only the step's result reads.
+        return [values, stablehlo.AddOp(places, places).result]
     numbers = ir.RankedTensorType.get(shape, indices.element_type)
     places = stablehlo.IotaOp(numbers, _integer(len(shape) - 1)).result
     ordered = stablehlo.SortOp([kind, numbers], [operand, places], dimension=len(shape) - 1)
