@@ -186,7 +186,8 @@ def _is_of_count(op: Any) -> bool:
 
 
 def _maker(value: Any) -> Any:
-    return None if isinstance(value, ir.BlockArgument) else value.owner
+    """The operation that makes a value; none makes what a block is given."""
+    return None if isinstance(value.owner, ir.Block) else value.owner
 
 
 def _integer(value: int) -> Any:

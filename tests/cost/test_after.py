@@ -329,3 +329,13 @@ def test_tpus_multiply_by_a_vector_in_float32():
 
     assert [one[1] for one in _sent(step(1), "tpu")] == ["f32"]
     assert [one[1] for one in _sent(step(2), "tpu")] == ["bf16"]
+
+
+@pytest.mark.parametrize(("part", "kind"), [(64, "all-reduce"), (256, "all-gather")])
+def test_tpus_gather_small_rows_by_a_sum(part, kind):
+    text = _entry(
+        f"%x = s32[{part}] parameter(0)",
+        f"%g = s32[{8 * part}] all-gather(%x), {_ALL}, dimensions={{0}}",
+        f"ROOT %n = s32[{8 * part}] negate(%g)",
+    )
+    assert [one[0] for one in _sent(text, "tpu")] == [kind]

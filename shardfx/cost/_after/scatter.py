@@ -1,4 +1,4 @@
-"""All-reduces of which every device keeps a part of its own: reduce-scatters on TPUs, in most groups."""
+"""All-reduces of which every device keeps its own part, and gathers of parts too small for a TPU to gather."""
 
 import math
 import re
@@ -27,6 +27,17 @@ def always_scattered(module: HloModule) -> HloModule:
     """The module with every all-reduce that only a slice for each device uses as one reduce-scatter."""
     numbering = Numbering(1, module.partitions)
     return in_each(module, lambda _, name, own: _scattered(own, numbering, is_tpu=False))
+
+
+def summed_parts(module: HloModule) -> HloModule:
+    """The module with gathers of one-dimensional parts that fill no lanes as all-reduces of parts among zeros."""
+    return in_each(module, lambda _, name, own: {key: _summed(one, own) for key, one in own.items()})
+
+
+def _summed(gather: Instruction, computation: Computation) -> Instruction:
+    part = math.prod(array_of(computation[gather.operands[0]]).shape) if gather.opcode == "all-gather" else 0
+    is_row = part % _LANES and max(array_of(gather).shape) == math.prod(array_of(gather).shape)
+    return gather._replace(opcode="all-reduce") if is_row else gather
 
 
 def _scattered(computation: Computation, numbering: Numbering, *, is_tpu: bool) -> Computation:

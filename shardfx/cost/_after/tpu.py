@@ -9,7 +9,7 @@ from .merge import gathered_once, without_equals
 from .narrow import narrowed
 from .one_pass import Doubt, Pass
 from .reductions import added_once, folded
-from .scatter import scattered
+from .scatter import scattered, summed_parts
 from .windowed import windowed
 
 
@@ -26,6 +26,7 @@ PASSES = (
     Pass("all-reduce-reassociate", added_once, "xla/service/all_reduce_reassociate.cc", _READ),
     Pass("dce", without_dead, "xla/hlo/transforms/simplifiers/hlo_dce.cc", _READ),
     Pass("tpu-all-reduce-scatter-fusion", scattered, "libtpu", _READ, unsure=1.0),
+    Pass("all_gather_decomposer", summed_parts, "xla/service/all_gather_decomposer.cc", _READ),
     Pass("bfloat16-propagation", narrowed, "xla/service/bfloat16_propagation.cc", _READ),
 )
 
