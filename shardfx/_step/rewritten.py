@@ -1,8 +1,9 @@
 """Operations that libtpu writes as others before it propagates shardings and partitions.
 
-XLA's partitioner on a host knows neither the largest values nor Fourier transforms, and gathers what they read. libtpu
-has made sorts or custom calls of the former (`topk_decomposer.cc`, `topk_rewriter.cc` in `xla/hlo/transforms` and
-`xla/service`), and products of the latter. Read off the programs behind each pass of libtpu 0.0.42 for v5e.
+libtpu simplifies a program first, and XLA's partitioner on a host does not. It writes the largest values as a sort or a
+custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex numbers as
+three of real ones, and equal operations once. Read off the programs behind each pass of libtpu 0.0.42 for v5e, as
+`XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"` writes them.
 """
 
 import itertools
@@ -118,7 +119,7 @@ def _complex_dot(op: Any) -> list[Any]:
     left, right = op.operands
     made = ir.RankedTensorType(op.results[0].type)
     parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
-    kind = ir.RankedTensorType.get(made.shape, made.element_type.element_type)
+    kind = ir.RankedTensorType.get(made.shape, ir.ComplexType(made.element_type).element_type)
     named = {
         name: op.attributes[name] for name in ("dot_dimension_numbers", "precision_config") if name in op.attributes
     }
@@ -162,14 +163,15 @@ def _resized(value: Any, dim: int, size: int) -> Any:
 
 def _is_column_of_count(op: Any) -> bool:
     maker, kind = _maker(op.operands[0]), ir.RankedTensorType(op.results[0].type)
-    is_count = maker is not None and maker.name == "stablehlo.iota" and str(kind.element_type) == "i32"
-    return is_count and math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(maker.results[0].type).shape[0]
+    if maker is None or maker.name != "stablehlo.iota" or str(kind.element_type) != "i32":
+        return False
+    return math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(maker.results[0].type).shape[0]
 
 
 def _column_of_count(op: Any) -> list[Any]:
     """The numbers of rows as a constant: the partitioner sees them through no reshape."""
     kind = ir.RankedTensorType(op.results[0].type)
-    numbers = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
+    numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
     return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]
 
 

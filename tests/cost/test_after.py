@@ -86,13 +86,13 @@ def test_the_trips_of_a_loop_are_read_from_its_condition():
 )
 def test_all_forms_of_groups_are_equal(groups):
     text = _entry(
-        "%x = f32[8] parameter(0)",
-        f"%g.1 = f32[32] all-gather(%x), channel_id=1, {groups}, dimensions={{0}}, use_global_device_ids=true",
-        f"%g.2 = f32[32] all-gather(%x), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
-        "ROOT %t = (f32[32], f32[32]) tuple(%g.1, %g.2)",
+        "%x = f32[8,4] parameter(0)",
+        f"%g.1 = f32[32,4] all-gather(%x), channel_id=1, {groups}, dimensions={{0}}, use_global_device_ids=true",
+        f"%g.2 = f32[32,4] all-gather(%x), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
+        "ROOT %t = (f32[32,4], f32[32,4]) tuple(%g.1, %g.2)",
     )
     text = text.replace("use_global_device_ids=true, dimensions={0}", "dimensions={0}, use_global_device_ids=true")
-    assert _sent(text, "tpu") == [("all-gather", "f32", 1, 128)]
+    assert _sent(text, "tpu") == [("all-gather", "f32", 1, 512)]
 
 
 def test_cpus_gather_what_no_trip_changes_before_the_loop():
