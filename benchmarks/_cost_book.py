@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, ShardPlan, Traffic, TrafficRow, chips, fit, plan, seconds
+from shardfx import MeshSpec, PathRules, ShardPlan, chips, plan
+from shardfx.cost import Traffic, TrafficRow, fit, seconds
 
 from ._case import Value
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardfx import Fit, MeshSpec, Traffic, chips, estimate, filter_jit, fit, seconds
+from shardfx import MeshSpec, chips, filter_jit
+from shardfx.cost import Fit, Traffic, estimate, fit, seconds
 
 from . import _cost_book, _cost_deepseek, _cost_maxtext
 from ._case import Finding, Limit, Value

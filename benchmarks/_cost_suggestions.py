@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardfx import AxisRules, Fit, MeshSpec, chips, compile_for, filter_jit, fit, follow, plan
+from shardfx import AxisRules, MeshSpec, chips, filter_jit, follow, plan
+from shardfx.cost import Fit, compile_for, fit
 
 from ._case import Entry, Finding, Limit, Value
 from ._runner import Options

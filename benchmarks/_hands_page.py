@@ -7,7 +7,7 @@ from typing import Any
 NAME = "search_hands.md"
 # From this ratio on a choice is no better.
 BETTER = 0.995
-_INTRODUCTION = """Twelve training steps, and for each the plan that [`shardfx.search`][] chooses among those that
+_INTRODUCTION = """Twelve training steps, and for each the plan that [`shardfx.auto.search`][] chooses among those that
 `verify="compile"` compiles, against the best of the ways that people write by hand: data parallelism, fully sharded,
 tensor parallelism and their pairs, with and without cut sequences, and experts apart, each with the sizes that the
 estimate prefers. The rules of T5X, MaxText and Megatron are among them.

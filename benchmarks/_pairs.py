@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.carry_out import carry_out
 from shardfx._reshard.move import move_of
-from shardfx._reshard.reshard import reshard
+from shardfx._reshard.mover import reshard
 from shardfx._reshard.steps.layout import Layout
 from shardfx._reshard.steps.redistribute import redistribute
 

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardfx import MeshSpec, traffic
+from shardfx import MeshSpec
 from shardfx._ground.spec import bits
 from shardfx._reshard.steps.ends import NO_MESH, layouts, untyped
 from shardfx._reshard.steps.program import program
 from shardfx._reshard.steps.redistribute import Redistribution, redistribute
+from shardfx.cost import traffic
 
 
 def planned(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Redistribution:

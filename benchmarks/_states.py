@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardfx import plan
-from shardfx._reshard.reshard import reshard
+from shardfx._reshard.mover import reshard
 from shardfx.presets import hf, models
 
 from . import _peers

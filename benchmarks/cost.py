@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardfx import MeshSpec, Traffic, compare, estimate, plan, traffic
+from shardfx import MeshSpec, plan
 from shardfx._cli.demo import model as demo
+from shardfx.cost import Traffic, compare, estimate, traffic
 
 from ._case import Apart, Entry, Finding, Limit, Value
 from ._machine import fresh_process

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardfx import compile_for, fit
+from shardfx.cost import compile_for, fit
 
 from . import _cost_oracles, _cost_suggestions
 from ._case import Apart, Entry, Finding, Limit, Value

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import PathRules, ShardPlan, checkpoint, filter_jit, plan
-from shardfx._reshard.reshard import reshard
+from shardfx._reshard.mover import reshard
 
 from . import _machine, _report, reshard_trees
 from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Skip, Value

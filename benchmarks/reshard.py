@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.reshard import reshard, resharded
+from shardfx._reshard.mover import reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._reshard.steps.layout import Layout
 from shardfx._reshard.steps.redistribute import layout, redistribute

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.reshard import reshard, resharded
+from shardfx._reshard.mover import reshard, resharded
 
 from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes

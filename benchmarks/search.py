@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardfx as sfx
-from shardfx import Limits
-from shardfx._search.asked import asked_for
-from shardfx._search.core import find
-from shardfx._search.emulated import EMULATED
-from shardfx._search.space import Space
+from shardfx.auto import Limits
+from shardfx.auto._asked import asked_for
+from shardfx.auto._core import find
+from shardfx.auto._emulated import EMULATED
+from shardfx.auto._space import Space
 
 from . import search_answers, search_hands, search_order
 from ._case import Entry, Finding, Limit, Value
@@ -107,7 +107,7 @@ def _seconds(devices: int, slices: int) -> dict[str, Value]:
     jax.clear_caches()
     model = _large()
     begin, used = time.perf_counter(), time.process_time()
-    found = sfx.search(*model, devices=devices, chip="v5p", slices=slices)
+    found = sfx.auto.search(*model, devices=devices, chip="v5p", slices=slices)
     return {
         "seconds": time.perf_counter() - begin,
         "processor seconds": time.process_time() - used,
@@ -120,8 +120,8 @@ def _seconds(devices: int, slices: int) -> dict[str, Value]:
 def _known() -> dict[str, Value]:
     """Answers that textbooks give: each is 1 where the search finds it."""
     mlp = ft.partial(_mlp, 8192, 32768)
-    few = sfx.search(*mlp(64), devices="tpu:v5p:2x2x2")[0]
-    many = sfx.search(*mlp(2**20), devices="tpu:v5p:2x2x2")[0]
+    few = sfx.auto.search(*mlp(64), devices="tpu:v5p:2x2x2")[0]
+    many = sfx.auto.search(*mlp(2**20), devices="tpu:v5p:2x2x2")[0]
     found = {
         # Few rows against large matrices: what a device sends of activations is little, of weights much.
         "few rows: tensor": int(all("mlp" in names for _, names in few.roles)),
@@ -145,7 +145,7 @@ def _mlp(width: int, hidden: int, rows: int) -> tuple[Any, ...]:
 
 def _large_is_cut() -> int:
     """405 billion parameters with moments, 16-bit each: 2.4 TB on 64 chips of 95 GiB leave no way but to cut all."""
-    best = sfx.search(*_large()[:-1], jax.ShapeDtypeStruct((64, 4096), jnp.int32), devices="tpu:v5p:4x4x4")[0]
+    best = sfx.auto.search(*_large()[:-1], jax.ShapeDtypeStruct((64, 4096), jnp.int32), devices="tpu:v5p:4x4x4")[0]
     layer = best.plans[0]["layers/up"]
     return int(layer.bytes_per_device * 64 == layer.bytes)
 
@@ -154,7 +154,7 @@ def _crossover() -> int:
     """The more rows, the less tensor parallelism: the cut of `mlp` never grows with the batch."""
     cuts = []
     for power in range(8, 21, 3):
-        best = sfx.search(*_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4")[0]
+        best = sfx.auto.search(*_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4")[0]
         axes = [axis for axis, names in best.roles if names[0] == "mlp"]
         cuts.append(math.prod(best.mesh.shape[axis] for axis in axes))
     return int(cuts == sorted(cuts, reverse=True) and cuts[0] > cuts[-1])
@@ -166,9 +166,9 @@ def _against_hands(options: Options) -> dict[str, Value]:
     by_hand = {}
     for name, rules in _BY_HAND.items():
         limits = Limits(rules=sfx.AxisRules(rules))
-        by_hand[name] = sfx.search(*model, devices=8, chip=EMULATED, limits=limits, keep=1)[0]
+        by_hand[name] = sfx.auto.search(*model, devices=8, chip=EMULATED, limits=limits, keep=1)[0]
     ways = {name: _runner(model, one, options.devices[:8]) for name, one in by_hand.items()}
-    chosen = sfx.search(*model, devices=8, chip=EMULATED, keep=3)
+    chosen = sfx.auto.search(*model, devices=8, chip=EMULATED, keep=3)
     ways |= {f"choice {i + 1}": _runner(model, one, options.devices[:8]) for i, one in enumerate(chosen)}
     times = _timed(ways, options.repeats)
     best = min(times[name] for name in by_hand)
@@ -182,12 +182,12 @@ def _against_hands(options: Options) -> dict[str, Value]:
     }
 
 
-def _runner(model: tuple[Any, ...], one: sfx.Candidate, devices: Any) -> Any:
+def _runner(model: tuple[Any, ...], one: sfx.auto.Candidate, devices: Any) -> Any:
     step, *args = model
     mesh = one.mesh.build(devices)
     plans = tuple(plan.on(mesh) for plan in one.plans)
     if one.constrained:
-        step = sfx.constrain_step(step, mesh, one.rules)
+        step = sfx.auto.constrain_step(step, mesh, one.rules)
     values = [jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), arg) for arg in args[:3]]
     values.append(jnp.asarray(np.random.default_rng(0).integers(0, 1000, args[3].shape), jnp.int32))
     state = [sfx.shard(value, plan) for value, plan in zip(values, plans, strict=True)]

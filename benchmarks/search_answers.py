@@ -33,7 +33,7 @@ def _book() -> Mapping[str, Value]:
     8,192 of the chips, since powers of two are what the model's sizes divide by.
     """
     tokens = 4 * 2**20
-    found = sfx.search(*llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p")
+    found = sfx.auto.search(*llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p")
     best = found[0]
     tensor = math.prod(best.mesh.shape[axis] for axis, names in best.roles if names[0] in ("mlp", "kv_heads"))
     return {
@@ -45,7 +45,7 @@ def _book() -> Mapping[str, Value]:
 
 def _recipe() -> Mapping[str, Value]:
     """tpu-recipes, ironwood: Llama-3.1-70B, 2M tokens on 64 chips of two devices, by fsdp alone."""
-    best = sfx.search(*llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x")[0]
+    best = sfx.auto.search(*llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x")[0]
     return {
         "right: 70B on 64 Ironwood chips cuts the batch alone": int(
             all(names[0] == "batch" for _, names in best.roles)
@@ -77,9 +77,9 @@ def _crossover() -> Mapping[str, Value]:
 
 def _between(tokens: int, features: int, way: tuple[str, ...]) -> float:
     """What two layers more of a model send under one way, on 8 devices."""
-    limits = sfx.Limits(rules=sfx.AxisRules([(name, "a") for name in way]))
+    limits = sfx.auto.Limits(rules=sfx.AxisRules([(name, "a") for name in way]))
     few, more = (
-        sfx.search(*_layers(depth, features, tokens), devices=8, chip="v5p", limits=limits)[0] for depth in (2, 4)
+        sfx.auto.search(*_layers(depth, features, tokens), devices=8, chip="v5p", limits=limits)[0] for depth in (2, 4)
     )
     return more.wire_bytes - few.wire_bytes
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 import shardfx as sfx
-from shardfx._search.asked import asked_for
-from shardfx._search.checked import compiled, devices_for, ran
-from shardfx._search.search import candidates_of, opened
+from shardfx.auto._asked import asked_for
+from shardfx.auto._checked import compiled, devices_for, ran
+from shardfx.auto._search import candidates_of, opened
 
 from ._case import Entry, Finding, Limit, Value
 from ._hands_page import BETTER
@@ -88,11 +88,11 @@ def _run(target: str, model: tuple[Any, ...], programs: Path | None) -> dict[str
     return _held_against(target, model, lambda pricer, ones, on: ran(pricer, ones, on, programs, print))
 
 
-def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.Candidate]]) -> dict[str, Any]:
+def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.auto.Candidate]]) -> dict[str, Any]:
     step, *args = model
     begin = time.process_time()
     asked = asked_for(target, None)
-    space, pricer = opened(step, args, asked, sfx.Limits(), (), lambda _: None)
+    space, pricer = opened(step, args, asked, sfx.auto.Limits(), (), lambda _: None)
     # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its program's text.
     pricer.model = dataclasses.replace(pricer.model, overlap=0.0)
     found, hands = candidates_of(space, pricer, 1, lambda _: None)
@@ -116,7 +116,7 @@ def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[
     return {"values": values, "rows": [_row(one, told[one.title], one.title in hands) for one in looked]}
 
 
-def _row(one: sfx.Candidate, told: sfx.Candidate, by_hand: bool) -> dict[str, object]:
+def _row(one: sfx.auto.Candidate, told: sfx.auto.Candidate, by_hand: bool) -> dict[str, object]:
     return {
         "candidate": one.title,
         "by hand": by_hand,

@@ -10,13 +10,13 @@ import numpy as np
 
 import shardfx as sfx
 from shardfx import chips
-from shardfx._cost.hlo_text import parse_hlo
-from shardfx._cost.work import work_of
-from shardfx._search.asked import asked_for
-from shardfx._search.checked import jitted
-from shardfx._search.core import find
-from shardfx._search.search import opened
-from shardfx._search.space import various
+from shardfx.auto._asked import asked_for
+from shardfx.auto._checked import jitted
+from shardfx.auto._core import find
+from shardfx.auto._search import opened
+from shardfx.auto._space import various
+from shardfx.cost._hlo_text import parse_hlo
+from shardfx.cost._work import work_of
 
 from ._case import Finding, Limit, Value
 from ._zoo import models
@@ -54,7 +54,7 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     sending on a TPU, nothing hidden.
     """
     step, *args = models(jnp.float32)[name]()
-    space, pricer = opened(step, args, asked_for("cpu:8", None), sfx.Limits(), (), lambda _: None)
+    space, pricer = opened(step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None)
     found, _ = find(space.terms, space.machine(), 8, keep=4000)
     rng = np.random.default_rng(0)
     drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 6 * few])]
@@ -81,16 +81,16 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     }
 
 
-def _compiled(pricer: Any, one: sfx.Candidate, devices: Sequence[Any]) -> tuple[sfx.Traffic, float]:
+def _compiled(pricer: Any, one: sfx.auto.Candidate, devices: Sequence[Any]) -> tuple[sfx.cost.Traffic, float]:
     """What a program sends, and how many operations of products a device does."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     program = jitted(pricer, one, plans).lower(*pricer.args).compile()
-    return sfx.traffic(program, one.mesh), work_of(parse_hlo(program.as_text())).flops
+    return sfx.cost.traffic(program, one.mesh), work_of(parse_hlo(program.as_text())).flops
 
 
-def _seconds(sent: sfx.Traffic, flops: float, mesh: sfx.MeshSpec) -> float:
+def _seconds(sent: sfx.cost.Traffic, flops: float, mesh: sfx.MeshSpec) -> float:
     """Products and sending on the chip of `_CHIP`, nothing hidden."""
-    return flops / chips.find(_CHIP).flops("bfloat16") + sfx.seconds(sent, _CHIP, mesh).seconds
+    return flops / chips.find(_CHIP).flops("bfloat16") + sfx.cost.seconds(sent, _CHIP, mesh).seconds
 
 
 def _ratios(how: str, pairs: Sequence[_Pair]) -> dict[str, Value]:

@@ -72,7 +72,7 @@ def ticks(
 def drawn() -> str:
     """The picture."""
     model = llama(2, 4096, 14336, 8, 4, 128, 128256, 64, 2048, jnp.bfloat16)
-    found = shardfx.frontier(*model, devices=DEVICES, chip="v5p", batches=BATCHES)
+    found = shardfx.auto.frontier(*model, devices=DEVICES, chip="v5p", batches=BATCHES)
     parts: list[str] = []
     fastest = found.fastest()
     rates = [point.per_second for point in fastest]

@@ -75,13 +75,18 @@ def _named(node: ast.ImportFrom, path: Path) -> Iterator[tuple[str, ...]]:
         yield (*base, alias.name) if is_module else base or ("__init__",)
 
 
+def _room(module: tuple[str, ...]) -> str:
+    """The room of a module; `errors` is a table of names, as the root's `__init__` is."""
+    return "__init__" if module[0] == "errors" else module[0]
+
+
 def rooms() -> dict[str, set[str]]:
     """Each room, and the rooms that it imports."""
     found: dict[str, set[str]] = {}
     for path in sources():
-        room = module_of(path)[0]
+        room = _room(module_of(path))
         found.setdefault(room, set()).update(
-            target[0] for target, _ in imports(path) if target[0] != room
+            _room(target) for target, _ in imports(path) if _room(target) != room
         )
     return found
 

@@ -16,8 +16,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import From, MapError, MeshSpec, PathRules, TreeMap, checkpoint
+from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx.checkpoint._together.board import board_of_this_job
+from shardfx.errors import MapError
 
 
 FOLDER = Path(sys.argv[-1])

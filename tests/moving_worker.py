@@ -8,10 +8,11 @@ import multiprocess_worker
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from shardfx import From, MapError, MeshError, MoveError, TreeMap
-from shardfx._reshard.reshard import reshard
+from shardfx import From, TreeMap
+from shardfx._reshard.mover import reshard
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._reshard.tiles.transfer import transfer_of
+from shardfx.errors import MapError, MeshError, MoveError
 
 
 def values(shape, dtype="float32"):

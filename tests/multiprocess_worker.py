@@ -18,10 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import (
     From,
-    MeshError,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
     TreeMap,
     constrain,
     filter_jit,
@@ -32,6 +30,7 @@ from shardfx import (
     plan,
     shard,
 )
+from shardfx.errors import MeshError, PlanMismatchError
 
 
 SPEC = MeshSpec({"data": 4, "tensor": 2})

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardfx import estimate, fit
+from shardfx.cost import estimate, fit
 
 from ._case import Case
 from .measure import GROUPS, RESULTS

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from shardfx import traffic
+from shardfx.cost import traffic
 
 from . import _open, _sealed, singles
 from ._case import Case

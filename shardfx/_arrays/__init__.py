@@ -5,7 +5,7 @@ It may import `_plan` and what is below it. It never decides how an array is sha
 """
 
 from .caches import clear_caches as clear_caches
-from .constrain import constrain as constrain
+from .constraint import constrain as constrain
 from .jit import filter_jit as filter_jit
 from .place import gather as gather, shard as shard
 from .read_back import shardings_of as shardings_of, specs_of as specs_of

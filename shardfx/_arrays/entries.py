@@ -18,7 +18,7 @@ from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import PathRules
-from .._rules.resolve import names_text
+from .._rules.resolution import names_text
 from ..topology._mesh import MeshSpec
 
 

@@ -13,7 +13,7 @@ from .._ground.tree import Flat, flatten
 from .._plan.content import rows_of
 from .._plan.leaf import Row, named_sharding
 from .._plan.shard_plan import ShardPlan, check_plan, shardings_of_leaves
-from .constrain import constrain
+from .constraint import constrain
 from .put import is_tracing, placed
 
 

@@ -1,6 +1,7 @@
 """What is wrong with the rules that a command line names."""
 
-from shardfx import Finding, Findings, lint
+from shardfx import lint
+from shardfx._see import Finding, Findings
 
 from ._asked import Asked, Inputs, plan_of, rules_of
 from ._screen import working

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
-from shardfx import AxisRules, PathRules, PlanFormatError, ShardPlan, checkpoint, presets
+from shardfx import AxisRules, PathRules, ShardPlan, checkpoint, presets
+from shardfx.errors import PlanFormatError
 
 from ._usage import UsageError, calling, one_line
 from ._values import whole_number

@@ -4,7 +4,8 @@ import itertools
 import types
 from typing import NamedTuple
 
-from shardfx import ChipError, MeshError, MeshSpec, chips
+from shardfx import MeshSpec, chips
+from shardfx.errors import ChipError, MeshError
 
 from .._ground.text import printable
 from ._usage import UsageError

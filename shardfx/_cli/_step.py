@@ -6,7 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from shardfx import MeshSpec, Traffic, compile_for, estimate
+from shardfx import MeshSpec
+from shardfx.cost import Traffic, compile_for, estimate
 
 from ._load import attribute, check_arguments
 from ._usage import UsageError, calling

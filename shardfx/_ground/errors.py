@@ -74,7 +74,7 @@ class MoveError(RuntimeError):
 
 # Tracebacks name them as users do.
 for _kind in (kind for kind in tuple(globals().values()) if isinstance(kind, type) and kind.__module__ == __name__):
-    _kind.__module__ = "shardfx"
+    _kind.__module__ = "shardfx.errors"
 
 
 def check_type(what: str, given: object, kind: type, error: type[Exception], fix: str) -> None:

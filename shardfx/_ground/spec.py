@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
         ```python
         from jax.sharding import PartitionSpec as P
-        from shardfx import canonical
+        from shardfx._ground.spec import canonical
 
         assert canonical(P(("data",), None, None)) == P("data")
         ```
@@ -133,42 +133,3 @@ def bits(dtype: Any) -> int:
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """How many bytes XLA allocates for an array: sub-byte types are packed by their bits."""
     return -(-math.prod(shape) * bits(dtype) // 8)
-
-
-def axis_names_of(specs: Any) -> tuple[str, ...]:
-    """The mesh axes that a tree of specs uses, each once, in the order of first appearance.
-
-    **Arguments:**
-
-    - `specs`: a tree whose leaves are PartitionSpecs or NamedShardings; `None` has no axes.
-
-    **Returns:**
-
-    A tuple of mesh axis names: the same on every process, whatever PYTHONHASHSEED is.
-
-    **Raises:**
-
-    `SpecError` for any other leaf, and for an entry of a spec that is none.
-
-    !!! Example
-
-        ```python
-        from jax.sharding import PartitionSpec as P
-        from shardfx import axis_names_of
-
-        assert axis_names_of({"a": P("data"), "b": P(None, ("tensor", "data"))}) == (
-            "data",
-            "tensor",
-        )
-        ```
-    """
-    return tuple(dict.fromkeys(_axes_in(specs)))
-
-
-def _axes_in(specs: Any) -> Iterator[str]:
-    for leaf in jax.tree.leaves(specs):
-        spec = leaf.spec if isinstance(leaf, jax.sharding.NamedSharding) else leaf
-        if not isinstance(spec, PartitionSpec):
-            raise SpecError(f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor a NamedSharding.")
-        for entry in entries_of(spec):
-            yield from entry_axes(entry)

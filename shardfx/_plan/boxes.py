@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 
 from .._ground.errors import RuleError
 from .._ground.tree import Flat
-from .._rules.resolve import names_text
+from .._rules.resolution import names_text
 
 
 def raise_tied(tree: Any, flat: Flat) -> None:
@@ -35,7 +35,7 @@ def raise_unread(tree: Any, flat: Flat) -> None:
         raise RuleError(
             f"`{path}` carries the names {shown} of Flax, as do {len(named)} of {sum(flat.is_array)} arrays, and only "
             "the names that `sfx.field` declares are read here. Pass `names=shardfx.interop.flax.names_of(tree)`; or "
-            "`names=shardfx.renamed(tree, {})`, if rules by path are to decide."
+            "`names=jax.tree.map(lambda _: None, tree)`, if rules by path are to decide."
         )
 
 

@@ -13,7 +13,7 @@ from .._ground.text import plural
 from .._ground.tree import Flat
 from .._rules.axis_rules import AxisRules, axes_in, near, nearest
 from .._rules.path_rules import first_match
-from .._rules.resolve import names_text, unknown_names
+from .._rules.resolution import names_text, unknown_names
 from .._rules.strategies import Optional, axes_of_target
 from ..topology._mesh import MeshSpec
 from .leaf import Row

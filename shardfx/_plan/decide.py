@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._ground.reason import Code, Reason
-from .correct import Axes, Fit, Leaf, corrected, counts_units, fit, looks_apart, spread
+from .correction import Axes, Fit, Leaf, corrected, counts_units, fit, looks_apart, spread
 from .leaf import Row
 
 

@@ -21,7 +21,8 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
 
         ```python
         import jax.numpy as jnp
-        from shardfx import MeshSpec, PathRules, differences, plan
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx._plan import differences
 
         mesh, tree = MeshSpec({"data": 2}), {"w": jnp.ones((4, 4))}
         a = plan(tree, mesh, paths=PathRules.parse("w->data"))

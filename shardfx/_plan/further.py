@@ -9,7 +9,7 @@ from .._ground.reason import Code, reason
 from .._ground.spec import array_bytes, entries_of, entry_axes, trimmed
 from .._rules.strategies import Fsdp
 from ..topology._mesh import MeshSpec
-from .correct import advice_to_pad, correct
+from .correction import advice_to_pad, correct
 from .decide import Request
 
 

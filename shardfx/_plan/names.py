@@ -11,7 +11,7 @@ from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
 from .._ground.tree import Flat, flatten, leaves_at
 from .._rules.axis_rules import AxisRules
-from .._rules.resolve import names_text
+from .._rules.resolution import names_text
 from .._rules.strategies import Atomic
 from .boxes import raise_unread
 
@@ -87,7 +87,7 @@ def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
 
         ```python
         import jax.numpy as jnp
-        from shardfx import renamed
+        from shardfx.auto import renamed
 
         tree = {"wi": jnp.ones((8, 32)), "wo": jnp.ones((32, 8))}
         names = {"wi": ("embed", "mlp"), "wo": ("embed", "mlp")}

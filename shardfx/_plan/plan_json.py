@@ -11,7 +11,7 @@ from .._ground.errors import MeshError, PlanFormatError
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from . import codec
-from .correct import correct
+from .correction import correct
 from .leaf import MEMORY_KINDS, Row
 from .skeleton import Skeleton
 

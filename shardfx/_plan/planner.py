@@ -29,11 +29,11 @@ from .complaints import (
     unused_rules,
 )
 from .content import Content
-from .correct import axes_of
+from .correction import axes_of
 from .decide import Asked, Request, row_of
 from .leaf import Row, canonical_dtype, memory_kind_pairs
 from .names import names_of_leaves
-from .replan import refined
+from .replanning import refined
 from .requests import asked_by_names, asked_by_target
 from .shard_plan import ShardPlan
 from .skeleton import Skeleton

@@ -7,10 +7,10 @@ from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code
 from .._ground.tree import leaves_at
 from .._rules.path_rules import PathRules
-from .._rules.resolve import check_known
+from .._rules.resolution import check_known
 from .complaints import raise_errors
 from .content import Content
-from .correct import axes_of
+from .correction import axes_of
 from .decide import row_of
 from .leaf import Row
 from .requests import asked_by_target, skipping

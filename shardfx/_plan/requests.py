@@ -12,9 +12,9 @@ from .._ground.reason import Decision
 from .._ground.spec import entries_of
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import check_once, is_callable
-from .._rules.resolve import names_text, one_per_dim, resolve, units_of
+from .._rules.resolution import names_text, one_per_dim, resolve, units_of
 from .._rules.strategies import Atomic, Fsdp, Pipeline, Replicate, bare
-from .correct import padded_units
+from .correction import padded_units
 from .decide import Request
 
 

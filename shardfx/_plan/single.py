@@ -11,10 +11,10 @@ from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .._rules.axis_rules import AxisRules, near
-from .._rules.resolve import check_known, one_per_dim, resolve, units_of, unknown_names
+from .._rules.resolution import check_known, one_per_dim, resolve, units_of, unknown_names
 from ..topology._mesh import MeshSpec
 from .content import Content
-from .correct import correct, counts_units, looks_apart, padded_units
+from .correction import correct, counts_units, looks_apart, padded_units
 
 
 Policy: TypeAlias = Literal["raise", "replicate"]

@@ -4,7 +4,7 @@ It may import `_plan` and what is below it. It never chooses where an array shal
 `plan_reshard` is first named. `steps` moves between meshes of the same devices, `tiles` between different devices.
 """
 
-from .reshard import reshard as reshard
+from .mover import reshard as reshard
 from .reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
 from .steps.layout import Layout as Layout
 from .steps.redistribute import Step as Step

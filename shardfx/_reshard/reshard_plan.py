@@ -35,7 +35,7 @@ class LeafMove:
     - `src`, `dst`: its shardings; of what is put together, that of the first array that it is made of.
     - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set), "tiles" (between
         device sets), or "pieces" (a map puts it together from parts of other arrays).
-    - `steps`: the collectives, for "steps": one [`shardfx.Step`][] each, in order.
+    - `steps`: the collectives, for "steps": one `Step` each, in order.
     - `links`: bytes per (sender, receiver), for "tiles" and "pieces"; what a device takes from itself is left out. A
         device is its id where it is known, else its place in the mesh.
     - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
@@ -90,7 +90,7 @@ class ReshardPlan:
 
     **Arguments:**
 
-    - `leaves`: one [`shardfx.LeafMove`][] per array, in the tree's order.
+    - `leaves`: one `LeafMove` per array, in the tree's order.
     """
 
     leaves: tuple[LeafMove, ...]
@@ -194,7 +194,7 @@ def plan_reshard(src: Any, dst: Any, *, map: TreeMap | None = None, lost: Iterab
 
     **Returns:**
 
-    A [`shardfx.ReshardPlan`][].
+    A `ReshardPlan`.
 
     **Raises:**
 

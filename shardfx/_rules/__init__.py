@@ -6,5 +6,5 @@ Whether what is asked fits is for `_plan` to say.
 
 from .axis_rules import AxisRules as AxisRules
 from .path_rules import PathRules as PathRules, match as match
-from .resolve import resolve as resolve
+from .resolution import resolve as resolve
 from .strategies import atomic as atomic, fsdp as fsdp, optional as optional, replicate as replicate

@@ -61,7 +61,7 @@ class Finding:
 
 
 class Findings(tuple[Finding, ...]):
-    """A tuple of [`shardfx.Finding`][]s that `print`, a console and a notebook show as a table."""
+    """A tuple of `Finding`s that `print`, a console and a notebook show as a table."""
 
     __module__ = "shardfx"
 

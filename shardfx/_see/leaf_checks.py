@@ -10,7 +10,7 @@ from .._ground.spec import canonical_entry, entries_of, entry_axes, pinned
 from .._ground.text import bytes_text
 from .._plan.leaf import Row
 from .._rules.axis_rules import AxisRules
-from .._rules.resolve import attempts
+from .._rules.resolution import attempts
 from .._rules.strategies import Fsdp
 from .causes import Short, by_cause, mesh_code, other_sizes
 from .code import code_of

@@ -21,7 +21,7 @@ from .._plan.complaints import (
 from .._plan.planner import NAMES, Draft
 from .._rules.axis_rules import near, nearest
 from .._rules.path_rules import PathRules
-from .._rules.resolve import members_of
+from .._rules.resolution import members_of
 from .._rules.strategies import Atomic, Fsdp, Optional, Pipeline, bare, fsdp, replicate
 from .code import code_of
 from .finding import Finding, Severity

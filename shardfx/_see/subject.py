@@ -15,7 +15,7 @@ from .._ground.tree import Flat
 from .._plan.content import Content
 from .._plan.leaf import Row
 from .._plan.planner import drafted
-from .._plan.replan import refined
+from .._plan.replanning import refined
 from .._plan.shard_plan import ShardPlan
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import PathRules, compiled, first_match
@@ -213,4 +213,4 @@ class Subject:
 
     def renamed(self, paths: Sequence[str], names: Any) -> str:
         """Code that gives leaves other names."""
-        return f"names = renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
+        return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"

@@ -12,7 +12,7 @@ from .._ground.errors import CheckpointError, LeafTypeError, MeshError, PlanMism
 from .._ground.spec import canonical, entries_of
 from .._ground.text import quoted
 from .._ground.tree import tree_paths
-from .._plan.correct import correct
+from .._plan.correction import correct
 from .._plan.planner import plan
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import PathRules

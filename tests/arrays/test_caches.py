@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import shardfx
 from shardfx import checkpoint
 from shardfx._reshard.move import move_of
-from shardfx._reshard.reshard import resharded
+from shardfx._reshard.mover import resharded
 
 
 def sizes() -> dict[str, int]:

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, PlanMismatchError, filter_jit
+from shardfx import AxisRules, MeshSpec, PathRules, filter_jit
+from shardfx.errors import PlanMismatchError
 
 
 AXES = AxisRules([("batch", "data"), ("mlp", "tensor")])

@@ -10,18 +10,15 @@ from shardfx import (
     AxisRules,
     Code,
     Decision,
-    LeafTypeError,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
-    SpecError,
-    UnmatchedError,
     constrain,
     filter_jit,
     gather,
     plan,
     shard,
 )
+from shardfx.errors import LeafTypeError, PlanMismatchError, SpecError, UnmatchedError
 
 
 SIZES = {"data": 2, "tensor": 4}

@@ -10,10 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from shardfx import (
     AxisRules,
-    LeafTypeError,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
     constrain,
     filter_jit,
     follow,
@@ -21,6 +19,7 @@ from shardfx import (
     shard,
     specs_of,
 )
+from shardfx.errors import LeafTypeError, PlanMismatchError
 
 
 SPEC = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})

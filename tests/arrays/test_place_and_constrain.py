@@ -6,12 +6,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, Sing
 
 from shardfx import (
     AxisRules,
-    LeafTypeError,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
-    RuleError,
-    SpecError,
     constrain,
     gather,
     plan,
@@ -19,6 +15,7 @@ from shardfx import (
     shardings_of,
     specs_of,
 )
+from shardfx.errors import LeafTypeError, PlanMismatchError, RuleError, SpecError
 
 
 U = P.UNCONSTRAINED

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfx import LeafTypeError, filter_jit
+from shardfx import filter_jit
+from shardfx.errors import LeafTypeError
 
 
 X = np.ones(4, np.float32)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, PlanMismatchError, filter_jit, plan, shard
+from shardfx import MeshSpec, PathRules, filter_jit, plan, shard
+from shardfx.errors import PlanMismatchError
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})

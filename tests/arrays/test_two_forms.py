@@ -9,7 +9,6 @@ import pytest
 from shardfx import (
     MeshSpec,
     PathRules,
-    PlanMismatchError,
     ShardPlan,
     checkpoint,
     filter_jit,
@@ -19,6 +18,7 @@ from shardfx import (
     shard,
     specs_of,
 )
+from shardfx.errors import PlanMismatchError
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})

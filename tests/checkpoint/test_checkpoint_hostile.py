@@ -22,9 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
 import shardfx
-from shardfx import PathRules, PlanMismatchError, checkpoint
+from shardfx import PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError, UnknownPathError
 from shardfx.checkpoint import _safetensors
+from shardfx.errors import PlanMismatchError
 
 
 @pytest.fixture
@@ -94,7 +95,8 @@ def test_a_chunk_that_no_memory_holds_ends_no_process(tmp_path, shape):
     (tmp_path / "w" / "0").write_bytes(b"\0" * 16)
     said = limited(f"""
         import jax, numpy as np
-        from shardfx import checkpoint, CheckpointError
+        from shardfx import checkpoint
+        from shardfx.errors import CheckpointError
         from jax.sharding import SingleDeviceSharding
         struct = jax.ShapeDtypeStruct((4,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
         index = checkpoint.read_index({str(tmp_path)!r})
@@ -140,7 +142,8 @@ def bomb(kind):
 
 LOAD = """
     import jax, numpy as np
-    from shardfx import checkpoint, CheckpointError
+    from shardfx import checkpoint
+    from shardfx.errors import CheckpointError
     from jax.sharding import SingleDeviceSharding
     struct = jax.ShapeDtypeStruct((8,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
     def peak_bytes():
@@ -264,7 +267,8 @@ def test_a_pipe_is_not_waited_for(tmp_path, kind):
         os.mkfifo(pipe)
     said = limited(f"""
         import jax, numpy as np
-        from shardfx import checkpoint, CheckpointError
+        from shardfx import checkpoint
+        from shardfx.errors import CheckpointError
         from jax.sharding import SingleDeviceSharding
         struct = jax.ShapeDtypeStruct((8,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
         try:
@@ -325,7 +329,8 @@ def test_nothing_outside_is_opened_for_orbax(tmp_path):
     (outside / ".zarray").unlink()
     os.mkfifo(outside / ".zarray")
     said = limited(f"""
-        from shardfx import checkpoint, CheckpointError
+        from shardfx import checkpoint
+        from shardfx.errors import CheckpointError
         try:
             checkpoint.read_index({str(tmp_path / "c")!r})
         except CheckpointError as error:

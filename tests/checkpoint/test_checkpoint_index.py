@@ -12,13 +12,14 @@ import pytest
 from safetensors.numpy import save_file
 
 import shardfx
-from shardfx import MeshSpec, PathRules, UnknownPathError, checkpoint
+from shardfx import MeshSpec, PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import _safetensors
 from shardfx.checkpoint._entry import ListedArray
 from shardfx.checkpoint._files import inside, opened, place
 from shardfx.checkpoint._index import Index
 from shardfx.checkpoint._safetensors import DTYPES, parse_header
+from shardfx.errors import UnknownPathError
 
 
 def raw_file(path, header, buffer=b"", length=None):

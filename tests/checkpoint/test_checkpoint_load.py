@@ -14,13 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from safetensors.numpy import save_file
 
 import shardfx
-from shardfx import MeshSpec, PathRules, PlanMismatchError, checkpoint
+from shardfx import MeshSpec, PathRules, checkpoint
 from shardfx._ground.boxes import boxes_here
 from shardfx._ground.buffers import buffers
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import FileArray, Take, _reader
 from shardfx.checkpoint._load import Asked, load_index
 from shardfx.checkpoint._units import Host, moved
+from shardfx.errors import PlanMismatchError
 
 
 MESH = MeshSpec({"a": 2, "b": 2, "c": 2})

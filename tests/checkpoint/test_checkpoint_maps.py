@@ -10,8 +10,9 @@ from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file, save_file
 
 import shardfx
-from shardfx import CheckpointError, From, LeafTypeError, MapError, MeshSpec, PathRules, TreeMap, checkpoint
-from shardfx._reshard.reshard import resharded
+from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
+from shardfx._reshard.mover import resharded
+from shardfx.errors import CheckpointError, LeafTypeError, MapError
 
 
 MESH = {"a": 2, "b": 4}

@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file
 
 import shardfx
-from shardfx import LeafTypeError, PathRules, PlanFormatError, PlanMismatchError, checkpoint
+from shardfx import PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError
+from shardfx.errors import LeafTypeError, PlanFormatError, PlanMismatchError
 
 
 def mesh_of(sizes, names="abc"):

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from safetensors.numpy import load_file, save_file
 
 import shardfx
-from shardfx import LeafTypeError, PathRules, checkpoint
+from shardfx import PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError
+from shardfx.errors import LeafTypeError
 
 
 REPLICATE = PathRules.parse(".*->replicate")

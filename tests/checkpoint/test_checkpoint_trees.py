@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from shardfx import AxisRules, LeafTypeError, MeshError, MeshSpec, PathRules, PlanMismatchError, SpecError, checkpoint
+from shardfx import AxisRules, MeshSpec, PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError
+from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 
 
 @pytest.fixture

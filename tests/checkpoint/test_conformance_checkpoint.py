@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from shardfx import LeafTypeError, PlanMismatchError, SpecError, checkpoint
+from shardfx import checkpoint
 from shardfx._ground.errors import CheckpointError
+from shardfx.errors import LeafTypeError, PlanMismatchError, SpecError
 
 
 RECORDS = [

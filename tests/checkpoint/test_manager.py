@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import CheckpointError, PathRules, checkpoint
+from shardfx import PathRules, checkpoint
 from shardfx.checkpoint import _save as saving
+from shardfx.errors import CheckpointError
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from shardfx import CheckpointError, checkpoint
+from shardfx import checkpoint
 from shardfx.checkpoint._together.board import Board, board_of_this_job
 from shardfx.checkpoint._together.facts import different, digest_of, first_difference, lines_of
 from shardfx.checkpoint._together.follower import Follower
 from shardfx.checkpoint._together.leader import Leader
 from shardfx.checkpoint._together.meeting import holders_of, meeting
 from shardfx.checkpoint._together.talk import LOOK_SECONDS
+from shardfx.errors import CheckpointError
 
 
 class Store:

@@ -388,7 +388,7 @@ def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
     space = {}
     exec(Path("chosen.py").read_text(), space)
     step, args = importlib.import_module("my_model").plain_step(width=64, rows=64)
-    names = shardfx.name_axes(step, *args).names
+    names = shardfx.auto.name_axes(step, *args).names
     plans = [
         shardfx.plan(arg, space["MESH"], names=tree, axes=space["RULES"]) for arg, tree in zip(args, names, strict=True)
     ]

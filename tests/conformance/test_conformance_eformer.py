@@ -26,16 +26,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, Sing
 
 import shardfx
 from shardfx import (
-    LeafTypeError,
-    MeshError,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
-    RuleError,
-    SpecError,
-    UnmatchedError,
-    axis_names_of,
-    canonical,
     constrain,
     correct,
     gather,
@@ -46,6 +38,16 @@ from shardfx import (
     shardings_of,
     specs_of,
 )
+from shardfx._ground.spec import canonical
+from shardfx.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnmatchedError,
+)
+from shardfx.interop.eformer import axis_names_of
 from shardfx.presets import eformer, infer_mode
 from shardfx.presets.eformer import GENERATION_MODES, TOKENS, Layout
 
@@ -635,7 +637,7 @@ def test_unreduced_axes_are_kept():
 def test_names_are_in_the_same_order_under_every_hash_seed():
     # B17: eformer's order is that of a set.
     code = (
-        "from shardfx import axis_names_of; from jax.sharding import PartitionSpec as P; "
+        "from shardfx.interop.eformer import axis_names_of; from jax.sharding import PartitionSpec as P; "
         "print(axis_names_of([P('fsdp', 'tp'), P(('sp', 'dp'), 'tp')]))"
     )
     for seed in ("0", "1"):

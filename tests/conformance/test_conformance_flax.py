@@ -26,18 +26,14 @@ from shardfx import (
     AxisRules,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
-    RuleError,
-    SpecError,
-    UnmatchedError,
-    canonical,
     constrain,
     follow,
     plan,
     resolve,
     specs_of,
 )
-from shardfx._ground.spec import shard_shape
+from shardfx._ground.spec import canonical, shard_shape
+from shardfx.errors import PlanMismatchError, RuleError, SpecError, UnmatchedError
 from shardfx.interop import flax as interop
 
 

@@ -12,8 +12,8 @@ import pytest
 from _devices import chips, objects
 from jax.sharding import Mesh, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, canonical, constrain, hosts, plan, resolve, topology
-from shardfx._ground.spec import entry_axes
+from shardfx import AxisRules, MeshSpec, PathRules, constrain, hosts, plan, resolve, topology
+from shardfx._ground.spec import canonical, entry_axes
 from shardfx.presets import t5x
 
 

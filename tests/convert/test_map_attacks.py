@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from maps import maps, same, written
 
-from shardfx import From, MapError, TreeMap
+from shardfx import From, TreeMap
 from shardfx._convert.forms import checked
+from shardfx.errors import MapError
 
 
 W = {"w": np.arange(12.0).reshape(3, 4)}

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import traffic
-from shardfx._cost.after import PASSES, as_compiled
-from shardfx._cost.collective import collective_of
-from shardfx._cost.groups import Numbering
-from shardfx._cost.hlo_text import parse_hlo
-from shardfx._cost.runs import runs_of, trip_count
+from shardfx.cost import traffic
+from shardfx.cost._after import PASSES, as_compiled
+from shardfx.cost._collective import collective_of
+from shardfx.cost._groups import Numbering
+from shardfx.cost._hlo_text import parse_hlo
+from shardfx.cost._runs import runs_of, trip_count
 
 
 _ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"

@@ -3,8 +3,9 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from shardfx import ChipError, MeshError, chips, topology
+from shardfx import chips, topology
 from shardfx.chips._links import axes_on, extents_of, shared
+from shardfx.errors import ChipError, MeshError
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from shardfx import MeshSpec, Traffic, TrafficRow, compare, estimate, traffic
-from shardfx._cost import Frame
+from shardfx import MeshSpec
+from shardfx.cost import Frame, Traffic, TrafficRow, compare, estimate, traffic
 
 
 KIB = 1024

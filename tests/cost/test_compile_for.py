@@ -8,21 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import (
-    MeshError,
-    MeshSpec,
-    OutOfMemoryError,
-    PathRules,
-    chips,
-    compile_for,
-    constrain,
-    filter_jit,
-    fit,
-    plan,
-    seconds,
-    traffic,
-)
-from shardfx._cost.compile_for import compiled
+from shardfx import MeshSpec, PathRules, chips, constrain, filter_jit, plan
+from shardfx.cost import compile_for, fit, seconds, traffic
+from shardfx.cost._compile_for import compiled
+from shardfx.errors import MeshError, OutOfMemoryError
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
@@ -123,7 +112,7 @@ def test_a_file_that_was_cut_or_changed_is_compiled_again(tmp_path, damage):
 
 
 def test_a_file_of_another_form_with_a_true_digest_is_not_believed(tmp_path):
-    from shardfx._cost.compile_for import _header, _read
+    from shardfx.cost._compile_for import _header, _read
 
     file = tmp_path / "a.json"
     good = {"text": "HloModule m", "memory": {}, "paths": {}}
@@ -266,7 +255,7 @@ class Refused:
     ],
 )
 def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit):
-    with pytest.raises(OutOfMemoryError, match=r"does not fit a device: .*`shardfx.fit\(step, \*args") as raised:
+    with pytest.raises(OutOfMemoryError, match=r"does not fit a device: .*`shardfx.cost.fit\(step, \*args") as raised:
         compiled(Refused(text), ())
     assert (raised.value.needed_bytes, raised.value.limit_bytes) == (needed, limit)
     assert str(raised.value.__cause__) == text

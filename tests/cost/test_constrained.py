@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardfx import AxisRules, MeshSpec, PathRules, compile_for, constrain, filter_jit, fit, plan
+from shardfx import AxisRules, MeshSpec, PathRules, constrain, filter_jit, plan
+from shardfx.cost import compile_for, fit
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 2})

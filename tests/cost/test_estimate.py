@@ -8,20 +8,9 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import (
-    LeafTypeError,
-    MeshError,
-    MeshSpec,
-    PathRules,
-    PlanMismatchError,
-    ProgramError,
-    compile_for,
-    estimate,
-    filter_jit,
-    plan,
-    shard,
-    traffic,
-)
+from shardfx import MeshSpec, PathRules, filter_jit, plan, shard
+from shardfx.cost import compile_for, estimate, traffic
+from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, ProgramError
 
 
 SPEC = MeshSpec({"data": 2, "tensor": 4})
@@ -315,7 +304,7 @@ def test_traffic_of_large_meshes_is_carried_on_from_smaller_ones(constrain, monk
 
     step, *args = training(MeshSpec({"fsdp": 64, "tensor": 8}).abstract(), constrain)
     right, windowed = estimate(step, *args, compiler="gpu"), estimate(step, *args)
-    module = importlib.import_module("shardfx._cost.estimate")
+    module = importlib.import_module("shardfx.cost._estimate")
     monkeypatch.setattr(module, "DIRECT", 64)
     monkeypatch.setattr(module, "LARGEST", 64)
     found = estimate(step, *args, compiler="gpu")

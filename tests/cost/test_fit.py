@@ -8,20 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import (
-    ChipError,
-    LeafTypeError,
-    MeshSpec,
-    PathRules,
-    PlanMismatchError,
-    ShardPlan,
-    chips,
-    compile_for,
-    filter_jit,
-    fit,
-    follow,
-    plan,
-)
+from shardfx import MeshSpec, PathRules, ShardPlan, chips, filter_jit, follow, plan
+from shardfx.cost import compile_for, fit
+from shardfx.errors import ChipError, LeafTypeError, PlanMismatchError
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})

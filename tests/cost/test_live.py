@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, fit
-from shardfx._cost.hlo_text import parse_hlo
-from shardfx._cost.live import held
-from shardfx._cost.live.buffers import padded
-from shardfx._cost.live.order import listed
+from shardfx import MeshSpec
+from shardfx.cost import fit
+from shardfx.cost._hlo_text import parse_hlo
+from shardfx.cost._live import held
+from shardfx.cost._live.buffers import padded
+from shardfx.cost._live.order import listed
 
 
 def structs(mesh, **shapes):
@@ -76,7 +77,7 @@ def test_a_loop_carries_its_state_in_place():
 
 
 def test_text_that_cannot_be_read_is_an_error():
-    from shardfx import ProgramError
+    from shardfx.errors import ProgramError
 
     with pytest.raises(ProgramError, match=r"the size of `x9\[128,128\]` is not known"):
         held(parse_hlo(TEXT.replace("f32[128,128] parameter(1)", "x9[128,128] parameter(1)")))

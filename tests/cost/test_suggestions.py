@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks._cost_suggestions import CHIP, MESH, SMALL, changed, on_host, peak
-from shardfx import PathRules, chips, filter_jit, fit, plan
+from shardfx import PathRules, chips, filter_jit, plan
+from shardfx.cost import fit
 
 
 @pytest.fixture(scope="module")

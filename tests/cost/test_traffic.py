@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx import MeshError, MeshSpec, PathRules, ProgramError, Traffic, filter_jit, plan, traffic
+from shardfx import MeshSpec, PathRules, filter_jit, plan
 from shardfx._ground.errors import LeafTypeError
+from shardfx.cost import Traffic, traffic
+from shardfx.errors import MeshError, ProgramError
 
 
 HLO = Path(__file__).parents[1] / "data" / "hlo"

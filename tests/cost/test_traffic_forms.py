@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx import MeshSpec, ProgramError, traffic
+from shardfx import MeshSpec
+from shardfx.cost import traffic
+from shardfx.errors import ProgramError
 
 
 HLO = Path(__file__).parents[1] / "data" / "hlo"

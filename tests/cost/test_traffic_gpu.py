@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardfx import MeshSpec, traffic
+from shardfx import MeshSpec
+from shardfx.cost import traffic
 
 
 HLO = Path(__file__).parents[1] / "data" / "hlo"

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from shardfx import MeshSpec
-from shardfx._cost.hlo_text import parse_hlo
-from shardfx._cost.work import work_of
 from shardfx._step import step_of
+from shardfx.cost._hlo_text import parse_hlo
+from shardfx.cost._work import work_of
 
 
 def work(step, *args, mesh=None, dims=None, **how):

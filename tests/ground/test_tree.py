@@ -12,8 +12,9 @@ from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardfx
-from shardfx import AxisRules, LeafTypeError, MeshSpec, PathRules, ShardPlan, plan, replicate
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, plan, replicate
 from shardfx._ground.tree import flatten
+from shardfx.errors import LeafTypeError
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])

@@ -15,11 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import (
     AxisRules,
-    MeshError,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
-    SpecError,
     filter_jit,
     follow,
     gather,
@@ -29,6 +26,7 @@ from shardfx import (
     specs_of,
     topology,
 )
+from shardfx.errors import MeshError, PlanMismatchError, SpecError
 
 
 GRID = hosts.regular_grid(MeshSpec({"replica": 2, "data": 4, "model": 2}), {"replica": 2, "data": 2})

@@ -20,23 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from shardfx import (
     AxisRules,
-    LeafTypeError,
-    MeshError,
     MeshSpec,
     PathRules,
-    PlanFormatError,
-    PlanMismatchError,
-    RuleError,
     ShardPlan,
-    SpecError,
-    UnknownPathError,
-    UnmatchedError,
     atomic,
-    axis_names_of,
     constrain,
     correct,
     diff,
-    differences,
     explain,
     filter_jit,
     follow,
@@ -45,14 +35,24 @@ from shardfx import (
     lint,
     match,
     plan,
-    plan_text,
-    renamed,
     report,
-    report_rows,
     resolve,
     shard,
     topology,
 )
+from shardfx._plan import differences, renamed, report_rows
+from shardfx.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanFormatError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnknownPathError,
+    UnmatchedError,
+)
+from shardfx.interop.eformer import axis_names_of
+from shardfx.testing import plan_text
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
@@ -655,5 +655,5 @@ def test_a_plan_is_read_by_path_and_joined_by_key(as_users_run_it):
 
 def test_errors_and_the_main_types_are_named_as_users_import_them():
     kinds = [RuleError, SpecError, ShardPlan, MeshSpec, AxisRules, PathRules]
-    assert {kind.__module__ for kind in kinds} == {"shardfx"}
+    assert {kind.__module__ for kind in kinds} == {"shardfx", "shardfx.errors"}
     assert copy.deepcopy(MESH) == MESH

@@ -7,7 +7,9 @@ from flax.core import meta, spmd
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, RuleError, SpecError, canonical, constrain, plan, resolve, shard
+from shardfx import AxisRules, MeshSpec, PathRules, constrain, plan, resolve, shard
+from shardfx._ground.spec import canonical
+from shardfx.errors import RuleError, SpecError
 from shardfx.interop import flax as interop
 
 

@@ -12,7 +12,9 @@ import pytest
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
-from shardfx import AxisRules, Code, MeshSpec, PathRules, RuleError, canonical, plan, presets, replicate, resolve
+from shardfx import AxisRules, Code, MeshSpec, PathRules, plan, presets, replicate, resolve
+from shardfx._ground.spec import canonical
+from shardfx.errors import RuleError
 from shardfx.interop import huggingface, keras, levanter, maxtext, t5x
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, RuleError, plan
+from shardfx import MeshSpec, plan
+from shardfx.errors import RuleError
 from shardfx.interop import keras
 from shardfx.presets import maps
 

@@ -10,9 +10,10 @@ from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import Code, MeshSpec, SpecError, correct, fsdp
+from shardfx import Code, MeshSpec, correct, fsdp
 from shardfx._ground.spec import entries_of
-from shardfx._plan.correct import Leaf, axes_of, corrected, fit, spread
+from shardfx._plan.correction import Leaf, axes_of, corrected, fit, spread
+from shardfx.errors import SpecError
 
 
 U = P.UNCONSTRAINED
@@ -70,14 +71,14 @@ def test_an_unreduced_maximum_stays_a_maximum():
 
     kinds: Any = {"unreduced": frozenset({"data"}), "unreduced_kind": UnreducedKind.max}
     spec = P("tensor", None, **kinds)
-    assert sfx.canonical(spec) == P("tensor", **kinds) == correct(spec, (8, 8), MESH).spec
+    assert sfx._ground.spec.canonical(spec) == P("tensor", **kinds) == correct(spec, (8, 8), MESH).spec
     assert correct(P(**{**kinds, "unreduced": frozenset({"data", "gone"})}), (8,), MESH).spec == P(**kinds)
     made = sfx.plan({"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, MESH, paths=sfx.PathRules([("w", spec)]))
     again = sfx.ShardPlan.from_json(made.to_json())
     assert again == made and again["w"].spec == P("tensor", **kinds) and again["w"].requested == spec
     summed = made.replace("w", P("tensor", unreduced=frozenset({"data"})))
     assert summed.digest != made.digest
-    assert "unreduced max data" in sfx.plan_text(made) and "unreduced data" in sfx.plan_text(summed)
+    assert "unreduced max data" in sfx.testing.plan_text(made) and "unreduced data" in sfx.testing.plan_text(summed)
     # Sums are as they were.
     assert '"kind"' not in summed.to_json()
 

@@ -11,7 +11,9 @@ from flax import linen as nn, nnx, struct
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, RuleError, field, plan, renamed
+from shardfx import AxisRules, MeshSpec, PathRules, field, plan
+from shardfx.auto import renamed
+from shardfx.errors import RuleError
 from shardfx.interop import flax as interop
 
 
@@ -76,7 +78,7 @@ def test_declared_names_cannot_be_renamed_to_none():
 
 def test_declared_names_without_rules_for_them_are_shown():
     with pytest.raises(
-        sfx.UnmatchedError, match=r"`w`: .* it declares the names \('embed', 'mlp'\), which need `axes="
+        sfx.errors.UnmatchedError, match=r"`w`: .* it declares the names \('embed', 'mlp'\), which need `axes="
     ):
         plan(Linear(jnp.ones((16, 32))), MESH)
 
@@ -96,7 +98,12 @@ def test_names_of_flax_are_not_passed_over():
         plan(state, MESH, axes=AXES, paths=REST)
     made = plan(state, MESH, names=interop.names_of(state), axes=AXES)
     assert made["embed/embedding/value"].spec == P("tensor", "fsdp")
-    assert plan(state, MESH, names=renamed(state, {}), axes=AXES, paths=REST)["embed/embedding/value"].spec == P()
+    assert (
+        plan(state, MESH, names=jax.tree.map(lambda _: None, state), axes=AXES, paths=REST)[
+            "embed/embedding/value"
+        ].spec
+        == P()
+    )
     assert plan(state, MESH, paths=REST)["embed/embedding/value"].spec == P()
     boxed = {"kernel": nn.LogicallyPartitioned(jnp.ones((16, 32)), ("embed", "mlp"))}
     with pytest.raises(RuleError, match="`kernel` carries the names"):
@@ -110,9 +117,9 @@ def test_a_variable_that_is_tied_is_no_tree():
     mesh = MESH.build(jax.devices())
     made = plan(nnx.state(module), mesh, paths=REST)
     with pytest.raises(
-        sfx.PlanMismatchError, match="no `head/value`, which is the same array as `embed/embedding/value`"
+        sfx.errors.PlanMismatchError, match="no `head/value`, which is the same array as `embed/embedding/value`"
     ):
         sfx.shard(module, made)
     step = sfx.filter_jit(lambda tree: tree, in_shardings=(plan({"a": jnp.ones(8)}, mesh, paths=REST),))
-    with pytest.raises(sfx.PlanMismatchError, match="the plan has no `b`. Plan"):
+    with pytest.raises(sfx.errors.PlanMismatchError, match="the plan has no `b`. Plan"):
         step({"a": jnp.ones(8), "b": jnp.zeros(8)})

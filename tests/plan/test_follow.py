@@ -16,10 +16,7 @@ from shardfx import (
     AxisRules,
     MeshSpec,
     PathRules,
-    PlanMismatchError,
-    RuleError,
     ShardPlan,
-    canonical,
     checkpoint,
     filter_jit,
     follow,
@@ -30,6 +27,8 @@ from shardfx import (
     reshard,
     shard,
 )
+from shardfx._ground.spec import canonical
+from shardfx.errors import PlanMismatchError, RuleError
 
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -23,9 +23,7 @@ from shardfx import (
     MeshSpec,
     PathRules,
     ShardPlan,
-    SpecError,
     atomic,
-    canonical,
     correct,
     fsdp,
     gather,
@@ -34,7 +32,8 @@ from shardfx import (
     replicate,
     shard,
 )
-from shardfx._ground.spec import entries_of, entry_axes, pinned
+from shardfx._ground.spec import canonical, entries_of, entry_axes, pinned
+from shardfx.errors import SpecError
 from shardfx.presets import hf
 
 

@@ -13,24 +13,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 from shardfx import (
     AxisRules,
     Code,
-    LeafTypeError,
-    MeshError,
     MeshSpec,
     PathRules,
-    PlanFormatError,
-    PlanMismatchError,
-    RuleError,
     ShardPlan,
-    SpecError,
-    UnknownPathError,
-    UnmatchedError,
     atomic,
-    differences,
     fsdp,
     plan,
     replicate,
 )
-from shardfx._plan.replan import replanned
+from shardfx._plan import differences
+from shardfx._plan.replanning import replanned
+from shardfx.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanFormatError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnknownPathError,
+    UnmatchedError,
+)
 
 
 MESH = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})

@@ -16,14 +16,13 @@ from shardfx import (
     AxisRules,
     MeshSpec,
     PathRules,
-    PlanFormatError,
-    PlanMismatchError,
     ShardPlan,
     fsdp,
     plan,
     replicate,
     report,
 )
+from shardfx.errors import PlanFormatError, PlanMismatchError
 
 
 MESH = MeshSpec({"a": 2, "b": 4})

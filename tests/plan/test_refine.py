@@ -17,7 +17,6 @@ from shardfx import (
     MeshSpec,
     PathRules,
     ShardPlan,
-    SpecError,
     constrain,
     follow,
     fsdp,
@@ -25,6 +24,7 @@ from shardfx import (
     report,
     shard,
 )
+from shardfx.errors import SpecError
 
 
 AXES = AxisRules(

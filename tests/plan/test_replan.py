@@ -6,11 +6,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._ground.errors import MeshError
-from shardfx._plan.follow import follow
+from shardfx._plan.following import follow
 from shardfx._plan.planner import plan
-from shardfx._plan.replan import replan
+from shardfx._plan.replanning import replan
 from shardfx._plan.shard_plan import ShardPlan
-from shardfx._reshard.reshard import reshard
+from shardfx._reshard.mover import reshard
 from shardfx._rules.path_rules import PathRules
 from shardfx.topology._mesh import MeshSpec
 

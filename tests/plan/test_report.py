@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, Code, MeshSpec, PathRules, follow, fsdp, plan, replicate, report, report_rows
+from shardfx import AxisRules, Code, MeshSpec, PathRules, follow, fsdp, plan, replicate, report
 from shardfx._ground.text import bytes_text
+from shardfx._plan import report_rows
 from shardfx.presets import models
 
 

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, SpecError, UnmatchedError
+from shardfx import AxisRules, MeshSpec, PathRules
+from shardfx.errors import SpecError, UnmatchedError
 
 
 MIXED = {"x": AxisType.Auto, "y": AxisType.Explicit}
@@ -90,5 +91,5 @@ def test_meshes_that_differ_in_the_order_of_axes_are_other_meshes():
     mesh = MeshSpec({"data": 2, "tensor": 2}, axis_types=explicit).build(jax.devices()[:4])
     made = sfx.plan({"w": jnp.ones((8, 8))}, mesh, paths=PathRules.parse("w->data"))
     x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(turned, P("data")))
-    with pytest.raises(sfx.PlanMismatchError, match="lies on a mesh"):
+    with pytest.raises(sfx.errors.PlanMismatchError, match="lies on a mesh"):
         jax.jit(lambda x: sfx.constrain(x, P("data"), made))(x)

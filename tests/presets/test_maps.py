@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from small_models import MODELS, config_of, files_of, in_blocks, stacked_by_hand, unscaled
 
-from shardfx import From, MapError, TreeMap
+from shardfx import From, TreeMap
+from shardfx.errors import MapError
 from shardfx.presets import maps
 
 

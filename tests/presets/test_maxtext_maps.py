@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_models import config_of, files_of
 
-from shardfx import MapError
+from shardfx.errors import MapError
 from shardfx.presets import maps
 
 

@@ -6,7 +6,9 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, RuleError, SpecError, canonical, correct, plan, presets, resolve
+from shardfx import MeshSpec, correct, plan, presets, resolve
+from shardfx._ground.spec import canonical
+from shardfx.errors import RuleError, SpecError
 from shardfx.presets import Layout, eformer, infer_mode, t5x
 from shardfx.presets.eformer import (
     BATCH,

@@ -18,7 +18,7 @@ from shardfx._ground.errors import LeafTypeError, MeshError, MoveError, PlanMism
 from shardfx._plan.planner import plan
 from shardfx._reshard.carry_out import carry_out, slices_within
 from shardfx._reshard.move import move_of
-from shardfx._reshard.reshard import Window, job_of, reshard, resharded
+from shardfx._reshard.mover import Window, job_of, reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._reshard.within_limit import slices_of
 from shardfx._rules.path_rules import PathRules

@@ -13,20 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from maps import maps, same, written
 
 import shardfx
-from shardfx import (
-    From,
-    LeafTypeError,
-    MapError,
-    MeshError,
-    MeshSpec,
-    MoveError,
-    PathRules,
-    TreeMap,
-    plan_reshard,
-)
+from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard
 from shardfx._reshard.mapped.exchange import program
-from shardfx._reshard.reshard import reshard, resharded
+from shardfx._reshard.mover import reshard, resharded
 from shardfx._reshard.through_map import journey_of
+from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
 
 
 through_programs = ft.partial(resharded, copies=False)

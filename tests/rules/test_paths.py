@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, RuleError, atomic, fsdp, match, plan, replicate
+from shardfx import MeshSpec, PathRules, atomic, fsdp, match, plan, replicate
 from shardfx._rules.path_rules import is_digit_blind
+from shardfx.errors import RuleError
 
 
 TREE = {"attn": {"q": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "mlp": jnp.ones((8, 4)), "step": 3}

@@ -7,8 +7,11 @@ from flax.linen.spmd import logical_to_mesh_axes
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardfx import AxisRules, Code, RuleError, SpecError, UnmatchedError, atomic, axis_names_of, canonical, resolve
-from shardfx._rules.resolve import units_of
+from shardfx import AxisRules, Code, atomic, resolve
+from shardfx._ground.spec import canonical
+from shardfx._rules.resolution import units_of
+from shardfx.errors import RuleError, SpecError, UnmatchedError
+from shardfx.interop.eformer import axis_names_of
 
 
 U = P.UNCONSTRAINED

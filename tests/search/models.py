@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardfx import Limits
-from shardfx._search.asked import asked_for
-from shardfx._search.space import Space
+from shardfx.auto import Limits
+from shardfx.auto._asked import asked_for
+from shardfx.auto._space import Space
 
 
 Struct = jax.ShapeDtypeStruct

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from models import Struct, f32
 
-from shardfx import MeshError, search
-from shardfx._search.asked import asked_for
+from shardfx.auto import search
+from shardfx.auto._asked import asked_for
+from shardfx.errors import MeshError
 
 
 def test_slices_in_the_text():

@@ -6,12 +6,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from models import MODELS, f32, space_of
 
-from shardfx import AxisRules, LeafTypeError, Limits, MeshError, MeshSpec, OutOfMemoryError, RuleError, search
-from shardfx._search import checked
-from shardfx._search.asked import asked_for
-from shardfx._search.candidate import Candidate
-from shardfx._search.reasons import without_twins
-from shardfx._search.search import candidates_of, opened
+from shardfx import AxisRules, MeshSpec
+from shardfx.auto import Limits, _checked as checked, search
+from shardfx.auto._asked import asked_for
+from shardfx.auto._candidate import Candidate
+from shardfx.auto._reasons import without_twins
+from shardfx.auto._search import candidates_of, opened
+from shardfx.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
 
 
 def step(p, x):

@@ -9,8 +9,9 @@ import pytest
 from models import MODELS, f32, space_of
 
 import shardfx
-from shardfx import Limits, search, traffic
-from shardfx._search.space import fastest
+from shardfx.auto import Limits, search
+from shardfx.auto._space import fastest
+from shardfx.cost import traffic
 
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -81,7 +82,7 @@ def test_a_partitioned_candidate_is_what_an_estimate_says():
     """The code's step in the place of the user's: one model for both."""
     best = search(step, *ARGS, devices="tpu:v5e:2x4", keep=1, limits=Limits(always=("mlp",)))[0]
     made = run_code(best)
-    again = shardfx.estimate(made["jitted"](step, best.plans), *ARGS, compiler="tpu")
+    again = shardfx.cost.estimate(made["jitted"](step, best.plans), *ARGS, compiler="tpu")
     assert again.wire_bytes == best.wire_bytes
 
 

@@ -11,7 +11,9 @@ from jax import P
 from models import MODELS, f32
 
 import shardfx
-from shardfx import AxisRules, MeshError, MeshSpec, constrain_step, name_axes, plan
+from shardfx import AxisRules, MeshSpec, plan
+from shardfx.auto import constrain_step, name_axes
+from shardfx.errors import MeshError
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +111,7 @@ def test_less_is_sent_and_remat_stays():
     sent = {}
     for how, fn in (("free", step), ("laid", constrain_step(step, mesh, rules))):
         program = shardfx.filter_jit(fn, in_shardings=plans, out_shardings=plans[0]).lower(*structs).compile()
-        sent[how] = shardfx.traffic(program, mesh).wire_bytes
+        sent[how] = shardfx.cost.traffic(program, mesh).wire_bytes
     assert sent["laid"] < 0.5 * sent["free"]
     text = str(jax.make_jaxpr(constrain_step(step, mesh, rules))(*structs))
     assert text.count("prevent_cse") == str(jax.make_jaxpr(step)(*structs)).count("prevent_cse") > 0

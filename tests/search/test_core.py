@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardfx import chips, topology
-from shardfx._search.core import CostModel, find, machine_of, shares
-from shardfx._search.terms import Terms
+from shardfx.auto._core import CostModel, find, machine_of, shares
+from shardfx.auto._terms import Terms
 from shardfx.chips._links import extents_of
 
 

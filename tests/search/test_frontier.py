@@ -5,7 +5,8 @@ import pytest
 from models import f32, sgd
 
 import shardfx
-from shardfx import Limits, MeshError, RuleError, frontier, search
+from shardfx.auto import Limits, frontier, search
+from shardfx.errors import MeshError, RuleError
 
 
 def step(p, x):
@@ -41,7 +42,7 @@ def test_more_devices_take_less_time_and_print(drawn):
     point = drawn.of(4, 512)[0]
     assert point.per_second == pytest.approx(512 / point.seconds)
     assert "examples/s" in str(drawn) and point.title in str(drawn)
-    assert shardfx.plan(ARGS[0], point.mesh, names=shardfx.name_axes(step, *ARGS).names[0], axes=point.rules)
+    assert shardfx.plan(ARGS[0], point.mesh, names=shardfx.auto.name_axes(step, *ARGS).names[0], axes=point.rules)
 
 
 def test_slices_and_what_does_not_fit():

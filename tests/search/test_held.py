@@ -9,11 +9,12 @@ import pytest
 from models import f32
 
 import shardfx
-from shardfx import Candidate, Limits, filter_jit, follow
-from shardfx._search.asked import asked_for
-from shardfx._search.held import states_of, zero_1
-from shardfx._search.search import opened
-from shardfx._search.space import by_hand
+from shardfx import filter_jit, follow
+from shardfx.auto import Candidate, Limits
+from shardfx.auto._asked import asked_for
+from shardfx.auto._held import states_of, zero_1
+from shardfx.auto._search import opened
+from shardfx.auto._space import by_hand
 
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -76,7 +77,7 @@ def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched, ar
     for told in (str(after), after.explain()):
         assert "ZeRO-1: the optimizer's state is cut over data too" in told
     assert "# ZeRO-1: data cuts the optimizer's state, too." in after.code()
-    sent = shardfx.traffic(compiled(after, args), after.mesh).wire_bytes
+    sent = shardfx.cost.traffic(compiled(after, args), after.mesh).wire_bytes
     assert sent == pytest.approx(after.wire_bytes, rel=0.01)
     # There is nothing left to cut, and without data there is no axis for it.
     assert zero_1(cut, (1,)) is None and zero_1(whole, ()) is None
@@ -109,9 +110,9 @@ def test_donation_is_read_off_the_step(args):
 def test_what_fits_in_no_other_way_gets_zero_1(args):
     with jax.numpy_dtype_promotion("standard"):
         limits = Limits(never=("mlp", "embed"))
-        (best, *_) = shardfx.search(step, *args, devices="cpu:8", keep=1, limits=limits)
+        (best, *_) = shardfx.auto.search(step, *args, devices="cpu:8", keep=1, limits=limits)
         free = best.limit_bytes - best.memory_bytes // 2
         tight = dataclasses.replace(limits, free_bytes=free)
-        (less_of_it, *_) = shardfx.search(step, *args, devices="cpu:8", keep=1, limits=tight)
+        (less_of_it, *_) = shardfx.auto.search(step, *args, devices="cpu:8", keep=1, limits=tight)
     assert not best.state_over and not best.donated
     assert less_of_it.state_over == ("data",) and less_of_it.donated == (0, 1) and less_of_it.fits

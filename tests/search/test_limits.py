@@ -7,8 +7,10 @@ import pytest
 from models import f32, sgd, space_of
 
 import shardfx
-from shardfx import AxisRules, Limits, RuleError, SpecError, search
-from shardfx._search.space import fastest
+from shardfx import AxisRules
+from shardfx.auto import Limits, search
+from shardfx.auto._space import fastest
+from shardfx.errors import RuleError, SpecError
 
 
 def step(p, x):
@@ -99,7 +101,7 @@ def test_where_the_limits_leave_nothing_to_cut_they_are_to_blame():
         return x @ params["w"]
 
     args = ({"w": f32(64, 32)}, f32(16, 64))
-    names = tuple(axis.name for axis in shardfx.name_axes(step, *args).axes)
+    names = tuple(axis.name for axis in shardfx.auto.name_axes(step, *args).axes)
     with pytest.raises(SpecError, match=r"within the limits; without `never='w_0'`, or without"):
         search(step, *args, devices=8, chip="v5e", limits=Limits(never=names))
     with pytest.raises(SpecError, match="7 devices; pad one, or use another number"):

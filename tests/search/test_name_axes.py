@@ -11,8 +11,10 @@ from jax.experimental.pallas import pallas_call
 from models import MODELS, Struct, equinox_mlp, f32, sgd
 
 import shardfx
-from shardfx import AxisRules, LeafTypeError, MeshSpec, atomic, name_axes, plan
+from shardfx import AxisRules, MeshSpec, atomic, plan
 from shardfx._cli.demo import train
+from shardfx.auto import name_axes
+from shardfx.errors import LeafTypeError
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +230,7 @@ def test_a_step_that_is_no_function():
 
 
 def test_public():
-    assert shardfx.NamedAxes and shardfx.NamedAxis
+    assert shardfx.auto.NamedAxes and shardfx.auto.NamedAxis
 
 
 class Recurrent(eqx.Module):
@@ -334,7 +336,7 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
     args = ({"a": f32(64, 96), "b": f32(96, 64)}, jax.ShapeDtypeStruct(shape, jnp.uint32), f32(16, 64))
     found = name_axes(step, *args)
     assert found.names[1] == (*["batch"] * (len(shape) - 1), "key_words") and found.names[2][0] == "batch"
-    for one in shardfx.search(step, *args, devices=8, chip="v5e"):
+    for one in shardfx.auto.search(step, *args, devices=8, chip="v5e"):
         assert all("key_words" not in names for _, names in one.roles)
 
 
@@ -436,8 +438,8 @@ def test_what_is_not_priced_is_noted_by_names_and_by_a_search(change, note):
     args = {"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64)
     assert note in " ".join(name_axes(step, *args).notes)
     if "mesh of its own" in note:
-        with pytest.raises(shardfx.ProgramError, match="over a mesh of its own, .* cannot be laid out on"):
-            shardfx.search(step, *args, devices=8, chip="v5e", keep=1)
+        with pytest.raises(shardfx.errors.ProgramError, match="over a mesh of its own, .* cannot be laid out on"):
+            shardfx.auto.search(step, *args, devices=8, chip="v5e", keep=1)
         return
-    best = shardfx.search(step, *args, devices=8, chip="v5e", keep=1)[0]
+    best = shardfx.auto.search(step, *args, devices=8, chip="v5e", keep=1)[0]
     assert note in str(best) and note in best.explain() and note in best.notes[0]

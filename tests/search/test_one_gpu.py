@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import MeshError, MeshSpec
+from shardfx import MeshSpec
+from shardfx.errors import MeshError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +59,13 @@ def test_a_step_on_one_gpu_from_plan_to_program():
     plans = [sfx.plan(model, ONE, unmatched="replicate"), sfx.plan(x, ONE, paths=sfx.PathRules([(".*", P("data"))]))]
     here = ONE.build(jax.devices()[:1])
     compiled = sfx.filter_jit(step, in_shardings=tuple(one.on(here) for one in plans)).lower(model, x).compile()
-    made = sfx.traffic(compiled)
+    made = sfx.cost.traffic(compiled)
     assert made.rows == () and str(made) == "no traffic: a step on one device sends nothing."
-    assert sfx.seconds(made, "h200", ONE).seconds == 0
+    assert sfx.cost.seconds(made, "h200", ONE).seconds == 0
     ours = (eqx.combine(plans[0].structs, model), plans[1].structs)  # a model that holds functions
-    assert sfx.estimate(step, *ours).wire_bytes == 0
-    fit = sfx.fit(step, *ours, chip="NVIDIA H200")
+    assert sfx.cost.estimate(step, *ours).wire_bytes == 0
+    fit = sfx.cost.fit(step, *ours, chip="NVIDIA H200")
     assert fit.fits and "h200" in str(fit)
-    assert sfx.fit(compiled, chip="h200").fits
+    assert sfx.cost.fit(compiled, chip="h200").fits
     with pytest.raises(MeshError, match="one device needs no plan: `search` chooses how several share the work"):
-        sfx.search(step, model, x, devices=[Gpu(0)])
+        sfx.auto.search(step, model, x, devices=[Gpu(0)])

@@ -6,24 +6,14 @@ import odd_models
 import pytest
 from models import MODELS, Struct, f32, space_of
 
-from shardfx import (
-    AxisRules,
-    Limits,
-    MeshError,
-    MeshSpec,
-    ProgramError,
-    RuleError,
-    SpecError,
-    chips,
-    filter_jit,
-    search,
-    shard,
-)
-from shardfx._search.asked import asked_for
-from shardfx._search.layouts import Layouts, Role
-from shardfx._search.naming import named_classes
-from shardfx._search.space import by_hand, fastest
-from shardfx._search.trace import trace
+from shardfx import AxisRules, MeshSpec, chips, filter_jit, shard
+from shardfx.auto import Limits, search
+from shardfx.auto._asked import asked_for
+from shardfx.auto._layouts import Layouts, Role
+from shardfx.auto._naming import named_classes
+from shardfx.auto._space import by_hand, fastest
+from shardfx.auto._trace import trace
+from shardfx.errors import MeshError, ProgramError, RuleError, SpecError
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import optax
 import pytest
 from models import f32
 
-from shardfx import follow, search
+from shardfx import follow
+from shardfx.auto import search
 
 
 def loss(params, x):

@@ -68,7 +68,9 @@ class Planted:
 
 
 def changed_names(**changes: Any) -> Any:
-    return sfx.renamed(TREE, {f"{path.replace('__', '/')}$": names for path, names in changes.items()}, names=NAMES)
+    return sfx.auto.renamed(
+        TREE, {f"{path.replace('__', '/')}$": names for path, names in changes.items()}, names=NAMES
+    )
 
 
 def with_attention(**leaves: Any) -> Any:

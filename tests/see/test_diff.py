@@ -11,8 +11,10 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, assert_same_plan_text, diff, differences, plan_reshard, plan_text
+from shardfx import AxisRules, MeshSpec, PathRules, diff, plan_reshard
 from shardfx._ground.text import joined_exactly
+from shardfx._plan import differences
+from shardfx.testing import assert_same_plan_text, plan_text
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 2})
@@ -231,7 +233,7 @@ def test_hostile_names_stay_text(kind):
 
 def test_what_a_notebook_shows_has_the_rows_of_the_text():
     found = sfx.lint(planned(".*->fsdp", {"w": leaf(7, 8)}))
-    for shown in (diff(BEFORE, AFTER), sfx.explain(BEFORE, "embed"), found, sfx.fit(BEFORE, chip="v5e")):
+    for shown in (diff(BEFORE, AFTER), sfx.explain(BEFORE, "embed"), found, sfx.cost.fit(BEFORE, chip="v5e")):
         cells = re.findall(r"<td[^>]*>([^<]*)</td>", shown._repr_html_())
         text = " ".join(str(shown).split())
         assert len(cells) > 5

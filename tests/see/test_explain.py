@@ -119,7 +119,7 @@ def test_states_and_modules_are_explained():
 
 
 def test_an_unknown_path_names_the_nearest():
-    with pytest.raises(sfx.UnknownPathError, match="did you mean `w`"):
+    with pytest.raises(sfx.errors.UnknownPathError, match="did you mean `w`"):
         explain(planned((8, 8), P()), "ww")
 
 
@@ -153,14 +153,14 @@ def test_a_regex_that_finds_one_group_will_do():
     assert sfx.explain(made, "k_proj").leaf.path == "layers/0/k_proj/weight"
     assert sfx.explain(made, "2/v_proj/w").leaf.path == "layers/2/v_proj/weight"
     with pytest.raises(
-        sfx.UnknownPathError, match=r"finds `layers/\{0..2\}/v_proj/bias` and `layers/\{0..2\}/v_proj/w"
+        sfx.errors.UnknownPathError, match=r"finds `layers/\{0..2\}/v_proj/bias` and `layers/\{0..2\}/v_proj/w"
     ):
         sfx.explain(made, "v_proj")
-    with pytest.raises(sfx.UnknownPathError, match="the plan has no leaf `q_proj`"):
+    with pytest.raises(sfx.errors.UnknownPathError, match="the plan has no leaf `q_proj`"):
         sfx.explain(made, "q_proj")
-    with pytest.raises(sfx.UnknownPathError, match=r"the plan has no leaf `k_proj\(`"):
+    with pytest.raises(sfx.errors.UnknownPathError, match=r"the plan has no leaf `k_proj\(`"):
         sfx.explain(made, "k_proj(")
-    with pytest.raises(sfx.UnknownPathError, match="did you mean `layers/0/k_proj/weight` or"):
+    with pytest.raises(sfx.errors.UnknownPathError, match="did you mean `layers/0/k_proj/weight` or"):
         made["k_proj"]
 
 

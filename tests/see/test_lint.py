@@ -31,7 +31,7 @@ def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, **changed}
 
 
-def lint(arguments: dict[str, Any]) -> sfx.Findings:
+def lint(arguments: dict[str, Any]) -> sfx._see.Findings:
     given = dict(arguments)
     return sfx.lint(given.pop("tree"), **given)
 
@@ -187,7 +187,7 @@ def test_a_module_with_functions_and_names_of_its_own():
     assert (found.code, found.where) == ("unknown-name", "name 'embd'")
     assert lint(applied(found.fix, arguments)) == ()
     # Its names, from outside.
-    names = sfx.renamed(arguments["tree"], {".*": ("mlp", "embed")})
+    names = sfx.auto.renamed(arguments["tree"], {".*": ("mlp", "embed")})
     assert lint({**arguments, "names": names}) == ()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec
-from shardfx._rules.resolve import attempts
+from shardfx._rules.resolution import attempts
 from tests.see.planted import AXES, MESH, NAMES, PLANTED, RULES, TREE
 
 
@@ -79,7 +79,7 @@ def test_mistakes_of_several_kinds_are_all_found(seed):
         expected.add(("contradicted-name", "embed, name 'mlp'"))
     axes = AxisRules(rules, units={"headz": 64} if unit else None)
     expected |= {("unknown-name", "units 'headz'")} if unit else set()
-    found = sfx.lint(TREE, MESH, names=sfx.renamed(TREE, names, names=NAMES), axes=axes)
+    found = sfx.lint(TREE, MESH, names=sfx.auto.renamed(TREE, names, names=NAMES), axes=axes)
     assert {(one.code, one.where) for one in found} == expected, str(found)
     assert [one.bytes for one in found] == sorted((one.bytes for one in found), reverse=True)
 

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import pytest
 from test_report_data import HOSTILE, MANY, fitted, hostile
 
-from shardfx import Finding, MeshSpec, PathRules, ShardPlan, html_report, plan, traffic
+from shardfx import MeshSpec, PathRules, ShardPlan, html_report, plan
 from shardfx._ground.text import printable
+from shardfx._see import Finding
+from shardfx.cost import traffic
 
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -15,23 +15,12 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import (
-    AxisRules,
-    ChipError,
-    Finding,
-    Fit,
-    MeshSpec,
-    PathRules,
-    ShardPlan,
-    Traffic,
-    fit,
-    fsdp,
-    html_report,
-    plan,
-    report_data,
-    report_rows,
-)
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, fsdp, html_report, plan
+from shardfx._plan import report_rows
+from shardfx._see import Finding, report_data
 from shardfx._see.packed import packed
+from shardfx.cost import Fit, Traffic, fit
+from shardfx.errors import ChipError
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
@@ -292,8 +281,8 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
 def test_the_verdict(rules, findings, chip, level, told):
     tree = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     made = sfx.plan(tree, MeshSpec({"data": 2, "tensor": 4}), paths=sfx.PathRules.parse(rules))
-    found = [sfx.Finding("corrected", severity, "w", 0, "", "") for severity in findings]
-    verdict = sfx.report_data(made, findings=found, chip=chip)["verdict"]
+    found = [sfx._see.Finding("corrected", severity, "w", 0, "", "") for severity in findings]
+    verdict = sfx._see.report_data(made, findings=found, chip=chip)["verdict"]
     assert verdict["level"] == level and told in verdict["text"]
     page = sfx.html_report(made, findings=found)
     assert f'<p id="verdict" class="verdict {level}"><b>{verdict["text"]}</b></p>' in page
@@ -302,7 +291,7 @@ def test_the_verdict(rules, findings, chip, level, told):
 def test_the_verdict_counts_what_got_less_and_what_does_not_fit():
     tree = {name: jax.ShapeDtypeStruct((7, 2**33), jnp.bfloat16) for name in "ab"}
     made = sfx.plan(tree, MeshSpec({"data": 2}), paths=sfx.PathRules.parse(".*->data"))
-    verdict = sfx.report_data(made, chip="v5e")["verdict"]
+    verdict = sfx._see.report_data(made, chip="v5e")["verdict"]
     assert verdict == {
         "level": "bad",
         "text": "2 arrays got less than asked, 2 times an even split, it does not fit v5e",

@@ -12,7 +12,8 @@ from hypothesis import given
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import MeshError, MeshSpec, topology
+from shardfx import MeshSpec, topology
+from shardfx.errors import MeshError
 
 
 EXPLICIT = AxisType.Explicit

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from shardfx import MeshError, hosts, topology
+from shardfx import hosts, topology
+from shardfx.errors import MeshError
 
 
 # Kind, bounds, one host's bounds.

@@ -14,7 +14,8 @@ import optax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 
-from shardfx import AxisRules, Candidate, MeshSpec, ShardPlan, constrain_step, filter_jit, follow, plan, search, shard
+from shardfx import AxisRules, MeshSpec, ShardPlan, filter_jit, follow, plan, shard
+from shardfx.auto import Candidate, constrain_step, search
 
 from .data import batch
 from .model import AXIS_RULES, KV_HEADS, Transformer, loss
@@ -41,7 +42,7 @@ class Plans:
     """The plans of all that a training step takes.
 
     With `constrains`, the step lays out activations by the model's plan, by names that the model's code has; with
-    `rules`, by [`shardfx.constrain_step`][].
+    `rules`, by [`shardfx.auto.constrain_step`][].
     """
 
     model: ShardPlan

@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from shardfx import Fit, MeshSpec, ShardPlan, chips, fit as fit_of
+from shardfx import MeshSpec, ShardPlan, chips
+from shardfx.cost import Fit, fit as fit_of
 
 from .._asked import Asked, asks_for_a_plan, plan_of
 from .._data import as_json, data_of

@@ -2,7 +2,9 @@
 
 import click
 
-from shardfx import ShardPlan, Traffic, chips, html_report, report_data, traffic as traffic_of
+from shardfx import ShardPlan, chips, html_report
+from shardfx._see import report_data
+from shardfx.cost import Traffic, traffic as traffic_of
 
 from .._asked import Asked, asks_for_a_plan, inputs_of, plan_of
 from .._checked import findings_of

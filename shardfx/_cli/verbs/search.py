@@ -5,11 +5,14 @@ from typing import Any
 
 import click
 
-from shardfx import AxisRules, Candidate, TrafficRow, search as search_of
+from shardfx import AxisRules
+from shardfx.auto import Candidate, search as search_of
+from shardfx.cost import TrafficRow
 
 from ..._ground.text import bytes_text, table
-from ..._search import device_count, megabytes
 from ..._step.lines import place_text
+from ...auto._asked import device_count
+from ...auto._candidate import megabytes
 from .._data import as_json
 from .._load import attribute
 from .._screen import JSON, require_writable, show, working, write
@@ -107,7 +110,7 @@ def search(
 
 
 def _hardware(target: str | None, devices: str | None, chip: str | None) -> dict[str, Any]:
-    """The devices, as `shardfx.search` takes them."""
+    """The devices, as `shardfx.auto.search` takes them."""
     if (target is None) == (devices is None):
         raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
     if target is not None:

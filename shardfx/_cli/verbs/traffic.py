@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from shardfx import MeshSpec, chips, compare, seconds, traffic as traffic_of
+from shardfx import MeshSpec, chips
+from shardfx.cost import compare, seconds, traffic as traffic_of
 
 from .._data import as_json, data_of
 from .._screen import JSON, show, working, write

@@ -21,7 +21,7 @@ class PathStep(NamedTuple):
 
     **Arguments:**
 
-    - `kind`: what it is; see [`shardfx._reshard.steps.redistribute.Step`][].
+    - `kind`: what it is; see `Step`.
     - `source`, `target`: the layouts before and after.
     - `wire_share`: all that enters.
     - `dcn_share`: the part of it that comes from other slices.

@@ -18,7 +18,7 @@ from shardfx import MeshSpec, reshard
 from shardfx._ground.errors import LeafTypeError, MeshError, SpecError
 from shardfx._reshard.carry_out import carry_out
 from shardfx._reshard.move import move_of
-from shardfx._reshard.reshard import resharded
+from shardfx._reshard.mover import resharded
 
 
 DTYPES = ("bool", "int4", "uint4", "int8", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
@@ -487,7 +487,7 @@ def test_a_sample_of_all_moves_on_16_devices_in_a_process_of_its_own():
         jax.config.update("jax_num_cpu_devices", 16)
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
         from benchmarks._programs import steps_program
-        from shardfx._reshard.reshard import resharded
+        from shardfx._reshard.mover import resharded
 
         devices = np.array(jax.devices())
         shardings = []

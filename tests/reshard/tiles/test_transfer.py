@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from shardfx._ground.errors import MeshError
-from shardfx._reshard.reshard import reshard
+from shardfx._reshard.mover import reshard
 from shardfx._reshard.tiles import host_copies
 from shardfx._reshard.tiles.rounds import rounds
 from shardfx._reshard.tiles.tile_map import tile_map

@@ -1,0 +1,317 @@
+"""The plan of what is made from planned arrays: an optimizer's state, gradients, statistics."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from .._ground.errors import LeafTypeError, RuleError, SpecError
+from .._ground.reason import Code, reason
+from .._ground.spec import canonical, entries_of, pinned, trimmed
+from .._ground.text import between_numbers
+from .._ground.tree import flatten
+from .._rules.axis_rules import AxisRules, check_axis_rules, near
+from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match
+from .._rules.strategies import Fsdp, fsdp
+from .complaints import (
+    Decided,
+    raise_absent,
+    raise_errors,
+    raise_loose,
+    raise_repeated,
+    raise_unknown,
+    raise_unused,
+    unused_rules,
+)
+from .correction import axes_of
+from .decide import Request, row_of
+from .further import further
+from .leaf import LeafPlan, Row, memory_kind_pairs
+from .requests import asked_by_target
+from .shard_plan import ShardPlan, check_plan
+from .skeleton import Skeleton
+
+
+def follow(
+    init: Callable[..., Any],
+    plan: ShardPlan,
+    *args: Any,
+    over: str | Iterable[str] | Fsdp | None = None,
+    paths: PathRules | None = None,
+    axes: AxisRules | None = None,
+    memory_kinds: Iterable[tuple[str, str]] | None = None,
+    unused: Literal["raise", "allow"] = "raise",
+) -> ShardPlan:
+    """The plan of what `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
+
+    `init` is evaluated over shapes that carry the plan's shardings on an abstract mesh with Explicit axes, so that
+    JAX itself says how each array it makes is sharded: moments, factored statistics, accumulators of any kind. Where
+    that says nothing, an array whose path ends in the path of a planned one, or holds it before names of its own
+    (`param_states/<path>/m`), is sharded like it: if it has the same shape, that shape behind leading dimensions, which
+    are whole (a history), or some of its dimensions. Rules by path decide about what is left.
+
+    **Arguments:**
+
+    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. At leaves of the
+        tree that are no arrays it gets an opaque object, or `None` if it fails with that, as optimizers do.
+    - `plan`: the plan of that tree.
+    - `args`: what else `init` takes; a [`shardfx.ShardPlan`][] among them stands for its tree.
+    - `over`: mesh axes over which every array is sharded beside those that it follows, on whichever dimension has room,
+        as ZeRO does; or `fsdp("data", min_bytes=...)`, which leaves small arrays alone.
+    - `paths`: rules for arrays that follow nothing. To overrule what others follow, see
+        [`shardfx.ShardPlan.replace`][].
+    - `axes`: rules for the logical names in `paths`; those of the plan where not given.
+    - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
+    - `unused`: as in [`shardfx.plan`][], of `paths` and `memory_kinds`.
+
+    **Returns:**
+
+    The plan of what `init` returns, leaves that are no arrays passed over as in [`shardfx.plan`][]. The `rule` of each
+    leaf says what it follows; an array that follows nothing and has no rule is replicated, with a reason.
+
+    **Raises:**
+
+    What `init` raises; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does. Under a
+    plan that was made with `strict=True`, also `SpecError`. It lists all arrays of more than one element that follow
+    nothing and have no rule, or whose rule does not fit. `over` adds what there is room for, under any plan.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        import optax
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, PathRules, follow, plan
+
+        params = {"w": jnp.ones((256, 512))}
+        mesh = MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})
+        params_plan = plan(params, mesh, paths=PathRules.parse("w->fsdp.tensor"))
+        opt_plan = follow(optax.adafactor(1e-3).init, params_plan)
+        assert opt_plan["0/v_row/w"].spec == P("fsdp") and opt_plan["0/v_col/w"].spec == P(
+            "tensor"
+        )
+        ```
+    """
+    if not callable(init):
+        raise LeafTypeError(f"`init` must be a function, not {type(init).__name__}; pass `optimizer.init`.")
+    check_plan("plan", plan)
+    if paths is not None:
+        check_path_rules("paths", paths)
+    if axes is not None:
+        check_axis_rules("axes", axes)
+    kinds = memory_kind_pairs(memory_kinds)
+    kind_rules = PathRules((regex, ()) for regex, _ in kinds)
+    made, refused = _evaluated(init, plan, args)
+    flat = flatten(made)
+    raise_repeated(flat)
+    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan), refused)
+    rows, index, used_kinds = [], [], {}
+    patterns = compiled(kind_rules)
+    for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
+        index.append(len(rows) if shaped else -1)
+        if shaped:
+            kind = first_match(path, patterns)
+            used_kinds[kind] = None
+            rows.append(follower.row(path, leaf, None if kind is None else kinds[kind][1]))
+    raise_errors(follower.errors)
+    decided = Decided(flat, index, rows)
+    raise_unknown(decided, follower.axes, plan.mesh)
+    raise_absent(decided, plan.mesh, axes, follower.declared)
+    if unused == "raise":
+        followed = [None if path in follower.open else path for path in flat.paths]
+        rules, given_kinds = follower.paths.rules, kind_rules.rules
+        raise_unused("rule", rules, unused_rules(rules, follower.used, flat, followed, "what they follow"))
+        raise_unused("`memory_kinds` entry", given_kinds, unused_rules(given_kinds, used_kinds, flat))
+    if plan.strict:
+        raise_loose(follower.loose)
+    content = plan.content
+    known = axes if content.axes is None else content.axes
+    skeleton = Skeleton(flat.paths, flat.treedef)
+    return ShardPlan(content.replaced(axes=known, rows=rows, index=index, skeleton=skeleton))
+
+
+_NO_RULES = PathRules(())
+
+
+def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
+    if over is None:
+        return None
+    given = over if isinstance(over, Fsdp) else fsdp(over)
+    known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.axes))
+    for axis in given.axes:
+        if axis not in known:
+            raise RuleError(
+                f"`over` names mesh axis {axis!r}, but the plan's mesh is {plan.mesh}{near(axis, known)}; use its axes."
+            )
+    return given
+
+
+def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> tuple[Any, str]:
+    """What `init` makes, as structs; and where these have no shardings, why JAX could not say them."""
+    mesh = plan.mesh.abstract()
+    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    given = (plan, *args)
+    # A state that holds the tree itself has its other leaves too, activation functions for one; but an optimizer's
+    # `init` takes arrays alone. Which of them `init` is shows when it meets a leaf that is no array.
+    has_others = any(isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given)
+    others = (_NoArray(), None) if has_others else (None,)
+    # Not every `init` can be typed on an Explicit mesh (an ambiguous contraction, a foreign callback): then its shapes
+    # alone decide.
+    *attempts, last = itertools.product((explicit, None), others)
+    refused = ""
+    for abstract, other in attempts:
+        try:
+            return _shapes(init, given, abstract, other), "" if abstract is explicit else refused
+        except Exception as error:  # JAX's sharding type error is not public; what is wrong is raised again below.
+            refused = f"{type(error).__name__}: {_first_sentence(str(error))}" if abstract is explicit else refused
+    return _shapes(init, given, *last), refused
+
+
+def _first_sentence(text: str) -> str:
+    """What a message says first, in one line and without its end."""
+    return text.strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
+
+
+class _NoArray:
+    """Stands for a leaf of the planned tree that is no array: the plan knows where it is, not what."""
+
+    def __repr__(self) -> str:
+        return "a leaf that is no array"
+
+
+def _shapes(init: Callable[..., Any], given: tuple[Any, ...], mesh: AbstractMesh | None, other: Any) -> Any:
+    structs = [_structs(arg, mesh, other) for arg in given]
+    # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
+    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(structs)):
+            # `jax.eval_shape` remembers what it has evaluated, and Equinox's does not. But it refuses results that hold
+            # what is no array, and makes arrays of weak type of Python's numbers; those are left to Equinox.
+            with contextlib.suppress(TypeError):
+                made = jax.eval_shape(init, *structs)
+                if not any(leaf.weak_type for leaf in jax.tree.leaves(made)):
+                    return made
+        return eqx.filter_eval_shape(init, *structs)
+
+
+def _structs(arg: Any, mesh: AbstractMesh | None, other: Any) -> Any:
+    if not isinstance(arg, ShardPlan):
+        return arg
+    return arg.content.tree([_struct(row, mesh) for row in arg.content.rows], other)
+
+
+def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
+    sharding = None if mesh is None else NamedSharding(mesh, pinned(row.spec))
+    return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
+
+
+class _Follower:
+    """What one call of `follow` goes by, and what it has found so far."""
+
+    def __init__(self, plan: ShardPlan, paths: PathRules, axes: AxisRules | None, over: Fsdp | None, refused: str):
+        self.plan, self.mesh, self.paths, self.over, self.refused = plan, axes_of(plan.mesh), paths, over, refused
+        self.axes = plan.axes if axes is None else axes
+        self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
+        self.patterns = compiled(paths)
+        self.used: dict[int, None] = {}
+        # The paths of arrays that follow nothing.
+        self.open: dict[str, None] = {}
+        self.errors: list[tuple[str, Any]] = []
+        # What a strict plan does not put up with, by path.
+        self.loose: list[tuple[str, tuple[int, ...], str]] = []
+
+    def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
+        shape = tuple(leaf.shape)
+        try:
+            request = self.request(path, leaf)
+            if self.plan.strict and math.prod(shape) > 1:
+                asked = row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+                self.loose += [(path, shape, str(why)) for why in asked.reasons]
+            if shape and self.over is not None:
+                request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
+            return row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+        except (SpecError, RuleError) as error:
+            self.errors.append((path, error))
+            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, 0, memory_kind)
+
+    def request(self, path: str, leaf: Any) -> Request:
+        shape = tuple(leaf.shape)
+        if not shape:
+            return _NOTHING._replace(reasons=(reason(Code.scalar, None),))
+        found = _followed(path, leaf, self.plan)
+        if found is not None:
+            return found
+        self.open[path] = None
+        number = first_match(path, self.patterns)
+        if number is not None:
+            self.used[number] = None
+            rule, target = f"paths[{number}] {self.paths.rules[number][0]}", self.paths.rules[number][1]
+            return asked_by_target(target, path, leaf, rule, self.axes, self.plan.mode)
+        if self.over is not None:
+            return _NOTHING
+        why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""
+        what = f"the array (it follows no planned one{why}; rules for such arrays go into `follow(..., paths=...)`)"
+        return _NOTHING._replace(reasons=(reason(Code.unmatched, None, what=what),))
+
+
+_NOTHING = Request(None, PartitionSpec(), None, None, (), ())
+
+
+def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
+    """What an array asks for because JAX, or the planned array that its path names, says so."""
+    source, kept = _source(path, tuple(leaf.shape), plan)
+    names, units = (None, None) if source is None else (_kept(source.names, kept, None), _kept(source.units, kept, 1))
+    namesake = None if source is None else trimmed(_kept(entries_of(pinned(source.spec)), kept, None) or ())
+    if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
+        spec = canonical(leaf.sharding.spec)
+        if spec != namesake:
+            # A transposed array of the same shape, for one: its dimensions are not those of its namesake.
+            names, units = None, None
+        return Request(names, spec, "the sharding that `init` gives it", units, (), ())
+    if source is None or namesake is None:
+        return None
+    # The array's own path has the numbers; without them here, repeated layers are planned alike, as one row.
+    rule = f"path and shape of `{'*'.join(between_numbers(source.path))}`"
+    return Request(names, namesake, rule, units, (), ())
+
+
+def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
+    """The planned array that the longest end of `path` names, or else the longest part of it, if the shapes fit.
+
+    The second value says for each dimension of `shape` which one of the planned array it is: of all, of those that a
+    factored statistic keeps, or of none where it counts what a history holds.
+    """
+    planned = plan.content.by_path
+    parts = path.split("/")
+    for stop in range(len(parts), 0, -1):
+        # Only an end may be empty: the path of a tree that is one array.
+        for start in range(stop if stop < len(parts) else stop + 1):
+            leaf = planned.get("/".join(parts[start:stop]))
+            kept = None if leaf is None else _dims(leaf.shape, shape)
+            if kept is not None:
+                return leaf, kept
+    return None, ()
+
+
+def _dims(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
+    """Which dimension of a planned array each one of `shape` is, if there is one way to tell."""
+    more = len(shape) - len(planned)
+    if more > 0:
+        return (*[None] * more, *range(len(planned))) if planned and shape[more:] == planned else None
+    kept = [dims for dims in itertools.combinations(range(len(planned)), len(shape)) if _at(planned, dims) == shape]
+    return kept[0] if len(kept) == 1 else None
+
+
+def _at(values: tuple[Any, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(values[dim] for dim in dims)
+
+
+def _kept(values: tuple[Any, ...] | None, dims: tuple[int | None, ...], other: Any) -> tuple[Any, ...] | None:
+    """The entries for `dims` of a tuple that may be shorter than the rank; `other` where there is none."""
+    if values is None:
+        return None
+    return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)

@@ -1,0 +1,303 @@
+"""How two plans differ: leaves, axes that moved between dimensions, and what it costs to get from one to the other."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from .._ground.errors import LeafTypeError, MeshError, SpecError
+from .._ground.html import html_table
+from .._ground.spec import entries_of, entry_axes
+from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, spec_text
+from .._plan.differences import OTHER_TREES, fields_that_differ, plan_lines
+from .._plan.leaf import LeafPlan
+from .._plan.shard_plan import ShardPlan, check_plan
+from .._plan.skeleton import Skeleton
+from .._reshard.reshard_plan import LeafMove, plan_reshard
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisMove:
+    """A mesh axis that cuts other dimensions in the second plan than in the first.
+
+    **Arguments:**
+
+    - `axis`: the mesh axis.
+    - `src`, `dst`: the dimension that it cuts in the first plan and in the second; `None` where it cuts none.
+    """
+
+    axis: str
+    src: int | None
+    dst: int | None
+
+    def __str__(self) -> str:
+        if self.src is None:
+            return f"{self.axis} cuts dim {self.dst}"
+        if self.dst is None:
+            return f"{self.axis} no longer cuts dim {self.src}"
+        return f"{self.axis} dim {self.src} -> {self.dst}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafDiff:
+    """Arrays that differ in the same way between two plans; repeated layers are one.
+
+    **Arguments:**
+
+    - `path`: of the array, or of all with ranges for the numbers: `layers/{0..31}/attn/q_proj/weight`.
+    - `paths`: of each of them.
+    - `before`, `after`: the first of them in either plan; `None` where a plan lacks it.
+    - `fields`: the names of the fields of [`shardfx.LeafPlan`][] that differ.
+    - `axes`: the mesh axes that moved, one `AxisMove` each.
+    - `move`: how the first of them is moved from one plan to the other, as [`shardfx.plan_reshard`][] has it. `None`
+        where nothing can be moved: in one plan only, of another shape or dtype, or with unreduced axes.
+    - `wire_bytes`: bytes that enter a device to move all of them, the mean over devices.
+    """
+
+    path: str
+    paths: tuple[str, ...]
+    before: LeafPlan | None
+    after: LeafPlan | None
+    fields: tuple[str, ...]
+    axes: tuple[AxisMove, ...]
+    move: LeafMove | None
+    wire_bytes: int
+
+    @property
+    def count(self) -> int:
+        """How many arrays they are."""
+        return len(self.paths)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The collectives that move each of them, by kind; or the one word of `LeafMove.how`."""
+        if self.move is None:
+            return ()
+        return tuple(step.kind for step in self.move.steps) or (self.move.how,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """How two plans differ; made by [`shardfx.diff`][]. `print` shows it, and a notebook. It is true if they do.
+
+    **Arguments:**
+
+    - `plans`: a line for each of mesh, mode, rules and strictness that differs.
+    - `leaves`: what differs, and what would have to be moved, one `LeafDiff` for arrays that are
+        alike.
+    - `bytes_per_device`: of all arrays, before and after.
+    """
+
+    __module__ = "shardfx"
+
+    plans: tuple[str, ...]
+    leaves: tuple[LeafDiff, ...]
+    bytes_per_device: tuple[int, int]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter a device to get from the first plan to the second, the mean over devices."""
+        return sum(leaf.wire_bytes for leaf in self.leaves)
+
+    def __bool__(self) -> bool:
+        return bool(self.plans or self.leaves)
+
+    def __str__(self) -> str:
+        parts = ["\n".join(map(printable, self.plans)), *map(_paragraph, self.leaves), _totals(self)]
+        return "\n\n".join(part for part in parts if part)
+
+    def _repr_html_(self) -> str:
+        rows = [_HEADER, *map(_cells, self.leaves)]
+        return html_table(rows, right=_NUMBERS, below=[*self.plans, _totals(self)])
+
+
+def diff(a: ShardPlan, b: ShardPlan) -> Diff:
+    """How two plans differ, leaf by leaf, and what it costs to move a state from one to the other.
+
+    **Arguments:**
+
+    - `a`, `b`: the plans, before and after: of one tree or of two, for one mesh or for two.
+
+    **Returns:**
+
+    A `Diff`, false exactly if the digests are equal. Arrays whose rows are equal are in it where they
+    must move all the same, because the meshes differ.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, diff, plan
+
+        tree = {"layers": [{"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}] * 32}
+        mesh = MeshSpec({"fsdp": 4, "tensor": 2})
+        before = plan(tree, mesh, paths=PathRules.parse("w->fsdp.tensor"))
+        after = plan(tree, mesh, paths=PathRules.parse("w->tensor.fsdp"))
+        found = diff(before, after)
+        assert [str(move) for move in found.leaves[0].axes] == [
+            "fsdp dim 0 -> 1",
+            "tensor dim 1 -> 0",
+        ]
+        print(found)
+        ```
+    """
+    check_plan("a", a)
+    check_plan("b", b)
+    totals = (a.bytes_per_device, b.bytes_per_device)
+    if a.digest == b.digest:
+        return Diff((), (), totals)
+    plans = plan_lines(a, b)
+    moves = _moves(a, b, all_leaves=a.mesh != b.mesh)
+    groups: dict[Any, list[tuple[LeafPlan | None, LeafPlan | None]]] = {}
+    for before, after in _pairs(a, b):
+        path = (before or after).path  # pyright: ignore[reportOptionalMemberAccess]
+        move = moves.get(path)
+        fields = _fields(before, after)
+        if fields or before is None or after is None or (move is not None and not move.idle):
+            key = (between_numbers(path), _alike(before), _alike(after))
+            groups.setdefault(key, []).append((before, after))
+    leaves = tuple(_leaf_diff(pairs, moves) for pairs in groups.values())
+    if not plans and not leaves:
+        plans = (OTHER_TREES,)
+    return Diff(plans, leaves, totals)
+
+
+def _pairs(a: ShardPlan, b: ShardPlan) -> Iterator[tuple[LeafPlan | None, LeafPlan | None]]:
+    """Each array of either plan with that of the same path in the other, in the order of `a`, then of `b`."""
+    there, here = b.content.by_path, a.content.by_path
+    for leaf in a.leaves:
+        yield leaf, there.get(leaf.path)
+    for leaf in b.leaves:
+        if leaf.path not in here:
+            yield None, leaf
+
+
+def _fields(before: LeafPlan | None, after: LeafPlan | None) -> tuple[str, ...]:
+    return () if before is None or after is None else fields_that_differ(before, after)
+
+
+def _alike(leaf: LeafPlan | None) -> Any:
+    return None if leaf is None else dataclasses.replace(leaf, path="")
+
+
+def _leaf_diff(pairs: Sequence[tuple[LeafPlan | None, LeafPlan | None]], moves: dict[str, LeafMove]) -> LeafDiff:
+    before, after = pairs[0]
+    paths = tuple((one or two).path for one, two in pairs)  # pyright: ignore[reportOptionalMemberAccess]
+    axes = () if before is None or after is None else _axis_moves(before, after)
+    wire = sum(moves[path].wire_bytes for path in paths if path in moves)
+    fields = _fields(before, after)
+    return LeafDiff(joined(paths), paths, before, after, fields, axes, moves.get(paths[0]), wire)
+
+
+def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
+    src, dst = _dims_of_axes(before), _dims_of_axes(after)
+    moved = [AxisMove(axis, src.get(axis), dst.get(axis)) for axis in dict.fromkeys([*src, *dst])]
+    return tuple(move for move in moved if move.src != move.dst)
+
+
+def _dims_of_axes(leaf: LeafPlan) -> dict[str, int]:
+    return {axis: dim for dim, entry in enumerate(entries_of(leaf.spec)) for axis in entry_axes(entry)}
+
+
+def _moves(a: ShardPlan, b: ShardPlan, *, all_leaves: bool) -> dict[str, LeafMove]:
+    """How each array is moved that is in both plans, and may lie elsewhere in the second."""
+    there = b.content.by_path
+    common = [
+        leaf.path
+        for leaf in a.leaves
+        if (other := there.get(leaf.path)) is not None
+        and (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
+        and (all_leaves or (leaf.spec, leaf.memory_kind) != (other.spec, other.memory_kind))
+    ]
+    try:
+        return _planned(a, b, common)
+    except (SpecError, MeshError, LeafTypeError):
+        # An array that JAX cannot move says nothing about the others.
+        return {path: move for at in common for path, move in _movable(a, b, at).items()}
+
+
+def _movable(a: ShardPlan, b: ShardPlan, path: str) -> dict[str, LeafMove]:
+    try:
+        return _planned(a, b, [path])
+    except (SpecError, MeshError, LeafTypeError):
+        return {}
+
+
+def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, LeafMove]:
+    made = plan_reshard(_of_paths(a, paths), _of_paths(b, paths))
+    return {leaf.path: leaf for leaf in made.leaves}
+
+
+def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
+    """The plan of a flat tree that has these arrays, in this order."""
+    numbers = dict(plan.content.numbered)
+    index, skeleton = (
+        [numbers[path] for path in paths],
+        Skeleton(tuple(paths), jax.tree.structure([*range(len(paths))])),
+    )
+    return ShardPlan(plan.content.replaced(index=index, skeleton=skeleton))
+
+
+_HEADER = ("path", "arrays", "shape", "before", "after", "bytes/device", "what", "wire/device", "how")
+_NUMBERS = {"arrays", "bytes/device", "wire/device"}
+
+
+def _cells(row: LeafDiff) -> tuple[str, ...]:
+    shapes = [array_text(leaf.dtype, leaf.shape) for leaf in (row.before, row.after) if leaf is not None]
+    specs = ["(none)" if leaf is None else spec_text(entries_of(leaf.spec)) for leaf in (row.before, row.after)]
+    sizes = [bytes_text(leaf.bytes_per_device * row.count) if leaf else "-" for leaf in (row.before, row.after)]
+    return (
+        row.path,
+        str(row.count),
+        " -> ".join(dict.fromkeys(shapes)),
+        *specs,
+        " -> ".join(dict.fromkeys(sizes)),
+        _what(row),
+        bytes_text(row.wire_bytes) if row.wire_bytes else "-",
+        " > ".join(row.steps) or "-",
+    )
+
+
+def _paragraph(row: LeafDiff) -> str:
+    path, count, shape, before, after, size, what, wire, how = map(printable, _cells(row))
+    told = [f"{path}: {f'{count} x ' if row.count > 1 else ''}{shape}"]
+    told.append(before if before == after else f"{before} -> {after}")
+    told[-1] += f": {what}" if what != "-" else ""
+    told.append(f"{size} per device")
+    told[-1] += f"; {wire} enter each device: {how}" if row.wire_bytes else f"; {how}" if row.move else ""
+    return "\n    ".join(told)
+
+
+# What the other columns show, or what follows from it.
+_SHOWN = {"path", "shape", "dtype", "spec", "bytes", "bytes_per_device", "requested", "reasons"}
+
+
+def _what(row: LeafDiff) -> str:
+    if row.before is None or row.after is None:
+        return "only in the first" if row.after is None else "only in the second"
+    told = [*map(str, row.axes)]
+    for name in row.fields:
+        one, two = vars(row.before)[name], vars(row.after)[name]
+        if name not in _SHOWN:
+            told.append(f"{name}: {_value(one)} -> {_value(two)}")
+    if not told and row.fields:
+        told = [f"{name} differs" for name in row.fields if name in ("requested", "reasons")]
+    return ", ".join(told) or "-"
+
+
+def _value(value: Any) -> str:
+    return spec_text(value) if isinstance(value, tuple) else str(value)
+
+
+def _totals(found: Diff) -> str:
+    before, after = map(bytes_text, found.bytes_per_device)
+    if not found:
+        return f"the plans are equal: {before} per device"
+    count = sum(leaf.count for leaf in found.leaves)
+    sizes = before if before == after else f"{before} -> {after}"
+    return (
+        f"{plural(count, 'array differs or moves', 'arrays differ or move')}, {sizes} per device.\n"
+        f"To get from one plan to the other {bytes_text(found.wire_bytes)} enter each device."
+    )

@@ -1,0 +1,300 @@
+"""Why one array of a plan is sharded as it is, dimension by dimension, and what would change it."""
+
+import dataclasses
+import math
+import re
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from .._ground.errors import UnknownPathError
+from .._ground.html import html_table
+from .._ground.reason import Code, Reason
+from .._ground.spec import array_bytes, entries_of, entry_axes
+from .._ground.text import array_text, between_numbers, bytes_text, entry_text, joined, printable, spec_text, table
+from .._plan.leaf import LeafPlan
+from .._plan.shard_plan import ShardPlan, check_plan
+from .._rules.axis_rules import near
+from .._rules.resolution import Attempt as Attempt, attempts
+from ..topology._mesh import MeshSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class DimExplanation:
+    """Why one dimension of an array is cut as it is.
+
+    **Arguments:**
+
+    - `dim`, `size`: the dimension, and how many elements it has.
+    - `unit`: how many of them may not be cut apart; 1 where any cut will do.
+    - `name`: its logical name or names, `None` without one.
+    - `tried`: what each rule for its names came to, in the order of the rules.
+    - `wanted`: the mesh axes that its rule, or all rules for its name that could apply, asked for.
+    - `kept`: those of them that cut it.
+    - `dropped`: those that do not.
+    - `added`: the axes beside them that cut it: of `fsdp(...)` after a rule, for one.
+    - `reasons`: why axes were dropped.
+    - `sizes`: where the size is at fault, the nearest sizes below and above that all wanted axes would cut.
+    - `free`: mesh axes that cut no dimension of the array, and would cut this one evenly.
+    - `changes`: sentences on what would change it.
+    """
+
+    dim: int
+    size: int
+    unit: int
+    name: Any
+    tried: tuple[Attempt, ...]
+    wanted: tuple[str, ...]
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+    added: tuple[str, ...]
+    reasons: tuple[Reason, ...]
+    sizes: tuple[int, ...]
+    free: tuple[str, ...]
+    changes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Why one array of a plan is sharded as it is; made by [`shardfx.explain`][]. `print` shows it, and a notebook.
+
+    **Arguments:**
+
+    - `leaf`: the array's row in the plan.
+    - `mesh`: the plan's mesh.
+    - `dims`: one `DimExplanation` per dimension.
+    - `reasons`: those of the plan's reasons that are about the array as a whole.
+    - `changes`: what would change these, a sentence each.
+    """
+
+    __module__ = "shardfx"
+
+    leaf: LeafPlan
+    mesh: MeshSpec
+    dims: tuple[DimExplanation, ...]
+    reasons: tuple[Reason, ...]
+    changes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [*_head(self), *([""] if self.dims else [])]
+        lines += table([_HEADER, *map(_cells, self.dims)], right=_NUMBERS) if self.dims else []
+        for title, notes in _notes(self):
+            lines += ["", printable(title), *[line for note in notes for line in _wrapped(printable(note))]]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        notes = [f"{title}: {note}" for title, lines in _notes(self) for note in lines]
+        rows = [_HEADER, *map(_cells, self.dims)] if self.dims else []
+        return html_table([], below=_head(self)) + "\n" + html_table(rows, right=_NUMBERS, below=notes)
+
+
+def explain(plan: ShardPlan, path: str) -> Explanation:
+    """Why one array of a plan is sharded as it is, and what would change it.
+
+    Nothing is kept for this while planning: the plan has its rules, reasons and requests, and the rules are read again
+    by the function that applied them.
+
+    **Arguments:**
+
+    - `plan`: the plan.
+    - `path`: of the array, as the plan's report names it; or a regex that finds one array, or arrays of repeated layers
+        alone, of which the first is taken: `k_proj`.
+
+    **Returns:**
+
+    An `Explanation`.
+
+    **Raises:**
+
+    `UnknownPathError` with the nearest paths if the plan has no such array; also for a regex that finds others beside.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import AxisRules, MeshSpec, explain, plan
+
+        tree = {"head": jax.ShapeDtypeStruct((768, 50257), jnp.bfloat16)}
+        axes = AxisRules([("vocab", "tensor"), ("embed", "tensor"), ("embed", "fsdp")])
+        mesh = MeshSpec({"fsdp": 4, "tensor": 8})
+        made = plan(tree, mesh, names={"head": ("embed", "vocab")}, axes=axes)
+        why = explain(made, "head")
+        assert why.dims[1].sizes == (50256, 50264)
+        assert why.dims[0].tried[0].outcome == "blocked"
+        print(why)
+        ```
+    """
+    check_plan("plan", plan)
+    leaf = _found(plan, path)
+    entries = _padded(entries_of(leaf.spec), len(leaf.shape))
+    asked = _padded(entries_of(leaf.requested), len(leaf.shape))
+    names = _padded(leaf.names or (), len(leaf.shape))
+    units = leaf.units or (1,) * len(leaf.shape)
+    tried = () if leaf.names is None or plan.axes is None else attempts(leaf.names, plan.axes, plan.mode)
+    used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
+    dims = []
+    for dim, size in enumerate(leaf.shape):
+        own = tuple(one for one in tried if one.dim == dim)
+        reasons = tuple(why for why in leaf.reasons if why.dim == dim)
+        blocked = [axis for why in reasons if why.code is Code.blocked for axis in why.axes]
+        wanted = tuple(dict.fromkeys([*entry_axes(asked[dim]), *blocked]))
+        has = entry_axes(entries[dim])
+        kept, dropped = (tuple(axis for axis in wanted if (axis in has) is held) for held in (True, False))
+        added = tuple(axis for axis in has if axis not in wanted)
+        count = size // units[dim] if size % units[dim] == 0 else 1
+        left = count // plan.mesh.axis_size(has) if has else count
+        free = _free(left, used, plan.mesh) if size else ()
+        sizes = _nearest_sizes(reasons, wanted, size, units[dim], plan.mesh)
+        changes = [text for why in reasons for text in _changes(why, plan, tried, used, left, sizes)]
+        if free and dropped:
+            changes.append(f"free mesh axes that cut it evenly: {_sized(free, plan.mesh)}")
+        columns = (own, wanted, kept, dropped, added, reasons, sizes, free, tuple(changes))
+        dims.append(DimExplanation(dim, size, units[dim], names[dim], *columns))
+    whole = tuple(why for why in leaf.reasons if why.dim is None)
+    texts = tuple(text for why in whole for text in _changes(why, plan, tried, used, 1, ()))
+    return Explanation(leaf, plan.mesh, tuple(dims), whole, texts)
+
+
+def _found(plan: ShardPlan, where: str) -> LeafPlan:
+    """The array at a path, or the first of those that a regex finds if they differ in numbers alone."""
+    if where in plan:
+        return plan[where]
+    try:
+        pattern = re.compile(where)
+    except re.error:
+        return plan[where]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path in plan:
+        if pattern.search(path):
+            groups.setdefault(between_numbers(path), []).append(path)
+    if not groups:
+        return plan[where]
+    if len(groups) > 1:
+        shown = [f"`{joined(paths)}`" for paths in list(groups.values())[:_MOST_GROUPS]]
+        more = [f"{len(groups) - len(shown)} more"] if len(groups) > len(shown) else []
+        raise UnknownPathError(f"{where!r} finds {' and '.join(shown + more)}; write more of the path of one.")
+    ((first, *_),) = groups.values()
+    return plan[first]
+
+
+_MOST_GROUPS = 4
+
+
+def _padded(entries: Iterable[Any], rank: int) -> tuple[Any, ...]:
+    given = tuple(entries)[:rank]
+    return (*given, *[None] * (rank - len(given)))
+
+
+def _free(left: int, used: dict[str, int], mesh: MeshSpec) -> tuple[str, ...]:
+    """The axes of more than one device that cut nothing yet, and would cut `left` more elements or units evenly."""
+    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in used and left % size == 0)
+
+
+def _nearest_sizes(
+    reasons: tuple[Reason, ...], wanted: tuple[str, ...], size: int, unit: int, mesh: MeshSpec
+) -> tuple[int, ...]:
+    if not any(why.code in (Code.indivisible, Code.unit) for why in reasons):
+        return ()
+    product = math.prod(mesh.shape[axis] for axis in wanted if axis in mesh.shape) * unit
+    below = size // product * product
+    return tuple(near for near in (below, below + product) if near)
+
+
+def _changes(
+    why: Reason,
+    plan: ShardPlan,
+    tried: tuple[Attempt, ...],
+    used: dict[str, int],
+    left: int,
+    sizes: tuple[int, ...],
+) -> list[str]:
+    """What would take one reason away, with the values of this plan."""
+    mesh = plan.mesh
+    if why.code in (Code.indivisible, Code.unit) and why.dim is not None:
+        shares = [(axis, math.gcd(left, mesh.shape[axis])) for axis in why.axes if axis in mesh.shape]
+        parts = [f"`{axis}` of size {share} would" for axis, share in shares if 1 < share < mesh.shape[axis]]
+        near_sizes = f"the nearest sizes that divide: {' and '.join(map(str, sizes))}"
+        return [near_sizes, *([f"{' or '.join(parts)} cut it (`refine=True` splits the axis)"] if parts else [])]
+    if why.code is Code.blocked:
+        winners = {axis: one for one in tried if one.outcome == "applied" for axis in entry_axes(one.rule[1])}
+        return [
+            f"`{axis}` went to dim {winners[axis].dim} (`{winners[axis].name}`) by {_place(winners[axis])}; the rule "
+            "that stands first wins"
+            for axis in why.axes
+            if axis in winners
+        ]
+    if why.code is Code.unmatched and why.dim is not None and plan.axes is not None:
+        return [f"the rules have {plan.axes.names}{near(axis, plan.axes.names)}" for axis in why.axes]
+    if why.code is Code.absent:
+        return [f"the mesh has {mesh.axis_names}{near(axis, mesh.axis_names)}, no `{axis}`" for axis in why.axes]
+    if why.code is Code.duplicate:
+        return [f"`{axis}` cuts dim {used[axis]}" for axis in dict.fromkeys(why.axes) if axis in used]
+    return []
+
+
+def _place(attempt: Attempt) -> str:
+    rules = "axes.rules" if attempt.mode is None else f"axes.modes[{attempt.mode!r}]"
+    return f"{rules}[{attempt.number}]"
+
+
+def _sized(axes: Iterable[str], mesh: MeshSpec) -> str:
+    return ", ".join(f"`{axis}` ({mesh.shape[axis]})" for axis in axes)
+
+
+_HEADER = ("dim", "size", "name", "wanted", "kept", "dropped", "added", "free")
+_NUMBERS = {"dim"}
+_WIDTH = 84
+_PATH_RULE = re.compile(r"paths\[(\d+)\]")
+
+
+def _head(found: Explanation) -> list[str]:
+    leaf, mesh = found.leaf, found.mesh
+    array = array_text(leaf.dtype, leaf.shape)
+    first = f"{leaf.path}: {array}, {bytes_text(leaf.bytes)}, on mesh {mesh} ({mesh.size:,} devices)"
+    asked = f"asked for: {spec_text(entries_of(leaf.requested))} by {leaf.rule or 'no rule'}"
+    number = _PATH_RULE.match(leaf.rule or "")
+    if number and int(number[1]):
+        before = int(number[1]) - 1
+        asked += f" (the first that matches: {'rule 0 does' if not before else f'rules 0 to {before} do'} not)"
+    steps = [f"fsdp({', '.join(step.axes)})" for step in leaf.strategies]
+    asked += f", then {', then '.join(steps)}" if steps else ""
+    gets = f"gets: {spec_text(entries_of(leaf.spec))}, {bytes_text(leaf.bytes_per_device)} on each device"
+    gets += f", in {leaf.memory_kind}" if leaf.memory_kind else ""
+    even = array_bytes(leaf.shape, leaf.dtype) / mesh.size
+    gets += f", {leaf.bytes_per_device / even:.4g} x an even split" if even >= 1 else ""
+    return [printable(line) for line in (first, asked, gets)]
+
+
+def _cells(dim: DimExplanation) -> tuple[str, ...]:
+    size = str(dim.size) if dim.unit == 1 else f"{dim.size} in units of {dim.unit}"
+    axes = (dim.wanted, dim.kept, dim.dropped, dim.added, dim.free)
+    return (str(dim.dim), size, entry_text(dim.name), *["+".join(names) or "-" for names in axes])
+
+
+def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
+    """A title and its lines for each dimension that there is something to say about, then for the whole array."""
+    parts = [(f"dim {dim.dim}", _dim_notes(dim)) for dim in found.dims]
+    whole = [f"why: {why.message}" for why in found.reasons] + [f"change: {text}" for text in found.changes]
+    return [(title, notes) for title, notes in [*parts, ("the array", whole)] if notes]
+
+
+def _wrapped(note: str) -> list[str]:
+    first, *rest = textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
+    return [f"  {first}", *[f"      {line}" for line in rest]]
+
+
+def _dim_notes(dim: DimExplanation) -> list[str]:
+    tried = [f"{_place(one)}: {one.rule[0]} -> {entry_text(one.rule[1])}: {_outcome(one, dim)}" for one in dim.tried]
+    return [*tried, *[f"why: {why.message}" for why in dim.reasons], *[f"change: {text}" for text in dim.changes]]
+
+
+def _outcome(attempt: Attempt, dim: DimExplanation) -> str:
+    if attempt.outcome == "blocked":
+        users = ", ".join(f"`{axis}` is on dim {dim} (`{name}`)" for axis, name, dim in attempt.taken)
+        return f"blocked, {users}"
+    if attempt.outcome == "settled":
+        return "not needed, an earlier rule applies"
+    if dropped := [f"`{axis}`" for axis in entry_axes(attempt.rule[1]) if axis in dim.dropped]:
+        return f"matches, and {' and '.join(dropped)} {'is' if len(dropped) == 1 else 'are'} dropped"
+    return "applies" if attempt.rule[1] is not None else "applies: whole, and no rule after it is asked"

@@ -1,0 +1,168 @@
+"""Everything that is wrong with rules, or looks so, at once: as data, on no devices."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from jax.sharding import AbstractMesh, Mesh
+
+from .._ground.errors import MeshError, RuleError, SpecError
+from .._ground.tree import Flat, flatten
+from .._plan.complaints import raise_empty
+from .._plan.content import Content
+from .._plan.leaf import MEMORY_KINDS, memory_kind_pairs
+from .._plan.names import names_of_leaves
+from .._plan.planner import drafted
+from .._plan.shard_plan import ShardPlan
+from .._plan.skeleton import Skeleton
+from .._rules.axis_rules import AxisRules, check_axis_rules, near, nearest
+from .._rules.path_rules import PathRules, check_path_rules
+from ..topology._mesh import MeshSpec
+from .finding import Finding, Findings, Severity, findings_of
+from .heads import cut_heads
+from .leaf_checks import corrected, replicated
+from .mistakes import absent, uncovered_leaves, unknown_names, unplannable, unused_findings
+from .named import contradicted_names
+from .rule_checks import dead_rules, unused_axes
+from .stacks import uneven_layers
+from .states import optimizer_states
+from .subject import Subject
+
+
+def lint(
+    tree: Any,
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
+    *,
+    paths: PathRules | None = None,
+    names: Any = None,
+    axes: AxisRules | None = None,
+    mode: str | None = None,
+    min_bytes: int = 0,
+    memory_kinds: Iterable[tuple[str, str]] | None = None,
+    unmatched: Literal["raise", "replicate"] = "raise",
+    unused: Literal["raise", "allow"] = "raise",
+    strict: bool = False,
+    refine: bool = False,
+    replicated_bytes: int = 2**26,
+    head_dim: int | None = None,
+) -> Findings:
+    """Everything that is wrong with a tree's rules, or looks so: all of it at once, as data.
+
+    It takes what [`shardfx.plan`][] takes. What `plan` would raise is a finding of severity "error", and there is one
+    exactly if `plan` raises. A ready plan can be checked too, with optimizer states in it or not.
+
+    **Arguments:**
+
+    - `tree`, `mesh`, `paths`, `names`, `axes`, `mode`, `min_bytes`, `memory_kinds`, `unmatched`, `unused`, `strict`,
+        `refine`: as in [`shardfx.plan`][]; or a [`shardfx.ShardPlan`][] alone, `lint(plan)`.
+    - `replicated_bytes`: leaves of so many bytes are reported if every device holds them whole; and so is what sharding
+        optimizer states further would save.
+    - `head_dim`: how many elements an attention head has, where the tree does not tell.
+
+    **Returns:**
+
+    `Findings`: a tuple of `Finding`s, most bytes first, which prints as a table. Each
+    has a `fix`: statements over the names of these arguments that take it away.
+
+    **Raises:**
+
+    `RuleError` for `paths` and `axes` of other types, `LeafTypeError` for a tree of specs or without arrays: no mistake
+    in rules raises.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import AxisRules, MeshSpec, lint
+
+        tree = {"embed": jax.ShapeDtypeStruct((50257, 768), jnp.float32)}
+        axes = AxisRules([("vocab", "tensor"), ("embd", "fsdp")])
+        mesh = MeshSpec({"fsdp": 4, "tensor": 2})
+        found = lint(tree, mesh, names={"embed": ("vocab", "embed")}, axes=axes)
+        assert [one.code for one in found] == ["unknown-name", "corrected"]
+        assert found[0].fix == "axes = axes.with_alias('embed', of='embd')"
+        print(found)
+        ```
+    """
+    if isinstance(tree, ShardPlan):
+        return findings_of(_of_leaves(_of_plan(tree), replicated_bytes, head_dim))
+    if mesh is None:
+        raise MeshError("`lint` needs the mesh: `lint(tree, MeshSpec({...}), ...)`; a plan alone has its own.")
+    if paths is not None:
+        check_path_rules("paths", paths)
+    if axes is not None:
+        check_axis_rules("axes", axes)
+    flat = flatten(tree)
+    if unused == "raise":
+        raise_empty(tree, flat, paths)
+    found: list[Finding] = []
+    given = _names(names, tree, flat, axes, found)
+    kinds = _kinds(memory_kinds, found)
+    draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
+    if axes is not None and mode is not None and mode not in dict(axes.modes):
+        if draft.errors:
+            found.append(_unknown_mode(mode, axes))
+        mode = None
+        draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
+    index = [max(number, -1) for number in draft.numbers] if draft.errors else draft.numbers
+    content = Content(draft.mesh, None, axes, mode, draft.rows, index, Skeleton(flat.paths, flat.treedef))
+    subject = Subject(content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
+    rules: Severity = "error" if unmatched == "raise" else "warning"
+    found += unplannable(subject, draft)
+    found += uncovered_leaves(subject, draft, rules)
+    found += unknown_names(subject, draft, rules)
+    found += absent(subject, draft, rules)
+    found += unused_findings(subject, draft, kinds, "error" if unused == "raise" else "warning")
+    found += unused_axes(subject, rules)
+    found += _of_leaves(
+        dataclasses.replace(subject, content=subject.refined) if refine else subject, replicated_bytes, head_dim
+    )
+    return findings_of(found)
+
+
+def _of_plan(plan: ShardPlan) -> Subject:
+    content = plan.content
+    return Subject(content, plan.mesh, None, None, None, plan.axes, plan.mode, 0, plan.strict, False)
+
+
+def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
+    """What a plan tells by itself."""
+    yield from dead_rules(subject)
+    yield from corrected(subject)
+    yield from replicated(subject, replicated_bytes)
+    yield from cut_heads(subject, head_dim)
+    yield from contradicted_names(subject)
+    yield from uneven_layers(subject)
+    yield from optimizer_states(subject, replicated_bytes)
+
+
+def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
+    """The names of each leaf; none where they do not fit the tree."""
+    try:
+        return names_of_leaves(names, tree, flat, axes)
+    except (RuleError, SpecError) as error:
+        found.append(Finding("invalid", "error", "names", 0, str(error), "names = None"))
+        return [None] * len(flat.leaves)
+
+
+def _kinds(given: Iterable[tuple[str, str]] | None, found: list[Finding]) -> tuple[tuple[str, str], ...]:
+    """The memory kinds that can be used."""
+    pairs = tuple(given or ())
+    used: list[tuple[str, str]] = []
+    for at, (regex, kind) in enumerate(pairs):
+        try:
+            used += memory_kind_pairs([(regex, kind)])
+            PathRules([(regex, ())])
+        except RuleError as error:
+            meant = [(regex, other) for other in nearest(kind, MEMORY_KINDS)[:1] if kind not in MEMORY_KINDS]
+            fix = f"memory_kinds = {(*pairs[:at], *meant, *pairs[at + 1 :])!r}"
+            found.append(Finding("invalid", "error", f"memory_kinds[{at}] {regex!r}", 0, str(error), fix))
+    return tuple(used)
+
+
+def _unknown_mode(mode: str, axes: AxisRules) -> Finding:
+    known = tuple(dict(axes.modes))
+    meant = next(iter(nearest(mode, known)), None)
+    message = f"the mode {mode!r} is unknown; the rules have {known}{near(mode, known)}"
+    return Finding("invalid", "error", f"mode {mode!r}", 0, message, f"mode = {meant!r}")

@@ -1,0 +1,237 @@
+"""All that a report of a plan shows, as plain data: what the page draws, and what `--json` prints."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .._ground.reason import Code, Reason
+from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
+from .._ground.text import array_text, entry_text, plural
+from .._plan.facts import ReportRow, report_rows_of
+from .._plan.leaf import LeafPlan
+from .._plan.shard_plan import ShardPlan, check_plan
+from ..chips import Chip, find
+from ..cost._fit import Fit
+from ..cost._traffic_rows import Traffic, TrafficRow
+from ..topology._mesh import MeshSpec
+from .finding import Finding
+
+
+FORMAT = 1
+
+
+def report_data(
+    plan: ShardPlan,
+    *,
+    title: str | None = None,
+    findings: Iterable[Finding] = (),
+    traffic: Traffic | None = None,
+    fit: Fit | None = None,
+    chip: str | Chip | None = None,
+) -> dict[str, Any]:
+    """What a report says, as dicts, lists, strings and numbers that `json.dumps` takes.
+
+    **Arguments:**
+
+    - `plan`: the plan.
+    - `title`: what it is a plan of, such as the model's name.
+    - `findings`: what [`shardfx.lint`][] found.
+    - `traffic`: what a step under the plan sends, from [`shardfx.cost.traffic`][].
+    - `fit`: what a step under the plan needs of a chip's memory, from [`shardfx.cost.fit`][]; it takes the place of
+        what the plan's arrays alone need.
+    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name. That of `fit`, if there
+        is one and this is left out.
+
+    **Returns:**
+
+    A dict with `title`, `verdict`, `mesh`, `totals`, `rows` (one per `ReportRow`), `memory` (bytes
+    per device of each part of the tree, or of each group of `fit`), `chip`, `fit`, `findings` and `traffic`. Names are
+    as they are: escape them where they are shown.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx._see import report_data
+
+        tree = {"layers": [{"w": jnp.ones((8, 6))}] * 4}
+        rules = PathRules.parse("w->data.tensor")
+        made = plan(tree, MeshSpec({"data": 2, "tensor": 4}), paths=rules)
+        (row,) = report_data(made)["rows"]
+        assert (row["path"], row["arrays"]) == ("layers/{0..3}/w", 4)
+        assert row["spec"] == [["data"], []] and row["reasons"][0]["code"] == "indivisible"
+        ```
+    """
+    check_plan("plan", plan)
+    rows = report_rows_of(plan.content)
+    known = fit.chip if chip is None and fit is not None else chip
+    found, hardware, totals = tuple(findings), None if known is None else _chip(find(known)), _totals(plan, rows)
+    return {
+        "format": FORMAT,
+        "title": title,
+        "digest": plan.digest,
+        "verdict": _verdict(totals, found, fit, hardware),
+        "mesh": _mesh(plan.mesh),
+        "totals": totals,
+        "rows": [_row(row, plan.mesh) for row in rows],
+        "memory": _memory(rows) if fit is None else _memory_of_step(fit),
+        "fit": None if fit is None else _fit(fit),
+        "chip": hardware,
+        "findings": [_finding(finding) for finding in found],
+        "traffic": None if traffic is None else _traffic(traffic),
+    }
+
+
+def _mesh(mesh: MeshSpec) -> dict[str, Any]:
+    columns = zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, mesh.axis_types, strict=True)
+    axes = [
+        {"name": name, "size": int(size), "slices": int(slices), "type": kind.name}
+        for name, size, slices, kind in columns
+    ]
+    return {"text": str(mesh), "devices": int(mesh.size), "slices": math.prod(mesh.dcn_sizes), "axes": axes}
+
+
+def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, Any]:
+    whole = [row for row in rows if row.bytes_per_device == row.bytes] if plan.mesh.size > 1 else []
+    return {
+        "arrays": sum(row.count for row in rows),
+        "bytes": plan.bytes_total,
+        "bytes_per_device": plan.bytes_per_device,
+        "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
+        "replicated_bytes": sum(row.bytes for row in whole),
+        "corrected_arrays": sum(row.count for row in rows if _is_less(row.leaf)),
+    }
+
+
+# From how many times an even split on a plan looks doubtful, and bad.
+_DOUBTFUL, _BAD = 1.5, 4.0
+
+
+def _verdict(
+    totals: dict[str, Any], findings: Sequence[Finding], fit: Fit | None, chip: dict[str, Any] | None
+) -> dict[str, str]:
+    """The plan in one line, and whether it is "good", doubtful ("warn") or "bad"."""
+    less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
+    ratio = totals["bytes_per_device"] / even if even else 1.0
+    errors, warnings = (sum(one.severity == severity for one in findings) for severity in ("error", "warning"))
+    held = totals["bytes_per_device"] if fit is None else fit.peak_bytes
+    is_full = chip is not None and held > chip["usable_hbm_bytes_per_device"]
+    told = [
+        f"{plural(less, 'array')} got less than asked" if less else "every array got what its rule asked for",
+        f"{ratio:.3g} times an even split",
+        plural(errors, "error") if errors else "",
+        plural(warnings, "warning") if warnings else "",
+        f"it does not fit {chip['name']}" if is_full and chip is not None else "",
+    ]
+    level = "warn" if less or warnings or ratio >= _DOUBTFUL else "good"
+    return {"level": "bad" if errors or is_full or ratio >= _BAD else level, "text": ", ".join(filter(None, told))}
+
+
+def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, Any]:
+    leaf = row.leaf
+    return {
+        "path": row.path,
+        "arrays": row.count,
+        "array": array_text(leaf.dtype, leaf.shape),
+        "shape": list(leaf.shape),
+        "shard_shape": list(shard_shape(leaf.shape, pinned(leaf.spec), mesh.shape)),
+        "names": None if leaf.names is None else [entry_text(name) for name in leaf.names],
+        "requested": _axes(leaf, leaf.requested),
+        "spec": _axes(leaf, leaf.spec),
+        "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
+        "less": _is_less(leaf),
+        "strategies": [list(step.axes) for step in leaf.strategies],
+        "rule": leaf.rule,
+        "reasons": [_reason(reason) for reason in leaf.reasons],
+        "memory_kind": leaf.memory_kind,
+        "bytes": row.bytes,
+        "bytes_per_device": row.bytes_per_device,
+    }
+
+
+def _lost(leaf: LeafPlan) -> list[list[str]]:
+    """For each dimension the mesh axes that a rule asked for and that do not cut it; a strategy may add others."""
+    asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
+    pairs = zip(asked[: len(given)], given, strict=True)
+    return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]
+
+
+# Why a strategy, which asks for no dimension, could not cut what it was to cut.
+_CUT_SHORT = (Code.indivisible, Code.unit, Code.duplicate)
+
+
+def _is_less(leaf: LeafPlan) -> bool:
+    return any(_lost(leaf)) or any(reason.code in _CUT_SHORT for reason in leaf.reasons)
+
+
+def _axes(leaf: LeafPlan, spec: Any) -> list[list[str] | None]:
+    """For each dimension the mesh axes that cut it; `None` where the compiler may choose."""
+    entries = [None if entry is UNCONSTRAINED else list(entry_axes(entry)) for entry in entries_of(spec)]
+    return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
+
+
+def _reason(reason: Reason) -> dict[str, Any]:
+    return {"code": reason.code.name, "dim": reason.dim, "axes": list(reason.axes), "message": reason.message}
+
+
+def _memory(rows: Sequence[ReportRow]) -> list[dict[str, Any]]:
+    """Bytes per device of each part of the tree, by the first name of the path; memory of the host apart."""
+    sums: dict[tuple[str, str | None], int] = {}
+    for row in rows:
+        key = (row.path.partition("/")[0], row.leaf.memory_kind)
+        sums[key] = sums.get(key, 0) + row.bytes_per_device
+    return [
+        {"group": group, "memory_kind": kind, "bytes_per_device": count}
+        for (group, kind), count in sorted(sums.items(), key=lambda item: -item[1])
+    ]
+
+
+def _memory_of_step(fit: Fit) -> list[dict[str, Any]]:
+    """The same for a step, with what it needs beside its arguments."""
+    here = [(row.group, None, row.bytes) for row in fit.rows if row.bytes]
+    away = [(row.group, "pinned_host", row.host_bytes) for row in fit.rows if row.host_bytes]
+    return [{"group": group, "memory_kind": kind, "bytes_per_device": count} for group, kind, count in [*here, *away]]
+
+
+def _fit(fit: Fit) -> dict[str, Any]:
+    changes = [dataclasses.asdict(change) for change in fit.changes]
+    told = {"how": fit.how, "peak_bytes": fit.peak_bytes, "fits": fit.fits, "changes": changes}
+    return {**told, "batch": fit.batch, "largest_batch": fit.largest_batch, "notes": list(fit.notes)}
+
+
+def _chip(chip: Chip) -> dict[str, Any]:
+    usable = chip.usable_hbm_bytes_per_device
+    return {"name": chip.name, "hbm_bytes": chip.hbm_bytes, "usable_hbm_bytes_per_device": usable}
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return dataclasses.asdict(finding)
+
+
+def _traffic(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "devices": traffic.devices,
+        "wire_bytes": traffic.wire_bytes,
+        "dcn_bytes": traffic.dcn_bytes,
+        "rows": [_traffic_row(row) for row in traffic.rows],
+    }
+
+
+def _traffic_row(row: TrafficRow) -> dict[str, Any]:
+    source = row.source
+    return {
+        "kind": row.kind,
+        "windowed": row.windowed,
+        "axes": list(row.axes),
+        "wire_bytes": row.wire_bytes,
+        "dcn_bytes": row.dcn_bytes,
+        "calls": row.calls,
+        "dtype": row.dtype,
+        "group_size": row.group_size,
+        "leaf": row.leaf,
+        "source": None if source is None else f"{source.file}:{source.line}",
+        "function": None if source is None else source.function,
+        "note": row.note,
+    }

@@ -1,0 +1,31 @@
+"""The choice of a mesh and rules for a step, and names for the dimensions of its arguments.
+
+It may import what plans, what prices and what is below them. It never touches arrays, and never imports a command.
+
+The words of this room, in the order in which one is made of another:
+
+- part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`parts.py`).
+- label: what an operation calls its dimensions; those with one label are walked together (`relations.py`).
+- class: all parts that operations tie together, so that they are cut alike. A group is the classes that have one name,
+    since they stand at the same place of layers that are alike (`classes.py`).
+- role: in which order one mesh axis prefers classes; with it, what the axis does to every array (`roles.py`,
+    `layouts.py`).
+- term: bytes or operations of the step, with the roles that divide them (`terms.py`).
+- set and share: some roles, and how the devices are shared out among them. Both make a candidate (`core.py`).
+"""
+
+from .._plan import Replan as Replan, renamed as renamed, replan as replan
+from ._candidate import Candidate as Candidate
+from ._constrain_step import constrain_step as constrain_step
+from ._frontier import (
+    Frontier as Frontier,
+    FrontierPoint as FrontierPoint,
+    frontier as frontier,
+)
+from ._limits import Limits as Limits
+from ._name_axes import (
+    NamedAxes as NamedAxes,
+    NamedAxis as NamedAxis,
+    name_axes as name_axes,
+)
+from ._search import search as search

@@ -1,0 +1,117 @@
+"""What a search is asked for: the devices, and a step with arrays."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .. import chips
+from .._ground.errors import LeafTypeError, MeshError, RuleError
+from ..chips._links import extents_of
+from ._emulated import EMULATED
+
+
+class Asked(NamedTuple):
+    """The devices of a search: how many, of which kind, in how many slices; `target` is one slice, if it was named."""
+
+    total: int
+    chip: chips.Chip
+    target: str | None
+    slices: int
+    # How many slices as `target` there are.
+    targets: int
+    # The chips of one slice along each dimension.
+    extents: tuple[int, ...] = ()
+
+
+def asked_for(devices: Any, chip: str | chips.Chip | None, slices: int = 1) -> Asked:
+    """What a search is for; `devices` may say how many slices there are, as "tpu:v5p:4x4x4*2"."""
+    text, star, many = devices.partition("*") if isinstance(devices, str) else (devices, "", "")
+    times = 1
+    if star:
+        if not re.fullmatch(r"[1-9]\d*", many):
+            raise MeshError(f"`devices={devices!r}` does not say how many slices there are; write two as `{text}*2`.")
+        times = int(many)
+        if slices not in (1, times):
+            raise MeshError(f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave `slices` out.")
+    found = _hardware(text, chip)
+    total, many_slices = found.total * times, max(slices, times)
+    if many_slices < 1 or total % many_slices:
+        raise MeshError(f"`slices={slices}` does not divide {total} devices; each slice has equally many.")
+    extents = found.extents if times == many_slices and found.extents else ()
+    extents = extents or extents_of(found.chip, total // many_slices)
+    return found._replace(total=total, slices=many_slices, targets=times, extents=extents)
+
+
+def _hardware(devices: Any, chip: str | chips.Chip | None) -> Asked:
+    """How many devices, of which kind, and the slice that they are, if one was named."""
+    if isinstance(chip, str) and chip.lower() == "cpu":
+        chip = EMULATED
+    if isinstance(devices, str):
+        if found := re.fullmatch(r"cpu:([1-9]\d*)", devices):
+            return Asked(int(found[1]), EMULATED if chip is None else chips.find(chip), None, 1, 1)
+        made = chips.parse_slice(devices)
+        kind = made.chip if chip is None else chips.find(chip)
+        return Asked(made.chips * kind.devices_per_chip, kind, made.name, 1, 1, made.extents)
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices < 1:
+            raise MeshError(f'`devices={devices}` are none; give how many there are, as `devices=8, chip="v5e"`.')
+        if chip is None:
+            raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
+        return Asked(devices, chips.find(chip), None, 1, 1)
+    if not isinstance(devices, Sequence):
+        raise MeshError(
+            f'`devices={devices!r:.80}` is neither a number, a slice nor devices; write `devices=8, chip="v5e"`, '
+            '`devices="tpu:v5e:2x4"`, or `devices=jax.devices()`.'
+        )
+    here = tuple(devices)
+    if not here:
+        raise MeshError("`devices` is empty; give JAX's devices, as `devices=jax.devices()`, or how many there are.")
+    of_these = EMULATED if here[0].platform == "cpu" else here[0].device_kind
+    return Asked(len(here), chips.find(of_these if chip is None else chip), None, 1, 1)
+
+
+def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | None = None) -> int:
+    """How many devices a search for these is for."""
+    return asked_for(devices, chip).total
+
+
+def require_options(keep: Any, closely: Any, verify: Any) -> None:
+    """How many candidates to return and to compile, and how."""
+    for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RuleError(f"`{name}={value!r:.40}` is no number of candidates; give 1 or more, as `{name}={usual}`.")
+    if isinstance(verify, bool) or (isinstance(verify, str) and verify not in ("compile", "run")):
+        raise RuleError(
+            f'`verify={verify!r:.40}` is not "compile", "run", or the devices to compile for; write '
+            '`verify="compile"`, or leave it out.'
+        )
+
+
+def require_arrays(args: Sequence[Any]) -> None:
+    """There must be something to share out."""
+    if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
+        return
+    found = ", ".join(type(arg).__name__ for arg in args) or "nothing"
+    raise LeafTypeError(
+        f"the arguments of the step hold no arrays ({found}); pass arrays, or structs of them: "
+        "`jax.ShapeDtypeStruct((64, 128), jnp.float32)`, or `eqx.filter_eval_shape(make, key)` for a model."
+    )
+
+
+class Tracing:
+    """Adds to an error that the user's own function raised what was being done with it."""
+
+    def __init__(self, args: Sequence[Any]):
+        self.args = args
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            shapes = "; ".join(eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300] for arg in self.args)
+            error.add_note(f"`search` traced the step with arguments of these shapes, without running it: {shapes}")

@@ -1,0 +1,175 @@
+"""Candidates by their compiled programs, or by the clock."""
+
+import dataclasses
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .._arrays import filter_jit
+from .._ground.errors import MeshError, OutOfMemoryError
+from .._plan import ShardPlan
+from ..cost import compare, compile_for, traffic
+from ..cost._compile_for import memory_of
+from ..cost._hlo_text import parse_hlo
+from ..cost._work import work_of
+from ..interop import tpu
+from ._asked import Asked
+from ._candidate import Candidate
+from ._constrain_step import constrain_step
+from ._priced import Pricer, timed
+from ._times import times_of
+
+
+Tell = Callable[[str], None]
+# In how many rounds candidates are run in turn, and how many steps each turn has.
+_ROUNDS, _STEPS = 3, 3
+
+
+def compiled(
+    pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], cache: Any, tell: Tell
+) -> list[Candidate]:
+    """The candidates with what their compiled programs send, compute and hold; those that fit first, fastest first."""
+
+    def program_of(one: Candidate) -> Any:
+        made = jitted(pricer, one, one.plans)
+        return compile_for(made, *pricer.args, target=one.mesh.build(devices), cache=cache, progress=lambda _: None)
+
+    return sorted(
+        (one for one, _ in _looked(pricer, ones, program_of, tell)), key=lambda one: (not one.fits, one.seconds)
+    )
+
+
+def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], _: Any, tell: Tell) -> list[Candidate]:
+    """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
+
+    def program_of(one: Candidate) -> Any:
+        plans = tuple(plan.on(one.mesh.build(devices)) for plan in one.plans)
+        return jitted(pricer, one, plans).lower(*pricer.args).compile()
+
+    looked = _looked(pricer, ones, program_of, tell)
+    kept = [(one, program) for one, program in looked if one.fits]
+    taken: list[list[float]] = [[] for _ in kept]
+    order = list(range(len(kept)))
+    for turn in range(_ROUNDS):
+        for number in order if turn % 2 else reversed(order):
+            tell(f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of {_ROUNDS}")
+            taken[number] += _timed(pricer.args, devices, *kept[number])
+        # Only the faster half can still be the fastest.
+        order = sorted(order, key=lambda number: statistics.median(taken[number]))[: max(2, (len(order) + 1) // 2)]
+    found = [
+        dataclasses.replace(one, by="run", seconds=statistics.median(times))
+        for (one, _), times in zip(kept, taken, strict=True)
+    ]
+    # Those that were run in the last round stand first: the others had fewer steps, and might have had better luck.
+    last = [found[number] for number in order]
+    others = [one for at, one in enumerate(found) if at not in order]
+    return [*sorted(last, key=_seconds), *sorted(others, key=_seconds)] or [one for one, _ in looked]
+
+
+def devices_for(verify: Any, asked: Asked, given: Sequence[Any] | None) -> tuple[Any, ...]:
+    """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
+    count, target = asked.total, asked.target
+    if not isinstance(verify, str):
+        for_these = tuple(verify)
+        if len(for_these) != count:
+            raise MeshError(f"`verify` has {len(for_these)} devices, but the search is for {count}; give as many.")
+        return for_these
+    if given is not None:
+        return tuple(given)
+    if verify == "compile" and target is not None and has_libtpu():
+        return tpu.devices_of(target, num_slices=asked.targets)
+    known = jax.devices()
+    if len(known) < count:
+        raise MeshError(
+            f'`verify="{verify}"` needs {count} devices, and there are {len(known)}; emulate them with '
+            f'`jax.config.update("jax_num_cpu_devices", {count})` before JAX is used, or give those of a slice: '
+            '`verify=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
+        )
+    return tuple(known[:count])
+
+
+def has_libtpu() -> bool:
+    """Whether the TPU's compiler is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def _looked(
+    pricer: Pricer, ones: Sequence[Candidate], program_of: Callable[[Candidate], Any], tell: Tell
+) -> list[tuple[Candidate, Any]]:
+    """Each candidate with its program; `None` where the compiler says that it takes more memory than there is."""
+    found: list[tuple[Candidate, Any]] = []
+    for number, one in enumerate(ones, start=1):
+        tell(f"compiling candidate {number} of {len(ones)}: {one.title}")
+        try:
+            program = program_of(one)
+        except OutOfMemoryError as error:
+            held = max(error.needed_bytes or 0, one.limit_bytes + 1)
+            found.append((dataclasses.replace(one, by="compile", memory_bytes=held), None))
+            continue
+        found.append((_read(pricer, one, program), program))
+    return found
+
+
+def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
+    """The candidate with what its compiled program says."""
+    assert one.traffic is not None
+    sent = traffic(program, one.mesh)
+    times = times_of(sent, work_of(parse_hlo(program.as_text())), pricer.chip, one.mesh, pricer.model)
+    return dataclasses.replace(
+        timed(one, times, sent),
+        by="compile",
+        memory_bytes=memory_of(program).needed_bytes,
+        comparison=compare(one.traffic, sent),
+    )
+
+
+def jitted(pricer: Pricer, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
+    """The step to compile under these plans, as `code()` writes it."""
+    step = constrain_step(pricer.step, plans[0].jax_mesh or one.mesh, one.rules) if one.constrained else pricer.step
+    results = tuple(None if which is None else plans[which] for which in one.results)
+    out = results[0] if len(results) == 1 else results
+    return filter_jit(step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated)
+
+
+def _seconds(one: Candidate) -> float:
+    return one.seconds
+
+
+def _timed(args: Sequence[Any], devices: Sequence[Any], one: Candidate, program: Any) -> list[float]:
+    """The seconds of some steps, on arrays that only this turn has: those of one candidate are there at a time."""
+    plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
+    taken = []
+    for turn in range(_STEPS + 1):
+        # A step may take over the memory of what it is given.
+        values = [_filled(arg, plan) for arg, plan in zip(args, plans, strict=True)]
+        _wait(values)
+        begin = time.perf_counter()
+        _wait(program(*values))
+        taken += [time.perf_counter() - begin] if turn else []
+    return taken
+
+
+def _filled(arg: Any, plan: ShardPlan) -> Any:
+    """Arrays for an argument, each made in its shards. What they hold does not matter to the clock."""
+    structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
+    return eqx.combine(make(), rest)
+
+
+def _value(struct: Any) -> jax.Array:
+    if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        made = (jax.random.key(0, impl=kind) for kind in ("threefry2x32", "rbg", "unsafe_rbg"))
+        return jnp.broadcast_to(next(key for key in made if key.dtype == struct.dtype), struct.shape)
+    if jnp.issubdtype(struct.dtype, jnp.inexact):
+        return jnp.full(struct.shape, 0.01, struct.dtype)
+    return jnp.zeros(struct.shape, struct.dtype)
+
+
+def _wait(result: Any) -> None:
+    jax.block_until_ready(eqx.filter(result, eqx.is_array))

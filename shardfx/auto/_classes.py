@@ -1,0 +1,165 @@
+"""The classes of dimensions that a step's arguments have."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from .._ground.text import between_numbers
+from .._rules.strategies import Atomic
+from ._trace import Traced
+
+
+_COPIES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a dimension of an argument."""
+
+    argument: int
+    dim: int
+    # Which part of the dimension, slowest first, and of how many.
+    at: int
+    of: int
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """Classes that get one name: one, or those that stand at the same place in repeated layers."""
+
+    roots: list[int]
+    size: int
+    places: list[Place]
+    name: str = ""
+
+
+class Classes:
+    """Groups of classes, and which of them each dimension of each argument consists of; `naming.py` names them."""
+
+    def __init__(self, traced: Traced):
+        self.traced = traced
+        self.tied = traced.tied
+        self.program = self.tied.program
+        parts = self.tied.parts
+        # The numbers of a random key are no dimensions of its array.
+        self.dims = [
+            [parts.leaves(part) for part in self.tied.dims[value][: traced.rank(argument)]]
+            for argument, value in enumerate(self.program.arguments)
+        ]
+        self.groups: list[Group] = []
+        self.of_root: dict[int, int] = {}
+        self._gather()
+        self._tie_layers()
+        self.marked = {
+            kind: {leaf for part in found for leaf in parts.leaves(part)} for kind, found in self.tied.marks.items()
+        }
+        self.main, self.model = _model_arguments(traced)
+
+    def kept(self, leaves: Sequence[int]) -> int:
+        """How many of a dimension's parts, from the slowest, may be cut; the rest is a unit.
+
+        The fastest part of a fused dimension is one head's, unless products run over it in batches: then it counts
+        heads itself.
+        """
+        count = len(leaves)
+        # Where slices take queries, keys and values apart, one of them is a unit.
+        taken = next((at + 1 for at, leaf in enumerate(leaves[:-1]) if leaf in self.marked["sliced"]), count)
+        return min(taken, count - (count > 1 and leaves[-1] not in self.marked["batched"]))
+
+    def entry(self, leaves: Sequence[int], used: set[str]) -> tuple[object, set[str]]:
+        """What a dimension of these parts is called, as an entry of an array's names."""
+        count = self.kept(leaves)
+        unit = math.prod(self.tied.parts.sizes[leaf] for leaf in leaves[count:])
+        names = list(dict.fromkeys(self.groups[self.of_root[leaf]].name for leaf in leaves[:count]))
+        names = [name for name in names if name not in used]
+        if not names:
+            return None, used
+        entries: list[object] = [*names]
+        if unit > 1:
+            entries[-1] = Atomic(names[-1], unit)
+        return (entries[0] if len(entries) == 1 else tuple(entries)), used | set(names)
+
+    def names_of(self, argument: int) -> tuple[object, ...]:
+        """The names of an argument's dimensions; one that a name repeats in is whole."""
+        used: set[str] = set()
+        found = []
+        for leaves in self.dims[argument]:
+            entry, used = self.entry(leaves, used)
+            found.append(entry)
+        return tuple(found)
+
+    def _gather(self) -> None:
+        for argument, dims in enumerate(self.dims):
+            for dim, leaves in enumerate(dims):
+                for at, leaf in enumerate(leaves):
+                    if leaf not in self.of_root:
+                        self.of_root[leaf] = len(self.groups)
+                        self.groups.append(Group([leaf], self.tied.parts.sizes[leaf], []))
+                    self.groups[self.of_root[leaf]].places.append(Place(argument, dim, at, len(leaves)))
+
+    def _tie_layers(self) -> None:
+        """Gives one name to what stands at the same place of layers that differ in their number alone."""
+        keys: dict[object, int] = {}
+        for argument, dims in enumerate(self.dims):
+            alike = between_numbers(self.traced.path(argument))
+            for dim, leaves in enumerate(dims):
+                for at, leaf in enumerate(leaves):
+                    key = (alike, dim, at, len(leaves), self.tied.parts.sizes[leaf])
+                    other = keys.setdefault(key, leaf)
+                    self.tie(self.of_root[other], self.of_root[leaf])
+
+    def tie(self, first: int, second: int) -> bool:
+        """Makes two groups one, unless an array has both."""
+        if first == second:
+            return True
+        a, b = self.groups[first], self.groups[second]
+        if a.size != b.size or {p.argument for p in a.places} & {p.argument for p in b.places}:
+            return False
+        a.roots += b.roots
+        a.places += b.places
+        for root in b.roots:
+            self.of_root[root] = first
+        b.roots, b.places = [], []
+        return True
+
+    def tie_names(self) -> None:
+        """Groups that were given one name become one, or get numbers."""
+        known: dict[str, list[int]] = {}
+        for number, group in enumerate(self.groups):
+            if group.roots:
+                known.setdefault(group.name, []).append(number)
+        for name, numbers in known.items():
+            kept: list[int] = []
+            for number in numbers:
+                if not any(self.tie(other, number) for other in kept):
+                    kept.append(number)
+            for count, number in enumerate(kept):
+                self.groups[number].name = name if count == 0 else f"{name}_{count + 1}"
+
+    def live(self) -> list[Group]:
+        """The groups, without those that went into others."""
+        return [group for group in self.groups if group.roots]
+
+
+def _model_arguments(traced: Traced) -> tuple[int, set[int]]:
+    """Which argument is the model, and the program's arguments that belong to it or its optimizer, and are no data.
+
+    The first argument with many arrays is the model. Another belongs to it if all dimensions do of most of its arrays:
+    moments have the parameters' dimensions, and a frozen base those of its adapters; a batch has one of its own.
+    """
+    counts = [0] * len(traced.flats)
+    for which, _ in traced.places:
+        counts[which] += 1
+    # An optimizer may hold several arrays for each of the model's.
+    model = next((which for which, count in enumerate(counts) if _COPIES * count >= max(counts)), 0)
+    leaves = traced.tied.parts.leaves
+    owned: set[int] = set()
+    of: dict[int, list[set[int]]] = {}
+    for argument, (which, _) in enumerate(traced.places):
+        parts = traced.tied.dims[traced.tied.program.arguments[argument]]
+        dims = {leaf for part in parts for leaf in leaves(part)}
+        of.setdefault(which, []).append(dims)
+        if which == model:
+            owned |= dims
+    members = {which for which, each in of.items() if 2 * sum(dims <= owned for dims in each) > len(each)}
+    return model, {argument for argument, (which, _) in enumerate(traced.places) if which in members}

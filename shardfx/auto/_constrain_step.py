@@ -1,0 +1,275 @@
+"""A step with every array laid out as the search priced it: the decision, carried to the compiler.
+
+The step's jaxpr is walked twice, in one order. The first time each equation gets a number, as a name scope, which the
+locations of its lowered operations hold; so the layouts of these are known for each equation. The second time its
+operands and results are constrained.
+"""
+
+import functools as ft
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._ground.errors import MeshError
+from .._ground.tree import flatten
+from .._rules.axis_rules import AxisRules
+from .._step import Operation
+from .._step.lines import name_stacks
+from ..topology._mesh import MeshSpec
+from ._layouts import Layout, Layouts
+from ._naming import named_classes
+from ._roles import roles_of_rules
+from ._trace import structs_of, trace
+
+
+# Calls that are entered in place, and equations that hold programs, with the parameters that these are.
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_NESTED = {
+    "scan": ("jaxpr",),
+    "while": ("body_jaxpr", "cond_jaxpr"),
+    "cond": ("branches",),
+    "checkpoint": ("jaxpr",),
+    "remat": ("jaxpr",),
+    "remat2": ("jaxpr",),
+}
+_TAG = "shardfx-equation-"
+_TAGS = re.compile(_TAG + r"(\d+)")
+# A cut of one dimension: which part of it, how late the axis prefers it, how much the axis moves, and which axis it is.
+_Cut = tuple[int, int, int, int]
+
+
+def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., Any]:
+    """The same step with its arrays constrained to where rules for its arguments want them.
+
+    A plan says how arguments lie. How everything between them lies is left to the compiler, which often sends several
+    times more than it need. This names the step's dimensions as [`shardfx.auto.name_axes`][] does. It lays out every
+    operation under the role that the rules give each mesh axis, as [`shardfx.auto.search`][] prices it. Then it
+    constrains what the operations take and make. The step needs no change, and what it computes stays the same.
+
+    **Arguments:**
+
+    - `step`: the whole step that is jitted.
+    - `mesh`: with devices, or a MeshSpec where the arguments bring them.
+    - `rules`: for the logical names that `name_axes` finds, as those of a [`shardfx.auto.Candidate`][].
+
+    **Returns:**
+
+    A function of the same arguments, to be jitted. It traces the step anew for arguments of other shapes. It is not to
+    be differentiated: lay out the step that has the gradient in it.
+
+    **Raises:**
+
+    `MeshError` for axes that are not Auto: constraints say nothing about those.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx
+
+        def loss(params, x):
+            return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+
+        def step(params, x):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+        params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+        x = jnp.ones((128, 64))
+        best = shardfx.auto.search(step, params, x, devices=8, chip="v5e")[0]
+        mesh = best.mesh.build(jax.devices())
+        laid = shardfx.auto.constrain_step(step, mesh, best.rules)
+        plans = tuple(plan.on(mesh) for plan in best.plans)
+        params, x = (shardfx.shard(arg, plan) for arg, plan in zip((params, x), plans))
+        params = shardfx.filter_jit(laid, out_shardings=plans[0])(params, x)
+        ```
+    """
+    spec = MeshSpec.of(mesh)
+    other = [name for name, kind in zip(spec.axis_names, spec.axis_types, strict=True) if kind != AxisType.Auto]
+    if other:
+        raise MeshError(
+            f"`constrain_step` constrains arrays along Auto axes, and {', '.join(map(repr, other))} are not; "
+            "build the mesh without `axis_types`, or constrain the step yourself."
+        )
+    where = mesh if isinstance(mesh, Mesh) else spec.abstract()
+
+    @ft.wraps(step)
+    def constrained(*args: Any) -> Any:
+        closed, out, rest = eqx.filter_make_jaxpr(step)(*structs_of(args))
+
+        def run(walker: _Walker, *args: Any) -> Any:
+            flats = map(flatten, args)
+            leaves = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
+            return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*_opened(closed), leaves)), rest)
+
+        classes = named_classes(trace(ft.wraps(step)(ft.partial(run, _Walker())), *args))
+        roles = roles_of_rules(rules, classes)
+        layouts = Layouts(classes, spec.size)
+        axes = [axis for axis in spec.axis_names if axis in roles]
+        return run(_Constrainer(layouts, [layouts.under(roles[axis]) for axis in axes], axes, where), *args)
+
+    return constrained
+
+
+class _Walker:
+    """Walks through a jaxpr and carries out each equation under a name scope with its number."""
+
+    def __init__(self):
+        self.count = 0
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr."""
+        arrays: dict[Any, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
+        copies: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex.Literal) else arrays[atom]
+
+        for equation in jaxpr.eqns:
+            name, ins = equation.primitive.name, list(map(read, equation.invars))
+            number = self.count
+            self.count += 1
+            if name in _INLINED:
+                outs = self.run(*_opened(equation.params[_INLINED[name]]), ins)
+            else:
+                equation = self.rewritten(equation)
+                with jax.named_scope(f"{_TAG}{number}"):
+                    outs = _applied(jaxpr, equation, self.taken(number, equation, ins, copies))
+            arrays.update(zip(equation.outvars, self.made(number, equation, outs), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def rewritten(self, equation: Any) -> Any:
+        """The equation with the programs that it holds walked through, too."""
+        params = dict(equation.params)
+        for key in _NESTED.get(equation.primitive.name, ()):
+            held = params[key]
+            params[key] = tuple(map(self.anew, held)) if isinstance(held, tuple) else self.anew(held)
+        return equation.replace(params=params)
+
+    def anew(self, given: Any) -> Any:
+        jaxpr, consts = _opened(given)
+        structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
+        made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
+        return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
+
+    def taken(self, number: int, equation: Any, ins: list[Any], copies: dict[Any, Any]) -> list[Any]:
+        """What an equation takes."""
+        return ins
+
+    def made(self, number: int, equation: Any, outs: Sequence[Any]) -> Sequence[Any]:
+        """What an equation makes."""
+        return outs
+
+
+class _Constrainer(_Walker):
+    """Constrains what equations take and make to where layouts want it."""
+
+    def __init__(self, layouts: Layouts, chosen: Sequence[Layout], axes: Sequence[str], mesh: Mesh | AbstractMesh):
+        super().__init__()
+        self.layouts, self.chosen, self.axes, self.mesh = layouts, chosen, axes, mesh
+        self.places = [
+            {number: place for place, number in enumerate(n for n in made.role.order if n in made.used)}
+            for made in chosen
+        ]
+        self.operations: dict[int, list[tuple[int, Operation]]] = {}
+        for number, made in enumerate(layouts.program.operations):
+            tags = next(filter(None, map(_TAGS.findall, name_stacks(made.location))), None)
+            if tags:
+                self.operations.setdefault(int(tags[-1]), []).append((number, made))
+
+    def taken(self, number: int, equation: Any, ins: list[Any], copies: dict[Any, Any]) -> list[Any]:
+        """What an equation takes: copies that lie as its operation needs, each made once."""
+        name, values = equation.primitive.name, self.layouts.program.values
+        if name in _NESTED or name == "reshape":
+            return ins
+        shapes = [jnp.shape(array) for array in ins]
+        for at, made in self.operations.get(number, ()):
+            if [values[value].shape for value in made.ins] == shapes:
+                pairs = zip(equation.invars, ins, made.ins, strict=True)
+                return [self.copied(atom, array, value, at, copies) for atom, array, value in pairs]
+        return ins
+
+    def copied(self, atom: Any, array: Any, value: int, at: int, copies: dict[Any, Any]) -> Any:
+        if isinstance(atom, jex.Literal) or not any((value, at) in made.moved for made in self.chosen):
+            return array
+        key = atom, spec = atom, self.spec(value, at)
+        if key not in copies:
+            copies[key] = self.constrained(array, spec)
+        return copies[key]
+
+    def made(self, number: int, equation: Any, outs: Sequence[Any]) -> Sequence[Any]:
+        """What an equation makes, where it lies; the last array of its shape that its operations make is the one."""
+        values = self.layouts.program.values
+        left = [value for _, made in self.operations.get(number, ()) for value in made.outs]
+        found = list(outs)
+        for at in reversed(range(len(outs))):
+            value = next((value for value in reversed(left) if values[value].shape == jnp.shape(outs[at])), None)
+            if value is None or values[value].free:
+                continue
+            left.remove(value)
+            if equation.primitive.name == "gather" and any(value in made.summed for made in self.chosen):
+                # XLA's partitioner fails where a lookup in a cut dimension is to be cut along the same axis at once:
+                # "Slice dim size 128 greater than dynamic slice dimension: 64".
+                found[at] = self.constrained(found[at], self.spec(value, whole_where_summed=True))
+            found[at] = self.constrained(found[at], self.spec(value))
+        return found
+
+    def spec(self, value: int, operation: int | None = None, *, whole_where_summed: bool = False) -> PartitionSpec:
+        """How a value lies, or how an operation takes it."""
+        dims = self.layouts.parts[value]
+        flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
+        found: list[list[_Cut]] = [[] for _ in dims]
+        for number, made in enumerate(self.chosen):
+            if whole_where_summed and value in made.summed:
+                continue
+            position = made.cuts[value]
+            if operation is not None:
+                position = made.moved.get((value, operation), position)
+            if position >= 0:
+                dim, at = flat[position]
+                place = self.places[number].get(self.layouts.flat[value][position][0], 0)
+                # What an axis cuts as its last resort it gives up first, so it stands innermost; of two that are
+                # alike, the one that moves more.
+                found[dim].append((at, place, len(made.moved), number))
+        return PartitionSpec(*(self.entry(leaves, sorted(cut)) for leaves, cut in zip(dims, found, strict=True)))
+
+    def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> Any:
+        """What cuts a dimension, slowest first; left to the compiler where its parts cannot be cut so."""
+        sizes = [self.layouts.tied.parts.sizes[leaf] for leaf in leaves]
+        counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, _, number in cut if at == part)
+                  for part in range(len(leaves))]  # fmt: skip
+        last = max((at for at, *_ in cut), default=0)
+        if any(counts[at] != sizes[at] for at in range(last)) or (cut and sizes[last] % counts[last]):
+            return PartitionSpec.UNCONSTRAINED
+        return tuple(self.axes[number] for *_, number in cut) or None
+
+    def constrained(self, array: Any, spec: PartitionSpec) -> Any:
+        shaped = getattr(array, "shape", ())
+        if not shaped or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+
+
+def _opened(given: Any) -> tuple[Any, Sequence[Any]]:
+    return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
+
+
+def _applied(jaxpr: Any, equation: Any, ins: Sequence[Any]) -> list[Any]:
+    """One equation carried out, with the name and the line that it came from."""
+    known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=[*known],
+        outvars=[*equation.outvars],
+        eqns=[equation],
+        effects=equation.effects,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(alone, []))(*known.values())

@@ -1,0 +1,199 @@
+"""Time against memory, and devices against time, for several batches and numbers of devices."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from .. import chips
+from .._ground.errors import MeshError, RuleError
+from .._ground.text import bytes_text, table
+from .._ground.tree import flatten
+from .._rules.axis_rules import AxisRules
+from ..topology._mesh import MeshSpec
+from ._asked import asked_for
+from ._candidate import Candidate, ms
+from ._limits import Limits
+from ._search import candidates_of, opened
+from ._space import Space
+
+
+# So many of the core's best are partitioned at least.
+_KEPT = 12
+_NO_LIMITS = Limits()
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontierPoint:
+    """One mesh that no other beats in both time and memory, for so many devices and such a batch.
+
+    `seconds` are of one step, `memory_bytes` per device, and `fits` says whether a device has as much.
+    """
+
+    devices: int
+    batch: int
+    seconds: float
+    memory_bytes: int
+    fits: bool
+    title: str
+    mesh: MeshSpec
+    rules: AxisRules
+
+    @property
+    def per_second(self) -> float:
+        """Examples in a second."""
+        return self.batch / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """What [`shardfx.auto.frontier`][] found: points by devices, batch and seconds. Printed, it is a table."""
+
+    points: tuple[FrontierPoint, ...]
+
+    def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
+        """Time against memory: the fastest first, each next one slower and smaller."""
+        return tuple(point for point in self.points if (point.devices, point.batch) == (devices, batch))
+
+    def fastest(self) -> tuple[FrontierPoint, ...]:
+        """Devices against time: the fastest that fits, for all devices and batches that have one."""
+        found: dict[tuple[int, int], FrontierPoint] = {}
+        for point in self.points:
+            if point.fits:
+                found.setdefault((point.devices, point.batch), point)
+        return tuple(found.values())
+
+    def __str__(self) -> str:
+        rows = [("devices", "batch", "a step", "examples/s", "a device", "fits", "mesh")]
+        rows += [
+            (
+                str(point.devices),
+                str(point.batch),
+                ms(point.seconds),
+                f"{point.per_second:.4g}",
+                bytes_text(point.memory_bytes),
+                "yes" if point.fits else "no",
+                point.title,
+            )
+            for point in self.points
+        ]
+        return "\n".join(table(rows, right={"devices", "batch", "a step", "examples/s", "a device"}))
+
+
+def frontier(
+    step: Any,
+    *args: Any,
+    devices: Sequence[int | str],
+    chip: str | chips.Chip | None = None,
+    slices: int = 1,
+    batches: Sequence[int] = (),
+    limits: Limits = _NO_LIMITS,
+) -> Frontier:
+    """Draws what a step costs in time and in memory, for several numbers of devices and sizes of the batch.
+
+    Each batch and number of devices is searched as by [`shardfx.auto.search`][]: points are what no other candidate
+    that was partitioned beats in both.
+
+    **Arguments:**
+
+    - `step`, `args`: as of `search`.
+    - `devices`: numbers, or slices as "tpu:v5e:4x4".
+    - `chip`, `slices`, `limits`: as of `search`. What takes more memory than there is stays, and is marked.
+    - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] calls "batch"; the step is traced for each. By
+        default the one that the arguments have.
+
+    **Returns:**
+
+    A [`shardfx.auto.Frontier`][].
+
+    **Raises:**
+
+    `RuleError` for batches if no argument has a dimension of that name; `MeshError` for no devices, or ones that
+    cannot be read.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx
+
+        def loss(params, x):
+            return jnp.mean((x + jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+
+        def step(params, x):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+        struct = jax.ShapeDtypeStruct
+        up, down = struct((1024, 8192), "bfloat16"), struct((8192, 1024), "bfloat16")
+        params, x = {"up": up, "down": down}, struct((4096, 1024), "bfloat16")
+        drawn = shardfx.auto.frontier(
+            step, params, x, devices=("tpu:v5e:2x2", "tpu:v5e:4x4"), batches=(4096, 65536)
+        )
+        print(drawn)
+        few, many = drawn.of(4, 65536)[0], drawn.of(16, 65536)[0]
+        assert many.seconds < few.seconds
+        ```
+    """
+    asked = [asked_for(one, chip, slices) for one in devices]
+    if not asked:
+        raise MeshError("`devices` is empty; give numbers or slices, as `devices=(8, 16, 32)`.")
+    points: list[FrontierPoint] = []
+    for these in asked:
+        given = opened(step, args, these, limits, (), _silent)
+        for size in batches or (None,):
+            resized = (
+                given if size is None else opened(step, _resized(given[0], args, size), these, limits, (), _silent)
+            )
+            found, _ = candidates_of(*resized, _KEPT, _silent)
+            points += [_point(one, these.total, _batch_of(resized[0])) for one in _undominated(found)]
+    return Frontier(tuple(sorted(points, key=lambda point: (point.devices, point.batch, point.seconds))))
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _undominated(found: Iterable[Candidate]) -> Iterable[Candidate]:
+    """What nothing else beats in both time and memory, the fastest first."""
+    least = None
+    for one in sorted(found, key=lambda made: (made.seconds, made.memory_bytes)):
+        if least is None or one.memory_bytes < least:
+            least = one.memory_bytes
+            yield one
+
+
+def _point(one: Candidate, devices: int, batch: int) -> FrontierPoint:
+    return FrontierPoint(devices, batch, one.seconds, one.memory_bytes, one.fits, one.title, one.mesh, one.rules)
+
+
+def _batch_of(space: Space) -> int:
+    """How large the batch is; 0 where nothing is called so."""
+    return next((group.size for group in space.classes.live() if group.name == "batch"), 0)
+
+
+def _resized(space: Space, args: Sequence[Any], size: int) -> list[Any]:
+    """The arguments with a batch of another size."""
+    places = {
+        (*space.classes.traced.places[place.argument], place.dim)
+        for group in space.classes.live()
+        for place in group.places
+        if group.name == "batch" and place.of == 1
+    }
+    if not places:
+        known = ", ".join(group.name for group in space.classes.live())
+        raise RuleError(f'`batches` needs a dimension called "batch", and the step has {known}; leave `batches` out.')
+    changed = []
+    for which, arg in enumerate(args):
+        flat = flatten(arg)
+        leaves = [
+            jax.ShapeDtypeStruct(
+                tuple(size if (which, leaf, dim) in places else old for dim, old in enumerate(value.shape)), value.dtype
+            )
+            if is_array
+            else value
+            for leaf, (value, is_array) in enumerate(zip(flat.leaves, flat.is_array, strict=True))
+        ]
+        changed.append(jax.tree.unflatten(flat.treedef, leaves))
+    return changed

@@ -1,0 +1,317 @@
+"""What one mesh axis does to a step, given in which order it prefers dimensions: a role.
+
+The axis cuts each array along the first class of its role that the array has. It shares an operation out along the
+first class of the role among the operation's labels. Operands that lie otherwise are moved. Sums over a cut dimension
+stay partial until someone needs the whole. The result says what is sent, and how each array lies.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .._step import Operation
+from ._classes import Classes
+from ._program import whole
+
+
+WHOLE, PARTIAL = -1, -2
+_GATHER, _SCATTER, _REDUCE, _EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+# Operations after which a partial sum is still one, if the other operand is a scalar.
+_SCALED = frozenset("multiply divide".split())
+# Operations that add, reorder or cast: they may be carried out on sums that are not completed.
+_LINEAR = frozenset("add subtract negate convert copy reduce_precision sharding_constraint transpose reshape".split())
+_FIRST = frozenset("dot_general convolution ragged_dot".split())
+
+
+class Habits(NamedTuple):
+    """What a compiler does where there is a choice.
+
+    `scatters`: whether a sum that is sharded afterwards is scattered at once; else all of it is sent. `adds_first`:
+    whether unreduced arrays that are added to each other are, before anything is sent.
+    """
+
+    scatters: bool = True
+    adds_first: bool = True
+
+
+TPU = Habits()
+CPU = Habits(scatters=False, adds_first=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """In which order a mesh axis prefers classes of dimensions, by their numbers.
+
+    With `behind`, it may cut a part that stands behind others in a fused dimension: other axes must cut those wholly.
+    """
+
+    order: tuple[int, ...]
+    behind: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One collective: its kind, the value it moves, how often, and where it stands."""
+
+    kind: str
+    value: int
+    times: float
+    operation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """What a role does: the events, where each value is cut, and which operations are shared out."""
+
+    role: Role
+    events: tuple[Event, ...]
+    # For each value the position of the cut among its parts, `WHOLE` or `PARTIAL`.
+    cuts: tuple[int, ...]
+    shared: tuple[bool, ...]
+    used: frozenset[int]
+    # Where an operation cannot take a value as it lies: by value and operation, the position at which it takes it cut.
+    moved: Mapping[tuple[int, int], int]
+    # Values that were sums of parts when they were made.
+    summed: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Labelled:
+    """An operation with a label for each part of each value."""
+
+    ins: tuple[tuple[int, ...], ...]
+    outs: tuple[tuple[int, ...], ...]
+    # The labels that an axis may cut, each with its class.
+    cuttable: tuple[tuple[int, int], ...]
+    # Labels that stand behind another part of some dimension.
+    behind: frozenset[int]
+
+
+class Layouts:
+    """The program in terms of parts, ready to be laid out under any role."""
+
+    def __init__(self, classes: Classes, devices: int, habits: Habits = TPU):
+        self.program = classes.program
+        self.tied = classes.tied
+        self.habits = habits
+        self.classes = classes
+        self.devices = devices
+        self.numbers = _numbers(classes, devices)
+        parts = self.tied.parts
+        self.parts = [[parts.leaves(part) for part in dims] for dims in self.tied.dims]
+        self.flat = [
+            [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
+        ]
+        self.labelled = [self._labelled(made) for made in self.program.operations]
+
+    def _labelled(self, made: Operation) -> _Labelled:
+        return _Labelled((), (), (), frozenset()) if made.name == "use" else _Labels(self).of(made)
+
+    def under(self, role: Role) -> Layout:
+        """The step under this role."""
+        return _Run(self, role).layout()
+
+    def preferred(self, value: int, role: Role) -> int:
+        """Where the role would cut a value: the position of a part, or `WHOLE`."""
+        for wanted in role.order:
+            for position, (number, at) in enumerate(self.flat[value]):
+                before = self.flat[value][position - at : position]
+                if number == wanted and (not at or (role.behind and all(known >= 0 for known, _ in before))):
+                    return position
+        return WHOLE
+
+
+def _numbers(classes: Classes, devices: int) -> dict[int, int]:
+    """The number of the group of each part that a mesh axis may cut."""
+    scanned = classes.marked["scanned"]
+    return {
+        root: number
+        for number, group in enumerate(classes.groups)
+        for root in group.roots
+        if root not in scanned and math.gcd(classes.tied.parts.sizes[root], devices) > 1
+    }
+
+
+class _Labels:
+    """The labels of one operation while they are found: a factor has one for each part of it."""
+
+    def __init__(self, layouts: Layouts):
+        self.layouts = layouts
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.classes: list[int] = []
+        self.behind: set[int] = set()
+        self.leaves: dict[int, list[int]] = {}
+
+    def of(self, made: Operation) -> _Labelled:
+        sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
+        for value, dims in sides:
+            for leaves, dim in zip(self.layouts.parts[value], dims, strict=True):
+                if len(dim) == 1:
+                    self.leaves.setdefault(dim[0], leaves)
+        found = [self.labels(made, value, dims) for value, dims in sides]
+        ins, outs = tuple(found[: len(made.ins)]), tuple(found[len(made.ins) :])
+        cuttable = tuple((label, number) for label, number in enumerate(self.classes) if number >= 0)
+        return _Labelled(ins, outs, cuttable, frozenset(self.behind))
+
+    def labels(self, made: Operation, value: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+        """A label for each part of each dimension, -1 for those that the operation needs whole."""
+        shape, found = self.layouts.program.values[value].shape, list[int]()
+        for size, leaves, dim in zip(shape, self.layouts.parts[value], dims, strict=True):
+            keys = [(factor, at) for factor in dim for at in range(len(self.leaves.get(factor, ())))]
+            same = [self.leaves[factor][at] for factor, at in keys] == leaves
+            if not same or whole(made, dim, size):
+                found += [-1] * len(leaves)
+            else:
+                found += [self.label(key, leaf, at) for at, (key, leaf) in enumerate(zip(keys, leaves, strict=True))]
+        return tuple(found)
+
+    def label(self, key: tuple[int, int], leaf: int, at: int) -> int:
+        if key not in self.numbers:
+            self.numbers[key] = len(self.classes)
+            self.classes.append(self.layouts.numbers.get(leaf, -1))
+        if at:
+            self.behind.add(self.numbers[key])
+        return self.numbers[key]
+
+
+class _Run:
+    def __init__(self, layouts: Layouts, role: Role):
+        self.layouts, self.role = layouts, role
+        self.rank = {number: place for place, number in enumerate(role.order)}
+        count = len(layouts.program.values)
+        self.state = [WHOLE] * count
+        self.cuts: list[int] = [WHOLE] * count
+        self.copies: dict[tuple[int, int], None] = {}
+        self.events: list[Event] = []
+        self.shared: list[bool] = []
+        self.used: set[int] = set()
+        self.moved_at: dict[tuple[int, int], int] = {}
+        self.summed: set[int] = set()
+
+    def layout(self) -> Layout:
+        program = self.layouts.program
+        for value in program.arguments:
+            self.set(value, self.layouts.preferred(value, self.role))
+        for number, made in enumerate(program.operations):
+            if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
+                self.shared.append(False)
+            elif made.name in ("carry", "return"):
+                self.hand_on(number, made)
+            else:
+                self.operate(number, made)
+        # Results stay as their arguments came: an updated weight lies as the weight did.
+        for value in program.results:
+            if self.state[value] == PARTIAL:
+                self.move(value, self.layouts.preferred(value, self.role), 1.0, len(program.operations) - 1)
+        return Layout(
+            self.role,
+            tuple(self.events),
+            tuple(self.cuts),
+            tuple(self.shared),
+            frozenset(self.used),
+            self.moved_at,
+            frozenset(self.summed),
+        )
+
+    def set(self, value: int, state: int) -> None:
+        self.state[value] = state
+        if state == PARTIAL:
+            self.summed.add(value)
+        # What is partial will be cut as the role prefers, once it is whole.
+        cut = self.layouts.preferred(value, self.role) if state == PARTIAL else state
+        self.cuts[value] = cut
+        if cut >= 0:
+            self.used.add(self.layouts.flat[value][cut][0])
+
+    def hand_on(self, number: int, made: Operation) -> None:
+        """A loop's state lies as the role prefers, the first time and every time."""
+        wanted = self.layouts.preferred(made.outs[0], self.role)
+        # Reshaped dimensions may have more parts inside than outside: what cannot be followed is whole.
+        if wanted >= len(self.layouts.flat[made.ins[0]]):
+            wanted = WHOLE
+        if made.name == "return":
+            wanted = self.state[made.ins[1]]
+        self.move(made.ins[0], wanted, made.times, number)
+        self.set(made.outs[0], wanted)
+        self.shared.append(False)
+
+    def operate(self, number: int, made: Operation) -> None:
+        labelled = self.layouts.labelled[number]
+        states = [self.state[value] for value in made.ins]
+        if not labelled.cuttable and not any(state != WHOLE for state in states):
+            self.shared.append(False)
+            return
+        if PARTIAL in states and self.stays_partial(made, states):
+            for out in made.outs:
+                self.set(out, PARTIAL)
+            self.shared.append(False)
+            return
+        label = self.label(made, labelled)
+        for value, labels in zip(made.ins, labelled.ins, strict=True):
+            self.move(value, _position(labels, label), made.times, number)
+        summed = label is not None and any(label in labels for labels in labelled.ins)
+        for value, labels in zip(made.outs, labelled.outs, strict=True):
+            at = _position(labels, label)
+            self.set(value, PARTIAL if at == WHOLE and summed and label is not None else at)
+        self.shared.append(label is not None)
+
+    def stays_partial(self, made: Operation, states: list[int]) -> bool:
+        if made.name in _LINEAR:
+            may_wait = len(states) == 1 or self.layouts.habits.adds_first
+            return may_wait and all(state == PARTIAL for state in states)
+        if made.name not in _SCALED:
+            return False
+        values = self.layouts.program.values
+        others = [value for value, state in zip(made.ins, states, strict=True) if state != PARTIAL]
+        first = made.name == "multiply" or states[0] == PARTIAL
+        return first and len(others) == 1 and (values[others[0]].free or not values[others[0]].shape)
+
+    def label(self, made: Operation, labelled: _Labelled) -> int | None:
+        """Along which label the operation is shared out: the one that moves least among those of the first class."""
+        found: list[int] = []
+        best = len(self.rank)
+        for label, number in labelled.cuttable:
+            place = self.rank.get(number, best)
+            if place > best or number not in self.rank or (label in labelled.behind and not self.role.behind):
+                continue
+            if not self.is_worth_it(made, labelled, label):
+                continue
+            if place < best:
+                best, found = place, []
+            found.append(label)
+        return min(found, key=lambda label: self.moved(made, labelled, label), default=None)
+
+    def is_worth_it(self, made: Operation, labelled: _Labelled, label: int) -> bool:
+        """A sum of what every device has whole is not cut; a product is, because each then does its share."""
+        if any(label in labels for labels in labelled.outs) or made.name in _FIRST:
+            return True
+        return any(
+            label in labels and self.state[value] != WHOLE for value, labels in zip(made.ins, labelled.ins, strict=True)
+        )
+
+    def moved(self, made: Operation, labelled: _Labelled, label: int) -> float:
+        program = self.layouts.program
+        moved = [
+            program.values[value].bytes
+            for value, labels in zip(made.ins, labelled.ins, strict=True)
+            if self.state[value] not in (WHOLE, _position(labels, label))
+        ]
+        return math.fsum(moved)
+
+    def move(self, value: int, wanted: int, times: float, operation: int) -> None:
+        state = self.state[value]
+        if state in (wanted, WHOLE):
+            return
+        self.moved_at[value, operation] = wanted
+        if state == PARTIAL:
+            self.events.append(Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation))
+            self.set(value, wanted)
+            return
+        if (value, wanted) not in self.copies:
+            self.copies[value, wanted] = None
+            self.events.append(Event(_GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation))
+
+
+def _position(labels: tuple[int, ...], label: int | None) -> int:
+    return labels.index(label) if label in labels else WHOLE

@@ -1,0 +1,213 @@
+"""What a candidate costs: one text in, one time, one number of bytes and one memory out."""
+
+import dataclasses
+import functools as ft
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .. import chips
+from .._ground.spec import entry_axes
+from .._plan import ShardPlan
+from .._step import Platform, Step, step_of
+from .._step.lowered import bytecode
+from ..cost import Traffic, TrafficRow
+from ..cost._after import as_compiled
+from ..cost._estimate import DIRECT, LARGEST, SIZED
+from ..cost._hlo_text import HloModule, parse_hlo
+from ..cost._live import held as held_by
+from ..cost._shrunk import carried_on
+from ..cost._traffic import read
+from ..cost._traffic_rows import largest_first
+from ..cost._work import Work, work_of
+from ..topology._mesh import MeshSpec
+from ._candidate import Candidate
+from ._constrain_step import constrain_step
+from ._core import CostModel
+from ._emulated import EMULATED
+from ._times import Times, times_of
+from ._trace import Traced
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """What a program sends, computes, and holds: with the step's own donation, and with all donated that comes back."""
+
+    sent: Traffic
+    work: Work
+    held: tuple[int | float, int | float]
+
+
+def timed(one: Candidate, times: Times, sent: Traffic) -> Candidate:
+    """The candidate with what a program of it sends, and how long that takes."""
+    return dataclasses.replace(
+        one,
+        seconds=times.seconds,
+        compute_seconds=times.compute,
+        exposed_seconds=times.exposed,
+        hidden_seconds=times.hidden,
+        traffic=sent,
+    )
+
+
+class Pricer:
+    """A step that is traced and lowered once, to be partitioned by XLA for many candidates.
+
+    **Arguments:**
+
+    - `step`: what is searched for.
+    - `traced`: its arguments and results.
+    - `chip`: of the devices.
+    """
+
+    def __init__(self, step: Callable[..., Any], traced: Traced, chip: chips.Chip, model: CostModel):
+        self.step, self.args, self.words = step, traced.structs, traced.words
+        self.results = results_of(self.args, traced.out)
+        self.chip, self.model = chip, model
+        self.platform: Platform = "tpu" if chip.torus_dims else "cpu" if chip == EMULATED else "gpu"
+        self.plain = traced.step
+
+    @ft.cached_property
+    def donated(self) -> tuple[int, ...]:
+        """The numbers of the arguments that the step donates."""
+        if isinstance(self.step, types.FunctionType):
+            return ()
+        words = [arg.path.split("/")[:2] for arg in step_of(self.step, self.args).arguments if arg.donated]
+        known = [word.replace("[", "/").replace("]", "").split("/") for word in self.words]
+        return tuple(at for at, word in enumerate(known) if any(one[: len(word)] == word for one in words))
+
+    @ft.cached_property
+    def spare(self) -> tuple[int, ...]:
+        """These, and those that come back as results."""
+        return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
+
+    @ft.cached_property
+    def size(self) -> int:
+        """Bytes of the step's module."""
+        return len(bytecode(self.plain.module(self.platform)))
+
+    def priced(self, one: Candidate, *, constrained: bool = False) -> Candidate:
+        """The candidate with the time, the traffic and the memory of its partitioned program.
+
+        **Raises:**
+
+        `ProgramError` where XLA refuses the program.
+        """
+        step = self._constrained(one) if constrained else self.plain
+        read = self._carried_on(step, one) if one.mesh.size > DIRECT else self._read(step, one, one.mesh)
+        times = times_of(read.sent, read.work, self.chip, one.mesh, self.model)
+        fits = read.held[0] <= one.limit_bytes
+        return dataclasses.replace(
+            timed(one, times, largest_first(read.sent)),
+            by="estimate",
+            memory_bytes=round(read.held[0 if fits else 1]),
+            constrained=constrained,
+            notes=(*one.notes, *read.work.notes),
+            donated=self.donated if fits else self.spare,
+            results=tuple(which for which, _ in self.results),
+        )
+
+    def _constrained(self, one: Candidate) -> Step:
+        constrained = constrain_step(self.step, one.mesh, one.rules)
+        return step_of(lambda *args: constrained(*args), self.args)
+
+    def _carried_on(self, step: Step, one: Candidate) -> _Read:
+        """The same on more devices than XLA partitions for, from meshes with shorter axes."""
+        read: dict[tuple[int, ...], _Read] = {}
+
+        def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
+            read[mesh.axis_sizes] = self._read(step, one, mesh)
+            return read[mesh.axis_sizes].sent.rows
+
+        def carried(value: Callable[[_Read], int | float]) -> float:
+            """A number goes on as it does where each axis doubles."""
+            sizes, *others = read
+            found = float(value(read[sizes]))
+            for other in others if found else ():
+                axis = next(at for at, size in enumerate(other) if size != sizes[at])
+                times = math.log2(one.mesh.axis_sizes[axis] / sizes[axis])
+                found *= (value(read[other]) / value(read[sizes])) ** times
+            return found
+
+        sent = carried_on(one.mesh, LARGEST, rows_on)
+        work = dataclasses.replace(
+            next(iter(read.values())).work,
+            flops=carried(lambda one: one.work.flops),
+            bytes=carried(lambda one: one.work.bytes),
+        )
+        return _Read(sent, work, (carried(lambda one: one.held[0]), carried(lambda one: one.held[1])))
+
+    def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _Read:
+        """What a program sends, computes and holds, from its text: the one place where a candidate is read."""
+        arguments, results = step.parameters
+        dims = [leaf for plan in one.plans for leaf in _dims_of(plan)]
+        out = [
+            leaf
+            for which, count in self.results
+            for leaf in ([None] * count if which is None else _dims_of(one.plans[which]))
+        ]
+        text = step.partitioned(
+            self.platform,
+            mesh=mesh,
+            arguments=[_filled(own, taken.shape) for own, taken in zip(dims, arguments, strict=True)],
+            results=[_filled(own, made.shape) for own, made in zip(out, results, strict=True)],
+        )
+        partitioned = parse_hlo(text)
+        module = as_compiled(partitioned, self.platform, without=() if mesh == one.mesh else SIZED)
+        leaves = {f"kept[{at}]": path for at, path in enumerate(self._paths(one))}
+        sent = read(module, mesh, leaves)
+        held = self._held(module, one, self.donated)
+        enough = held <= one.limit_bytes and mesh == one.mesh
+        return _Read(
+            sent,
+            work_of(partitioned, tpu=self.platform == "tpu"),
+            (held, held if enough else self._held(module, one, self.spare)),
+        )
+
+    def _held(self, module: HloModule, one: Candidate, donated: Sequence[int]) -> int:
+        """Bytes of a device at the worst moment, where results take over the memory of these arguments."""
+        flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
+        return held_by(module, donated=flags, tile=self.chip.tile, tpu=self.platform == "tpu").peak_bytes
+
+    def _paths(self, one: Candidate) -> list[str]:
+        pairs = zip(self.words, one.plans, strict=True)
+        return [f"{word}/{leaf.path}" if leaf.path else word for word, plan in pairs for leaf in plan.leaves]
+
+
+def results_of(args: Sequence[Any], made: Any) -> tuple[tuple[int | None, int], ...]:
+    """How results lie: a part that has the structure, shapes and dtypes of an argument leaves as that came.
+
+    **Returns:**
+
+    For each part of what the step returns, or for all of it, the number of the argument, or `None` where it is free,
+    and how many arrays it has. Of arguments that are alike each is taken once, in order.
+    """
+    kinds = [kind_of(arg) for arg in args]
+    if kind_of(made) in kinds or not isinstance(made, tuple):
+        made = (made,)
+    found: list[tuple[int | None, int]] = []
+    for part in made:
+        kind, taken = kind_of(part), {which for which, _ in found}
+        which = next((at for at, own in enumerate(kinds) if own == kind and own[1] and at not in taken), None)
+        found.append((which, len(kind[1])))
+    return tuple(found)
+
+
+def kind_of(tree: Any) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
+    """What two trees have in common that lie alike: structure, shapes and dtypes."""
+    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
+    leaves, treedef = jax.tree.flatten(arrays)
+    return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+
+
+def _dims_of(plan: ShardPlan) -> list[tuple[tuple[str, ...], ...]]:
+    """The mesh axes that cut each dimension of each array of a plan."""
+    return [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
+
+
+def _filled(dims: Any, shape: Sequence[int]) -> Any:
+    """With the dimensions that a spec leaves out, and those of a key's words."""
+    return None if dims is None else (*dims, *[()] * (len(shape) - len(dims)))

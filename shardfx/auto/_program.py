@@ -1,0 +1,149 @@
+"""A step whose dimensions are tied: each dimension of each array is a part, and factors say which belong together."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.extend.mlir.dialects import stablehlo
+
+from .._step import Operation, Program
+from ._parts import Parts
+
+
+# Operations that look at neighbours: what a stride makes of a dimension is no split of it.
+_WINDOWED = ("convolution", "reduce_window", "select_and_scatter")
+_MARKS = (
+    "scanned", "looked_up", "tokens", "multiplied", "batched", "contracted", "sliced", "chosen", "channels", "windows"
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tied:
+    """A program, the part that each dimension of each value is, and the classes that operations make of parts.
+
+    `marks` are parts by what is done with them: loops walk through them, an index looks them up (one for each token of
+    a sequence), products have them, run over them in batches or sum over them, slices take some of them, the largest
+    of them are chosen, convolutions have them as channels or as windows. `spatial` are the parts of images that
+    convolutions slide along, with their place among these.
+    """
+
+    program: Program
+    parts: Parts
+    dims: list[tuple[int, ...]]
+    marks: dict[str, list[int]]
+    spatial: dict[int, tuple[int, int]]
+
+
+def tied(program: Program) -> Tied:
+    """The program with its dimensions tied by every operation."""
+    parts = Parts()
+    origins = {value: number for number, value in enumerate(program.arguments)}
+    dims = [
+        tuple(parts.new(size, origins.get(number, -1)) for size in value.shape)
+        for number, value in enumerate(program.values)
+    ]
+    found = Tied(program, parts, dims, {kind: [] for kind in _MARKS}, {})
+    loops: dict[tuple[int, int], int] = {}
+    for number, made in enumerate(program.operations):
+        if made.name == "use":
+            continue
+        first = _tie(found, number, made)
+        _mark(found, made, first)
+        for dim, loop in made.counted:
+            part = found.dims[made.ins[0]][dim]
+            # What one loop walks through is of one length, and one dimension.
+            parts.align([loops.setdefault((loop, parts.sizes[part]), part)], [part], number)
+            found.marks["scanned"].append(part)
+    return found
+
+
+def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
+    """Whether an operation needs a dimension whole, or takes some of it alone."""
+    factors = made.factors
+    short = math.prod(factors.sizes[factor] for factor in dim) != size
+    apart = len(dim) > 1 and made.name in _WINDOWED
+    return short or apart or not factors.replicated.isdisjoint(dim)
+
+
+def _tie(found: Tied, number: int, made: Operation) -> dict[Any, int]:
+    """Ties the dimensions of one operation; returns the part that each factor is."""
+    sizes, parts = made.factors.sizes, found.parts
+    first: dict[Any, int] = {}
+    fused: list[tuple[int, tuple[int, ...]]] = []
+    for values, sides in ((made.ins, made.factors.ins), (made.outs, made.factors.outs)):
+        for at, (value, dims) in enumerate(zip(values, sides, strict=True)):
+            for part, dim in zip(found.dims[value], dims, strict=True):
+                size = parts.sizes[part]
+                if size == 1 or not dim:
+                    continue
+                if len(dim) == 1 and sizes[dim[0]] == size:
+                    # What is sorted or updated stays the same dimension: of the operand and the result in one place.
+                    key = (dim[0], at) if dim[0] in made.factors.replicated else dim[0]
+                    if first.setdefault(key, part) != part:
+                        parts.align([first[key]], [part], number)
+                elif not whole(made, dim, size):
+                    fused.append((part, dim))
+    for part, dim in fused:
+        parts.align([part], [first.setdefault(one, parts.new(sizes[one])) for one in dim], number)
+    return first
+
+
+def batched(made: Operation) -> tuple[int, ...]:
+    """The factors that a product runs over in batches: experts of rows in groups, too."""
+    if made.name == "ragged_dot":
+        return tuple(factor for dim in made.factors.ins[2] for factor in dim)
+    if made.name != "dot_general":
+        return ()
+    left, right, out = ({f for dim in dims for f in dim} for dims in (*made.factors.ins, *made.factors.outs))
+    return tuple(sorted(left & right & out))
+
+
+def _mark(found: Tied, made: Operation, first: dict[Any, int]) -> None:
+    def mark(kind: str, factors: Any) -> None:
+        found.marks[kind] += [first[factor] for factor in factors if factor in first]
+
+    factors = made.factors
+    if made.name in ("dot_general", "ragged_dot"):
+        groups = batched(made)
+        mark("multiplied", range(len(factors.sizes)))
+        mark("batched", groups)
+        mark("contracted", factors.reduction.difference(groups))
+    elif made.name == "gather":
+        mark("looked_up", factors.reduction)
+        if _are_tokens(found, made, 1):
+            mark("tokens", factors.reduction)
+    elif made.name == "scatter" and len(made.ins) == 3:
+        given = {factor for dim in factors.ins[2] for factor in dim}
+        looked_up = [factor for dim in factors.ins[0] for factor in dim if factor not in given]
+        mark("looked_up", looked_up)
+        if _are_tokens(found, made, 1):
+            mark("tokens", looked_up)
+    elif made.name == "top_k":
+        found.marks["chosen"].append(found.dims[made.ins[0]][-1])
+    elif made.name == "slice":
+        pairs = zip(*(found.program.values[value].shape for value in (*made.ins, *made.outs)), strict=True)
+        cut = [dim for dim, (before, after) in enumerate(pairs) if before != after]
+        found.marks["sliced"] += [found.dims[made.ins[0]][dim] for dim in cut]
+    elif made.windows is not None:
+        _mark_convolution(found, made)
+
+
+def _are_tokens(found: Tied, made: Operation, at: int) -> bool:
+    """Whether an operation looks up rows for the tokens of sequences: its indices have a batch and more."""
+    pairs = zip(found.dims[made.ins[at]], made.factors.ins[at], strict=True)
+    rows = [part for part, dim in pairs if made.factors.replicated.isdisjoint(dim)]
+    return sum(len(found.parts.leaves(part)) for part in rows) > 1
+
+
+def _mark_convolution(found: Tied, made: Operation) -> None:
+    numbers = stablehlo.ConvDimensionNumbers(made.windows)
+    image, kernel = (found.dims[value] for value in made.ins)
+    known = {leaf for part in found.spatial for leaf in found.parts.leaves(part)}
+    channels = image[numbers.input_feature_dimension]
+    # The first convolution of an array says how it lies: that of a gradient takes batches for channels.
+    if known.isdisjoint(found.parts.leaves(channels)):
+        found.marks["channels"].append(channels)
+    found.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
+    found.marks["windows"] += [kernel[dim] for dim in numbers.kernel_spatial_dimensions]
+    for at, dim in enumerate(numbers.input_spatial_dimensions):
+        found.spatial.setdefault(image[dim], (at, len(numbers.input_spatial_dimensions)))

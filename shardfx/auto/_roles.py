@@ -1,0 +1,145 @@
+"""Which roles a mesh axis may have in a step: orders of classes that are worth a look."""
+
+import itertools
+from collections.abc import Iterable
+
+from .._ground.spec import entry_axes
+from .._rules.axis_rules import AxisRules
+from ._classes import Classes
+from ._layouts import Layout, Layouts, Role
+from ._limits import Limits, blocking, numbers_of
+
+
+# How many sets of classes lead a role, at most: those that most bytes have.
+_SETS = 9
+
+
+def layouts_of(layouts: Layouts, *, most: int = 72, never: frozenset[int] = frozenset()) -> list[Layout]:
+    """The layouts of all roles worth a look; of roles that come to the same, the first."""
+    found: dict[object, Layout] = {}
+    for role in itertools.chain(*_families(layouts, never)):
+        if len(found) >= most:
+            break
+        made = layouts.under(role)
+        key = (made.events, made.cuts, made.shared)
+        if made.used and key not in found and _can_be_whole(layouts, made):
+            found[key] = made
+    return list(found.values())
+
+
+def nothing_to_cut(layouts: Layouts, limits: Limits, devices: int) -> str:
+    """What to say where no mesh axis could cut anything: the sizes are to blame, or the limits."""
+
+    def can(other: Limits) -> bool:
+        never = frozenset(numbers_of(other.never, layouts.classes).values())
+        if other.rules is not None:
+            roles = roles_of_rules(other.rules, layouts.classes, never)
+            return any(layouts.under(role).used for role in roles.values())
+        return any(made.used for made in layouts_of(layouts, most=1, never=never))
+
+    culprits = blocking(limits, can)
+    within = "" if limits == Limits() or not can(Limits()) else " within the limits"
+    return f"no dimension of the step's arguments has a factor in common with {devices} devices{within}; {culprits}."
+
+
+def roles_of_rules(rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()) -> dict[str, Role]:
+    """The role that each mesh axis has by given rules: the names that it cuts, those of the first rules first.
+
+    The classes `never` are not cut, whatever the rules say.
+    """
+    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots and number not in never}
+    orders: dict[str, dict[int, None]] = {}
+    for name, target in rules.rules:
+        for axis in entry_axes(target) if name in known else ():
+            orders.setdefault(axis, {})[known[name]] = None
+    return {axis: Role(tuple(order), any(is_behind(classes, n) for n in order)) for axis, order in orders.items()}
+
+
+def _families(layouts: Layouts, never: frozenset[int]) -> list[Iterable[Role]]:
+    """Roles by how many sets they try in turn: one, two, three. The most usual come first."""
+    weights = _weights(layouts)
+    numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
+    sets = _sets(layouts, numbers)[:_SETS]
+    behind = {number for number in numbers if is_behind(layouts.classes, number)}
+
+    def roles(orders: Iterable[tuple[tuple[int, ...], ...]]) -> Iterable[Role]:
+        for order in orders:
+            flat = tuple(itertools.chain(*order))
+            if len(set(flat)) == len(flat):
+                yield Role(flat, behind=bool(behind.intersection(flat)))
+
+    # Three in turn: data that are cut in two ways, then what the parameters have.
+    data = [group for group in sets if not any(_in_model(layouts, number) for number in group)]
+    model = [group for group in sets if group not in data]
+    triples = [(a, b, c) for a in model for b in data for c in model if a != c]
+    triples += [(a, b, c) for a in data for b in data for c in model if a != b]
+    return [
+        roles((group,) for group in sets),
+        roles(itertools.permutations(sets, 2)),
+        roles(triples),
+    ]
+
+
+def _can_be_whole(layouts: Layouts, made: Layout) -> bool:
+    """Whether all that stands before a cut part can be cut itself, and so wholly."""
+    for parts, position in zip(layouts.flat, made.cuts, strict=True):
+        at = parts[position][1] if position >= 0 else 0
+        if any(number < 0 for number, _ in (parts[position - at : position] if at else ())):
+            return False
+    return True
+
+
+def _weights(layouts: Layouts) -> dict[int, float]:
+    """For each class how many bytes the arrays have, in sum, that it is in; those of raw keys are not to be cut."""
+    classes, found = layouts.classes, dict[int, float]()
+    words = {number for number, group in enumerate(classes.groups) if group.name == "key_words"}
+    for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
+        for number in {number for number, _ in parts if number >= 0} - words:
+            found[number] = found.get(number, 0.0) + value.bytes
+    return found
+
+
+def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
+    """Classes that no array has two of, so that one axis can cut all of them: as many together as can be.
+
+    The smallest powers of two limit how far a set can be cut, so sets without their least divisible classes follow.
+    """
+    together: set[tuple[int, int]] = set()
+    for parts in layouts.flat:
+        known = sorted({number for number, _ in parts if number >= 0})
+        together.update(itertools.combinations(known, 2))
+
+    def fits(group: list[int], number: int) -> bool:
+        return all((min(a, number), max(a, number)) not in together for a in group)
+
+    found: dict[tuple[int, ...], None] = {}
+    for seed in numbers:
+        group = [seed]
+        for number in numbers:
+            if number not in group and fits(group, number):
+                group.append(number)
+        found[tuple(sorted(group, key=numbers.index))] = None
+    for group in list(found):
+        by_size = sorted(group, key=lambda number: _twos(layouts.classes.groups[number].size))
+        for count in range(1, len(group)):
+            if _twos(layouts.classes.groups[by_size[count]].size) > _twos(
+                layouts.classes.groups[by_size[count - 1]].size
+            ):
+                found[tuple(number for number in group if number not in by_size[:count])] = None
+    return list(found)
+
+
+def _twos(size: int) -> int:
+    return (size & -size).bit_length()
+
+
+def _in_model(layouts: Layouts, number: int) -> bool:
+    return any(place.argument in layouts.classes.model for place in layouts.classes.groups[number].places)
+
+
+def is_behind(classes: Classes, number: int) -> bool:
+    """Whether the class stands behind another in an argument, and is no unit."""
+    return any(
+        place.at and place.at < classes.kept(classes.dims[place.argument][place.dim])
+        for place in classes.groups[number].places
+    )

@@ -1,0 +1,234 @@
+"""The mesh and rules that a step is fastest under, chosen among all that fit."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import chips
+from .._ground.errors import ProgramError
+from .._ground.text import bytes_text
+from .._rules.axis_rules import AxisRules
+from ..cost._estimate import DIRECT, LARGEST
+from ._asked import Asked, Tracing, asked_for, require_arrays, require_options
+from ._candidate import Candidate
+from ._checked import compiled, devices_for, ran
+from ._held import states_of, zero_1
+from ._limits import Limits
+from ._priced import Pricer
+from ._reasons import against, without_twins
+from ._space import MODEL, Space, by_hand, fastest, indivisible, would_fit
+
+
+# Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
+# also traces and lowers it anew; and how many programs there are at least and at most.
+_WRITTEN_SECONDS, _WRITTEN = 20.0, (6, 32)
+_CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
+# Seconds that one program takes: each, for a byte of StableHLO to be partitioned and read, to be constrained, and for a
+# device of XLA's client. Measured; a clock would make two hosts look at different candidates.
+_EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
+# How many of the core's best stand beside the ways by hand.
+_DRAWN = 12
+# With how many sizes the caller's rules and the usual ways are partitioned, as long as there is room.
+_SIZES = 2
+# So much faster a step is to be before its constraints are worth it.
+_WORTH = 0.99
+# How many candidates are compiled where that is asked for.
+COMPILED = 12
+Tell = Callable[[str], None]
+_NO_LIMITS = Limits()
+
+
+def search(
+    step: Any,
+    *args: Any,
+    devices: int | str | Sequence[Any],
+    chip: str | chips.Chip | None = None,
+    slices: int = 1,
+    keep: int = 5,
+    verify: Any = None,
+    also: Sequence[AxisRules] = (),
+    closely: int = COMPILED,
+    limits: Limits = _NO_LIMITS,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Tell | None = None,
+) -> tuple[Candidate, ...]:
+    """Chooses mesh and rules for a step: the fastest that fit in memory, and the next ones.
+
+    The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has a role: in which order it
+    prefers dimensions. The step is laid out under every role, and a compiled function prices all meshes of up to four
+    roles at once. The best of these, and the usual ways that people write by hand, are partitioned by XLA itself for
+    the step as it is written; the best few are also partitioned with what is between the arguments constrained, by
+    [`shardfx.auto.constrain_step`][], and the better form is returned. All numbers are read off that program of one
+    device.
+
+    **Arguments:**
+
+    - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. What it donates
+        counts; how its arguments and results lie is chosen.
+    - `args`: its arguments: arrays or structs, in any trees.
+    - `devices`: how many; a slice as "tpu:v5p:4x4x4", which names the chip too, or two of them as "tpu:v5p:4x4x4*2";
+        emulated CPU devices as "cpu:8"; or JAX's own, as `jax.devices()`.
+    - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
+    - `slices`: how many slices (or nodes of TPUs) the devices are in, joined by the hosts' network; where `devices`
+        does not say it.
+    - `keep`: how many candidates to return, at most.
+    - `verify`: "compile" compiles the best candidates, and the usual ways by hand: for the slice if `devices` is one
+        and libtpu is installed, else for as many of JAX's devices. What the compiled programs send, compute and hold
+        orders them anew, and what does not fit is dropped. Or the devices to compile for. "run" runs them on the
+        devices too, in turn, with arrays that it makes, and the clock orders them.
+    - `also`: rules by hand, over names that [`shardfx.auto.name_axes`][] finds, that are partitioned too, as the usual
+        ones are. The sizes of their axes are chosen.
+    - `closely`: how many candidates to compile, beside the usual ways and those of `also`.
+    - `limits`: see [`shardfx.auto.Limits`][].
+    - `cache`: a directory that keeps what is compiled; see [`shardfx.cost.compile_for`][].
+    - `progress`: is told what is being partitioned, compiled or run.
+
+    **Returns:**
+
+    Candidates, the fastest first. Where nothing fits in memory, the one that takes least is returned alone, with a
+    reason that says so. Above 2,048 devices the program is read on smaller meshes and carried on from there; where
+    that cannot be done, candidates keep the order and the numbers of the compiled function, and say so.
+
+    **Raises:**
+
+    `MeshError` for devices that cannot be read or slices that do not divide them; `RuleError` for limits with names
+    that the step lacks; `SpecError` if no mesh of these devices divides the step's dimensions; `LeafTypeError` for
+    arguments without arrays; `ProgramError` where XLA can partition the step in no way, as where it constrains its
+    arrays over a mesh of its own; what the step raises when it is traced, with a note.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx
+
+        def loss(params, x):
+            hidden = jax.nn.relu(x @ params["up"])
+            return jnp.mean((x + hidden @ params["down"]) ** 2)
+
+        def step(params, x):
+            grads = jax.grad(loss)(params, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+        struct = jax.ShapeDtypeStruct
+        up, down = struct((1024, 8192), "float32"), struct((8192, 1024), "float32")
+        params = {"up": up, "down": down}
+        x = struct((65536, 1024), "float32")
+        best, *others = shardfx.auto.search(step, params, x, devices="tpu:v5e:2x4")
+        print(best)
+        print(best.code())
+        assert best.mesh.size == 8 and best.fits and best.seconds <= others[0].seconds
+        ```
+    """
+    tell = progress or (lambda _: None)
+    require_options(keep, closely, verify)
+    asked = asked_for(devices, chip, slices)
+    space, pricer = opened(step, args, asked, limits, also, tell)
+    tell(f"pricing meshes of {asked.total} devices")
+    found, usual = candidates_of(space, pricer, keep, tell)
+    if verify is not None and found[0].fits:
+        targets = devices_for(verify, asked, None if isinstance(devices, int | str) else devices)
+        chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
+        verified = ran if verify == "run" else compiled
+        found = verified(pricer, chosen, targets, cache, tell)
+    return _told(space, found, keep)
+
+
+def opened(
+    step: Any, args: Sequence[Any], asked: Asked, limits: Limits, also: Sequence[AxisRules], tell: Tell
+) -> tuple[Space, Pricer]:
+    """A step that is laid out under its roles, and traced and lowered to be partitioned."""
+    require_arrays(args)
+    tell("laying the step out under roles")
+    with Tracing(args):
+        space = Space(step, args, asked, limits, also)
+        return space, Pricer(step, space.classes.traced, asked.chip, MODEL)
+
+
+def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
+    """All candidates that are partitioned, those that fit first, the fastest first; and the titles of ways by hand."""
+    drawn = fastest(space, max(keep, _DRAWN))
+    usual, *more = by_hand(space, [*space.asked, *space.usual], _SIZES)
+    others = by_hand(space, space.known, 1)[0]
+    written, constrained = _counts(pricer.size, space.devices)
+    ones = without_twins([*usual, *drawn[:_DRAWN], *(one for turn in more for one in turn), *others])
+    ones = ones[: max(written, len(usual))]
+    pairs: list[tuple[Candidate, Candidate]] = []
+    refused: ProgramError | None = None
+    for number, one in enumerate(ones, start=1):
+        tell(f"partitioning candidate {number} of {len(ones)}: {one.title}")
+        try:
+            pairs.append((one, _in_memory(pricer, one, states_of(space.classes))))
+        except ProgramError as error:
+            refused = refused or error
+    if not pairs:
+        assert refused is not None
+        if space.devices <= DIRECT:
+            raise refused
+        return [dataclasses.replace(one, constrained=True) for one in drawn], set()
+    ranked = sorted(pairs, key=lambda pair: _rank(pair[1]))
+    by_core = sorted(pairs, key=lambda pair: pair[0].seconds)
+    worth = [pair for pair in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(pair[0])][:constrained]
+    made: dict[int, Candidate] = {}
+    for number, (one, priced) in enumerate(worth, start=1):
+        tell(f"constraining candidate {number} of {len(worth)}: {one.title}")
+        made[id(priced)] = _better(pricer, priced)
+    names = {one.title for one in usual}
+    final = [(one.title in names, made.get(id(priced), priced)) for one, priced in pairs]
+    found = sorted((one for _, one in final), key=_rank)
+    return found, {one.title for is_usual, one in final if is_usual}
+
+
+def _counts(size: int, devices: int) -> tuple[int, int]:
+    """How many programs of so many bytes are made, as the step is written and as it is constrained."""
+    # Larger meshes are read on three smaller ones.
+    each = _EACH + size * _BYTE + devices * _DEVICE
+    each = each if devices <= DIRECT else 3 * (_EACH + size * _BYTE + LARGEST * _DEVICE)
+    pairs = (
+        (_WRITTEN_SECONDS / each, _WRITTEN),
+        (_CONSTRAINED_SECONDS / (each + size * _CONSTRAINED_BYTE), _CONSTRAINED),
+    )
+    written, constrained = (min(most, max(least, int(room))) for room, (least, most) in pairs)
+    return written, constrained
+
+
+def _in_memory(pricer: Pricer, one: Candidate, states: tuple[int, ...]) -> Candidate:
+    """A candidate as the step is written; with the optimizer's state cut further where it does not fit otherwise."""
+    made = pricer.priced(one)
+    less = None if made.fits else zero_1(one, states)
+    return made if less is None else min(made, pricer.priced(less), key=_rank)
+
+
+def _better(pricer: Pricer, one: Candidate) -> Candidate:
+    """The candidate as it is written, or as it is constrained where that is clearly faster, or fits."""
+    try:
+        other = pricer.priced(one, constrained=True)
+    except ProgramError:
+        return one
+    if one.fits != other.fits:
+        return one if one.fits else other
+    return other if other.seconds < _WORTH * one.seconds else one
+
+
+def _rank(one: Candidate) -> tuple[bool, float]:
+    return not one.fits, one.seconds
+
+
+def _is_data(one: Candidate) -> bool:
+    """Whether no parameter is cut: then the compiler has nothing to get wrong."""
+    return all(names == ("batch",) for _, names in one.roles)
+
+
+def _told(space: Space, found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
+    """The first few with why they stand there."""
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        least = min(found, key=lambda one: one.memory_bytes)
+        held = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
+        return (dataclasses.replace(least, reasons=(f"nothing fits: this takes least, {held}; {would_fit(space)}",)),)
+    return tuple(
+        dataclasses.replace(one, reasons=(*against(one, fitting[at + 1 : at + 3]), *indivisible(space, one)))
+        for at, one in enumerate(fitting[:keep])
+    )

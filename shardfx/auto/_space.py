@@ -1,0 +1,296 @@
+"""The meshes and rules that a step can have: laid out under all roles worth a look, ready for the core."""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._ground.errors import MeshError, RuleError, SpecError
+from .._ground.spec import entry_axes
+from .._plan import ShardPlan, plan
+from .._rules.axis_rules import AxisRules
+from ..topology._mesh import MeshSpec
+from ._asked import Asked
+from ._candidate import Candidate
+from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
+from ._layouts import Layout, Layouts, Role
+from ._limits import Limits, blocking, named_roles, numbers_of
+from ._name_axes import names_trees
+from ._naming import named_classes
+from ._roles import layouts_of, nothing_to_cut, roles_of_rules
+from ._seeds import distinct, seeds
+from ._terms import Terms, padded, terms_of
+from ._trace import trace
+from ._written import axis_name, mesh_and_rules
+
+
+# With so many roles all searches share one compiled core.
+_ROLES = 79
+MODEL = CostModel()
+
+
+class Space:
+    """All meshes and rules of a step within some limits, and what the core says of each.
+
+    - `classes`: the step's dimensions by name, and its arguments as structs without shardings: how arrays lie now is
+        another question.
+    - `made`: the layout of each role.
+    - `asked`, `usual`, `known`: ways by hand as numbers of roles: the caller's, those that most people write, others.
+    - `limit_bytes`: the memory that a device may use.
+    """
+
+    def __init__(self, step: Any, args: Sequence[Any], asked: Asked, limits: Limits, also: Sequence[AxisRules] = ()):
+        if asked.total == 1:
+            raise MeshError("one device needs no plan: `search` chooses how several share the work.")
+        self.step, self.limits = step, limits
+        self.devices, self.slices, self.chip, self.extents = asked.total, asked.slices, asked.chip, asked.extents
+        self.limit_bytes = self.chip.usable_hbm_bytes // self.chip.devices_per_chip - limits.free_bytes
+        self.classes = named_classes(trace(step, *args))
+        self.args = self.classes.traced.structs
+        self.layouts = Layouts(self.classes, self.devices)
+        never = frozenset(numbers_of(limits.never, self.classes).values())
+        given = [roles_of_rules(rules, self.classes, never) for rules in also]
+        self.made: list[Layout] = []
+        self.asked = self._numbered([tuple(roles.values()) for roles in given])
+        usual, known = seeds(self.layouts, never) if limits.rules is None else ([], [])
+        self.usual = self._numbered(usual)
+        self.known = [way for way in self._numbered(known) if way not in self.usual]
+        if limits.rules is None:
+            self._add(layouts_of(self.layouts, never=never))
+        else:
+            self._add(self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes, never).values())
+        if not self.made:
+            raise SpecError(nothing_to_cut(self.layouts, limits, self.devices))
+        self.terms = _limited(self)
+        self.arrays = padded(self.terms)
+        self.names = names_trees(self.classes)
+
+    def _add(self, layouts: Iterable[Layout]) -> None:
+        """Takes these beside what there is, without twins."""
+        keys = set(map(_key, self.made))
+        new = [made for made in layouts if _key(made) not in keys]
+        self.made += new[: max(0, _ROLES - len(self.made))]
+
+    def _numbered(self, ways: Sequence[tuple[Role, ...]]) -> list[tuple[int, ...]]:
+        """The numbers of the roles of each way, which are laid out if they were not; ways that cut nothing left out."""
+        keys = {_key(made): number for number, made in enumerate(self.made)}
+        found: dict[Role, int] = {}
+        for role in distinct(ways):
+            made = self.layouts.under(role)
+            if made.used:
+                if _key(made) not in keys:
+                    keys[_key(made)] = len(self.made)
+                    self.made.append(made)
+                found[role] = keys[_key(made)]
+        made_ways = [tuple(sorted(found[role] for role in way if role in found)) for way in ways]
+        return list(dict.fromkeys(way for way in made_ways if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+
+    def machine(self, limit: int | float = math.inf) -> Numbers:
+        """The numbers that the core takes, with so many bytes of memory a device."""
+        return machine_of(self.chip, self.devices, MODEL, "bfloat16", float(limit), self.extents)
+
+    def names_of(self, layout: Layout) -> tuple[str, ...]:
+        """What a role cuts, the first first."""
+        return tuple(self.classes.groups[number].name for number in layout.role.order if number in layout.used)
+
+    @ft.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What was not understood of the step."""
+        return tuple(f"{words} ({count} times)" for words, count in self.classes.tied.program.notes.items())
+
+
+def fastest(space: Space, keep: int) -> list[Candidate]:
+    """The best by the core that fit in memory, the fastest first; where none fits, those that take least.
+
+    **Raises:**
+
+    `SpecError` where no mesh divides the step's dimensions within the limits.
+    """
+    axes = min(space.limits.most_axes, AXES)
+    found, _ = find(space.terms, space.machine(space.limit_bytes), space.devices, space.slices, axes=axes)
+    made = list(various(space, found, keep))
+    if not made:
+        found, _ = find(space.terms, space.machine(), space.devices, space.slices, axes=axes)
+        made = list(various(space, sorted(found, key=lambda one: one.memory_bytes), min(keep, 8)))
+    if not made:
+        culprits = blocking(space.limits, lambda other: _has_any(space, other))
+        sizes = ", ".join(f"{group.name}={group.size}" for group in space.classes.live())
+        raise SpecError(
+            f"no mesh of {space.devices} devices divides the step's dimensions within the limits ({sizes}); {culprits}."
+        )
+    return made
+
+
+def by_hand(space: Space, ways: Sequence[tuple[int, ...]], sizes: int) -> list[list[Candidate]]:
+    """Ways that people write, each with the sizes that the core likes best for it: first those that fit in memory.
+
+    **Returns:**
+
+    For each of `sizes` turns the candidates of all ways.
+    """
+    turns: list[list[Candidate]] = [[] for _ in range(sizes)]
+    for way in ways if space.limits.most_axes == AXES else [way for way in ways if len(way) <= space.limits.most_axes]:
+        each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
+        ranked = sorted(
+            (one for one in each if one is not None),
+            key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
+        )
+        for turn, one in zip(turns, various(space, ranked, sizes), strict=False):
+            turn.append(one)
+    return turns
+
+
+def would_fit(space: Space) -> str:
+    """How many more devices would be enough, in words."""
+    # The usual ways are few, and one of them cuts all that can be cut.
+    roles = tuple(sorted({number for way in (*space.usual, *space.known) for number in way})) or None
+    for times in (2, 4, 8, 16, 32, 64):
+        count = space.devices * times
+        machine = machine_of(space.chip, count, MODEL, "bfloat16", float(space.limit_bytes))
+        axes = min(space.limits.most_axes, AXES)
+        if find(space.terms, machine, count, space.slices, axes=axes, only=roles)[0]:
+            return f"{count} devices should do; or use a smaller batch or remat"
+    return f"{64 * space.devices} devices would not do either; use a smaller batch or remat"
+
+
+def indivisible(space: Space, one: Candidate) -> Iterator[str]:
+    """Which near meshes do not divide: those with a factor of two moved from one axis to another."""
+    roles = [
+        next(number for number, made in enumerate(space.made) if space.names_of(made) == names)
+        for _, names in one.roles
+    ]
+    axes = [axis for axis, _ in one.roles]
+    for source, target in ((a, b) for a in range(len(axes)) for b in range(len(axes)) if a != b):
+        sizes = [one.mesh.shape[axis] for axis in axes]
+        if sizes[source] % 2:
+            continue
+        sizes[source] //= 2
+        sizes[target] *= 2
+        for row, number in enumerate(space.terms.classes):
+            cut = math.prod(size for role, size in zip(roles, sizes, strict=True) if space.terms.limits[row, role])
+            if space.terms.sizes[row] % cut:
+                group = f"{space.classes.groups[number].name} ({space.terms.sizes[row]})"
+                mesh = f"{axes[target]}={sizes[target]} and {axes[source]}={sizes[source]}"
+                yield f"{mesh}: {group} does not divide by {cut}"
+                break
+
+
+def _key(made: Layout) -> object:
+    return made.events, made.cuts, made.shared
+
+
+def _limited(space: Space) -> Terms:
+    limits, terms = space.limits, terms_of(space.layouts, space.made)
+    wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
+    least = np.ones_like(terms.sizes)
+    for name, number in numbers_of(tuple(wanted), space.classes).items():
+        if number not in terms.classes:
+            size = space.classes.groups[number].size
+            raise SpecError(
+                f"`limits` wants {name!r} cut, but its size {size} has no factor in common with {space.devices} "
+                "devices; pad it, or take it out of the limits."
+                if math.gcd(size, space.devices) == 1
+                else f"`limits` wants {name!r} cut, and no mesh axis within the other limits cuts it; let `rules` "
+                "cut it, take it out of `never`, or do not want it."
+            )
+        least[terms.classes.index(number)] = wanted[name]
+    named, sizes = named_roles(limits, [axis_name(list(space.names_of(layout))) for layout in space.made])
+    return dataclasses.replace(terms, least=least, named=named, named_sizes=sizes)
+
+
+def _has_any(space: Space, limits: Limits) -> bool:
+    """Whether there is a mesh within other limits, whatever memory it takes."""
+    asked = Asked(space.devices, space.chip, None, space.slices, 1)
+    try:
+        other = Space(space.step, space.args, asked, limits)
+    except (SpecError, RuleError):
+        return False
+    axes = min(limits.most_axes, AXES)
+    return bool(find(other.terms, other.machine(), space.devices, space.slices, axes=axes)[0])
+
+
+def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:
+    """A way with these sizes; `None` where they do not divide. The first axis that can spans the slices."""
+    spans = [1] * len(way)
+    if space.slices > 1:
+        over = next((at for at, size in enumerate(sizes) if size % space.slices == 0), None)
+        if over is None:
+            return None
+        spans[over] = space.slices
+    machine, rest = space.machine(), AXES - len(way)
+    sets = np.array([[*way, *[len(space.made)] * rest]], np.int32)
+    share, between = (np.array([[*one, *[1] * rest]], np.int32) for one in (sizes, spans))
+    islands = bool(np.isfinite(machine["island"]))
+    score, *parts = [
+        float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between, islands=islands)[:-1]
+    ]
+    return Found(way, tuple(sizes), tuple(spans), *parts) if math.isfinite(score) else None
+
+
+def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
+    """The best of those that say something different: in what the arguments' axes cut, not in their spelling."""
+    seen: set[object] = set()
+    for one in found:
+        if len(seen) >= keep:
+            return
+        built = mesh_and_rules(space.made, one, space.classes)
+        if built is None or not space.limits.has_axes(built[0]):
+            continue
+        mesh, rules, axes = built
+        plans = tuple(
+            plan(arg, mesh, names=names, axes=rules, unused="allow")
+            for arg, names in zip(space.args, space.names, strict=True)
+        )
+        key = _pieces(space, one)
+        if key not in seen and _agrees(space, one, plans, axes):
+            seen.add(key)
+            yield _candidate(space, one, mesh, rules, axes, plans)
+
+
+def _pieces(space: Space, one: Found) -> object:
+    """Into how many pieces each class is cut."""
+    cuts: dict[int, int] = {}
+    for role, size in zip(one.roles, one.sizes, strict=True):
+        for number in space.made[role].used:
+            cuts[number] = cuts.get(number, 1) * size
+    return tuple(sorted(cuts.items()))
+
+
+def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
+    """Whether the rules cut the arguments as the roles do."""
+    program, traced = space.layouts.program, space.classes.traced
+    for argument, (which, leaf) in enumerate(traced.places):
+        spec = plans[which][traced.flats[which].paths[leaf]].spec
+        value = program.arguments[argument]
+        dims = [dim for dim, leaves in enumerate(space.layouts.parts[value]) for _ in leaves]
+        wanted: dict[int, set[str]] = {}
+        for role, axis in zip(one.roles, axes, strict=True):
+            position = space.made[role].cuts[value]
+            if position >= 0:
+                wanted.setdefault(dims[position], set()).add(axis)
+        if wanted != {dim: set(entry_axes(entry)) for dim, entry in enumerate(spec) if entry is not None}:
+            return False
+    return True
+
+
+def _candidate(
+    space: Space, one: Found, mesh: MeshSpec, rules: AxisRules, axes: tuple[str, ...], plans: tuple[ShardPlan, ...]
+) -> Candidate:
+    """A candidate with the times of the core, which are those of the step as it is constrained."""
+    return Candidate(
+        mesh=mesh,
+        rules=rules,
+        roles=tuple((axis, space.names_of(space.made[role])) for axis, role in zip(axes, one.roles, strict=True)),
+        plans=plans,
+        by="core",
+        seconds=one.seconds,
+        compute_seconds=one.compute_seconds,
+        exposed_seconds=one.exposed_seconds,
+        hidden_seconds=one.hidden_seconds,
+        memory_bytes=math.ceil(one.memory_bytes),
+        limit_bytes=space.limit_bytes,
+        notes=space.notes,
+    )

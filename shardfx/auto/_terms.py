@@ -1,0 +1,287 @@
+"""The cost of a step as arrays: which roles divide which bytes and operations, and what each role sends.
+
+A row stands for all quantities that the same roles divide. A candidate gives each role a number of devices; a row is
+divided by the product of the numbers of its roles.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from .._step import Operation, Program
+from ._layouts import Layout, Layouts
+from ._together import Together
+
+
+# How many moments of the step are looked at for the memory that is in use.
+_MOMENTS = 8
+# A value that is used this many operations after it was made, or later, was put aside in memory.
+_LONG = 40
+_HANDED = ("carry", "return", "use")
+_IN_PLACE = ("carry", "return", "dynamic_update_slice")
+_HEAVY = frozenset("dynamic_update_slice gather scatter sort top_k reduce_window select_and_scatter fft opaque".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Coefficients of rows, for some roles. All are global: of the whole step on one device.
+
+    - `divides`: which roles divide a row.
+    - `flops`, `hbm`: operations, and bytes moved to and from memory.
+    - `arguments`: bytes that the arguments take.
+    - `moments`: bytes of temporaries, at several moments.
+    - `divides_sent`: which roles divide a row of what one role sends.
+    - `sent`: for each role the bytes that a device receives: first those that computation waits for, then those that
+        it can hide. They are still to be multiplied by (1 - 1 / size).
+    - `calls`: how many collectives each role has.
+    - `classes`, `sizes`: the classes of dimensions that any role cuts, by number, and their sizes.
+    - `limits`: which roles cut each class.
+    - `least`: into how many pieces each class must be cut at least.
+    - `after`: for each role the classes that must be cut wholly, since it cuts what stands behind them.
+    - `named`, `named_sizes`: which roles a mesh axis that must exist can have, and its size; 0 for any size.
+    """
+
+    divides: Bool[np.ndarray, "rows roles"]
+    flops: Float[np.ndarray, " rows"]
+    hbm: Float[np.ndarray, " rows"]
+    arguments: Float[np.ndarray, " rows"]
+    moments: Float[np.ndarray, "rows moments"]
+    divides_sent: Bool[np.ndarray, "roles few roles"]
+    sent: Float[np.ndarray, "roles few two"]
+    calls: Float[np.ndarray, " roles"]
+    limits: Bool[np.ndarray, "classes roles"]
+    sizes: Int[np.ndarray, " classes"]
+    after: Bool[np.ndarray, "roles classes"]
+    classes: tuple[int, ...]
+    least: Int[np.ndarray, " classes"]
+    named: Bool[np.ndarray, "names roles"]
+    named_sizes: Int[np.ndarray, " names"]
+
+
+class _Rows:
+    """Quantities by the roles that divide them."""
+
+    def __init__(self, roles: int, columns: int):
+        self.roles, self.columns = roles, columns
+        self.found: dict[bytes, np.ndarray] = {}
+
+    def add(self, mask: np.ndarray, column: int, amount: float) -> None:
+        key = mask.tobytes()
+        if key not in self.found:
+            self.found[key] = np.zeros(self.columns)
+        self.found[key][column] += amount
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        masks = np.array([np.frombuffer(key, dtype=bool) for key in self.found] or np.zeros((0, self.roles), bool))
+        return masks.reshape(-1, self.roles), np.array(list(self.found.values())).reshape(-1, self.columns)
+
+
+def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
+    """The terms of a step under these roles."""
+    program, count = layouts.program, len(made)
+    cut = np.array([[position >= 0 for position in layout.cuts] for layout in made]).T
+    shared = np.array([layout.shared for layout in made]).T
+    moments = _moments(program, cut)
+    # The columns: flops, memory traffic, arguments, the moments.
+    rows = _Rows(count, 3 + len(moments))
+    sent = [_Rows(count, 2) for _ in made]
+    for number, operation in enumerate(program.operations):
+        if operation.flops:
+            rows.add(shared[number], 0, operation.flops * operation.times)
+        if _is_heavy(operation):
+            for value in (*operation.ins, *operation.outs):
+                rows.add(cut[value], 1, _moved(program, operation, value))
+    for value in program.arguments:
+        rows.add(cut[value], 2, program.values[value].bytes)
+        rows.add(cut[value], 1, program.values[value].bytes)
+    for value in program.results:
+        rows.add(cut[value], 1, program.values[value].bytes)
+    for number, live in enumerate(moments):
+        for value in live:
+            rows.add(cut[value], 3 + number, program.values[value].bytes)
+    calls = np.zeros(count)
+    data = has_data(layouts)
+    together = Together(layouts, made)
+    for number, layout in enumerate(made):
+        for event in layout.events:
+            hidden = not data[event.value]
+            amount = program.values[event.value].bytes * event.times * together.factor(event)
+            sent[number].add(together.divides(number, event), int(hidden), amount)
+            calls[number] += event.times
+    masks, columns = rows.arrays()
+    used = _used(layouts, made)
+    sizes = [layouts.classes.groups[number].size for number in used]
+    limits = np.array([[number in layout.used for layout in made] for number in used]).reshape(len(used), count)
+    return Terms(
+        divides=masks,
+        flops=columns[:, 0],
+        hbm=columns[:, 1],
+        arguments=columns[:, 2],
+        moments=columns[:, 3:],
+        divides_sent=_stacked([rows.arrays()[0] for rows in sent]),
+        sent=_stacked([rows.arrays()[1] for rows in sent]),
+        calls=calls,
+        limits=limits,
+        sizes=np.array(sizes, dtype=np.int64),
+        after=_after(layouts, made, used),
+        classes=tuple(used),
+        least=np.ones(len(used), np.int32),
+        named=np.zeros((0, count), bool),
+        named_sizes=np.zeros(0, np.int32),
+    )
+
+
+def _is_heavy(operation: Operation) -> bool:
+    """Whether an operation reads and writes memory on its own: others are fused with those beside them."""
+    made = operation
+    return bool(made.flops or made.factors.reduction or made.counted or made.name in _HEAVY)
+
+
+def _moved(program: Program, operation: Operation, value: int) -> float:
+    """How many bytes of a value an operation moves: a lookup reads what it takes, and no more; an update writes it."""
+    made = program.values[value].bytes
+    if operation.name in ("gather", "dynamic_slice"):
+        made = min(made, program.values[operation.outs[0]].bytes)
+    if operation.name == "dynamic_update_slice":
+        made = min(made, program.values[operation.ins[1]].bytes)
+    return made * operation.times
+
+
+def has_data(layouts: Layouts) -> list[bool]:
+    """Which values have a dimension that no parameter has: the compiler waits for what becomes of them."""
+    model = {
+        root
+        for group in layouts.classes.groups
+        for root in group.roots
+        if any(place.argument in layouts.classes.model for place in group.places)
+    }
+    return [any(leaf not in model for dim in dims for leaf in dim) for dims in layouts.parts]
+
+
+def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
+    """Sets of temporaries that live at one time: where they are largest, whole and under each role."""
+    born, dies = _lives(program)
+    holder = _holders(program)
+    for value, other in enumerate(holder):
+        if value != other and value in born:
+            born[other] = min(born[other], born[value])
+            dies[other] = max(dies[other], dies[value])
+    count = len(program.operations)
+    arguments = set(program.arguments)
+    kept = [number for number, value in enumerate(program.values) if number in born and not value.free]
+    kept = [value for value in kept if value not in arguments and holder[value] == value]
+    kept = [value for value in kept if not _is_fused(program, value, born, dies)]
+    totals = np.zeros((cut.shape[1] + 1, count + 2))
+    for value in kept:
+        sizes = program.values[value].bytes * np.where(np.append(cut[value], False), 1 / 16, 1.0)
+        totals[:, born[value]] += sizes
+        totals[:, dies[value] + 1] -= sizes
+    tops = np.argmax(np.cumsum(totals, axis=1), axis=1)
+    chosen = list(dict.fromkeys(int(top) for top in tops[::-1]))[:_MOMENTS]
+    return [[value for value in kept if born[value] <= at <= dies[value]] for at in chosen]
+
+
+def _holders(program: Program) -> list[int]:
+    """For each value the one whose memory it takes: what a loop hands on, or updates, stays in place."""
+    holder = list(range(len(program.values)))
+    whole = set(program.arguments) | {number for number, value in enumerate(program.values) if value.free}
+    for made in program.operations:
+        if made.name in _IN_PLACE:
+            (out,) = made.outs
+            # What an iteration hands on takes the memory that it was given.
+            source = made.ins[-1] if made.name == "return" else made.ins[0]
+            if source not in whole and holder[out] == out:
+                holder[out] = holder[source]
+            if made.name == "return" and made.ins[0] not in whole and holder[made.ins[0]] == made.ins[0]:
+                holder[made.ins[0]] = holder[source]
+    return [_root(holder, value) for value in range(len(holder))]
+
+
+def _root(holder: list[int], value: int) -> int:
+    while holder[value] != value:
+        value = holder[value]
+    return value
+
+
+def _lives(program: Program) -> tuple[dict[int, int], dict[int, int]]:
+    """When each value is made and last used."""
+    born: dict[int, int] = dict.fromkeys(program.arguments, 0)
+    dies: dict[int, int] = {}
+    for number, operation in enumerate(program.operations):
+        for value in operation.outs:
+            born.setdefault(value, number)
+            dies.setdefault(value, number)
+        for value in operation.ins:
+            born.setdefault(value, number)
+            dies[value] = number
+    for value in program.results:
+        born.setdefault(value, 0)
+        dies[value] = len(program.operations)
+    return born, dies
+
+
+def _is_fused(program: Program, value: int, born: dict[int, int], dies: dict[int, int]) -> bool:
+    """Whether a value likely never reaches memory: made and used by elementwise operations close by."""
+    maker = program.operations[born[value]] if born[value] < len(program.operations) else None
+    cheap = maker is not None and value in maker.outs and not _is_heavy(maker) and maker.name not in _HANDED
+    return cheap and dies[value] - born[value] < _LONG
+
+
+def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
+    """Arrays of different lengths as one, with zeros at their ends."""
+    most = max(len(array) for array in arrays)
+    return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
+
+
+def _used(layouts: Layouts, made: list[Layout]) -> list[int]:
+    """The classes that some role cuts, and those that stand before them in one dimension."""
+    before = {
+        number
+        for layout in made
+        for parts, position in zip(layouts.flat, layout.cuts, strict=True)
+        if position >= 0
+        for number, _ in parts[position - parts[position][1] : position]
+    }
+    return sorted(before.union(*(layout.used for layout in made)))
+
+
+def _after(layouts: Layouts, made: list[Layout], used: list[int]) -> np.ndarray:
+    """For each role the classes that stand before one that it cuts, in one dimension: they must be cut wholly."""
+    found = np.zeros((len(made), len(used)), bool)
+    for number, layout in enumerate(made):
+        for parts, position in zip(layouts.flat, layout.cuts, strict=True):
+            at = parts[position][1] if position >= 0 else 0
+            for before, _ in parts[position - at : position] if at else ():
+                found[number, used.index(before)] = True
+    return found
+
+
+def _small(size: int) -> int:
+    """A size with the same divisors among numbers of devices, and no number of devices itself, that int32 holds."""
+    return size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
+
+
+def padded(terms: Terms) -> dict[str, np.ndarray]:
+    """The arrays that the core takes, filled up with roles, rows and classes that do nothing.
+
+    So most searches of a process share one compiled program. Counts become float32: their leading digits decide.
+    """
+    shared = np.concatenate([np.stack([terms.flops, terms.hbm, terms.arguments], 1), terms.moments], 1)
+    rows, moments, few = -len(shared) % 32, 3 + _MOMENTS - shared.shape[1], -terms.sent.shape[1] % 16
+    # At least one role more: sets that have fewer roles than there can be name it.
+    roles, classes = 1 + (-1 - terms.divides.shape[1]) % 80, -len(terms.sizes) % 16
+    return {
+        "divides": np.pad(terms.divides, ((0, rows), (0, roles))),
+        "shared": np.pad(shared, ((0, rows), (0, moments))).astype(np.float32),
+        "divides_sent": np.pad(terms.divides_sent, ((0, roles), (0, few), (0, roles))),
+        "sent": np.pad(terms.sent, ((0, roles), (0, few), (0, 0))).astype(np.float32),
+        "calls": np.pad(terms.calls, (0, roles)).astype(np.float32),
+        "limits": np.pad(terms.limits, ((0, classes), (0, roles))),
+        "sizes": np.pad(np.array([*map(_small, terms.sizes.tolist())], np.int32), (0, classes), constant_values=1),
+        "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
+        "after": np.pad(terms.after, ((0, roles), (0, classes))),
+        "named": np.pad(terms.named, ((0, 0), (0, roles))),
+        "named_sizes": terms.named_sizes.astype(np.int32),
+    }

@@ -1,0 +1,32 @@
+"""What a step costs, before it runs: its traffic row by row, its memory group by group, and its time.
+
+It may import the ground values, rules, plans, device orders, chips, steps, arrays and `interop`. It never runs a step
+and never chooses a plan. There is one reader of programs: an estimate is the traffic of a program that XLA's
+partitioner made and no compiler finished (`after/` has what each platform's compiler still does to it).
+"""
+
+from .._step.lines import Frame as Frame
+from ._changes import Change as Change
+from ._compare import (
+    Comparison as Comparison,
+    Surplus as Surplus,
+    compare as compare,
+)
+from ._compile_for import (
+    CompiledFor as CompiledFor,
+    MemoryAnalysis as MemoryAnalysis,
+    compile_for as compile_for,
+)
+from ._estimate import estimate as estimate
+from ._fit import Fit as Fit, FitRow as FitRow, Offender as Offender, fit as fit
+from ._seconds import (
+    Seconds as Seconds,
+    SecondsRow as SecondsRow,
+    seconds as seconds,
+)
+from ._traffic import traffic as traffic
+from ._traffic_rows import (
+    Traffic as Traffic,
+    TrafficDifference as TrafficDifference,
+    TrafficRow as TrafficRow,
+)

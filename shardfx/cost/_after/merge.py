@@ -1,0 +1,95 @@
+"""What compilers make once although it is written twice: equal instructions, and gathers."""
+
+from collections.abc import Callable, Mapping
+
+from .._collective import KINDS
+from .._hlo_text import HloModule, Instruction
+from .details import Details, without_names
+from .graph import Computation, in_each, renamed, users_of
+
+
+_ACTS = frozenset("parameter send recv infeed outfeed custom-call rng while conditional call after-all".split())
+_GATHERS = ("all-gather", "collective-permute")
+# A gather that all users of an equal one are further from the end than this is made again.
+_FAR = 100
+
+
+def without_equals(module: HloModule) -> HloModule:
+    """The module with instructions that make the same from the same made once; collectives stay."""
+    return in_each(module, lambda _, name, own: _merged(own, _is_local, lambda first, other: True, without_names))
+
+
+def gathered_once(module: HloModule) -> HloModule:
+    """The module with equal gathers made once where all that uses them is near, and far users with their own."""
+    details = Details(module)
+    return in_each(module, lambda _, name, own: _near_merged(_each_own(own), details))
+
+
+def _each_own(computation: Computation) -> Computation:
+    """The computation with a gather for each of its users, as the TPU's partitioner makes them."""
+    users = users_of(computation)
+    made: Computation = {}
+    for name, own in computation.items():
+        shared = [operand for operand in dict.fromkeys(own.operands) if _is_shared(computation, users, operand, own)]
+        names = {operand: f"{operand}.for.{name}" for operand in shared}
+        made |= {new: computation[operand]._replace(name=new) for operand, new in names.items()}
+        made[name] = renamed(own, names)
+    return made
+
+
+def _is_shared(
+    computation: Computation, users: Mapping[str, list[Instruction]], operand: str, user: Instruction
+) -> bool:
+    """Whether an operand is a gather that an instruction is not the first to use."""
+    is_gather = operand in computation and computation[operand].opcode == "all-gather"
+    return is_gather and users[operand][0].name != user.name
+
+
+def _near_merged(computation: Computation, details: Details) -> Computation:
+    heights, users = _heights(computation), users_of(computation)
+    lowest = {name: min([heights[name], *(heights[user.name] for user in users[name])]) for name in computation}
+
+    def is_near(first: Instruction, other: Instruction) -> bool:
+        if first.opcode != "collective-permute" and lowest[first.name] > heights[other.name] + _FAR:
+            return False
+        lowest[first.name] = min(lowest[first.name], lowest[other.name])
+        return True
+
+    return _merged(computation, lambda one: one.opcode in _GATHERS, is_near, details.of)
+
+
+def _is_local(instruction: Instruction) -> bool:
+    return instruction.opcode not in KINDS and instruction.opcode not in _ACTS
+
+
+def _merged(
+    computation: Computation,
+    is_merged: Callable[[Instruction], bool],
+    is_near: Callable[[Instruction, Instruction], bool],
+    details: Callable[[Instruction], str],
+) -> Computation:
+    kept: Computation = {}
+    names: dict[str, str] = {}
+    equals: dict[tuple[str, ...], list[Instruction]] = {}
+    for name, own in computation.items():
+        made = renamed(own, names)
+        if is_merged(made) and not made.is_root:
+            others = equals.setdefault((made.opcode, made.result, made.inside, details(made)), [])
+            if near := next((other for other in others if is_near(other, made)), None):
+                names[name] = near.name
+                continue
+            others.append(made)
+        kept[name] = made
+    return kept
+
+
+def _heights(computation: Computation) -> dict[str, int]:
+    """How far each instruction is from one that nothing uses, as XLA counts it."""
+    users = users_of(computation)
+    heights: dict[str, int] = {}
+    for name in reversed(computation):
+        height = 0
+        for user in users[name]:
+            height = max(height, heights[user.name]) + 1
+        heights[name] = height
+    return heights

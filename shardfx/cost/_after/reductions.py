@@ -1,0 +1,138 @@
+"""All-reduces that TPUs make one of: of a sum of several, and of one over devices that another goes on over."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .._groups import Groups
+from .._hlo_text import HloModule, Instruction
+from .details import Details, with_groups
+from .graph import Computation, in_each, renamed, users_of, with_operands
+
+
+# What changes only the form of a sum.
+_FORMS = ("bitcast", "copy", "reshape", "reverse", "transpose")
+
+
+def folded(module: HloModule) -> HloModule:
+    """The module with an all-reduce of an all-reduce over other devices made one over all of them."""
+    details = Details(module)
+    return in_each(module, lambda _, name, own: _folded(own, details))
+
+
+def _folded(computation: Computation, details: Details) -> Computation:
+    users = users_of(computation)
+    made = dict(computation)
+    for name, own in computation.items():
+        inner = made.get(own.operands[0]) if own.opcode == "all-reduce" and len(own.operands) == 1 else None
+        if inner is None or inner.opcode != "all-reduce" or len(users[inner.name]) != 1 or len(inner.operands) != 1:
+            continue
+        if computation[inner.operands[0]].opcode == "convolution":
+            continue  # these stay apart
+        if (joined := _joined(details.groups(inner), details.groups(own))) is not None:
+            made[name] = with_groups(with_operands(own, inner.operands), joined)
+            del made[inner.name]
+    return made
+
+
+def _joined(inner: Groups, outer: Groups) -> Groups | None:
+    """The groups of both reductions together; `None` where they are not those of a grid."""
+    if len(inner) != 1 or len(outer) != 1:
+        return None
+    member = {device: row for row in inner[0].tolist() for device in row}
+    rows = {tuple(sorted(device for one in row for device in member[one])) for row in outer[0].tolist()}
+    size = inner[0].shape[1] * outer[0].shape[1]
+    if any(len(set(row)) != size for row in rows) or len(rows) * size != len(member):
+        return None
+    return (np.array(sorted(rows)),)
+
+
+def added_once(module: HloModule) -> HloModule:
+    """The module with sums of reductions over the same devices written as one reduction of their sum."""
+    details = Details(module)
+    return in_each(module, lambda _, name, own: _Adding(own, details).made)
+
+
+class _Waiting(NamedTuple):
+    """A value that is still to be reduced: the reduction, the value without it, and what is added afterwards."""
+
+    reduction: Instruction
+    value: str
+    rest: str | None = None
+
+
+class _Adding:
+    """A computation whose reductions wait until something else than a sum of them needs them."""
+
+    def __init__(self, computation: Computation, details: Details):
+        self.computation, self.details, self.users = computation, details, users_of(computation)
+        self.made: Computation = {}
+        self.names: dict[str, str] = {}
+        self.waiting: dict[str, _Waiting] = {}
+        for own in computation.values():
+            self.put(own)
+
+    def put(self, own: Instruction) -> None:
+        waiting = None if own.is_root else self.waits(own)
+        if waiting is None:
+            for operand in own.operands:
+                self.reduce(operand)
+            self.made[own.name] = renamed(own, self.names)
+            return
+        for operand in own.operands:
+            self.waiting.pop(operand, None)
+        self.waiting[own.name] = waiting
+        if len(self.users[own.name]) != 1:
+            self.reduce(own.name)
+
+    def waits(self, own: Instruction) -> _Waiting | None:
+        """What is left to reduce of an instruction's result, if its reductions can wait until it is made."""
+        found = [self.waiting.get(operand) for operand in own.operands]
+        if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
+            return _Waiting(own, self.names.get(own.operands[0], own.operands[0]))
+        if own.opcode in _FORMS and found[0] is not None and found[0].rest is None:
+            return found[0]._replace(value=self.add(own, (found[0].value,)))
+        if own.opcode != "add" or len({*own.operands}) != 2:
+            return None
+        first, other = found
+        if first is not None and other is not None:
+            return self.both(own, first, other)
+        one, rest = (first, own.operands[1]) if first is not None else (other, own.operands[0])
+        if one is None or one.rest is not None or not self.is_scattered(one) or not self.meets_another(own):
+            return None
+        return one._replace(rest=self.names.get(rest, rest))
+
+    def both(self, own: Instruction, first: _Waiting, other: _Waiting) -> _Waiting | None:
+        is_same = self.details.of_sum(first.reduction) == self.details.of_sum(other.reduction)
+        if not is_same or (first.rest is not None and other.rest is not None):
+            return None
+        # The TPU's compiler has scattered into the other sum before it partitions.
+        if self.is_scattered(first) != self.is_scattered(other):
+            return None
+        return _Waiting(first.reduction, self.add(own, (first.value, other.value)), first.rest or other.rest)
+
+    def is_scattered(self, waiting: _Waiting) -> bool:
+        return self.computation[waiting.reduction.operands[0]].opcode == "scatter"
+
+    def meets_another(self, own: Instruction) -> bool:
+        """Whether the only user of a sum adds another reduction to it."""
+        users = self.users[own.name]
+        if len(users) != 1 or users[0].opcode != "add":
+            return False
+        return any(self.computation[operand].opcode == "all-reduce" for operand in users[0].operands)
+
+    def add(self, own: Instruction, operands: tuple[str, ...]) -> str:
+        """Makes an instruction of values that are not reduced, and returns its name."""
+        name = f"{own.name}.parts"
+        self.made[name] = with_operands(own, operands)._replace(name=name)
+        return name
+
+    def reduce(self, name: str) -> None:
+        """Makes the reduction that a value waits for, under the name of the value."""
+        if (waiting := self.waiting.pop(name, None)) is None:
+            return
+        own, whole = self.computation[name], name if waiting.rest is None else f"{name}.whole"
+        reduced = with_operands(waiting.reduction, (waiting.value,))
+        self.made[whole] = reduced._replace(name=whole, result=own.result)
+        if waiting.rest is not None:
+            self.made[name] = with_operands(own, (waiting.rest, whole))

@@ -1,0 +1,234 @@
+"""Single changes that would save memory, each made and counted, and the largest batch that fits."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._ground.errors import ProgramError
+from .._ground.spec import entries_of, entry_axes
+from .._ground.tree import flatten
+from .._plan.decide import Request
+from .._plan.further import further
+from .._rules.strategies import Fsdp
+from .._step import argument_names, step_of
+from .._step.lines import Frame
+from .._step.lowered import Dims
+from ._constrained import constrained
+from ._counted import Counted
+
+
+# How many other sizes of the batch are traced to find the largest that fits.
+_TRIES = 8
+# What saves less of the peak than this is not told.
+_WORTH = 0.01
+_WIDE = ("f32", "f64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A single change, and what it would do.
+
+    **Arguments:**
+
+    - `what`: in words.
+    - `saves_bytes`: on one device, at the worst moment.
+    - `peak_bytes`: what is then needed.
+    - `fits`: whether that fits.
+    - `how`: the change as code.
+    - `host_bytes`: what a device's share of host memory then holds more.
+    - `sources`: the lines of your program that it is about, where it is about lines.
+    """
+
+    what: str
+    saves_bytes: int
+    peak_bytes: int
+    fits: bool
+    how: str
+    host_bytes: int = 0
+    sources: tuple[Frame, ...] = ()
+
+
+def changes_of(known: Counted, peak_bytes: int) -> tuple[Change, ...]:
+    """The changes that save something, the most saving first.
+
+    **Arguments:**
+
+    - `known`: the step.
+    - `peak_bytes`: what it needs as it is; a compiler may have counted that.
+    """
+    before = known.held.peak_bytes
+    found: list[Change] = []
+    for what, after, how, host_bytes, sources in _changed(known):
+        peak = peak_bytes - before + after
+        fits = peak <= known.chip.usable_hbm_bytes_per_device
+        found.append(Change(what, before - after, peak, fits, how, host_bytes, sources))
+    worth = [one for one in found if one.saves_bytes > _WORTH * peak_bytes]
+    return tuple(sorted(worth, key=lambda one: -one.saves_bytes))
+
+
+# What is changed, the bytes that are then needed, code, bytes on the host, and lines.
+_Row = tuple[str, int, str, int, tuple[Frame, ...]]
+
+
+def _changed(known: Counted) -> Iterator[_Row]:
+    axes = _data_axes(known)
+    over = ", ".join(f'"{axis}"' for axis in axes)
+    over = over if len(axes) == 1 else f"({over})"
+    state, ours = known.of_group("optimizer"), known.of_group("parameters")
+    if axes and state:
+        what = f"ZeRO-1: the optimizer's state cut over {' and '.join(axes)} too"
+        yield from _under(known, what, _over(known, state, axes), f"follow(optimizer.init, params_plan, over={over})")
+    if axes and ours:
+        what = f"ZeRO-3: parameters and the optimizer's state cut over {' and '.join(axes)} too"
+        yield from _under(
+            known, what, _over(known, (*ours, *state), axes), f"follow(lambda tree: tree, params_plan, over={over})"
+        )
+    yield from _of_moments(known)
+    returned = [at for at, one in enumerate(known.taken) if one.result is not None]
+    if not all(known.step.arguments[at].donated for at in returned):
+        donated = [one.donated or at in returned for at, one in enumerate(known.step.arguments)]
+        names = dict.fromkeys(known.step.arguments[at].path.partition("/")[0] for at in returned)
+        told = ", ".join(f'"{name}"' for name in names)
+        how = f"filter_jit(step, donate={told if len(names) == 1 else f'({told})'})"
+        yield "donate what the step returns anew", known.of(known.module, donated=donated).peak_bytes, how, 0, ()
+    if axes and (found := constrained(known, axes)) is not None:
+        what = f"constrain the activations along {' and '.join(axes)}, as the batch"
+        yield what, found.peak_bytes, found.how, 0, found.sources
+    after = known.of(known.module, recomputes=True).peak_bytes
+    yield "recompute each layer in the backward pass", after, "jax.lax.scan(jax.checkpoint(layer), x, layers)", 0, ()
+    batch = batch_of(known)
+    if batch is not None and batch > 1 and batch % 2 == 0 and (half := with_batch(known, batch // 2)) is not None:
+        how = f"a batch of {batch // 2}, or a scan over 2 microbatches"
+        yield "half the batch", half.held.peak_bytes, how, 0, ()
+
+
+def _under(known: Counted, what: str, arguments: Sequence[Dims | None], how: str) -> Iterator[_Row]:
+    if list(arguments) == [one.dims for one in known.step.arguments]:
+        return
+    try:
+        yield what, known.under(arguments).peak_bytes, how, 0, ()
+    except ProgramError:
+        return  # XLA cannot partition it so
+
+
+def _data_axes(known: Counted) -> tuple[str, ...]:
+    """The axes that cut the batch."""
+    cut = [axis for at in known.of_group("batch") for axes in known.step.arguments[at].dims or () for axis in axes]
+    return tuple(axis for axis in dict.fromkeys(cut) if known.step.mesh.axis_size(axis) > 1)
+
+
+def _over(known: Counted, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
+    """How the arguments lie with some of them cut over further axes, on the dimension with most room."""
+    found = [one.dims for one in known.step.arguments]
+    for at in chosen:
+        shape = known.step.arguments[at].shape
+        spec = jax.P(*(found[at] or ((),) * len(shape)))
+        asked = Request(None, spec, None, None, (), ())
+        wide = further(asked, shape, np.float32, known.step.mesh, Fsdp(axes)).spec if shape else spec
+        dims = [entry_axes(entry) for entry in entries_of(wide)]
+        found[at] = (*dims, *((),) * (len(shape) - len(dims)))
+    return found
+
+
+def _of_moments(known: Counted) -> Iterator[_Row]:
+    """The optimizer's state in bfloat16, and in host memory."""
+    held, taken = known.held, known.taken
+    moments = [at for at in known.of_group("optimizer") if taken[at].argument.shape and not taken[at].argument.on_host]
+
+    def sizes(at: int) -> int:
+        result = taken[at].result
+        return held.arguments[at] + (0 if result is None else held.results[result])
+
+    wide = [at for at in moments if taken[at].dtype in _WIDE]
+    if wide:
+        less = sum(sizes(at) - sizes(at) * 2 // (8 if taken[at].dtype == "f64" else 4) for at in wide)
+        how = "optax.scale_by_adam(mu_dtype=jnp.bfloat16), and cast the others in the step"
+        yield "moments in bfloat16", held.peak_bytes - less, how, 0, ()
+    if moments:
+        # The largest is on the device while it is updated.
+        less = sum(map(sizes, moments)) - max(held.arguments[at] for at in moments)
+        how = (
+            'follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")]); in the step '
+            "jax.device_put(state, jax.memory.Space.Device), and .Host for what it returns"
+        )
+        here = sum(held.arguments[at] for at in moments)
+        yield "moments in host memory", held.peak_bytes - less, how, here, ()
+
+
+def batch_of(known: Counted) -> int | None:
+    """How many examples a step takes; `None` where its batch cannot be told."""
+    sizes = {known.step.arguments[at].shape[0] for at in known.of_group("batch")}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def largest_batch(known: Counted, peak_bytes: int) -> int | None:
+    """How many examples would fit, in steps that the mesh divides; `None` where that is not known.
+
+    What a step needs grows with its batch along lines: flat while all lies where results will, then steeper. The line
+    between what fits and what does not says where to look, the middle every other time; the step is traced there.
+    """
+    batch = batch_of(known)
+    if not batch:
+        return None
+    usable, offset = known.chip.usable_hbm_bytes_per_device, peak_bytes - known.held.peak_bytes
+    unit = max(_parts(known, known.step.arguments[at].dims) for at in known.of_group("batch"))
+    unit = unit if batch % unit == 0 else 1
+    needs = {batch: peak_bytes}
+    for tried in range(_TRIES):
+        fits = max((count for count, need in needs.items() if need <= usable), default=0)
+        over = min((count for count, need in needs.items() if need > usable), default=None)
+        if over is not None and over - fits <= unit:
+            break
+        guess = _next_batch(needs, usable, fits, over, unit, halves=tried % 2 == 1)
+        other = with_batch(known, guess)
+        if other is None:
+            return fits if fits and len(needs) > 1 else None
+        needs[guess] = other.held.peak_bytes + offset
+    if all(need <= usable for need in needs.values()):
+        return None  # however large it is: nothing that the step keeps grows with it
+    return max((count for count, need in needs.items() if need <= usable), default=0)
+
+
+def _parts(known: Counted, dims: Dims | None) -> int:
+    return known.step.mesh.axis_size(dims[0]) if dims else 1
+
+
+def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
+    """Where to look next: between what fits and what does not, or twice as far."""
+    if over is None:
+        before = max((count for count in needs if count < fits), default=None)
+        slope = 0.0 if before is None else (needs[fits] - needs[before]) / (fits - before)
+        more = int((usable - needs[fits]) / slope) if slope > 0 else 0
+        return max(2 * fits, fits + more // unit * unit + unit)
+    if fits == 0:
+        return max(unit, over // 2 // unit * unit)
+    share = 0.5 if halves else (usable - needs[fits]) / (needs[over] - needs[fits])
+    return min(max(fits + int((over - fits) * share) // unit * unit, fits + unit), over - unit)
+
+
+def with_batch(known: Counted, batch: int) -> Counted | None:
+    """The step for another number of examples; `None` for one that is written for this number alone."""
+    ours = {known.step.arguments[at].path for at in known.of_group("batch")}
+    names = argument_names(known.function, len(known.step.args))
+    args = [_resized(arg, name, ours, batch) for name, arg in zip(names, known.step.args, strict=True)]
+    if known.function is None:
+        return None
+    try:
+        other = Counted(step_of(known.function, args, known.step.given_mesh), known.chip, known.function)
+        return other if other.held else None
+    except (TypeError, ValueError, ProgramError):
+        return None
+
+
+def _resized(arg: Any, name: str, paths: set[str], batch: int) -> Any:
+    flat = flatten(arg)
+    leaves = [
+        jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
+        if "/".join(part for part in (name, path) if part) in paths
+        else leaf
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True)
+    ]
+    return jax.tree.unflatten(flat.treedef, leaves)

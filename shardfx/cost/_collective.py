@@ -1,0 +1,153 @@
+"""What one collective of a compiled program sends, and between whom."""
+
+import math
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from .._ground.errors import ProgramError
+from ._groups import Groups, Numbering, groups_of
+from ._hlo_text import Instruction, parts_of
+from ._hlo_types import Array, arrays_in
+
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Whatever names groups of devices or a channel between them communicates, and must be known.
+_COMMUNICATES = re.compile(r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)=")
+# A kernel that sends to other devices by itself says so to its own compiler only.
+_KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d')
+# These hold a channel too: the ends of what began elsewhere, and transfers to a host that no other device sees.
+_ENDS = ("-done", "-update")
+# A GPU's compiler can write a permute as a send and a receive.
+_HAS_PAIRS = "source_target_pairs="
+_SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
+
+
+class Collective(NamedTuple):
+    """One collective, as a compiled program does it once.
+
+    **Arguments:**
+
+    - `kind`: one of `KINDS`.
+    - `dtype`: of what it sends, as HLO writes it; several, joined by "+", where it sends several.
+    - `parts`: bytes of each array of its result on one device.
+    - `groups`: arrays of shape (groups, members) of device numbers, one for each size that groups have; for a permute
+        one of shape (pairs, 2), sender and receiver, those that send to themselves left out.
+    """
+
+    kind: str
+    dtype: str
+    parts: tuple[Fraction, ...]
+    groups: Groups
+
+    @property
+    def bytes(self) -> Fraction:
+        """Of its whole result on one device."""
+        return sum(self.parts, Fraction(0))
+
+    @property
+    def group_size(self) -> int:
+        """How many devices exchange; of a permute the two ends."""
+        return max(own.shape[1] for own in self.groups)
+
+    def wire_bytes(self, apart: np.ndarray) -> Fraction:
+        """Bytes that enter a device from devices with another number in `apart`, the mean over all devices."""
+        return sum((self._received(apart[own]) for own in self.groups), Fraction(0)) / len(apart)
+
+    def _received(self, members: np.ndarray) -> Fraction:
+        """What all devices of the groups take in, which have these numbers in `apart`."""
+        if self.kind == "collective-permute":
+            return self.bytes * int((members[:, 0] != members[:, 1]).sum())
+        size = members.shape[1]
+        if self.kind in ("all-to-all", "ragged-all-to-all"):
+            return self.bytes * int((members[:, :, None] != members[:, None, :]).sum()) / size
+        # A gather takes the pieces of other slices in once for all that are in a slice, as the compilers for TPUs do.
+        others = sum(len(set(row)) - 1 for row in members.tolist())
+        if self.kind == "all-reduce":
+            return 2 * self.bytes * others
+        return self.bytes * others * (size if self.kind == "reduce-scatter" else 1)
+
+
+def collective_of(instruction: Instruction, numbering: Numbering) -> Collective | None:
+    """The collective that an instruction is; `None` for one that sends nothing, and for the end of one.
+
+    **Raises:**
+
+    `ProgramError` for an instruction that exchanges between devices in a way that is not known.
+    """
+    kind = instruction.opcode.removesuffix("-start")
+    if kind == "recv" and _HAS_PAIRS in instruction.attributes:
+        kind = "collective-permute"
+    elif kind not in KINDS:
+        _require_local(instruction)
+        return None
+    arrays = _arrays(instruction)
+    dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in arrays))
+    return Collective(kind, dtypes, tuple(count for _, count in arrays), groups_of(instruction, kind, numbering))
+
+
+def channel_of(instruction: Instruction) -> int | None:
+    """The number by which the compiler tells collectives apart."""
+    found = re.search(r"\bchannel_id=(\d+)", instruction.structure)
+    return int(found[1]) if found else None
+
+
+def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
+    """The arrays in the type of what an instruction sends.
+
+    **Raises:**
+
+    `ProgramError` that shows the instruction, for an array whose size is not known.
+    """
+    try:
+        found = arrays_in(result)
+        # A size that is not known would be one that counts as nothing.
+        sum(array.bits for array in found)
+    except ProgramError as error:
+        raise ProgramError(f"{error}, which is sent by {instruction.text:.300}") from None
+    return found
+
+
+def _arrays(instruction: Instruction) -> list[tuple[str, Fraction]]:
+    """The type and the bytes of each array that a device has in the end."""
+    result = instruction.result
+    if instruction.opcode == "recv":
+        result = parts_of(result)[0]
+    elif instruction.opcode.endswith("-start") and (result.startswith("((") or "all-reduce" not in instruction.opcode):
+        # What only begins gives out its operands, its results, and what it notes for itself.
+        result = [*parts_of(result), result][1]
+    arrays = [(array.dtype, array.bytes) for array in sent_by(instruction, result)]
+    if not arrays:
+        raise ProgramError(f"a collective does not say what it sends: {instruction.text:.300}")
+    sliced = _SLICED.search(instruction.structure)
+    if sliced is None:
+        return arrays
+    # A permute within larger arrays sends slices of them.
+    counts = [math.prod(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
+    dtypes = [arrays[min(at, len(arrays) - 1)][0] for at in range(len(counts))]
+    return [(dtype, Array(dtype, (count,)).bytes) for dtype, count in zip(dtypes, counts, strict=True)]
+
+
+def _require_local(instruction: Instruction) -> None:
+    opcode, text = instruction.opcode, instruction.attributes
+    if opcode.endswith(_ENDS) or (opcode in ("send", "recv") and "is_host_transfer=true" in text):
+        return
+    if opcode == "send" and _HAS_PAIRS in text:
+        return  # counts where it is received
+    has_channel = _COMMUNICATES.search(text) and _COMMUNICATES.search(instruction.structure)
+    is_kernel = opcode == "custom-call" and _KERNEL_SENDS.search(text)
+    if has_channel or is_kernel or "all-" in opcode or "collective" in opcode:
+        raise ProgramError(
+            f"the program has a collective of a kind that is not known, `{opcode}`, so its traffic cannot be counted: "
+            f"{instruction.text:.300}"
+        )

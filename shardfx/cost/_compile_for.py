@@ -1,0 +1,365 @@
+"""Compiling a step ahead of time for a topology that is not there, with a cache on disk."""
+
+import contextlib
+import dataclasses
+import functools as ft
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from .. import chips
+from .._ground.errors import ChipError, MeshError, OutOfMemoryError
+from .._step import Platform, step_of
+from ..interop import tpu
+from ..topology._mesh import MeshSpec
+
+
+_FORMAT = "shardfx program 2"
+_MOST_BYTES = 2**31
+_EVERY_SECONDS = 2.0
+# Locations of MLIR text: `#loc3 = loc(callsite(#loc1 at #loc2))`, and these of the package itself.
+_LOCATION = re.compile(r"^(#loc\d*) = (loc\(.*\))$", re.MULTILINE)
+_CALLED = re.compile(r"loc\(callsite\((#loc\d*) at (#loc\d*)\)\)")
+_ALIAS = re.compile(r"#loc\d*")
+_PACKAGE = str(Path(__file__).parents[1])
+# What lowers a step for a device, by what JAX calls the device's platform.
+_PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
+# What the TPU's compiler says where arguments and all else are too much, and where temporaries alone are.
+_FULL = (
+    re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm"),
+    re.compile(r"total memory required for [\w ]+ \(([\d.]+[KMGT]?)\) exceeds available \w+ \(([\d.]+[KMGT]?)\)"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryAnalysis:
+    """The compiler's count of a program's memory on one device, under the names that JAX gives them.
+
+    `peak_memory_in_bytes` is all that it needs, and 0 where the compiler does not say so: those for CPUs leave out
+    temporaries. That for TPUs counts among the temporaries also what lies where arguments and results do, so that
+    arguments, temporaries and results add up to more than the program needs.
+    """
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+    peak_memory_in_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that the program needs at its worst moment, as far as the compiler says."""
+        return self.peak_memory_in_bytes or (
+            self.argument_size_in_bytes + self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
+        )
+
+
+_COUNTED = [one for one in dataclasses.fields(MemoryAnalysis) if one.default is dataclasses.MISSING]
+
+
+def memory_of(compiled: Any) -> MemoryAnalysis:
+    """The count of a compiled step: this module's, or JAX's own."""
+    found = compiled.memory_analysis()
+    if isinstance(found, MemoryAnalysis):
+        return found
+    devices = [device for one in jax.tree.leaves(compiled.input_shardings) for device in one.device_set]
+    sizes = {one.name: int(getattr(found, one.name)) for one in _COUNTED}
+    # JAX 0.9 does not hand the peak on.
+    peak = int(getattr(found, "peak_memory_in_bytes", 0)) if any(one.platform == "tpu" for one in devices) else 0
+    if peak:  # what lies in host memory is counted with it
+        peak -= found.host_argument_size_in_bytes + found.host_output_size_in_bytes + found.host_temp_size_in_bytes
+        peak += found.host_alias_size_in_bytes
+    return MemoryAnalysis(**sizes, peak_memory_in_bytes=peak)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledFor:
+    """A step as it was compiled for a topology; made by [`shardfx.cost.compile_for`][].
+
+    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it as they read what JAX compiles. It cannot be run.
+
+    **Arguments:**
+
+    - `text`: of the optimized program.
+    - `memory`: the compiler's count.
+    - `mesh`: the mesh, with its slices.
+    - `argument_paths`: the path of each array, with its argument's name in front, by its name in the text.
+    - `target`: what it was compiled for.
+    - `chip`: of the target; `None` where it is not known.
+    - `seconds`: how long the compiler took; 0 for one that was read from the cache.
+    - `device_ids`: of the devices that it was compiled for, in the order of the mesh.
+    """
+
+    text: str
+    memory: MemoryAnalysis
+    mesh: MeshSpec
+    argument_paths: dict[str, str]
+    target: str
+    chip: chips.Chip | None
+    seconds: float
+    device_ids: tuple[int, ...] = ()
+
+    @property
+    def input_shardings(self) -> Any:
+        """A sharding on the program's mesh, for those who read the mesh off it."""
+        return (NamedSharding(self.mesh.abstract(), jax.P()),)
+
+    def as_text(self) -> str:
+        """The text of the optimized program."""
+        return self.text
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """The compiler's count of memory."""
+        return self.memory
+
+
+def compile_for(
+    step: Any,
+    *args: Any,
+    target: str | Mesh | Sequence[Any] = "tpu:v5e:4x4",
+    mesh: MeshSpec | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> CompiledFor:
+    """Compiles a step for a topology that is not there: [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it.
+
+    The TPU's own compiler does it, from the libtpu wheel, on any machine: `pip install "shardfx[aot]"`. It takes
+    minutes for a model of many different layers. A `scan` over layers, or two layers in the place of eighty, is
+    enough to see what a layer sends.
+
+    **Arguments:**
+
+    - `step`, `args`: as in [`shardfx.cost.estimate`][]. A plan that the step closes over must
+        be without devices ([`shardfx.ShardPlan.off`][]) or on those of the target.
+    - `target`: a TPU topology such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or devices, or
+        a Mesh of them.
+    - `mesh`: the mesh of the arguments, where it spans slices that their shardings do not know.
+    - `cache`: a directory that keeps what was compiled, by the digest of the program, the target and the versions. A
+        file in it that is cut off, or that somebody changed, is compiled again and replaced.
+    - `progress`: is told once every two seconds how long it has been compiling; by default a line on standard error,
+        where that is a terminal.
+
+    **Returns:**
+
+    A [`shardfx.cost.CompiledFor`][].
+
+    **Raises:**
+
+    `MeshError` for a target that is not known, has too few devices, or for which nothing is installed, with what to
+    install; `OutOfMemoryError` where the compiler says that the program takes more memory than a device has; and what
+    JAX raises for a step that it cannot lower or compile.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx.cost import compile_for, traffic
+
+        mesh = MeshSpec({"data": 8})
+        x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+        batch = plan(x, mesh, paths=PathRules.parse(".*->data"))
+        made = compile_for(lambda batch: jnp.sum(batch), batch.structs, target="cpu")
+        assert traffic(made).by("kind") == {"all-reduce": 7}
+        ```
+    """
+    made = step_of(step, args, mesh)
+    on, name = _mesh_of(target, made.mesh)
+    devices = tuple(on.devices.flat)
+    lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
+    file = None if cache is None else _file_of(Path(cache), _key(lowered, on, name))
+    found = None if file is None else _read(file)
+    seconds = 0.0
+    if found is None:
+        with _telling(name, progress):
+            start = time.perf_counter()
+            # JAX compiles what was lowered without devices by the default platform's client, even for other devices.
+            lowered._lowering.compile_args["backend"] = devices[0].client
+            program = compiled(lowered, devices)
+            seconds = time.perf_counter() - start
+        found = {
+            "text": program.as_text(),
+            "memory": dataclasses.asdict(memory_of(program)),
+            "paths": {one.name: made.path(one.name) for one in made.parameters[0]},
+        }
+        if file is not None:
+            _write(file, found)
+    ids = tuple(int(device.id) for device in devices)
+    memory = MemoryAnalysis(**found["memory"])
+    return CompiledFor(found["text"], memory, made.mesh, found["paths"], name, _chip_of(on), seconds, ids)
+
+
+def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
+    """The program, or an error of its own where it takes more memory than a device has."""
+    try:
+        return lowered.compile(device_assignment=tuple(devices))
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if not text.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        needed, limit = next((one.groups() for form in _FULL if (one := form.search(text))), (None, None))
+        raise OutOfMemoryError(
+            f"the program does not fit a device: its compiler needs {needed or 'more than there is'}"
+            f"{f' of {limit}' if limit else ''}. `shardfx.cost.fit(step, *args, chip=...)` says what takes the memory, "
+            "and which single change would make it fit.",
+            _bytes_of(needed),
+            _bytes_of(limit),
+        ) from error
+
+
+def _bytes_of(text: str | None) -> int | None:
+    """Bytes of a size as XLA writes it, "16.18G"."""
+    if text is None:
+        return None
+    number, unit = re.fullmatch(r"([\d.]+)([KMGT]?)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return int(float(number) * 2 ** (10 * " KMGT".index(unit or " ")))
+
+
+def _mesh_of(target: str | Mesh | Sequence[Any], spec: MeshSpec) -> tuple[Mesh, str]:
+    if isinstance(target, Mesh):
+        return target, _device_name(target.devices.flat[0])
+    if not isinstance(target, str):
+        devices = list(target)
+        return spec.build(devices), _device_name(devices[0])
+    if target == "cpu" or target.startswith("cpu:"):
+        devices = jax.devices("cpu")
+        if len(devices) < spec.size:
+            raise MeshError(
+                f"the mesh has {spec.size} devices, and this machine shows {len(devices)} CPU devices; run with "
+                f'`jax.config.update("jax_num_cpu_devices", {spec.size})` before anything else uses JAX.'
+            )
+        return spec.build(devices[: spec.size]), "cpu"
+    return tpu.mesh_of(target, spec), target
+
+
+def _device_name(device: Any) -> str:
+    return str(device.device_kind)
+
+
+def _chip_of(mesh: Mesh) -> chips.Chip | None:
+    try:
+        return chips.find(_device_name(mesh.devices.flat[0]))
+    except ChipError:
+        return None
+
+
+def _key(lowered: Any, mesh: Mesh, name: str) -> str:
+    """The digest of all that decides what the compiler makes."""
+    devices = [(device.id, _device_name(device)) for device in mesh.devices.flat]
+    told = json.dumps(
+        [_FORMAT, name, devices, [*mesh.shape.items()], jax.__version__, importlib.metadata.version("jaxlib")]
+    )
+    text = _without_callers(lowered.as_text(debug_info=True))
+    return hashlib.sha256(f"{told}\n{_compiler_version(mesh)}\n{text}".encode()).hexdigest()
+
+
+def _without_callers(text: str) -> str:
+    """A program's text with its locations written out, as far as the lines that led to `compile_for`: who asks does not
+    change what is compiled."""
+    table = dict(_LOCATION.findall(text))
+
+    @ft.lru_cache(maxsize=len(table) + 1)
+    def told(name: str) -> str:
+        if called := _CALLED.fullmatch(table.get(name, "")):
+            inner = told(called[1])
+            return inner if _PACKAGE in inner else f"{inner} at {told(called[2])}"
+        return _ALIAS.sub(lambda found: told(found[0]), table.get(name, ""))
+
+    return _ALIAS.sub(lambda found: told(found[0]), _LOCATION.sub("", text))
+
+
+def _compiler_version(mesh: Mesh) -> str:
+    return str(mesh.devices.flat[0].client.platform_version)
+
+
+def _file_of(directory: Path, key: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / f"{key}.json"
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """What a file of the cache holds; `None` unless it is whole and as it was written."""
+    try:
+        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+            return None
+        header, _, body = file.read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if header != _header(body):
+        return None
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if _is_whole(found) else None
+
+
+def _is_whole(found: Any) -> bool:
+    """Whether it has the form of what `_write` writes; the digest alone says nothing of who wrote it."""
+    names = {field.name for field in dataclasses.fields(MemoryAnalysis)}
+    if not isinstance(found, dict) or set(found) != {"text", "memory", "paths"}:
+        return False
+    memory, paths = found["memory"], found["paths"]
+    return (
+        isinstance(found["text"], str)
+        and isinstance(memory, dict)
+        and set(memory) == names
+        and all(type(count) is int and count >= 0 for count in memory.values())
+        and isinstance(paths, dict)
+        and all(isinstance(path, str) for path in paths.values())
+    )
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    body = json.dumps(found)
+    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as out:
+        out.write(f"{_header(body)}\n{body}")
+    os.replace(name, file)  # whole or not at all, also where two processes compile the same
+
+
+def _header(body: str) -> str:
+    return f"{_FORMAT} {hashlib.sha256(body.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+@contextlib.contextmanager
+def _telling(name: str, progress: Callable[[str], None] | None) -> Iterator[None]:
+    """Says how long it has been compiling, from a thread of its own: the compiler does not say how far it is."""
+    tell = progress or (_on_terminal if sys.stderr.isatty() else None)
+    if tell is None:
+        yield
+        return
+    done, start = threading.Event(), time.perf_counter()
+
+    def run() -> None:
+        while not done.wait(_EVERY_SECONDS):
+            tell(f"compiling for {name}: {time.perf_counter() - start:.0f} s")
+
+    tell(f"compiling for {name}")
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        tell(f"compiled for {name} in {time.perf_counter() - start:.1f} s")
+
+
+def _on_terminal(text: str) -> None:
+    ends = "\n" if text.startswith("compiled") else ""
+    print(f"\r\x1b[K{text}", end=ends, file=sys.stderr, flush=True)

@@ -1,0 +1,406 @@
+"""Whether a step fits a chip: bytes per device by what they are for, and what would make it fit."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from jax.sharding import AbstractMesh, Mesh
+
+from .. import chips
+from .._ground.errors import LeafTypeError
+from .._ground.html import html_table
+from .._ground.spec import array_bytes, shard_counts
+from .._ground.text import between_numbers, bytes_text, joined, printable, table
+from .._plan import ShardPlan
+from .._step import step_of
+from .._step.lines import Frame
+from ..topology._mesh import MeshSpec
+from ._changes import Change, batch_of, changes_of, largest_batch
+from ._compile_for import MemoryAnalysis, memory_of
+from ._counted import Counted
+from ._live import HeldArray
+from ._live.buffers import padded
+
+
+Basis = Literal["compiled", "estimated", "arguments"]
+
+_LARGEST = 8
+# An estimate that is nearer to the limit than this share of the peak does not decide: of 28 steps that the TPU's
+# compiler counted eight in nine are less off.
+_CLOSE = 0.15
+
+
+@runtime_checkable
+class _Measured(Protocol):
+    """A compiled step."""
+
+    def memory_analysis(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FitRow:
+    """Bytes of one group on one device.
+
+    **Arguments:**
+
+    - `group`: "parameters", "gradients", "optimizer: mu" (one row for each moment), "batch", "KV cache", "other",
+        "results" (new values beside the old ones), "activations", "copies in other layouts", "temporaries"; of plans
+        without a step their names.
+    - `bytes`: in the chip's memory, with what its tiles pad.
+    - `host_bytes`: in the host's memory, where a plan puts them there.
+    - `exact`: whether the compiler says so, or the shardings; if not, it is estimated.
+    """
+
+    group: str
+    bytes: int
+    host_bytes: int = 0
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Offender:
+    """One array, or several that are alike, that takes much memory at the worst moment.
+
+    **Arguments:**
+
+    - `what`: its path; of what the step makes its dtype and its shape on one device.
+    - `bytes`: on one device.
+    - `group`: as in [`shardfx.cost.FitRow`][].
+    - `source`: the line of your program that makes it; `None` for an argument.
+    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass makes it.
+    """
+
+    what: str
+    bytes: int
+    group: str
+    source: Frame | None = None
+    phase: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What a step needs of a chip's memory; made by [`shardfx.cost.fit`][]. `str(...)` is a table.
+
+    **Arguments:**
+
+    - `rows`: bytes by group, largest first; they add up to `peak_bytes`.
+    - `chip`: the chip.
+    - `how`: "compiled": the compiler's own numbers; "estimated": from the program of one device that XLA's partitioner
+        makes; "arguments": there is no step, and nothing else is counted.
+    - `largest`: the arrays that take most at the worst moment.
+    - `notes`: what else to know.
+    """
+
+    rows: tuple[FitRow, ...]
+    chip: chips.Chip
+    how: Basis
+    largest: tuple[Offender, ...] = ()
+    notes: tuple[str, ...] = ()
+    _known: Counted | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """On one device, at the worst moment of a step."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the chip leaves to a program, on one device."""
+        return self.chip.usable_hbm_bytes_per_device
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left; negative where it does not fit."""
+        return self.usable_bytes - self.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits; for an estimate, whether it would if the estimate were exact (see `is_close`)."""
+        return self.headroom_bytes >= 0
+
+    @property
+    def is_close(self) -> bool:
+        """Whether only a compiler can say: it is estimated, and less than 15 % of the peak away from the limit.
+
+        Ask this beside `fits`: a step that is close may fail to compile although `fits` says that it fits.
+        """
+        return self.how == "estimated" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
+
+    @ft.cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """Single changes that save memory, and what the peak would be, most saving first.
+
+        Each is made and partitioned when this is first asked for; for half the batch the step is traced once more.
+        """
+        return () if self._known is None else changes_of(self._known, self.peak_bytes)
+
+    @property
+    def batch(self) -> int | None:
+        """How many examples there are; `None` where that is not known."""
+        return None if self._known is None else batch_of(self._known)
+
+    @ft.cached_property
+    def largest_batch(self) -> int | None:
+        """How many examples would fit; `None` where that is not known. The step is traced for up to 8 other sizes."""
+        return None if self._known is None else largest_batch(self._known, self.peak_bytes)
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        """Bytes in memory while each operation runs that XLA's partitioner leaves, for a plot."""
+        return () if self._known is None else self._known.held.timeline
+
+    def bytes_of(self, group: str) -> int:
+        """The bytes of a group, "optimizer" for all its parts."""
+        return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
+
+    def explain(self) -> str:
+        """The table with all changes and the largest batch that fits."""
+        parts = [str(self)]
+        if self.changes:
+            parts.append("\n".join(table(_changes_table(self.changes), right=_NUMBERS)))
+        if self.batch is not None and self.largest_batch is not None:
+            parts.append(f"The largest batch that fits: {self.largest_batch} (now {self.batch}).")
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        # A blank line between one table, with what is said below it, and the next.
+        parts = ["\n".join([*table(rows, right=_NUMBERS), *below]) for rows, below in _tables(self)]
+        return "\n\n".join(parts) + "".join(f"\n{printable(note)}" for note in self.notes)
+
+    def _repr_html_(self) -> str:
+        parts = [html_table(rows, right=_NUMBERS, below=below) for rows, below in _tables(self)]
+        return "\n".join([*parts, html_table((), below=self.notes)])
+
+
+def fit(
+    step: Any,
+    *args: Any,
+    chip: str | chips.Chip = "v5p",
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
+    compiled: Any = None,
+) -> Fit:
+    """Whether a step fits a chip, and what takes the memory: bytes per device by group, against usable memory.
+
+    Nothing runs. The step is traced once and lowered for the chip's platform, and XLA's own partitioner makes the
+    program of one device. Its arrays are live from the operation that makes them to the last that reads them, in the
+    order of XLA's list scheduler, as far as no fusion computes them where they are read. Arguments and results are
+    exact, with what the chip's tiles pad.
+
+    What an argument is for follows from what the step does with it, whatever it is called.
+
+    **Arguments:**
+
+    - `step`, `args`: as in [`shardfx.cost.estimate`][]. What a compiled step says of itself is the compiler's count. A
+        plan alone, joined ([`shardfx.ShardPlan.join`][]) or not, says what its arrays take, and no more.
+    - `chip`: its name, or a [`shardfx.chips.Chip`][].
+    - `mesh`: as in [`shardfx.cost.estimate`][].
+    - `compiled`: what the step compiled to, beside the function: then the peak is the compiler's, and what changes
+        would save is estimated.
+
+    **Returns:**
+
+    A [`shardfx.cost.Fit`][].
+
+    **Raises:**
+
+    - `ChipError` for a chip that is not known.
+    - `LeafTypeError` for a step that is neither compiled nor a function nor a plan.
+    - What [`shardfx.cost.estimate`][] raises.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, filter_jit, plan
+        from shardfx.cost import fit
+
+        mesh = MeshSpec({"data": 4})
+        w = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+        x = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+        params = plan(w, mesh, paths=PathRules.parse("w->replicate"))
+        batch = plan(x, mesh, paths=PathRules.parse(".*->data"))
+
+
+        def step(params, batch):
+            grad = jax.grad(lambda p: jnp.sum((batch @ p["w"]) ** 2))(params)
+            return {"w": params["w"] - 0.1 * grad["w"]}
+
+
+        jitted = filter_jit(step, out_shardings=params, donate="params")
+        found = fit(jitted, params.structs, batch.structs, chip="v5e")
+        assert found.fits and found.bytes_of("parameters") == 4096 * 4096 * 4
+        print(found)
+        ```
+    """
+    chip = chips.find(chip)
+    if isinstance(step, ShardPlan):
+        return _of_plan(step, chip)
+    if isinstance(step, _Measured):
+        rows, notes = _compiled_rows([], memory_of(step))
+        return Fit(rows, chip, "compiled", notes=notes)
+    if not callable(step) and not args:
+        raise LeafTypeError(
+            f"`step` must be a function, what one compiled to, or a plan, not {type(step).__name__}; pass "
+            "`fit(step, *args, chip=...)`, as the step is called."
+        )
+    known = Counted(step_of(step, args, mesh), chip, step if args else None)
+    rows, largest = _arguments(known, compiled)
+    temporaries = [_offender(one, known) for one in known.held.arrays]
+    largest = tuple(sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST])
+    if compiled is not None:
+        rows, notes = _compiled_rows(rows, memory_of(compiled))
+        return Fit(rows, chip, "compiled", largest, notes, known)
+    rows += [FitRow("results", sum(known.held.results), exact=True), *_temporaries(temporaries, known)]
+    return Fit(_sorted(rows), chip, "estimated", largest, (), known)
+
+
+def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
+    """The arrays of a plan alone, by the names under which plans were joined."""
+    rows: dict[str, list[int]] = {}
+    largest: list[Offender] = []
+    for leaf in plan.leaves:
+        counts = shard_counts(leaf.spec, len(leaf.shape), dict(plan.mesh.shape))
+        shard = tuple(-(-size // count) for size, count in zip(leaf.shape, counts, strict=True))
+        taken = array_bytes(padded(shard, chip.tile), leaf.dtype)
+        group = leaf.path.partition("/")[0]
+        on_host = leaf.memory_kind not in (None, "device")
+        rows.setdefault(group, [0, 0])[on_host] += taken
+        if not on_host:
+            largest.append(Offender(leaf.path, taken, group))
+    found = [FitRow(group, here, host, exact=True) for group, (here, host) in rows.items()]
+    return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
+
+
+def _arguments(known: Counted, compiled: Any) -> tuple[list[FitRow], tuple[Offender, ...]]:
+    """What the step takes, by group, and its largest arrays."""
+    sizes: dict[str, list[int]] = {}
+    largest: list[Offender] = []
+    counted = _as_compiled(known, compiled)
+    for at, (one, here) in enumerate(zip(known.taken, counted.held.arguments, strict=True)):
+        row = sizes.setdefault(one.group, [0, 0])
+        if one.argument.on_host:
+            row[1] += counted.host_bytes(at)
+        else:
+            row[0] += here
+            largest.append(Offender(one.argument.path, here, one.group))
+    return [FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()], tuple(_alike(largest))
+
+
+def _as_compiled(known: Counted, compiled: Any) -> Counted:
+    """The step for the chip, or for one without tiles where a program was compiled for another that pads nothing."""
+    if compiled is None or known.chip.tile is None:
+        return known
+    plain = Counted(known.step, dataclasses.replace(known.chip, tile=None))
+    measured = compiled.memory_analysis().argument_size_in_bytes
+    return min((known, plain), key=lambda one: abs(sum(one.held.arguments) - measured))
+
+
+def _temporaries(found: Sequence[Offender], known: Counted) -> list[FitRow]:
+    """What the step makes, by group. What lies where a result will is listed, too: what is shared counts once."""
+    sums: dict[str, int] = {}
+    for one in found:
+        sums[one.group] = sums.get(one.group, 0) + one.bytes
+    over = sum(sums.values()) - known.held.temporary_bytes
+    for group in sorted(sums, key=lambda group: -sums[group]):
+        shared = min(max(over, 0), sums[group])
+        sums[group], over = sums[group] - shared, over - shared
+    rows = [FitRow(group, count) for group, count in sums.items()]
+    return rows if over >= 0 else [*rows, FitRow("copies on chip", -over)]
+
+
+def _compiled_rows(rows: Sequence[FitRow], memory: MemoryAnalysis) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
+    found, notes = list(rows), []
+    rest = memory.argument_size_in_bytes - sum(row.bytes for row in rows)
+    if not rows:
+        found.append(FitRow("arguments", rest, exact=True))
+    elif rest > 0:
+        found.append(FitRow("arguments, the rest", rest, exact=True))
+    elif rest < 0:
+        # The compiler leaves out what the step does not read.
+        notes.append(f"the program takes {bytes_text(-rest)} less than its arguments: it does not read all of them.")
+        found.append(FitRow("arguments, not read", rest, exact=True))
+    found.append(FitRow("results", memory.output_size_in_bytes - memory.alias_size_in_bytes, exact=True))
+    found.append(FitRow("temporaries", memory.needed_bytes - sum(row.bytes for row in found), exact=True))
+    return _sorted(found), tuple(notes)
+
+
+def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
+    return tuple(sorted([row for row in rows if row.bytes or row.host_bytes], key=lambda row: -row.bytes))
+
+
+def _alike(found: Sequence[Offender]) -> list[Offender]:
+    """One for arrays whose paths differ in numbers only, and that are of one size; the largest first."""
+    groups: dict[tuple[Any, ...], list[Offender]] = {}
+    for one in found:
+        groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
+    merged = [
+        Offender(joined([one.what for one in these]), sum(one.bytes for one in these), these[0].group)
+        for these in groups.values()
+    ]
+    return sorted(merged, key=lambda one: -one.bytes)
+
+
+_COPIES = ("all-gather", "all-to-all", "collective-permute", "convert")
+
+
+def _offender(one: HeldArray, known: Counted) -> Offender:
+    # A gradient has the dimensions of a parameter, cut or whole; those of stacked layers may come in another order.
+    ours = {tuple(sorted(known.taken[at].argument.shape)) for at in known.of_group("parameters")}
+    ours |= {tuple(sorted(known.shards[at])) for at in known.of_group("parameters")}
+    is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in ours
+    group = "gradients" if is_gradient else "copies in other layouts" if one.opcode in _COPIES else "activations"
+    return Offender(str(one.buffer), one.bytes, group, one.source, one.phase)
+
+
+_NUMBERS = {"bytes/device", "share", "largest", "saves", "then"}
+_Rows: TypeAlias = list[tuple[str, ...]]
+
+
+def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
+    """The groups and the largest arrays: each a header and rows, and what is below it."""
+    groups: _Rows = [("group", "bytes/device", "share", "how")]
+    for row in found.rows:
+        share = f"{row.bytes / max(1, found.peak_bytes):.0%}"
+        host = f", {bytes_text(row.host_bytes)} in host memory" if row.host_bytes else ""
+        groups.append((row.group, bytes_text(max(row.bytes, 0)), share, ("exact" if row.exact else "estimated") + host))
+    tables = [(groups, _verdict(found))]
+    if found.largest:
+        cells: _Rows = [
+            (
+                bytes_text(one.bytes),
+                one.group,
+                one.phase or "-",
+                one.what,
+                "-" if one.source is None else one.source.place,
+            )
+            for one in found.largest
+        ]
+        tables.append(([("largest", "group", "pass", "array on one device", "line"), *cells], []))
+    return tables
+
+
+def _changes_table(changes: Sequence[Change]) -> _Rows:
+    cells = [
+        (bytes_text(one.saves_bytes), bytes_text(one.peak_bytes), "yes" if one.fits else "no", one.what, one.how)
+        for one in changes
+    ]
+    return [("saves", "then", "fits", "one change", "as code"), *cells]
+
+
+def _verdict(found: Fit) -> list[str]:
+    usable, peak = bytes_text(found.usable_bytes), bytes_text(found.peak_bytes)
+    if found.how == "arguments":
+        return [f"The arrays alone take {peak} of {usable} on {found.chip.name}; activations are not counted."]
+    verdict = "fits" if found.fits else "does not fit"
+    verdict = f"MAY OR MAY NOT fit: as estimated, it {verdict}" if found.is_close else verdict
+    left = f"{bytes_text(abs(found.headroom_bytes))} {'left' if found.fits else 'too much'}"
+    lines = [f"{peak} at the worst moment: it {verdict} {found.chip.name}, where a program may fill {usable} ({left})."]
+    if found.is_close:
+        least, most = (bytes_text(int(share * found.peak_bytes)) for share in (1 - _CLOSE, 1 + _CLOSE))
+        lines.append(
+            f"That is close for an estimate; `compile_for(step, *args, ...)` decides. Expect {least} to {most}: most "
+            "estimates were nearer to what a compiler counted."
+        )
+    return lines

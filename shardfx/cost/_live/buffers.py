@@ -1,0 +1,72 @@
+"""Arrays of an HLO program as they lie in a device's memory: their dtypes, shapes and bytes."""
+
+import functools as ft
+import math
+import re
+from typing import TypeAlias
+
+from ..._ground.errors import ProgramError
+from .._hlo_types import Array, arrays_in
+
+
+_TUPLE = re.compile(r"\(|\)|[a-z]\w*\[[^\]]*\]|token")
+
+
+# What an instruction makes: a buffer, or a tuple of such.
+Result: TypeAlias = "Array | tuple[Result, ...]"
+
+
+def result_of(text: str) -> Result:
+    """The buffers that an instruction makes, from the type that HLO writes: a tuple nests as the type does."""
+    if not text.startswith("(") and (alone := arrays_in(text)):
+        return alone[0]
+    open_: list[list[Result]] = [[]]
+    for part in _TUPLE.findall(text):
+        if part == "(":
+            open_.append([])
+        elif part == ")":
+            closed = tuple(open_.pop())
+            open_[-1].append(closed)
+        else:
+            open_[-1].append(next(iter(arrays_in(part)), Array("token", ())))
+    if len(open_[0]) != 1:
+        raise ProgramError(f"the type `{text:.200}` of an HLO instruction cannot be read.")
+    return open_[0][0]
+
+
+@ft.lru_cache(maxsize=65536)
+def bytes_of(buffer: Array, tile: tuple[int, int] | None) -> int:
+    """Bytes of an array in a memory of tiles; sub-byte types are packed."""
+    return -(-math.prod(padded(buffer.shape, tile)) * buffer.bits // 8)
+
+
+def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:
+    """A shape as it lies in memory that is cut into tiles: the two dimensions that pad least are the last ones.
+
+    A dimension shorter than the tile's rows is padded to a power of two alone, as the compiler for TPUs does.
+    """
+    if tile is None or not shape or 0 in shape:
+        return shape
+    rows, columns = tile
+    if len(shape) == 1:
+        return (_up(shape[0], columns),)
+    return min(
+        (
+            _tiled(shape, last, second, rows, columns)
+            for last in range(len(shape))
+            for second in range(len(shape))
+            if last != second
+        ),
+        key=math.prod,
+    )
+
+
+def _tiled(shape: tuple[int, ...], last: int, second: int, rows: int, columns: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    sizes[last] = _up(sizes[last], columns)
+    sizes[second] = _up(sizes[second], min(rows, 1 << max(0, sizes[second] - 1).bit_length()))
+    return tuple(sizes)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

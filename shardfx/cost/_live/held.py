@@ -1,0 +1,281 @@
+"""What one device holds while it runs a partitioned program, and what of it at the worst moment."""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ..._step.lines import Frame, own_line
+from .._hlo_text import HloModule
+from .._hlo_types import Array
+from .arrays import Arrays
+from .buffers import bytes_of
+from .kinds import IN_PLACE, PRODUCTS
+from .narrow import narrowed
+from .order import listed
+from .program import Body, Op, program_of
+from .recompute import Recomputed, recomputed
+
+
+Phase = Literal["", "forward", "backward", "recomputed"]
+
+# What a TPU's compiler fills of the 128 MiB on chip. What is there counts too: where arrays leave room, arguments are
+# copied there ahead of time.
+_ON_CHIP = 112 * 2**20
+# A TPU starts these while it computes a product, so that their results are there before they are read.
+_ASYNC = ("all-gather", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldArray:
+    """One array in memory at the worst moment, beside arguments and results.
+
+    **Arguments:**
+
+    - `buffer`: its dtype and shape on one device.
+    - `bytes`: with what tiles pad.
+    - `opcode`: of the HLO operation that makes it.
+    - `op_name`: the path of JAX's operations that it came from.
+    - `source`: the line of your program that makes it.
+    """
+
+    buffer: Array
+    bytes: int
+    opcode: str
+    op_name: str
+    source: Frame | None
+
+    @property
+    def phase(self) -> Phase:
+        """The pass that makes it, as JAX's name stack says."""
+        if "rematted_computation" in self.op_name:
+            return "recomputed"
+        return "backward" if "transpose(" in self.op_name else "forward" if "jvp(" in self.op_name else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What one device holds.
+
+    **Arguments:**
+
+    - `arguments`: bytes of each parameter of the entry, in order; 0 for one in host memory.
+    - `results`: bytes of each result; 0 for one that takes over the memory of a donated argument, or is moved to the
+        host.
+    - `temporary_bytes`: at the worst moment, beside arguments and results.
+    - `arrays`: the temporaries of that moment, largest first. Those that lie where a result will are among them.
+    - `timeline`: the bytes in memory while each operation of the entry runs, in their order.
+    """
+
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    temporary_bytes: int
+    arrays: tuple[HeldArray, ...]
+    timeline: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """At the worst moment."""
+        return sum(self.arguments) + sum(self.results) + self.temporary_bytes
+
+
+def held(
+    module: HloModule,
+    *,
+    donated: Sequence[bool] = (),
+    on_host: Sequence[bool] = (),
+    results_on_host: Sequence[bool] = (),
+    tile: tuple[int, int] | None = None,
+    tpu: bool = False,
+    recomputes: bool = False,
+) -> Held:
+    """What one device holds while it runs a program.
+
+    **Arguments:**
+
+    - `module`: the program of one device behind XLA's partitioner.
+    - `donated`: which parameters of the entry a result may take over.
+    - `on_host`, `results_on_host`: which parameters and which results lie in host memory.
+    - `tile`: what the chip pads the last two dimensions of an array to.
+    - `tpu`: whether it is the TPU's compiler that places its arrays.
+    - `recomputes`: counts as if the backward pass computed each layer of a loop again.
+    """
+    program = program_of(module)
+    arrays = Arrays(narrowed(program) if tpu else program, tpu=tpu)
+    return _Memory(module, arrays, tile, tpu).held(donated, on_host, results_on_host, recomputes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Peak:
+    bytes: int
+    values: tuple[int, ...] = ()
+
+
+class _Memory:
+    def __init__(self, module: HloModule, arrays: Arrays, tile: tuple[int, int] | None, tpu: bool):
+        self.module, self.arrays, self.program, self.tile, self.tpu = module, arrays, arrays.program, tile, tpu
+        self.peaks: dict[int, _Peak] = {}
+        self.changed = Recomputed()
+        # Results that lie in the memory of donated arguments.
+        self.aliased: set[int] = set()
+
+    def bytes_of(self, value: int) -> int:
+        """Bytes of a value in the device's memory."""
+        if value in self.changed.values:
+            return 0
+        return bytes_of(self.program.buffers[value], self.tile)
+
+    def held(
+        self, donated: Sequence[bool], on_host: Sequence[bool], results_on_host: Sequence[bool], recomputes: bool
+    ) -> Held:
+        """What is held, with this donation."""
+        if recomputes:
+            self.changed = recomputed(self.program, self.bytes_of)
+        entry = self.program.entry
+        spare = [self.program.buffers[value] for value, yes in zip(entry.carried, donated, strict=False) if yes]
+        results: list[int] = []
+        for value, is_away in itertools.zip_longest(entry.results, results_on_host, fillvalue=False):
+            buffer = self.program.buffers[value]
+            if buffer in spare and not is_away:
+                spare.remove(buffer)
+                self.aliased.add(value)
+            results.append(0 if value in self.aliased or is_away else self.bytes_of(value))
+        away = {value for value, yes in zip(entry.carried, on_host, strict=False) if yes}
+        arguments = tuple(0 if value in away else self.bytes_of(value) for value in entry.carried)
+        timeline: list[int] = []
+        peak = self.peak(entry, timeline)
+        temporary = peak.bytes + self.changed.kept_bytes
+        ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if self.tpu else 0
+        found = tuple(sorted(map(self.described, peak.values), key=lambda one: -one.bytes))
+        beside = sum(arguments) + sum(results) + self.changed.kept_bytes
+        return Held(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in timeline))
+
+    def described(self, value: int) -> HeldArray:
+        """A value with where it came from; what a loop leaves is made in its body."""
+        op = made = self.arrays.maker.get(value)
+        while made is not None and made.opcode == "while":
+            op, value = made, made.bodies[0].results[made.makes.index(value)]
+            made = self.arrays.maker.get(value)
+        size, buffer = self.bytes_of(value), self.program.buffers[value]
+        op = made or op
+        assert op is not None
+        line = own_line(self.module.frames(op.instruction))
+        return HeldArray(buffer, size, op.opcode, op.instruction.op_name, line)
+
+    def peak(self, body: Body, timeline: list[int] | None = None) -> _Peak:
+        """The worst moment of a body, beside what it carries."""
+        if id(body) not in self.peaks:
+            found = _Schedule(self, body).peak([] if timeline is None else timeline)
+            more = self.changed.inside_bytes.get(id(body), 0)
+            self.peaks[id(body)] = dataclasses.replace(found, bytes=found.bytes + more)
+        return self.peaks[id(body)]
+
+
+class _Schedule:
+    """The operations of a body in the order in which they run, and from when to when each array is in memory."""
+
+    def __init__(self, memory: _Memory, body: Body):
+        self.memory, self.body, self.is_entry = memory, body, body is memory.program.entry
+        arrays = memory.arrays
+        ops = [op for op in body.ops if op.bodies or any(map(arrays.is_array, op.makes))]
+        makes = [tuple(value for value in op.makes if arrays.is_array(value)) for op in ops]
+        reads = [frozenset(arrays.reads(op)) for op in ops]
+        order = listed(reads, makes, memory.bytes_of)
+        self.ops = [ops[at] for at in order]
+        self.makes = [makes[at] for at in order]
+        self.reads = [reads[at] for at in order]
+        self.born = {value: at for at, values in enumerate(self.makes) for value in values}
+        self.last = {value: at for at, values in enumerate(self.reads) for value in values}
+
+    def peak(self, timeline: list[int]) -> _Peak:
+        """The worst moment; adds the bytes of each moment to the timeline."""
+        at_home, rooms = self.at_home(), self.rooms()
+        begins: dict[int, list[int]] = {}
+        dies: dict[int, list[int]] = {}
+        ends = {**self.last, **dict.fromkeys(self.body.results, len(self.ops))}
+        starts = self.started() if self.memory.tpu else {}
+        for value, at in self.born.items():
+            if value not in at_home:
+                begins.setdefault(starts.get(value, at), []).append(value)
+                dies.setdefault(max(ends.get(value, at), at), []).append(value)
+        live: dict[int, int] = {}
+        total, best = 0, _Peak(0)
+        for at, op in enumerate(self.ops):
+            spare = self.taken_over(op, begins.get(at, ()), dies.get(at, ()), live)
+            for value in begins.get(at, ()):
+                live[value] = self.memory.bytes_of(value)
+                total += live[value]
+            inner = max(map(self.memory.peak, op.bodies), key=lambda one: one.bytes, default=_Peak(0))
+            needed = total + inner.bytes - spare
+            if needed > best.bytes and rooms:
+                hosted = _hosted([(size, ends.get(value, at)) for value, size in live.items()], rooms, at)
+                # What fits on chip stays there.
+                needed = max(min(needed, _ON_CHIP if self.memory.tpu else 0), needed - hosted)
+            timeline.append(needed)
+            if needed > best.bytes:
+                best = _Peak(needed, (*live, *inner.values))
+            for value in dies.get(at, ()):
+                total -= live.pop(value)
+        return best
+
+    def at_home(self) -> set[int]:
+        """The results that lie where the loop carries them, or where the caller wants them."""
+        if self.is_entry:
+            return {value for value in self.body.results if value in self.born}
+        found: set[int] = set()
+        for result, carried in zip(self.body.results, self.body.carried, strict=False):
+            at, read = self.born.get(result), self.last.get(carried, -1)
+            if at is not None and (read < at or (read == at and self.ops[at].opcode in IN_PLACE)):
+                found.add(result)
+        return found
+
+    def rooms(self) -> list[tuple[int, int]]:
+        """The memory of each result that takes over none: its size, and when the result needs it."""
+        if not self.is_entry:
+            return []
+        own = [value for value in self.body.results if value in self.born and value not in self.memory.aliased]
+        return sorted((self.memory.bytes_of(value), self.born[value]) for value in own)
+
+    def started(self) -> Mapping[int, int]:
+        """From when the results of collectives are in memory that run while the product before them does."""
+        found: dict[int, int] = {}
+        for at, op in enumerate(self.ops):
+            if op.opcode in _ASYNC:
+                ready = max((self.born.get(value, -1) for value in self.reads[at]), default=-1)
+                before = (one for one in range(at - 1, ready, -1) if self.ops[one].opcode in PRODUCTS)
+                found.update(dict.fromkeys(self.makes[at], next(before, at)))
+        return found
+
+    def taken_over(self, op: Op, begins: Sequence[int], dies: Sequence[int], live: Mapping[int, int]) -> int:
+        """Bytes of operands that die here and whose memory the results take over."""
+        if op.opcode != "while" and op.opcode not in IN_PLACE:
+            return 0
+        room = [live[value] for value in dies if value in live and (op.opcode != "while" or value in op.reads)]
+        spare = 0
+        for value in begins:
+            size = self.memory.bytes_of(value)
+            if size in room:
+                room.remove(size)
+                spare += size
+        return spare
+
+
+def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int) -> int:
+    """Bytes of arrays that lie where results will, as compilers place them: one array in the memory of one result.
+
+    **Arguments:**
+
+    - `arrays`: by size, and by the moment at which they are read last.
+    - `rooms`: the results, by size, smallest first, and by the moment from which they need their memory.
+    - `at`: the moment.
+    """
+    free = [room for room in rooms if room[1] > at]
+    hosted = 0
+    for size, until in sorted(arrays, reverse=True):
+        start = bisect.bisect_left(free, (size, 0))
+        taken = next((i for i in range(start, len(free)) if free[i][1] > until), None)
+        if size and taken is not None:
+            del free[taken]
+            hosted += size
+    return hosted

@@ -1,0 +1,221 @@
+"""A partitioned program as operations on buffers: tuples, copies and calls are opened, loops and branches nest."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from .._hlo_text import HloModule, Instruction
+from .._hlo_types import Array, index_of
+from .buffers import Result, result_of
+
+
+# The numbers of the values that an instruction makes: one, or a tuple of such.
+Values: TypeAlias = "int | tuple[Values, ...]"
+
+# These make no array of their own: the result is the operand.
+_SAME = frozenset(["bitcast", "copy", "reshape", "opt-barrier", "add-dependency", "domain", "copy-done", "after-all"])
+_IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint)"')
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """An operation: the values that it reads and makes, and the bodies that it runs.
+
+    **Arguments:**
+
+    - `instruction`: as HLO writes it.
+    - `reads`: by number. Of a loop the initial values of what it changes.
+    - `makes`: by number.
+    - `bodies`: of a loop or a conditional. Of a loop the values `carried` hold what one turn hands to the next.
+    """
+
+    instruction: Instruction
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    bodies: "tuple[Body, ...]" = ()
+
+    @property
+    def opcode(self) -> str:
+        """What it does, as HLO names it."""
+        return self.instruction.opcode
+
+
+@dataclasses.dataclass(eq=False)
+class Body:
+    """The operations of the entry, of one turn of a loop or of a branch, in the order of the text."""
+
+    carried: tuple[int, ...]
+    results: tuple[int, ...]
+    ops: list[Op]
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A program.
+
+    **Arguments:**
+
+    - `buffers`: the dtype and shape of each value, by number.
+    - `entry`: what runs; its `carried` are the entry's parameters in order, arrays of tuples one by one.
+    """
+
+    buffers: list[Array]
+    entry: Body
+
+
+class Uses:
+    """Who makes and who reads each value of a program."""
+
+    def __init__(self, program: Program):
+        self.ops: list[Op] = []
+        self.maker: dict[int, Op] = {}
+        self.home: dict[int, Body] = {}
+        self.users: dict[int, list[tuple[Op, int, Body]]] = {}
+        self.results: set[int] = set()
+        self.read(program.entry)
+
+    def read(self, body: Body) -> None:
+        """Notes the operations of a body and of those within it."""
+        self.results.update(body.results)
+        self.home.update(dict.fromkeys(body.carried, body))
+        for op in body.ops:
+            self.ops.append(op)
+            for at, value in enumerate(op.reads):
+                self.users.setdefault(value, []).append((op, at, body))
+            for value in op.makes:
+                self.maker[value], self.home[value] = op, body
+            for inner in op.bodies:
+                self.read(inner)
+
+
+def program_of(module: HloModule) -> Program:
+    """The operations of a module."""
+    return _Reader(module).program()
+
+
+class _Reader:
+    def __init__(self, module: HloModule):
+        self.module = module
+        self.buffers: list[Array] = []
+        self.results: dict[str, Result] = {}
+
+    def program(self) -> Program:
+        entry = self.module.computations[self.module.entry]
+        parameters = sorted((one for one in entry.values() if one.opcode == "parameter"), key=_number)
+        bound = [self.new(self.result(one.result)) for one in parameters]
+        ops: list[Op] = []
+        made = self.read(self.module.entry, bound, ops)
+        carried = tuple(leaf for one in bound for leaf in leaves(one))
+        return Program(self.buffers, Body(carried, tuple(leaves(made)), ops))
+
+    def new(self, result: Result) -> Values:
+        """Numbers for what an instruction makes."""
+        if isinstance(result, Array):
+            self.buffers.append(result)
+            return len(self.buffers) - 1
+        return tuple(map(self.new, result))
+
+    def result(self, text: str) -> Result:
+        if text not in self.results:
+            self.results[text] = result_of(text)
+        return self.results[text]
+
+    def read(self, name: str, bound: Sequence[Values], ops: list[Op]) -> Values:
+        """Adds the operations of a computation, whose parameters are bound to values, and returns its root."""
+        known: dict[str, Values] = {}
+        root: Values = ()
+        for instruction in self.module.computations[name].values():
+            known[instruction.name] = self.made(instruction, bound, known, ops)
+            if instruction.is_root:
+                root = known[instruction.name]
+        return root
+
+    def made(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[Op]) -> Values:
+        """The values that an instruction makes."""
+        operands = [known[name] for name in one.operands if name in known]
+        if one.opcode == "parameter":
+            return bound[_number(one)]
+        if one.opcode == "tuple":
+            return tuple(operands)
+        if one.opcode == "get-tuple-element":
+            (source,) = operands
+            index = index_of(one)
+            assert isinstance(source, tuple) and index is not None
+            return source[index]
+        is_same = one.opcode in _SAME or (one.opcode == "custom-call" and _IDENTITIES.search(one.attributes))
+        if is_same and operands and _is_like(operands[0], self.result(one.result)):
+            return operands[0]
+        called = [target for _, target in one.called]
+        if one.opcode == "call":
+            return self.read(called[0], operands, ops)
+        if one.opcode == "while":
+            return self.loop(one, operands[0], ops)
+        makes = self.new(self.result(one.result))
+        bodies: tuple[Body, ...] = ()
+        if one.opcode == "conditional":
+            bodies = tuple(self.body(target, [own], ()) for target, own in zip(called, operands[1:], strict=True))
+        reads = tuple(leaf for operand in operands for leaf in leaves(operand))
+        ops.append(Op(one, reads, tuple(leaves(makes)), bodies))
+        return makes
+
+    def body(self, name: str, bound: Sequence[Values], carried: tuple[int, ...]) -> Body:
+        ops: list[Op] = []
+        return Body(carried, tuple(leaves(self.read(name, bound, ops))), ops)
+
+    def loop(self, one: Instruction, initial: Values, ops: list[Op]) -> Values:
+        """A loop; the values that it only reads are those that it was given, inside and afterwards."""
+        body = dict(one.called)["body"]
+        changes = self.changes(body)
+        entries = initial if isinstance(initial, tuple) else (initial,)
+        shapes = self.result(one.result)
+        assert not isinstance(shapes, Array)
+
+        def renewed() -> tuple[Values, ...]:
+            """New values for what the loop changes, and the given ones for what it only reads."""
+            return tuple(given if at not in changes else self.new(shapes[at]) for at, given in enumerate(entries))
+
+        inside, outside = renewed(), renewed()
+
+        def changed(values: Sequence[Values]) -> tuple[int, ...]:
+            return tuple(leaf for at in changes for leaf in leaves(values[at]))
+
+        turn: list[Op] = []
+        root = self.read(body, [inside], turn)
+        assert isinstance(root, tuple)
+        made = Body(changed(inside), changed(root), turn)
+        ops.append(Op(one, changed(entries), changed(outside), (made,)))
+        return outside
+
+    def changes(self, name: str) -> tuple[int, ...]:
+        """Which elements of its tuple the body of a loop changes."""
+        body = self.module.computations[name]
+        root = next(one for one in body.values() if one.is_root)
+        if root.opcode != "tuple":
+            result = self.result(root.result)
+            return (0,) if isinstance(result, Array) else tuple(range(len(result)))
+        return tuple(at for at, operand in enumerate(root.operands) if not _hands_on(body, operand, at))
+
+
+def leaves(values: Values) -> list[int]:
+    """The numbers in a tuple of values, in order."""
+    if isinstance(values, int):
+        return [values]
+    return [leaf for one in values for leaf in leaves(one)]
+
+
+def _hands_on(body: dict[str, Instruction], operand: str, at: int) -> bool:
+    one = body[operand]
+    while one.opcode in ("copy", "bitcast"):
+        one = body[one.operands[0]]
+    if one.opcode != "get-tuple-element" or body[one.operands[0]].opcode != "parameter":
+        return False
+    return index_of(one) == at
+
+
+def _is_like(values: Values, result: Result) -> bool:
+    return isinstance(values, int) == isinstance(result, Array)
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.inside)

@@ -1,0 +1,196 @@
+"""What each array that a step takes is for, by what the step does with it; names of arguments do not count."""
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .._ground.tree import flatten
+from .._step import Parameter, Step
+from ._live.kinds import ELEMENTWISE, PIECES, VIEWS
+from ._live.program import Op, Program, Uses
+
+
+# What makes an argument's new value of its old one. Where the optimizer's state is cut further, so is the update: it is
+# gathered behind it.
+_FOLLOWED = ELEMENTWISE | VIEWS | PIECES | {"all-gather", "all-to-all", "collective-permute"}
+
+
+class Taken(NamedTuple):
+    """One array that a step takes.
+
+    **Arguments:**
+
+    - `argument`: its path, whole shape and sharding.
+    - `dtype`: as HLO names it.
+    - `group`: "parameters", "optimizer: mu" (one for each moment), "KV cache", "batch", or "other".
+    - `result`: the number of the result that it comes back as, if it does.
+    """
+
+    argument: Parameter
+    dtype: str
+    group: str
+    result: int | None
+
+
+class _Node(NamedTuple):
+    """A part of the tree of arguments or results: its paths below it, and the number of the array at each."""
+
+    leaves: tuple[tuple[str, int], ...]
+
+
+def taken(step: Step, program: Program) -> tuple[Taken, ...]:
+    """What a step takes, in the order of the parameters of its program.
+
+    A part of the arguments that comes back with the same structure, shapes and dtypes is state. The forward pass reads
+    parameters; nothing but their update reads an optimizer's arrays. A step without gradients updates caches. What does
+    not come back is the batch, or weights that stay as they are: the batch has the leading dimension of the integer
+    arrays, or else of the last argument.
+
+    **Arguments:**
+
+    - `step`: the step.
+    - `program`: its program on one device.
+    """
+    ours = step.arguments
+    dtypes = [program.buffers[value].dtype for value in program.entry.carried]
+    uses = Uses(program)
+    back = {
+        at: to
+        for at, to in _returned(step, dtypes).items()
+        if _comes_from(program.entry.results[to], program.entry.carried[at], uses)
+    }
+    trains = any("transpose(" in op.instruction.op_name for op in uses.ops)
+    groups: list[str] = []
+    for at, value in enumerate(program.entry.carried):
+        if at not in back:
+            groups.append("")
+        elif not trains:
+            groups.append("KV cache" if ours[at].shape else "other")
+        else:
+            groups.append("parameters" if _is_read_forward(value, uses) else "optimizer")
+    leading = _leading(ours, dtypes, groups)
+    paths = [one.path for one, group in zip(ours, groups, strict=True) if group == "parameters"]
+    found = []
+    for at, (one, dtype, group) in enumerate(zip(ours, dtypes, groups, strict=True)):
+        if group == "optimizer":
+            group = _moment(one.path, paths)
+        elif not group:
+            is_batch = bool(one.shape) and one.shape[0] == leading
+            is_weight = bool(one.shape) and not _is_whole_number(dtype)
+            group = "batch" if is_batch else "parameters" if is_weight else "other"
+        found.append(Taken(one, dtype, group, back.get(at)))
+    return tuple(found)
+
+
+def _returned(step: Step, dtypes: Sequence[str]) -> dict[int, int]:
+    """By the number of an argument's array that of the result that it comes back as."""
+    info = flatten(step.traced.out_info)
+    results = [(path, leaf) for path, leaf, yes in zip(info.paths, info.leaves, info.is_array, strict=True) if yes]
+    made = [(path, (leaf.shape, _short(leaf.dtype))) for path, leaf in results]
+    given = [(one.path, (one.shape, dtype)) for one, dtype in zip(step.arguments, dtypes, strict=True)]
+    by_kind: dict[Any, list[_Node]] = collections.defaultdict(list)
+    for node in _nodes(made):
+        by_kind[_kind(node, made)].append(node)
+    found: dict[int, int] = {}
+    gone: set[int] = set()
+    for node in _nodes(given):
+        if any(at in found for _, at in node.leaves):
+            continue
+        for other in by_kind.get(_kind(node, given), ()):
+            if gone.isdisjoint(at for _, at in other.leaves):
+                found.update((at, to) for (_, at), (_, to) in zip(node.leaves, other.leaves, strict=True))
+                gone.update(at for _, at in other.leaves)
+                break
+    return found
+
+
+def _nodes(leaves: Sequence[tuple[str, Any]]) -> Iterator[_Node]:
+    """The parts of a tree, larger ones first: those of one depth in order."""
+    parts = [path.split("/") for path, _ in leaves]
+    for depth in range(max(map(len, parts), default=0) + 1):
+        below: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+        for at, own in enumerate(parts):
+            if len(own) >= depth:
+                below.setdefault(tuple(own[:depth]), []).append(("/".join(own[depth:]), at))
+        yield from (_Node(tuple(sorted(found))) for found in below.values())
+
+
+def _kind(node: _Node, leaves: Sequence[tuple[str, Any]]) -> Any:
+    return tuple((path, leaves[at][1]) for path, at in node.leaves)
+
+
+def _comes_from(result: int, given: int, uses: Uses) -> bool:
+    """Whether a result is an argument, changed element by element or in place."""
+    waiting, seen = [result], {result}
+    while waiting:
+        value = waiting.pop()
+        if value == given:
+            return True
+        op = uses.maker.get(value)
+        if op is None:
+            continue
+        if op.opcode == "while":
+            at = op.makes.index(value)
+            before = [op.reads[at], op.bodies[0].results[at]]
+        elif op.opcode in ("dynamic-update-slice", "scatter"):
+            before = op.reads[:2]
+        else:
+            before = op.reads if op.opcode in _FOLLOWED else ()
+        waiting += [one for one in before if one not in seen]
+        seen.update(before)
+    return False
+
+
+def _is_read_forward(value: int, uses: Uses) -> bool:
+    """Whether a forward pass reads a value, or anything but an update by elements."""
+    waiting, seen = [value], {value}
+    while waiting:
+        for op, _, _ in uses.users.get(waiting.pop(), ()):
+            if "jvp(" in op.instruction.op_name or not _is_update(op):
+                return True
+            if op.opcode in VIEWS or op.opcode == "convert":
+                waiting += [one for one in op.makes if one not in seen]
+                seen.update(op.makes)
+    return False
+
+
+def _is_update(op: Op) -> bool:
+    return op.opcode in ELEMENTWISE or op.opcode in VIEWS
+
+
+def _leading(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
+    """The size of the batch's first dimension."""
+    left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
+    # A PRNG key has up to four words.
+    whole = [one for one, dtype in left if _is_whole_number(dtype) and math.prod(one.shape) > 4]
+    if whole:
+        return max(whole, key=lambda one: math.prod(one.shape)).shape[0]
+    return left[-1][0].shape[0] if left else None
+
+
+def _is_whole_number(dtype: str) -> bool:
+    return dtype.startswith(("s", "u", "pred"))
+
+
+def _moment(path: str, parameters: Sequence[str]) -> str:
+    """The group of an array of the optimizer: what stands before the path of a parameter names the moment."""
+    below = {"/".join(one.split("/")[at:]) for one in parameters for at in range(1, one.count("/") + 1)}
+    parts = path.split("/")
+    for at in range(1, len(parts)):
+        if "/".join(parts[at:]) in below:
+            return f"optimizer: {'/'.join(parts[1:at]) or parts[0]}"
+    return "optimizer: the rest" if len(parts) > 1 or not parameters else f"optimizer: {path}"
+
+
+def _short(dtype: Any) -> str:
+    """A dtype as HLO names it."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return "u32"
+    name = jax.numpy.dtype(dtype).name
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return "pred" if name == "bool" else name

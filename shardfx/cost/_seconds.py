@@ -1,0 +1,202 @@
+"""How long the collectives of a step take at the speed of a chip's links: an estimate, by rings on a torus."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from .. import chips
+from .._ground.errors import MeshError
+from .._ground.text import bytes_text, table
+from ..chips._links import Ring, axes_on, extents_of
+from ..topology._mesh import MeshSpec
+from ._traffic_rows import Traffic, TrafficRow
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondsRow:
+    """The time of one collective of a step.
+
+    **Arguments:**
+
+    - `traffic`: the collective.
+    - `seconds`: of one step: all its calls, on the links and between slices, one after the other.
+    - `dcn_seconds`: those of them between slices.
+    - `bytes_per_second`: at which bytes enter a device over the links it can use.
+    - `why`: which links those are.
+    """
+
+    traffic: TrafficRow
+    seconds: float
+    dcn_seconds: float
+    bytes_per_second: float
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """How long a step's collectives take if nothing hides them, from [`shardfx.cost.seconds`][]; prints as a table.
+
+    It is an estimate: bytes over bandwidth, without latency, without contention, and without the overlap with
+    arithmetic that compilers arrange.
+
+    **Arguments:**
+
+    - `rows`: one for each collective, longest first.
+    - `chip`: the chip.
+    """
+
+    rows: tuple[SecondsRow, ...]
+    chip: chips.Chip
+
+    @property
+    def seconds(self) -> float:
+        """All collectives, one after the other."""
+        return math.fsum(row.seconds for row in self.rows)
+
+    def by_axes(self) -> dict[tuple[str, ...], float]:
+        """The seconds of each set of mesh axes, longest first."""
+        sums: dict[tuple[str, ...], float] = {}
+        for row in self.rows:
+            sums[row.traffic.axes] = sums.get(row.traffic.axes, 0.0) + row.seconds
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        header = ("ms/step", "bytes/step", "kind", "axes", "GB/s", "over")
+        cells = [
+            (
+                f"{1e3 * row.seconds:.3f}",
+                bytes_text(row.traffic.wire_bytes),
+                row.traffic.kind,
+                " x ".join(row.traffic.axes) or "-",
+                f"{row.bytes_per_second / 1e9:.1f}",
+                row.why,
+            )
+            for row in self.rows
+        ]
+        lines = table([header, *cells], right={"ms/step", "bytes/step", "GB/s"})
+        sums = ", ".join(f"{' x '.join(axes) or '-'} {1e3 * one:.3f} ms" for axes, one in self.by_axes().items())
+        lines.append(f"About {1e3 * self.seconds:.3f} ms of a step on {self.chip.name} ({sums or 'no traffic'}).")
+        lines.append("An estimate: bytes over bandwidth, without latency, and as if nothing ran beside it.")
+        return "\n".join(lines)
+
+
+def seconds(
+    traffic: Traffic, chip: str | chips.Chip, mesh: MeshSpec | Mesh | AbstractMesh | None = None, *, slice: str = ""
+) -> Seconds:
+    """How long each collective of a step takes at the speed of the chip's links: an estimate.
+
+    On a torus a mesh axis lies along dimensions of the slice. A dimension that is closed into a ring has both
+    directions to send in, one that is open has one; axes that span several dimensions use the links of all of them.
+    An all-to-all crosses the middle of its ring: a quarter of its ring's length (half of it where it is open) shares
+    each link. Where a switch joins the chips, each sends with all of its links. What comes from another slice, or
+    from another island of chips, takes the network between hosts.
+
+    **Arguments:**
+
+    - `traffic`: from [`shardfx.cost.traffic`][].
+    - `chip`: its name, or a [`shardfx.chips.Chip`][].
+    - `mesh`: whose axes the rows name. Without it each collective is taken to have one ring of its own.
+    - `slice`: the slice's extents in chips, "4x4x8"; the smallest that fits if not given. Axes are laid over its
+        dimensions in order, the last axis innermost, as [`shardfx.MeshSpec.build`][] does.
+
+    **Returns:**
+
+    A [`shardfx.cost.Seconds`][].
+
+    **Raises:**
+
+    `MeshError` for extents that do not hold the mesh; `ChipError` for a chip that is not known.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx.cost import compile_for, seconds, traffic
+
+        mesh = MeshSpec({"data": 8})
+        x = jax.ShapeDtypeStruct((8 * 1024, 1024), jnp.float32)
+        batch = plan(x, mesh, paths=PathRules.parse(".*->data"))
+        whole = jax.NamedSharding(mesh.abstract(), jax.P())
+        step = jax.jit(jnp.sin, out_shardings=whole)
+        made = compile_for(step, batch.structs, target="cpu")
+        found = seconds(traffic(made), "v5p", mesh)
+        assert 0 < found.seconds < 1e-3
+        print(found)
+        ```
+    """
+    chip = chips.find(chip)
+    spec = None if mesh is None else MeshSpec.of(mesh)
+    places = _Places(chip, spec, slice)
+    rows = [_row(row, places, chip) for row in traffic.rows]
+    return Seconds(tuple(sorted(rows, key=lambda row: -row.seconds)), chip)
+
+
+class _Places:
+    """The links of each mesh axis."""
+
+    def __init__(self, chip: chips.Chip, spec: MeshSpec | None, extents: str):
+        self.axes: dict[str, tuple[Ring, ...]] = {}
+        if spec is None or not chip.torus_dims:
+            return
+        inside = {
+            name: size // dcn for name, size, dcn in zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
+        }
+        known = extents_of(chip, math.prod(inside.values()))
+        self.axes = axes_on(chip, _extents(extents, known, chip) if extents else known, inside)
+
+
+def _extents(given: str, known: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
+    parts, count = given.lower().split("x"), math.prod(known)
+    found = tuple(int(part) for part in parts if part.isdigit())
+    if math.prod(found) != count or len(found) != chip.torus_dims or len(found) != len(parts):
+        raise MeshError(
+            f"`slice={given!r}` must have {chip.torus_dims} extents that hold {count} chips of {chip.name}, as in "
+            f"{'x'.join(map(str, known))!r}."
+        )
+    return found
+
+
+def _row(row: TrafficRow, places: _Places, chip: chips.Chip) -> SecondsRow:
+    rate, why = _rate(row, places, chip)
+    near = (row.wire_bytes - row.dcn_bytes) / rate
+    far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
+    if not chip.torus_dims and row.group_size * 1 > chip.island_chips:
+        # A group that is larger than what the switch joins sends between islands too.
+        share = 1 / chip.island_chips
+        far += row.wire_bytes * share / chip.dcn_bytes_per_second
+        why += f", and the network between islands of {chip.island_chips}"
+    return SecondsRow(row, near + far, far, rate, why)
+
+
+def _rate(row: TrafficRow, places: _Places, chip: chips.Chip) -> tuple[float, str]:
+    """Bytes per second that enter one device, and over which links."""
+    link = chip.link_bytes_per_second
+    if not chip.torus_dims:
+        return link, "a switch"
+    rings = [ring for axis in row.axes for ring in places.axes.get(axis, ())]
+    if not rings:
+        return float(link), "one link one way"
+    if row.kind in ("all-to-all", "ragged-all-to-all"):
+        return _across(rings, link)
+    ways = sum(ring.ways for ring in rings)
+    shape = " + ".join(f"{'ring' if closed else 'line'} of {size}" for size, closed in rings)
+    if row.kind == "collective-permute":
+        return float(link), f"one link one way ({shape})"
+    return float(link * ways), shape
+
+
+def _across(rings: Sequence[Ring], link: Any) -> tuple[float, str]:
+    """An all-to-all: half of what each sends crosses the middle of the longest ring.
+
+    Of n devices that each take in B bytes, half come from the other side: n B / 2 over the links of the cut, of
+    which a ring has two and a line one, in each direction; other dimensions multiply both.
+    """
+    longest = max(rings, key=lambda ring: ring.size / ring.ways)
+    size, closed, links = *longest, longest.ways
+    # Each way n / 2 * B / 2 bytes cross; so B takes n B / (4 links) seconds at the speed of a link.
+    return 4 * links * link / size, f"the middle of a {'ring' if closed else 'line'} of {size}"

@@ -1,0 +1,215 @@
+"""The rows of a step's traffic: what is sent, how often, along which axes, and by which line."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from .._ground.html import html_table
+from .._ground.text import bytes_text, printable, table
+from .._step.lines import Frame, place_text
+
+
+Key = Literal["axes", "kind", "source", "leaf", "dtype"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrafficRow:
+    """One collective of a compiled step.
+
+    **Arguments:**
+
+    - `kind`: as XLA names it, such as "all-gather". A loop of permutes that feeds a product has the kind of what it
+        replaces, and `windowed` is true.
+    - `wire_bytes`: that enter a device in one step, the mean over devices; `calls` times those of one call. In a loop
+        whose trips are not known they are those of one trip.
+    - `dcn_bytes`: those of them that come from another slice.
+    - `calls`: how often it runs in one step; `None` in a loop whose trips are not known. 0 in a branch of a conditional
+        of which another branch sends more.
+    - `dtype`: of what it sends, as HLO writes it.
+    - `group_size`: how many devices exchange with each other.
+    - `axes`: the mesh axes along which they differ; empty where no mesh is known.
+    - `source`: the innermost line of your own program that it came from; `None` where the program does not say.
+    - `stack`: all lines, innermost first.
+    - `leaf`: the path of the parameter that it gathers, or whose gradient it adds up; several are joined by ", ".
+    - `shares`: the bytes of each leaf, `None` for those of none.
+    - `windowed`: whether it is a loop of permutes in the place of a gather or a reduction.
+    - `note`: what else to know, or "".
+    - `passes`: those of the compiler that made it of another one, where the program was not finished.
+    - `unsure_bytes`: how many more or fewer it may be in the finished program.
+    """
+
+    kind: str
+    wire_bytes: int
+    dcn_bytes: int
+    calls: int | None
+    dtype: str
+    group_size: int
+    axes: tuple[str, ...]
+    source: Frame | None
+    stack: tuple[Frame, ...]
+    leaf: str | None
+    shares: tuple[tuple[str | None, int], ...] = ()
+    windowed: bool = False
+    note: str = ""
+    passes: tuple[str, ...] = ()
+    unsure_bytes: int = 0
+
+    @property
+    def crosses_dcn(self) -> bool:
+        """Whether any of it comes from another slice."""
+        return self.dcn_bytes > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a step sends, a row for each collective, largest first; made by [`shardfx.cost.traffic`][].
+
+    `str(...)` is a table. `a - b` is a [`shardfx.cost.TrafficDifference`][].
+
+    **Arguments:**
+
+    - `rows`: the collectives.
+    - `devices`: how many devices run the step.
+    """
+
+    rows: tuple[TrafficRow, ...]
+    devices: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that enter a device in one step."""
+        return sum(row.wire_bytes for row in self.rows)
+
+    @property
+    def dcn_bytes(self) -> int:
+        """Those of them that come from another slice."""
+        return sum(row.dcn_bytes for row in self.rows)
+
+    @property
+    def unsure_bytes(self) -> int:
+        """How many more or fewer they may be in the finished program."""
+        return sum(row.unsure_bytes for row in self.rows)
+
+    def by(self, key: Key) -> dict[Any, int]:
+        """The bytes of one step, summed.
+
+        **Arguments:**
+
+        - `key`: "axes", "kind", "source", "leaf" or "dtype": a field of the rows.
+
+        **Returns:**
+
+        Bytes per value, largest first.
+        """
+        sums: dict[Any, int] = {}
+        for row in self.rows:
+            for value, count in row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),):
+                sums[value] = sums.get(value, 0) + count
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __sub__(self, other: "Traffic") -> "TrafficDifference":
+        ours, theirs = _keyed(self), _keyed(other)
+        pairs = [(key, ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}]
+        return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
+
+    def __str__(self) -> str:
+        lines = table(self._table(), right=_NUMBERS) if self.rows else []
+        return "\n".join([*lines, *self._below()])
+
+    def _repr_html_(self) -> str:
+        # What a notebook shows where the traffic is the last line of a cell.
+        return html_table(self._table() if self.rows else (), right=_NUMBERS, below=self._below())
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [_HEADER, *map(_cells, self.rows)]
+
+    def _below(self) -> list[str]:
+        """The total, and each note once."""
+        if not self.rows:
+            where = "one device" if self.devices == 1 else f"{self.devices} devices"
+            return [f"no traffic: a step on {where} sends nothing."]
+        dcn = f", {bytes_text(self.dcn_bytes)} of them between slices" if self.dcn_bytes else ""
+        total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
+        if self.unsure_bytes:
+            total += f" {bytes_text(self.unsure_bytes)} more or less are not sure: the compiler decides."
+        return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
+
+
+def largest_first(made: Traffic) -> Traffic:
+    """The traffic with its rows by their bytes."""
+    return dataclasses.replace(made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrafficDifference:
+    """How the traffic of two steps differs; made by subtracting one [`shardfx.cost.Traffic`][] from another.
+
+    **Arguments:**
+
+    - `rows`: (kind, axes, source, leaf), bytes of the first, bytes of the second; the largest difference first.
+    """
+
+    rows: tuple[tuple[tuple[str, tuple[str, ...], Frame | None, str | None], int, int], ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """How many more bytes the first sends in a step; negative if it sends fewer."""
+        return sum(ours - theirs for _, ours, theirs in self.rows)
+
+    def __str__(self) -> str:
+        rows = self._table()
+        return "\n".join([*(table(rows, right=_COMPARED) if rows else ()), self._below(rows)])
+
+    def _repr_html_(self) -> str:
+        rows = self._table()
+        return html_table(rows, right=_COMPARED, below=[self._below(rows)])
+
+    def _below(self, rows: Sequence[Any]) -> str:
+        return f"{_signed(self.wire_bytes)} in all." if rows else "the same traffic"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """A header and a row for what changed; nothing where nothing did."""
+        cells = [
+            (
+                _signed(ours - theirs),
+                bytes_text(ours),
+                bytes_text(theirs),
+                kind,
+                " x ".join(axes) or "-",
+                leaf or "-",
+                place_text(source),
+            )
+            for (kind, axes, source, leaf), ours, theirs in self.rows
+            if ours != theirs
+        ]
+        return [(*_COMPARED, "kind", "axes", "leaf", "source"), *cells] if cells else []
+
+
+_NUMBERS = {"bytes/step", "calls", "group"}
+_COMPARED = ("difference", "first", "second")
+_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "dtype", "leaf", "source")
+
+
+def _cells(row: TrafficRow) -> tuple[str, ...]:
+    return (
+        bytes_text(row.wire_bytes),
+        f"{row.kind}{' (windowed)' if row.windowed else ''}",
+        " x ".join(row.axes) or "-",
+        str(row.group_size),
+        "?" if row.calls is None else str(row.calls),
+        row.dtype or "-",
+        printable(row.leaf or "-"),
+        place_text(row.source),
+    )
+
+
+def _signed(count: int) -> str:
+    return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"
+
+
+def _keyed(made: Traffic) -> dict[tuple[str, tuple[str, ...], Frame | None, str | None], int]:
+    sums: dict[tuple[str, tuple[str, ...], Frame | None, str | None], int] = {}
+    for row in made.rows:
+        key = (row.kind, row.axes, row.source, row.leaf)
+        sums[key] = sums.get(key, 0) + row.wire_bytes
+    return sums

@@ -1,0 +1,86 @@
+"""Where the devices of a program are: along the axes of its mesh, and in slices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from .. import topology
+from .._ground.errors import MeshError
+from ..topology._mesh import MeshSpec
+from ._collective import Collective
+from ._groups import Groups, Numbering
+
+
+# How hosts of several slices name a device: slice * SLICE + device.
+SLICE = 100_000
+
+
+class Where:
+    """Where the devices of a program are.
+
+    Devices are numbered by their positions in the mesh. A program over several slices of TPUs is written for one slice,
+    and numbers the devices of that.
+
+    **Arguments:**
+
+    - `spec`, `mesh`: the mesh, if it is known.
+    - `numbering`: of the devices in the program.
+    - `slices`: over how many slices the program runs, as far as it says.
+    - `ids`: of the devices of the mesh, in its order, if they are known.
+    """
+
+    def __init__(
+        self, spec: MeshSpec | None, mesh: Any, numbering: Numbering, slices: int = 1, ids: Sequence[int] = ()
+    ):
+        self.devices = numbering.size * slices if spec is None else spec.size
+        self.names = () if spec is None else spec.axis_names
+        sizes = () if spec is None else spec.axis_sizes
+        count = np.arange(self.devices)
+        self.coordinates = np.stack(np.unravel_index(count, sizes)) if sizes else np.zeros((0, self.devices))
+        self.apart, self.slices = count, _slice_numbers(spec, mesh, self.devices)
+        if not self.slices.any() and self.devices == numbering.size * slices:
+            self.slices = count // numbering.size
+        programs: list[np.ndarray] = [np.flatnonzero(self.slices == number) for number in range(self.slices.max() + 1)]
+        if self.devices == numbering.size:
+            programs = [count]
+        if {len(own) for own in programs} != {numbering.size}:
+            raise MeshError(
+                f"the program runs on {numbering.size * slices} devices, and the mesh {spec} has {self.devices}."
+            )
+        self.programs = np.stack(programs)
+        ids = [device.id for device in mesh.devices.ravel()] if isinstance(mesh, Mesh) else ids
+        self.ids = {id_: at for at, id_ in enumerate(ids)}
+
+    def lifted(self, groups: Groups, number: int | None) -> Groups:
+        """Groups of the devices of one slice, as those of all slices, or of the slice of a number."""
+        programs = self.programs if number is None else self.programs[number : number + 1]
+        return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
+
+    def numbers(self, names: Sequence[int]) -> dict[int, int]:
+        """The numbers of devices that hosts name."""
+        if all(name in self.ids for name in names):
+            return {name: self.ids[name] for name in names}
+        first = min(name // SLICE for name in names)
+        return {name: int(self.programs[name // SLICE - first, name % SLICE]) for name in names}
+
+    def axes(self, collective: Collective) -> tuple[str, ...]:
+        """The mesh axes along which the devices of a group differ."""
+        found = np.zeros(len(self.names), dtype=bool)
+        for own in collective.groups:
+            where = self.coordinates[:, own]
+            found |= (where != where[:, :, :1]).any(axis=(1, 2))
+        return tuple(name for name, differs in zip(self.names, found.tolist(), strict=True) if differs)
+
+
+def _slice_numbers(spec: MeshSpec | None, mesh: Any, devices: int) -> np.ndarray:
+    if isinstance(mesh, Mesh):
+        found = topology.slices(mesh.devices.ravel().tolist())
+        number = {id_: at for at, ids in enumerate(found) for id_ in ids}
+        return np.array([number[device] for device in range(devices)])
+    if spec is None or max(spec.dcn_sizes, default=1) == 1:
+        return np.zeros(devices, dtype=int)
+    parts = [size // slices for size, slices in zip(spec.axis_sizes, spec.dcn_sizes, strict=True)]
+    where = np.stack(np.unravel_index(np.arange(devices), spec.axis_sizes))
+    return np.asarray(np.ravel_multi_index(tuple(where // np.array(parts)[:, None]), spec.dcn_sizes))

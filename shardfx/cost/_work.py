@@ -1,0 +1,131 @@
+"""What a program computes on one device: its products, the bytes they move, and its compiler's count of cycles."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from ._hlo_text import HloModule, Instruction
+from ._hlo_types import array_of, arrays_in, root_of
+from ._runs import runs_of
+
+
+# These read their operands from memory and write their results to it; what goes element by element is fused with them.
+_HEAVY = frozenset("dot convolution ragged-dot reduce reduce-window select-and-scatter sort fft custom-call".split())
+# What a loop takes unchanged, or carries, stays in a TPU's vector memory up to this size: v5e and v6e have 128 MiB.
+_ON_CHIP_BYTES = 2**25
+_PASSED = ("convert", "copy", "bitcast", "transpose", "reshape")
+_PRODUCTS = ("dot", "convolution", "ragged-dot")
+# These read or write only the elements that they name.
+_IN_PLACE = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
+# Results of these are no new arrays.
+_NOT_MADE = frozenset("parameter get-tuple-element dynamic-update-slice scatter while conditional".split())
+_CONTRACTED = re.compile(r"[lr]hs_contracting_dims=\{([\d,]*)\}")
+_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
+_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu[\w.]*)"')
+_TRIPS = "the trips of a loop are not known and count once"
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device computes in a step.
+
+    **Arguments:**
+
+    - `flops`: of its matrix products and convolutions, loops as often as they run.
+    - `bytes`: that go to and from its memory for products, reductions, sorts and look-ups, and for the results of the
+        step. Other operations are taken to be fused with these.
+    - `cycles`: of all its instructions by the compiler's own estimate, which compiled TPU programs hold; else 0.
+    - `notes`: what is not counted as it runs: loops whose trips are not known, and kernels.
+    """
+
+    flops: float
+    bytes: float
+    cycles: int
+    notes: tuple[str, ...] = ()
+
+
+def work_of(module: HloModule, *, tpu: bool = False) -> Work:
+    """Reads what one device computes off a program, partitioned or compiled.
+
+    **Arguments:**
+
+    - `module`: the program.
+    - `tpu`: whether a TPU runs it, which multiplies float32 in bfloat16 and keeps what products read so, and which
+        keeps small arrays of a loop on the chip, such as the weights of a recurrent cell.
+    """
+    runs = runs_of(module)
+    flops, moved, cycles = 0.0, _written(module), 0
+    notes: dict[str, None] = {}
+    bodies = _bodies(module) if tpu else set()
+    for name, computation in module.computations.items():
+        ways = runs.get(name, ())
+        count = sum(own.count for own in ways)
+        notes |= dict.fromkeys(_TRIPS for own in ways if own.unknown)
+        for instruction in computation.values() if count else ():
+            flops += count * _flops(module, name, instruction)
+            moved += count * _moved(computation, instruction, tpu, name in bodies)
+            if found := _KERNEL.search(instruction.attributes):
+                notes[f"the products of the kernel `{found[1]}` are not counted"] = None
+            if found := _CYCLES.search(instruction.attributes):
+                cycles += count * int(found[1])
+    return Work(flops, moved, cycles, tuple(notes))
+
+
+def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu: bool, in_loop: bool) -> float:
+    """Bytes that an operation reads and writes."""
+    if instruction.opcode in _IN_PLACE:
+        part = _IN_PLACE[instruction.opcode]
+        return 2.0 * _bytes(instruction if part is None else computation[instruction.operands[part]])
+    if instruction.opcode not in _HEAVY:
+        return 0.0
+    is_narrow = tpu and instruction.opcode in _PRODUCTS
+    read = [
+        _bytes(computation[name]) / (2 if is_narrow and computation[name].result.startswith("f32") else 1)
+        for name in instruction.operands
+        if not in_loop or not _is_on_chip(computation, computation[name])
+    ]
+    return sum(read, _bytes(instruction))
+
+
+def _bodies(module: HloModule) -> set[str]:
+    """The computations that loops run."""
+    found = [one.called for own in module.computations.values() for one in own.values() if one.opcode == "while"]
+    return {name for called in found for attribute, name in called if attribute == "body"}
+
+
+def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
+    """Whether an operand in a loop's body is a small array that the loop takes or carries."""
+    size = _bytes(one)
+    while one.opcode in _PASSED:
+        one = computation[one.operands[0]]
+    is_carried = one.opcode == "get-tuple-element" and computation[one.operands[0]].opcode == "parameter"
+    return is_carried and size <= _ON_CHIP_BYTES
+
+
+def _written(module: HloModule) -> float:
+    """Bytes of the results, read and written once, where element-by-element operations make them."""
+    entry = module.computations[module.entry]
+    root = root_of(entry)
+    made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return math.fsum(2.0 * _bytes(one) for one in made if one.opcode not in _NOT_MADE | _HEAVY)
+
+
+def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
+    if instruction.opcode == "dot":
+        # A tuple of an operand's parts is shorter where it is cut; the other operand says the whole length.
+        found = zip(instruction.operands, _CONTRACTED.findall(instruction.attributes), strict=False)
+        sides = ((array_of(module.computations[name][operand]).shape, dims.split(",")) for operand, dims in found)
+        over = max((math.prod(own[int(dim)] for dim in dims if dim) for own, dims in sides), default=1)
+        return 2.0 * math.prod(array_of(instruction).shape) * over
+    if instruction.opcode == "convolution" and (found := _LABELS.search(instruction.attributes)):
+        kernel = array_of(module.computations[name][instruction.operands[1]]).shape
+        each = math.prod(kernel) / kernel[found[1].index("o")]
+        return 2.0 * math.prod(array_of(instruction).shape) * each
+    return 0.0
+
+
+def _bytes(instruction: Instruction) -> float:
+    """Of what an instruction makes."""
+    return float(sum(array.bytes for array in arrays_in(instruction.result)))

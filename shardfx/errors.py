@@ -1,0 +1,18 @@
+"""The errors that shardfx raises: each is a `ValueError`, a `TypeError` or a `RuntimeError` with a name of its own."""
+
+from ._ground.errors import (
+    CheckpointError as CheckpointError,
+    ChipError as ChipError,
+    LeafTypeError as LeafTypeError,
+    MapError as MapError,
+    MeshError as MeshError,
+    MoveError as MoveError,
+    OutOfMemoryError as OutOfMemoryError,
+    PlanFormatError as PlanFormatError,
+    PlanMismatchError as PlanMismatchError,
+    ProgramError as ProgramError,
+    RuleError as RuleError,
+    SpecError as SpecError,
+    UnknownPathError as UnknownPathError,
+    UnmatchedError as UnmatchedError,
+)

@@ -1,0 +1,165 @@
+"""A plan as text to keep beside the code: small, the same on every machine, and readable in a review."""
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import AxisType
+
+from .._ground.spec import entries_of, unreduced_kind
+from .._ground.text import array_text, between_numbers, joined_exactly, printable, spec_text
+from .._plan.content import Content
+from .._plan.leaf import Row
+from .._plan.shard_plan import ShardPlan, check_plan
+
+
+_FORMAT = "# shardfx plan text 1"
+
+
+def plan_text(plan: ShardPlan) -> str:
+    """A plan as a text for golden files: where every array lies, and what it did not get.
+
+    Two plans have the same text if their meshes are described alike and every array of either lies alike in both: with
+    the same path, shape, dtype, spec, memory kind, and the same mesh axes not given. By which rule is not in it, so
+    that rules can be rewritten under it.
+
+    **Arguments:**
+
+    - `plan`: the plan.
+
+    **Returns:**
+
+    The text, ending in a new line. Arrays that are alike but for numbers in their paths are one line; no line depends
+    on another, so that a change of one array is a change of one line and the totals.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx.testing import plan_text
+
+        layer = {"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+        mesh = MeshSpec({"fsdp": 4, "tensor": 2})
+        made = plan({"layers": [layer] * 24}, mesh, paths=PathRules.parse("w->fsdp.tensor"))
+        print(plan_text(made))
+        ```
+
+        ```text
+        # shardfx plan text 1
+        mesh fsdp=4,tensor=2
+        24 arrays, 786,432 bytes, 98,304 per device
+
+        layers/{0..23}/w: 24 x f32[64,128] fsdp,tensor
+        ```
+    """
+    check_plan("plan", plan)
+    content = plan.content
+    total, share = content.total_bytes
+    lines = [_FORMAT, f"mesh {_mesh_text(content)}", *([f"mode {plan.mode}"] if plan.mode is not None else [])]
+    lines += [f"{len(plan):,} arrays, {total:,} bytes, {share:,} per device", ""]
+    return "\n".join([*lines, *_leaf_lines(content), ""])
+
+
+def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, update: bool = False) -> None:
+    """Fails unless a plan's text is the expected one: the test of a golden file.
+
+    **Arguments:**
+
+    - `plan`: the plan.
+    - `expected`: a text of several lines, as [`shardfx.testing.plan_text`][] makes it; or the path of a file with such
+        a text.
+    - `update`: write the plan's text into the file instead of comparing. In pytest it can come from an option of yours.
+
+    **Raises:**
+
+    `AssertionError` with the lines that differ, the bytes per device before and now, and how to accept the new plan;
+    also if there is no such file.
+
+    !!! Example
+
+        ```python
+        import tempfile
+        from pathlib import Path
+
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx.testing import assert_same_plan_text
+
+        tree = {"w": jnp.ones((8, 4))}
+        made = plan(tree, MeshSpec({"data": 2}), paths=PathRules.parse("w->data"))
+        with tempfile.TemporaryDirectory() as folder:
+            golden = Path(folder) / "plan.txt"
+            assert_same_plan_text(made, golden, update=True)
+            assert_same_plan_text(made, golden)
+        ```
+    """
+    text = plan_text(plan)
+    is_text = isinstance(expected, str) and "\n" in expected
+    if update:
+        if is_text:
+            raise ValueError("`update=True` writes a file, and `expected` is a text; give the path of the file.")
+        Path(expected).write_text(text, encoding="utf-8")
+        return
+    where, was = ("the expected text", expected) if is_text else (str(expected), _read(Path(expected)))
+    if was is None:
+        raise AssertionError(
+            f"there is no file {where} with the text of a plan yet; write it with "
+            f"`assert_same_plan_text(plan, {where!r}, update=True)`, look at it, and commit it."
+        )
+    if was != text:
+        raise AssertionError(_failure(str(was), text, where, is_text))
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def _failure(was: str, now: str, where: str, is_text: bool) -> str:
+    lines = difflib.unified_diff(was.splitlines(), now.splitlines(), where, "the plan now", n=1, lineterm="")
+    accept = (
+        "replace the text with `plan_text(plan)`"
+        if is_text
+        else f"run `assert_same_plan_text(plan, {where!r}, update=True)`"
+    )
+    return "\n".join([f"the plan is not that of {where}.", f"To accept the new one, {accept}.", "", *lines])
+
+
+def _mesh_text(content: Content) -> str:
+    mesh = content.mesh
+    slices = [f"{name}={count}" for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if count > 1]
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [f"{name}={kind.name}" for name, kind in kinds if kind is not AxisType.Auto]
+    sizes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return printable(" ".join([sizes, *[f"slices {text}" for text in slices], *explicit]))
+
+
+def _leaf_lines(content: Content) -> list[str]:
+    groups: dict[Any, list[str]] = {}
+    texts = [_row_text(row) for row in content.rows]
+    for path, number in content.numbered:
+        if number >= 0:
+            groups.setdefault((between_numbers(path), texts[number]), []).append(path)
+    return [_line(path, count, text) for (_, text), paths in groups.items() for path, count in joined_exactly(paths)]
+
+
+def _line(path: str, count: int, text: str) -> str:
+    return printable(f"{path}: {f'{count} x ' if count > 1 else ''}{text}")
+
+
+def _row_text(row: Row) -> str:
+    told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
+    kind = "" if unreduced_kind(row.spec) == "sum" else f"{unreduced_kind(row.spec)} "
+    told += f" unreduced {kind}{','.join(sorted(row.spec.unreduced))}" if row.spec.unreduced else ""
+    told += f" reduced {','.join(sorted(row.spec.reduced))}" if row.spec.reduced else ""
+    told += f" in {row.memory_kind}" if row.memory_kind is not None else ""
+    missing = [_missing(why.code.name, why.dim, why.axes) for why in row.reasons if why.code.name != "scalar"]
+    return told + "".join(f" ({text})" for text in missing)
+
+
+def _missing(code: str, dim: int | None, axes: Sequence[str]) -> str:
+    where = "" if dim is None else f"dim {dim} "
+    return f"{where}{code}{': ' if axes else ''}{', '.join(axes)}"
