@@ -641,6 +641,26 @@ def test_a_mesh_without_names_or_as_a_text(axes, wanted, as_users_run_it):
     assert message(MeshError, lambda: MeshSpec(axes)) == f"`MeshSpec({axes!r})`: {wanted}"
 
 
+@pytest.mark.parametrize(
+    "make, given, meant",
+    [
+        (lambda: MeshSpec(data=2), "data=2", {"data": 2}),
+        (lambda: MeshSpec({"data": 2}, tensor=4), "{'data': 2}, tensor=4", {"data": 2, "tensor": 4}),
+        (lambda: MeshSpec(), "", {"data": 8}),
+    ],
+)
+def test_a_mesh_whose_axes_are_keywords(make, given, meant, as_users_run_it):
+    wanted = f"`MeshSpec({given})`: axes are one mapping, slowest first: `MeshSpec({meant!r})`."
+    assert message(MeshError, make) == wanted
+
+
+def test_pairs_of_adapters_that_are_none(as_users_run_it):
+    made = plan(TREE, MESH, paths=EVERYTHING)
+    assert message(RuleError, lambda: follow(lambda x: x, made, adapters=cast(Any, ["lora"]))) == (
+        "`adapters[0]` is 'lora'; give pairs, as in `adapters=[(\"lora_[ab]$\", \"weight\")]`."
+    )
+
+
 def test_a_plan_is_read_by_path_and_joined_by_key(as_users_run_it):
     made = plan(TREE, MESH, paths=EVERYTHING)
     assert message(UnknownPathError, lambda: made[cast(Any, 0)]) == (
