@@ -3,7 +3,7 @@
 import functools as ft
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .._ground.text import printable
 
@@ -49,6 +49,11 @@ def is_library(frame: Frame) -> bool:
 def own_line(stack: Sequence[Frame]) -> Frame | None:
     """The innermost line that is the user's own, or else any."""
     return next((frame for frame in stack if not is_library(frame)), next(iter(stack), None))
+
+
+def phase_of(name_stack: str) -> Literal["forward", "backward", ""]:
+    """Which pass of a differentiated function an operation is in; "" for neither, as in the optimizer's update."""
+    return "backward" if "transpose(" in name_stack else "forward" if "jvp(" in name_stack else ""
 
 
 def place_text(source: Frame | None) -> str:

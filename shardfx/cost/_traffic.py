@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, ProgramError
-from .._step.lines import own_line
+from .._step.lines import own_line, phase_of
 from ..topology._mesh import MeshSpec
 from ._between_hosts import is_transfer, slices_of, transfer_of
 from ._collective import Collective, channel_of, collective_of
@@ -258,6 +258,8 @@ class _Reader:
             note=_note(kind, runs) or instruction.note,
             passes=instruction.passes,
             unsure_bytes=round(wire * Fraction(instruction.unsure)),
+            arrays=tuple(map(str, collective.arrays)),
+            phase=phase_of(instruction.op_name),
         )
 
     def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:

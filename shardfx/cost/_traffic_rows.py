@@ -36,6 +36,8 @@ class TrafficRow:
     - `note`: what else to know, or "".
     - `passes`: those of the compiler that made it of another one, where the program was not finished.
     - `unsure_bytes`: how many more or fewer it may be in the finished program.
+    - `arrays`: what a device has of each array in the end, as HLO writes it: `f32[64,16]`.
+    - `phase`: "forward" or "backward", or "" where nothing is differentiated, as in an optimizer's update.
     """
 
     kind: str
@@ -53,6 +55,8 @@ class TrafficRow:
     note: str = ""
     passes: tuple[str, ...] = ()
     unsure_bytes: int = 0
+    arrays: tuple[str, ...] = ()
+    phase: Literal["forward", "backward", ""] = ""
 
     @property
     def crosses_dcn(self) -> bool:
@@ -64,7 +68,8 @@ class TrafficRow:
 class Traffic:
     """What a step sends, a row for each collective, largest first; made by [`shardfx.cost.traffic`][].
 
-    `str(...)` is a table. `a - b` is a [`shardfx.cost.TrafficDifference`][].
+    `str(...)` is a table in which the rows of one line follow each other. `a - b` is a
+    [`shardfx.cost.TrafficDifference`][].
 
     **Arguments:**
 
@@ -121,7 +126,10 @@ class Traffic:
         return html_table(self._table() if self.rows else (), right=_NUMBERS, below=self._below())
 
     def _table(self) -> list[tuple[str, ...]]:
-        return [_HEADER, *map(_cells, self.rows)]
+        by_line: dict[Frame | None, list[TrafficRow]] = {line: [] for line in self.by("source")}
+        for row in self.rows:
+            by_line[row.source].append(row)
+        return [_HEADER, *[_cells(row, at == 0) for rows in by_line.values() for at, row in enumerate(rows)]]
 
     def _below(self) -> list[str]:
         """The total, and each note once."""
@@ -187,19 +195,22 @@ class TrafficDifference:
 
 _NUMBERS = {"bytes/step", "calls", "group"}
 _COMPARED = ("difference", "first", "second")
-_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "dtype", "leaf", "source")
+_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "leaf", "source")
 
 
-def _cells(row: TrafficRow) -> tuple[str, ...]:
+def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
+    """A row; its line only where it is the first of that line."""
+    more = f" +{len(row.arrays) - 1}" if len(row.arrays) > 1 else ""
     return (
         bytes_text(row.wire_bytes),
         f"{row.kind}{' (windowed)' if row.windowed else ''}",
         " x ".join(row.axes) or "-",
         str(row.group_size),
         "?" if row.calls is None else str(row.calls),
-        row.dtype or "-",
+        f"{row.arrays[0]}{more}" if row.arrays else row.dtype or "-",
+        row.phase or "-",
         printable(row.leaf or "-"),
-        place_text(row.source),
+        place_text(row.source) if is_first else "",
     )
 
 

@@ -657,7 +657,7 @@ def test_a_mesh_whose_axes_are_keywords(make, given, meant, as_users_run_it):
 def test_pairs_of_adapters_that_are_none(as_users_run_it):
     made = plan(TREE, MESH, paths=EVERYTHING)
     assert message(RuleError, lambda: follow(lambda x: x, made, adapters=cast(Any, ["lora"]))) == (
-        "`adapters[0]` is 'lora'; give pairs, as in `adapters=[(\"lora_[ab]$\", \"weight\")]`."
+        '`adapters[0]` is \'lora\'; give pairs, as in `adapters=[("lora_[ab]$", "weight")]`.'
     )
 
 

@@ -120,6 +120,16 @@ def test_a_mesh_of_other_names_relabels_without_a_copy():
     assert pointers[0] == pointers[1]
 
 
+def test_rows_of_a_replicated_array_share_its_memory_and_outlive_it():
+    x = jax.device_put(np.arange(64 * 64, dtype=np.float32).reshape(64, 64), NamedSharding(mesh((8,)), P()))
+    first = np.asarray(x).__array_interface__["data"][0]
+    moved = reshard(x, NamedSharding(mesh((8,)), P("a")))
+    where = [shard.data.unsafe_buffer_pointer() - first for shard in moved.addressable_shards]
+    assert where == [number * 8 * 64 * 4 for number in range(8)]
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    np.testing.assert_array_equal(moved, np.arange(64 * 64).reshape(64, 64))
+
+
 def test_numpy_leaves_are_placed():
     target = sharding((4,), "a")
     moved = reshard({"w": host((8,))}, target)

@@ -122,8 +122,8 @@ def assemble(
     **Returns:**
 
     The array, whose shards are buffers that were filled once; where each is a shard of the source, or rows of one that
-    is replicated, they share the source's memory. JAX knows that it is shared and will not write to it if one of the two is donated. On a process
-    that owns none of its devices, one without addressable shards.
+    is replicated, they share the source's memory. JAX knows that it is shared and will not write to it if one of the
+    two is donated. On a process that owns none of its devices, one without addressable shards.
     """
     if all(
         len(tiles) == 1 and shards[tiles[0].sender].shape == size
