@@ -118,7 +118,11 @@ class Traffic:
         return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
 
     def __str__(self) -> str:
-        lines = table(self._table(), right=_NUMBERS) if self.rows else []
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The table; where it is wider than `width`, without the columns that say least."""
+        lines = table(self._table(), right=_NUMBERS, width=width, spare=_SPARE) if self.rows else []
         return "\n".join([*lines, *self._below()])
 
     def _repr_html_(self) -> str:
@@ -194,12 +198,14 @@ class TrafficDifference:
 
 
 _NUMBERS = {"bytes/step", "calls", "group"}
+_SPARE = ("group", "calls", "pass", "array")
 _COMPARED = ("difference", "first", "second")
 _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "leaf", "source")
 
 
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
     """A row; its line only where it is the first of that line."""
+    first, _, others = (row.leaf or "").partition(", ")
     more = f" +{len(row.arrays) - 1}" if len(row.arrays) > 1 else ""
     return (
         bytes_text(row.wire_bytes),
@@ -209,7 +215,7 @@ def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
         "?" if row.calls is None else str(row.calls),
         f"{row.arrays[0]}{more}" if row.arrays else row.dtype or "-",
         row.phase or "-",
-        printable(row.leaf or "-"),
+        printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-"),
         place_text(row.source) if is_first else "",
     )
 

@@ -447,11 +447,11 @@ def test_leaves_of_the_wrong_type():
 def test_a_plan_used_with_another_tree():
     made = plan(TREE, MESH.build(jax.devices()), paths=EVERYTHING)
     assert message(PlanMismatchError, lambda: shard({**TREE, "extra": jnp.ones(2)}, made)) == (
-        "this tree is not the one that was planned (1 arrays more, 0 missing): the plan has no `extra`. Plan the tree "
+        "this tree is not the one that was planned (1 array more, 0 missing): the plan has no `extra`. Plan the tree "
         "that you use."
     )
     assert message(PlanMismatchError, lambda: shard({"embeds": TREE["embed"]}, made)) == (
-        "this tree is not the one that was planned (1 arrays more, 5 missing): the plan has no `embeds`; the tree has "
+        "this tree is not the one that was planned (1 array more, 5 missing): the plan has no `embeds`; the tree has "
         "no `decoder/mlp/wi`. Plan the tree that you use."
     )
     assert message(PlanMismatchError, lambda: shard({**TREE, "embed": jnp.ones((64, 8))}, made)) == (
@@ -467,11 +467,11 @@ def test_a_plan_used_with_another_tree():
     assert message(
         PlanMismatchError, lambda: filter_jit(train_step, in_shardings=(made,))({"a": jnp.ones(2)})
     ).endswith(
-        "train_step` is not the tree that its plan is for: this tree is not the one that was planned (1 arrays more, 5 "
+        "train_step` is not the tree that its plan is for: this tree is not the one that was planned (1 array more, 5 "
         "missing): the plan has no `a`; the tree has no `decoder/mlp/wi`. Plan the tree that you use."
     )
     assert message(PlanMismatchError, lambda: ShardPlan.from_json(made.to_json(), like={"a": jnp.ones(2)})).startswith(
-        "this tree is not the one that was planned (1 arrays more, 5 missing)"
+        "this tree is not the one that was planned (1 array more, 5 missing)"
     )
 
 

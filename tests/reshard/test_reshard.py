@@ -838,9 +838,9 @@ def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
     assert made.wire_bytes == made.lower_bound_bytes == 56
     assert made.peak_bytes == leaf.peak_bytes + 8 == 136
     text = str(made)
-    assert "all_to_all" in text and "1 arrays need nothing: b" in text
+    assert "all_to_all" in text and "nothing to do for 1 array: b" in text
     # These devices are this process's CPU; meshes without devices are taken to be what they will be.
-    assert leaf.copied and "1 arrays take no steps here, where this CPU plays all devices" in text
+    assert leaf.copied and "1 array takes no steps here, where this CPU plays all devices" in text
     src, dst = MeshSpec({"a": 8}).abstract(), P(None, "a")
     bare = plan_reshard(struct((16, 8), NamedSharding(src, P("a"))), struct((16, 8), NamedSharding(src, dst)))
     assert not bare.leaves[0].copied and "take no steps" not in str(bare) and bare.steps.keys() == {""}

@@ -64,7 +64,7 @@ def report(
 
 
 def _fit(loaded: Step, chip: chips.Chip) -> Fit:
-    with working("estimating its memory"):
+    with working("counting memory"):
         return calling(
             "estimating its memory", lambda: fit_of(loaded.function, *loaded.args, chip=chip, mesh=loaded.mesh)
         )

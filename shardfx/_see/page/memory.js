@@ -40,7 +40,7 @@ function timeline({ operations, bytes }) {
   picture.append(svg('rect', { class: 'limit', x: x(at) - 1, y: 0, width: 2, height: 120 }, svg('title', {}, worst)));
   if (limit && limit <= most) picture.append(svg('rect', { class: 'limit', x: 0, y: y(limit) - 1, width: 1000, height: 2 }));
   return [el('figure', {}, picture, el('figcaption', { class: 'note' },
-    `Memory over the ${numberText(operations)} operations of a step: ${worst}.`))];
+    `Memory over the ${numberText(operations)} operations of a step, without copies that the compiler makes: ${worst}.`))];
 }
 
 function isOfHost(part) {
