@@ -80,7 +80,8 @@ class Index:
         rows, rest = list(groups.values())[:_SHOWN_ROWS], list(groups.values())[_SHOWN_ROWS:]
         lines = table([("path", "arrays", "shape", "bytes"), *map(_row, rows)], right={"arrays", "bytes"})
         more = [f"... {sum(map(len, rest)):,} arrays more"] if rest else []
-        total = f"{plural(len(self.entries), 'array')}, {bytes_text(self.bytes_total)}, in {self.format} at {self.directory!r}"
+        size = f"{plural(len(self.entries), 'array')}, {bytes_text(self.bytes_total)}"
+        total = f"{size}, in {self.format} at {self.directory!r}"
         return "\n".join([*lines, *more, total])
 
 
