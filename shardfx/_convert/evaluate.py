@@ -124,8 +124,8 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, Any]) -> range:
         return range(made.args[2])
     if first is None:
         raise MapError(
-            f"`.stack({over!r})` goes through nothing: no path in {made.of[0]} has `{{{over}}}`; write it into one, or say "
-            f"how many: `.stack({over!r}, count=...)`."
+            f"`.stack({over!r})` goes through nothing: no path in {made.of[0]} has `{{{over}}}`; write it into one, or "
+            f"say how many: `.stack({over!r}, count=...)`."
         )
     number, binding = 0, {**dict.fromkeys(_inner_stacks(made.of[0]), 0), **binding}
     while (path := pattern(first).filled({**binding, over: number})) is not None and path in leaves:
