@@ -71,7 +71,7 @@ class MeshSpec(eqx.Module):
         if axes is None or named:
             given = ", ".join(f"{name}={size!r}" for name, size in named.items())
             more = "" if axes is None else f"{axes!r}, "
-            meant: dict[str, Any] = {**dict(axes), **named} if isinstance(axes, Mapping) else named or {"data": 8}
+            meant = dict(axes) | named if isinstance(axes, Mapping) else named or {"data": 8}
             raise MeshError(f"`MeshSpec({more}{given})`: axes are one mapping, slowest first: `MeshSpec({meant!r})`.")
         pairs = _pairs(axes)
         self.axis_names = tuple(name for name, _ in pairs)

@@ -192,7 +192,8 @@ def test_models_lists_what_can_be_named(capsys):
 def test_traffic_of_a_step(here, capsys):
     assert run("traffic", "my_model:train_step", "--mesh", "data=2,fsdp=2,tensor=2") == 0
     out = capsys.readouterr().out
-    assert re.search(r"all-gather +fsdp .* layer_0/up +my_model\.py:\d+ loss", out)
+    assert re.search(r"all-gather +fsdp .* f32\[256,512\] +forward +layer_0/up", out)
+    assert len(re.findall(r" my_model\.py:\d+ loss$", out, re.M)) == 2
     assert "enter each of 8 devices in a step" in out
     assert run("traffic", "my_model:train_step", "--mesh", "fsdp=8", "--json") == 0
     found = json.loads(capsys.readouterr().out)
