@@ -1,6 +1,5 @@
 """What one collective of a compiled program sends, and between whom."""
 
-import math
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -137,8 +136,8 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     if sliced is None:
         return arrays
     # A permute within larger arrays sends slices of them.
-    counts = [math.prod(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
-    return tuple(Array(arrays[min(at, len(arrays) - 1)].dtype, (count,)) for at, count in enumerate(counts))
+    shapes = [tuple(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
+    return tuple(Array(arrays[min(at, len(arrays) - 1)].dtype, shape) for at, shape in enumerate(shapes))
 
 
 def _require_local(instruction: Instruction) -> None:

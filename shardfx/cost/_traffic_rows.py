@@ -120,9 +120,13 @@ class Traffic:
         return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
 
     def __str__(self) -> str:
-        return "\n".join(text_of(self))
+        return self.text()
 
     __repr__ = first_lines
+
+    def text(self, width: int | None = None) -> str:
+        """The table; where it is wider than `width`, without the columns that say least."""
+        return "\n".join(text_of(self, width=width))
 
     def _repr_html_(self) -> str:
         # What a notebook shows where the traffic is the last line of a cell.
@@ -141,16 +145,24 @@ class Traffic:
         return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
 
 
-def text_of(made: Traffic, most: int | None = None) -> list[str]:
+def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
     """The first rows as a table, and what is said below it."""
-    rows = [_HEADER, *map(_cells, made.rows[:most])] if made.rows else []
-    return [*(table(rows, right=_NUMBERS) if rows else ()), *made.below(most)]
+    rows = _table(made.rows[:most])
+    return [*(table(rows, right=_NUMBERS, width=width, spare=_SPARE) if rows else ()), *made.below(most)]
 
 
 def html_of(made: Traffic, most: int | None = None, above: Sequence[str] = (), below: Sequence[str] = ()) -> str:
     """The same for a notebook."""
-    rows = [_HEADER, *map(_cells, made.rows[:most])] if made.rows else []
-    return html_table(rows, right=_NUMBERS, below=[*above, *made.below(most), *below])
+    return html_table(_table(made.rows[:most]), right=_NUMBERS, below=[*above, *made.below(most), *below])
+
+
+def _table(rows: Sequence[TrafficRow]) -> list[tuple[str, ...]]:
+    """A header and the rows, those of one line together, and the line that sends most first."""
+    sums: dict[Frame | None, int] = {}
+    for row in rows:
+        sums[row.source] = sums.get(row.source, 0) + row.wire_bytes
+    lines = [[row for row in rows if row.source == line] for line in sorted(sums, key=lambda line: -sums[line])]
+    return [_HEADER, *[_cells(row, at == 0) for own in lines for at, row in enumerate(own)]] if lines else []
 
 
 def largest_first(made: Traffic) -> Traffic:
@@ -206,20 +218,25 @@ class TrafficDifference:
 
 
 _NUMBERS = {"bytes/step", "calls", "group"}
+_SPARE = ("group", "calls", "pass", "array")
 _COMPARED = ("difference", "first", "second")
-_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "dtype", "leaf", "source")
+_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "leaf", "source")
 
 
-def _cells(row: TrafficRow) -> tuple[str, ...]:
+def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
+    """A row; its line only where it is the first of that line."""
+    first, _, others = (row.leaf or "").partition(", ")
+    more = f" +{len(row.arrays) - 1}" if len(row.arrays) > 1 else ""
     return (
         bytes_text(row.wire_bytes),
         f"{row.kind}{' (windowed)' if row.windowed else ''}",
         " x ".join(row.axes) or "-",
         str(row.group_size),
         "?" if row.calls is None else str(row.calls),
-        row.dtype or "-",
-        printable(row.leaf or "-"),
-        place_text(row.source),
+        f"{row.arrays[0]}{more}" if row.arrays else row.dtype or "-",
+        row.phase or "-",
+        printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-"),
+        place_text(row.source) if is_first else "",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from .._ground.spec import entries_of, unreduced_kind
-from .._ground.text import array_text, between_numbers, joined_exactly, printable, spec_text
+from .._ground.text import array_text, between_numbers, joined_exactly, plural, printable, spec_text
 from .._plan.content import Content
 from .._plan.leaf import Row
 from .._plan.shard_plan import ShardPlan, check_plan
@@ -60,7 +60,7 @@ def plan_text(plan: ShardPlan) -> str:
     content = plan.content
     total, share = content.total_bytes
     lines = [_FORMAT, f"mesh {_mesh_text(content)}", *([f"mode {plan.mode}"] if plan.mode is not None else [])]
-    lines += [f"{len(plan):,} arrays, {total:,} bytes, {share:,} per device", ""]
+    lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {share:,} per device", ""]
     return "\n".join([*lines, *_leaf_lines(content), ""])
 
 
