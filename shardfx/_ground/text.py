@@ -192,9 +192,9 @@ class Shown(str):
         return str(self)
 
 
-def first_lines(result: object) -> str:
+def first_lines(self: object) -> str:
     """What `print` shows of a result, its first 40 lines: for the `__repr__` of tables that can be long."""
-    lines = str(result).splitlines()
+    lines = str(self).splitlines()
     return "\n".join(lines if len(lines) <= 40 else [*lines[:39], f"... {len(lines) - 39} lines more; print it."])
 
 
