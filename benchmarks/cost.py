@@ -38,7 +38,7 @@ WAYS = {
 }
 QUICK = ("fsdp", "tp + sp")
 WITHIN = 10
-# A difference is explained where the lines that `compare` names make up this share of it.
+# A difference is explained where the passes that `compare` names make up this share of it.
 EXPLAINED = 0.9
 
 

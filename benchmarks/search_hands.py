@@ -23,6 +23,7 @@ from shardfx.auto._search import candidates_of, opened
 from ._case import Entry, Finding, Limit, Value
 from ._report import BETTER
 from ._zoo import models, small_models
+from .search_order import UNSEEN, unseen_step
 
 
 KEPT = Path(__file__).parent / "results" / "hands"
@@ -41,13 +42,18 @@ def cases(target: str, only: str, programs: Path | None, clock: bool) -> list[En
             ft.partial(_kept, name, called, lambda make=make: measure(target, make(), programs)),
             (Limit("choice over best by hand", at_most=1.02),),
         )
-        for name, make in (small_models() if clock else models(dtype)).items()
+        for name, make in (small_models() if clock else models(dtype) | _unseen()).items()
         if only in name
     ]
     return [
         *found,
         Finding(f"all on {called}", ft.partial(_all, called), (Limit("part that is better", at_least=1 / 3),)),
     ]
+
+
+def _unseen() -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Steps by authors who had not read the search, whose plans are left out."""
+    return {f"unseen {name}": ft.partial(unseen_step, name) for name in UNSEEN}
 
 
 def _kept(name: str, target: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Value]:

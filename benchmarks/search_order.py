@@ -1,12 +1,14 @@
-"""Whether a search orders meshes as compiled programs do: candidates at random, as written and constrained."""
+"""Whether a search orders meshes as compiled programs do: candidates at random, as the step is written."""
 
 import functools as ft
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 import shardfx as sfx
 from shardfx import chips
@@ -20,19 +22,22 @@ from shardfx.cost._work import work_of
 
 from ._case import Finding, Limit, Value
 from ._zoo import models
+from .unseen._open import CASES
 
 
 _Pair = tuple[float, float]  # ours, the program's
 
 # Whose seconds are compared.
 _CHIP = "v5e"
-_CONSTRAINED, _WRITTEN, _SECONDS = (
-    "spearman of bytes, constrained",
-    "spearman of bytes, as written",
-    "spearman of seconds, as written",
-)
-# A dense model, experts, an encoder with a decoder, convolutions.
+_BYTES, _SECONDS = "spearman of bytes", "spearman of seconds"
+# A dense model, experts, an encoder with a decoder, convolutions; and steps by authors who had not read the search.
 _MODELS = ("dense 0.1B", "experts", "T5", "convolutions")
+UNSEEN = (
+    "gru-language-hidden-cut",
+    "clip-two-towers",
+    "decode-dynamic-update-slice",
+    "vit-fused-qkv-equinox",
+)
 
 
 def cases(few: int, devices: Sequence[Any]) -> list[Finding]:
@@ -41,44 +46,45 @@ def cases(few: int, devices: Sequence[Any]) -> list[Finding]:
         Finding(
             f"order of {few} candidates against compiled programs, {name}",
             ft.partial(_order, name, few, devices),
-            tuple(Limit(value, at_least=0.9) for value in (_CONSTRAINED, _WRITTEN, _SECONDS)),
+            (Limit(_BYTES, at_least=0.98),),
         )
-        for name in _MODELS
+        for name in (*_MODELS, *UNSEEN)
     ]
 
 
 def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     """Candidates drawn from all places of the core's order, by what their programs send and compute.
 
-    Each is partitioned, and compiled, as it is written and as it is constrained. Seconds are those of products and
-    sending on a TPU, nothing hidden.
+    Each is partitioned as the step is written, as a search does it for a CPU, and compiled for as many CPU devices.
+    Seconds are those of products and sending on a TPU, nothing hidden.
     """
-    step, *args = models(jnp.float32)[name]()
+    step, *args = unseen_step(name) if name in UNSEEN else models(jnp.float32)[name]()
     space, pricer = opened(step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None)
-    found, _ = find(space.terms, space.machine(), 8, keep=4000)
+    found = find(space.terms, space.machine(), 8, keep=4000)
     rng = np.random.default_rng(0)
     drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 6 * few])]
     ones = list(various(space, drawn, 6 * few))
     ones = [ones[i] for i in sorted(rng.permutation(len(ones))[:few])]
-    pairs: dict[bool, list[_Pair]] = {False: [], True: []}
+    sent: list[_Pair] = []
     seconds: list[_Pair] = []
     for one in ones:
-        for constrained in (False, True):
-            made = pricer.priced(one, constrained=constrained)
-            sent, flops = _compiled(pricer, made, devices)
-            pairs[constrained].append((float(made.wire_bytes), float(sent.wire_bytes)))
-            if not constrained:
-                assert made.traffic is not None
-                # Both by the flops of the compiled program: what is held against it is the sending.
-                seconds.append((_seconds(made.traffic, flops, made.mesh), _seconds(sent, flops, made.mesh)))
-    return {
-        _CONSTRAINED: _spearman(pairs[True]),
-        _WRITTEN: _spearman(pairs[False]),
-        _SECONDS: _spearman(seconds),
-        "candidates": len(ones),
-        **_ratios("constrained", pairs[True]),
-        **_ratios("as written", pairs[False]),
-    }
+        made = pricer.priced(one)
+        compiled, flops = _compiled(pricer, made, devices)
+        sent.append((float(made.wire_bytes), float(compiled.wire_bytes)))
+        assert made.traffic is not None
+        # Both by the flops of the compiled program: what is held against it is the sending.
+        seconds.append((_seconds(made.traffic, flops, made.mesh), _seconds(compiled, flops, made.mesh)))
+    return {_BYTES: _spearman(sent), _SECONDS: _spearman(seconds), "candidates": len(ones), **_ratios(sent)}
+
+
+def unseen_step(name: str) -> tuple[Any, ...]:
+    """The step of an unseen case and its arguments, without the plan that the case has."""
+    made = next(one for one in CASES if one.name == name)
+    step, args = made.make(AbstractMesh(tuple(made.v5e.values()), tuple(made.v5e)))
+    return step, *jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
+        args,
+    )
 
 
 def _compiled(pricer: Any, one: sfx.auto.Candidate, devices: Sequence[Any]) -> tuple[sfx.cost.Traffic, float]:
@@ -93,12 +99,12 @@ def _seconds(sent: sfx.cost.Traffic, flops: float, mesh: sfx.MeshSpec) -> float:
     return flops / chips.find(_CHIP).flops("bfloat16") + sfx.cost.seconds(sent, _CHIP, mesh).seconds
 
 
-def _ratios(how: str, pairs: Sequence[_Pair]) -> dict[str, Value]:
+def _ratios(pairs: Sequence[_Pair]) -> dict[str, Value]:
     found = [ours / theirs for ours, theirs in pairs if theirs]
     return {
-        f"median of bytes over compiled, {how}": statistics.median(found),
-        f"least, {how}": min(found),
-        f"most, {how}": max(found),
+        "median of bytes over compiled": statistics.median(found),
+        "least of bytes over compiled": min(found),
+        "most of bytes over compiled": max(found),
     }
 
 

@@ -109,9 +109,13 @@ def drawn() -> str:
     ]
     top = TOP + HEIGHT + GAP
     chosen = {batch: found.of(64, batch) for batch in BATCHES}
-    times = [point.seconds * 1e3 for points in chosen.values() for point in points]
+    times = [
+        point.candidate.seconds * 1e3 for points in chosen.values() for point in points
+    ]
     held = [
-        point.memory_bytes / 2**30 for points in chosen.values() for point in points
+        point.candidate.memory_bytes / 2**30
+        for points in chosen.values()
+        for point in points
     ]
     x, y = logarithmic(held, LEFT, WIDTH - 120), logarithmic(times, top + HEIGHT, top)
     parts += [
@@ -123,7 +127,10 @@ def drawn() -> str:
     ]
     for batch, points in chosen.items():
         parts += line(
-            [(x(p.memory_bytes / 2**30), y(p.seconds * 1e3)) for p in points],
+            [
+                (x(p.candidate.memory_bytes / 2**30), y(p.candidate.seconds * 1e3))
+                for p in points
+            ],
             COLORS[batch],
         )
     parts += ticks(times, y, 0, "", True) + ticks(held, x, top + HEIGHT, " GiB", False)

@@ -3,38 +3,6 @@
 import importlib as _importlib
 import typing as _typing
 
-from . import errors as errors, hosts as hosts, topology as topology
-from ._arrays import (
-    clear_caches as clear_caches,
-    constrain as constrain,
-    filter_jit as filter_jit,
-    gather as gather,
-    shard as shard,
-    shardings_of as shardings_of,
-    specs_of as specs_of,
-)
-from ._ground.reason import Code as Code, Decision as Decision, Reason as Reason
-from ._plan import (
-    LeafPlan as LeafPlan,
-    ShardPlan as ShardPlan,
-    correct as correct,
-    field as field,
-    follow as follow,
-    plan as plan,
-    report as report,
-)
-from ._rules import (
-    AxisRules as AxisRules,
-    PathRules as PathRules,
-    atomic as atomic,
-    fsdp as fsdp,
-    match as match,
-    optional as optional,
-    replicate as replicate,
-    resolve as resolve,
-)
-from .topology._mesh import MeshSpec as MeshSpec
-
 
 if _typing.TYPE_CHECKING:
     from . import (
@@ -42,27 +10,66 @@ if _typing.TYPE_CHECKING:
         checkpoint as checkpoint,
         chips as chips,
         cost as cost,
+        errors as errors,
+        hosts as hosts,
         interop as interop,
         presets as presets,
         testing as testing,
+        topology as topology,
+    )
+    from ._arrays import (
+        clear_caches as clear_caches,
+        constrain as constrain,
+        filter_jit as filter_jit,
+        gather as gather,
+        misplaced as misplaced,
+        shard as shard,
+        shardings_of as shardings_of,
+        specs_of as specs_of,
     )
     from ._convert import From as From, TreeMap as TreeMap
+    from ._ground.reason import Code as Code, Decision as Decision, Reason as Reason
+    from ._plan import (
+        LeafPlan as LeafPlan,
+        ShardPlan as ShardPlan,
+        correct as correct,
+        field as field,
+        follow as follow,
+        plan as plan,
+        report as report,
+    )
     from ._reshard import map_matrices as map_matrices, plan_reshard as plan_reshard
     from ._reshard.mover import reshard as reshard
+    from ._rules import (
+        AxisRules as AxisRules,
+        PathRules as PathRules,
+        atomic as atomic,
+        fsdp as fsdp,
+        match as match,
+        optional as optional,
+        replicate as replicate,
+        resolve as resolve,
+    )
     from ._see import (
         diff as diff,
         explain as explain,
         html_report as html_report,
         lint as lint,
     )
+    from .topology._mesh import MeshSpec as MeshSpec
 
 
 __version__ = "0.1.0"
-# Not every program reads files, takes a ready set of rules or moves arrays: these load when they are first named.
+# All load when they are first named: the command line's help, and most programs, need few of them.
 _LATE = {
     name: room or name
     for room, names in {
-        "": "auto checkpoint chips cost interop presets testing",
+        "": "auto checkpoint chips cost errors hosts interop presets testing topology",
+        "_arrays": "clear_caches constrain filter_jit gather misplaced shard shardings_of specs_of",
+        "_ground.reason": "Code Decision Reason",
+        "_plan": "LeafPlan ShardPlan correct field follow plan report",
+        "_rules": "AxisRules PathRules atomic fsdp match optional replicate resolve",
+        "topology._mesh": "MeshSpec",
         "_convert": "From TreeMap",
         "_reshard": "map_matrices plan_reshard reshard",
         "_see": "diff explain html_report lint",
@@ -72,7 +79,8 @@ _LATE = {
 __all__ = """
     AxisRules Code Decision From LeafPlan MeshSpec PathRules Reason ShardPlan TreeMap
     atomic auto checkpoint chips clear_caches constrain correct cost diff errors explain field filter_jit follow fsdp
-    gather hosts html_report interop lint map_matrices match optional plan plan_reshard presets replicate report
+    gather hosts html_report interop lint map_matrices match misplaced optional plan plan_reshard presets replicate
+    report
     reshard resolve shard shardings_of specs_of testing topology
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -23,6 +23,8 @@ _STANDARD_PROMOTION = {
     *(
         "test_docs",
         "test_minilm",
+        "test_check_step",
+        "test_recipes",
         "test_follow",
         "test_checkpoint_names",
         "test_foreign_trees",

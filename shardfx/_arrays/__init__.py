@@ -7,6 +7,7 @@ It may import `_plan` and what is below it. It never decides how an array is sha
 from .caches import clear_caches as clear_caches
 from .constraint import constrain as constrain
 from .jit import filter_jit as filter_jit
+from .misplaced import Misplaced as Misplaced, MisplacedArray as MisplacedArray, misplaced as misplaced
 from .place import gather as gather, shard as shard
 from .read_back import shardings_of as shardings_of, specs_of as specs_of
 from .stages import TracedArray as TracedArray

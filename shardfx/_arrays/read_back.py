@@ -30,7 +30,7 @@ def specs_of(tree: Any) -> Any:
     """
 
     def spec(path: Any, leaf: Any) -> PartitionSpec | None:
-        sharding = _known(path, leaf)
+        sharding = known_sharding(path, leaf)
         if isinstance(sharding, NamedSharding):
             return canonical(sharding.spec)
         if isinstance(leaf, jax.Array) and leaf.ndim:
@@ -62,7 +62,7 @@ def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
 
     def sharding(path: Any, leaf: Any) -> Sharding | None:
         if not isinstance(leaf, PartitionSpec):
-            return leaf if isinstance(leaf, Sharding) else _known(path, leaf)
+            return leaf if isinstance(leaf, Sharding) else known_sharding(path, leaf)
         if mesh is None:
             raise PlanMismatchError(f"the tree holds the bare spec {leaf}; pass the mesh that it is for: `mesh=`.")
         return NamedSharding(mesh, leaf)
@@ -70,7 +70,7 @@ def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def _known(path: Any, leaf: Any) -> Sharding | None:
+def known_sharding(path: Any, leaf: Any) -> Sharding | None:
     """The sharding of an array or struct; raises where the type of a traced one does not say it."""
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):

@@ -1,36 +1,62 @@
 """The group of all verbs, and how any of them ends."""
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem
 
 import shardfx
 
 from ._usage import shown
-from .verbs.chips import chips
-from .verbs.clean import clean
-from .verbs.convert import convert
-from .verbs.demo import demo
-from .verbs.diff import diff
-from .verbs.explain import explain
-from .verbs.fit import fit
-from .verbs.lint import lint
-from .verbs.models import models
-from .verbs.plan import plan
-from .verbs.report import report
-from .verbs.search import search
-from .verbs.traffic import traffic
 
 
+# A verb is loaded when it is called for: help, completion and the version need no JAX, which takes a second.
+_VERBS = {
+    "chips": "List accelerators: memory, arithmetic, links.",
+    "clean": "List or remove what saves that were killed left in DIRECTORY.",
+    "convert": "Write a checkpoint anew: other names, shapes, dtypes, files.",
+    "demo": "Train a small transformer under a plan, and again without one.",
+    "diff": "Compare two plans: what differs, and what it costs to move.",
+    "explain": "Say why one array is sharded as it is, and what would change it.",
+    "fit": "Say whether a step fits a chip, and which changes would make it fit.",
+    "lint": "Find all that is wrong with a model's rules, and how to mend it.",
+    "models": "List the published models.",
+    "plan": "Print how every array of a model is sharded on a mesh, and why.",
+    "report": "Write a plan as one HTML page: a map of bytes, findings, a table.",
+    "search": "Choose mesh and rules for a step, by what they would cost.",
+    "traffic": "List what a step sends, and the line that causes it.",
+}
 _COMPLETION = """\b
 completion in a shell, here for bash; zsh and fish have their own word:
   eval "$(_SHARDFX_COMPLETE=bash_source shardfx)"
 """
 
 
-@click.group(
+class _Group(click.Group):
+    """The group of `_VERBS`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        return getattr(importlib.import_module(f".verbs.{cmd_name}", __package__), cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_VERBS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name, help=text) for name, text in _VERBS.items() if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
+
+@click.command(
+    cls=_Group,
     name="shardfx",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     no_args_is_help=False,
@@ -39,10 +65,6 @@ completion in a shell, here for bash; zsh and fish have their own word:
 @click.version_option(shardfx.__version__, prog_name="shardfx")
 def shardfx_() -> None:
     """Sharding plans as plain data, for JAX."""
-
-
-for _verb in (plan, explain, lint, diff, fit, report, traffic, search, convert, clean, models, chips, demo):
-    shardfx_.add_command(_verb)
 
 
 def run(arguments: Sequence[str] | None) -> int:

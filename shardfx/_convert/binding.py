@@ -9,7 +9,7 @@ from typing import Any
 
 from .._ground.boxes import Box
 from .._ground.errors import MapError
-from .._ground.text import between_numbers, joined, printable
+from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
 from .evaluate import ON_SHAPES, Absent, cast, count_of, dim_of, evaluated, leaf_made
 from .expression import From, leaves_of
@@ -320,7 +320,7 @@ def _raise(problems: Sequence[tuple[str, str]]) -> None:
     ]
     more = f"\n  and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     raise MapError(
-        f"the map does not fit, in {len(problems)} places; nothing was read or moved:\n  "
+        f"the map does not fit, in {plural(len(problems), 'place')}; nothing was read or moved:\n  "
         + "\n  ".join(shown[:_SHOWN])
         + more
     )

@@ -120,10 +120,13 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
 def count_of(made: From, binding: Binding, leaves: Mapping[str, Any]) -> range:
     """The numbers that a stack goes through: as it says, or as long as the source has the first of its leaves."""
     over, first = made.args[0], _first_with(made.of[0], made.args[0])
-    if first is None:
-        raise MapError(f"`.stack({over!r})` goes through nothing: no path in {made.of[0]} has `{{{over}}}`.")
     if len(made.args) > 2:
         return range(made.args[2])
+    if first is None:
+        raise MapError(
+            f"`.stack({over!r})` goes through nothing: no path in {made.of[0]} has `{{{over}}}`; write it into one, or "
+            f"say how many: `.stack({over!r}, count=...)`."
+        )
     number, binding = 0, {**dict.fromkeys(_inner_stacks(made.of[0]), 0), **binding}
     while (path := pattern(first).filled({**binding, over: number})) is not None and path in leaves:
         number += 1

@@ -20,9 +20,9 @@ def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), be
     return "\n".join(lines)
 
 
-def html_text(result: object) -> str:
+def html_text(self: object) -> str:
     """What `print` shows of a result, as it is: for the `_repr_html_` of what is no single table."""
-    return "<pre>" + "\n".join(map(_escaped, str(result).splitlines())) + "</pre>"
+    return "<pre>" + "\n".join(map(_escaped, str(self).splitlines())) + "</pre>"
 
 
 def _escaped(text: str) -> str:

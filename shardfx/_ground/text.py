@@ -9,9 +9,6 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 
 # A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`. Python converts no
 # text of thousands of digits, and nobody numbers layers that way: longer ones are part of a name.
@@ -195,9 +192,9 @@ class Shown(str):
         return str(self)
 
 
-def first_lines(result: object) -> str:
+def first_lines(self: object) -> str:
     """What `print` shows of a result, its first 40 lines: for the `__repr__` of tables that can be long."""
-    lines = str(result).splitlines()
+    lines = str(self).splitlines()
     return "\n".join(lines if len(lines) <= 40 else [*lines[:39], f"... {len(lines) - 39} lines more; print it."])
 
 
@@ -225,7 +222,7 @@ def bytes_text(count: int) -> str:
 
 def array_text(dtype: Any, shape: Sequence[int]) -> str:
     """A dtype and shape as `bf16[1024,4096]`."""
-    name = str(dtype) if not jnp.issubdtype(dtype, np.number) else jnp.dtype(dtype).name
+    name = dtype if isinstance(dtype, str) else dtype.name
     letters = re.match("[a-z]*", name)
     kind = letters.group() if letters else ""
     return f"{_KINDS.get(kind, kind)}{name[len(kind) :]}[{','.join(map(str, shape))}]"

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import PlanFormatError, PlanMismatchError
+from .._ground.text import plural
 from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
@@ -250,7 +251,7 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     found = [f"the plan has no `{path}`{_tied_to(path, flat)}" if path else alone for path in extra[:1]]
     found += [f"the tree has no `{path}`" if path else "the plan is for one array" for path in missing[:1]]
     raise PlanMismatchError(
-        f"this tree is not the one that was planned ({len(extra)} arrays more, {len(missing)} missing): "
+        f"this tree is not the one that was planned ({plural(len(extra), 'array')} more, {len(missing)} missing): "
         f"{'; '.join(found) or 'the arrays are in another order'}. Plan the tree that you use."
     )
 

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -18,6 +18,7 @@ from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules, near
 from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match
 from .._rules.strategies import Fsdp, fsdp
+from .bases import Beside, base_of, besides
 from .complaints import (
     Decided,
     raise_absent,
@@ -45,6 +46,8 @@ def follow(
     paths: PathRules | None = None,
     axes: AxisRules | None = None,
     memory_kinds: Iterable[tuple[str, str]] | None = None,
+    adapters: Iterable[tuple[str, str]] = (),
+    scales: Iterable[tuple[str, str]] = (),
     unused: Literal["raise", "allow"] = "raise",
 ) -> ShardPlan:
     """The plan of what `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
@@ -67,7 +70,12 @@ def follow(
         [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; those of the plan where not given.
     - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
-    - `unused`: as in [`shardfx.plan`][], of `paths` and `memory_kinds`.
+    - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that make the path of the base array of the
+        path of an adapter: `("lora_[ab]$", "weight")`. Each dimension of an adapter that its base has, too, is sharded
+        like it; the rank is whole.
+    - `scales`: the same of the scales of quantised arrays. A dimension that counts blocks of the base's is sharded like
+        it where each device has whole blocks.
+    - `unused`: as in [`shardfx.plan`][], of `paths`, `memory_kinds`, `adapters` and `scales`.
 
     **Returns:**
 
@@ -109,7 +117,8 @@ def follow(
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
-    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan), refused)
+    pairs = [*besides("adapters", adapters), *besides("scales", scales)]
+    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan), refused, pairs)
     rows, index, used_kinds = [], [], {}
     patterns = compiled(kind_rules)
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
@@ -126,6 +135,9 @@ def follow(
         followed = [None if path in follower.open else path for path in flat.paths]
         rules, given_kinds = follower.paths.rules, kind_rules.rules
         raise_unused("rule", rules, unused_rules(rules, follower.used, flat, followed, "what they follow"))
+        for one in pairs:
+            if one not in follower.used_pairs:
+                raise RuleError(f"`{one.kind}[{one.number}]`: {one.pattern.pattern!r} matches no path of what is made.")
         raise_unused("`memory_kinds` entry", given_kinds, unused_rules(given_kinds, used_kinds, flat))
     if plan.strict:
         raise_loose(follower.loose)
@@ -212,11 +224,20 @@ def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
 class _Follower:
     """What one call of `follow` goes by, and what it has found so far."""
 
-    def __init__(self, plan: ShardPlan, paths: PathRules, axes: AxisRules | None, over: Fsdp | None, refused: str):
+    def __init__(
+        self,
+        plan: ShardPlan,
+        paths: PathRules,
+        axes: AxisRules | None,
+        over: Fsdp | None,
+        refused: str,
+        pairs: Sequence[Beside],
+    ):
         self.plan, self.mesh, self.paths, self.over, self.refused = plan, axes_of(plan.mesh), paths, over, refused
         self.axes = plan.axes if axes is None else axes
         self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
         self.patterns = compiled(paths)
+        self.pairs, self.used_pairs = pairs, dict[Beside, None]()
         self.used: dict[int, None] = {}
         # The paths of arrays that follow nothing.
         self.open: dict[str, None] = {}
@@ -242,6 +263,13 @@ class _Follower:
         shape = tuple(leaf.shape)
         if not shape:
             return _NOTHING._replace(reasons=(reason(Code.scalar, None),))
+        based = base_of(path, shape, self.plan, self.pairs)
+        if based is not None:
+            pair, base, dims = based
+            self.used_pairs[pair] = None
+            rule = f"{pair.kind}[{pair.number}] of `{'*'.join(between_numbers(base.path))}`"
+            spec = trimmed(_kept(entries_of(pinned(base.spec)), dims, None) or ())
+            return Request(None, spec, rule, None, (), ())
         found = _followed(path, leaf, self.plan)
         if found is not None:
             return found

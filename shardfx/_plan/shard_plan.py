@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from .._ground.reason import Decision
+from .._ground.text import plural
 from .._ground.tree import Flat
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
@@ -385,7 +386,7 @@ class ShardPlan(eqx.Module):
 
     def __repr__(self) -> str:
         return (
-            f"ShardPlan({len(self)} arrays, mesh {self.mesh}, {self.bytes_total} bytes, "
+            f"ShardPlan({plural(len(self), 'array')}, mesh {self.mesh}, {self.bytes_total} bytes, "
             f"{self.bytes_per_device} per device{'' if self.jax_mesh is None else ', on devices'})"
         )
 

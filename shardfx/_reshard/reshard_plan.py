@@ -14,7 +14,7 @@ from .._ground.boxes import Box
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from .._ground.html import html_text
 from .._ground.spec import array_bytes
-from .._ground.text import between_numbers, first_lines, joined, table
+from .._ground.text import between_numbers, first_lines, joined, plural, table
 from .._ground.tree import flatten
 from .._plan.shard_plan import ShardPlan
 from ..topology._mesh import MeshSpec
@@ -397,19 +397,21 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
         if not leaf.idle:
             groups.setdefault(_group(leaf), []).append(leaf)
     yield from table([_HEAD, *map(_row, groups.values())], right=set())
-    idle = made.in_place
+    idle, count = made.in_place, len(made.leaves) - len(made.in_place)
+    moves = plural(made.moves, "move") if made.moves == 1 else f"{made.moves} different moves"
     yield (
-        f"{len(made.leaves) - len(idle)} arrays move by {made.moves} different moves; per device "
+        f"{plural(count, 'array')} {'moves' if count == 1 else 'move'} by {moves}; per device "
         f"{_size(made.wire_bytes)} enter (at least {_size(made.lower_bound_bytes)} must), "
         f"{_size(made.peak_bytes)} at the peak"
         + (f"; {_size(made.dcn_bytes)} of what enters come from other slices" if made.dcn_bytes else "")
     )
     copied = sum(leaf.copied for leaf in made.leaves)
     if copied:
-        yield f"{copied} arrays take no steps here, where this CPU plays all devices: they are copied in its memory"
+        told = "1 array takes" if copied == 1 else f"{copied} arrays take"
+        yield f"{told} no steps here, where this CPU plays all devices: its memory holds both sides"
     if idle:
         shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
-        yield f"{len(idle)} arrays need nothing: {shown}"
+        yield f"nothing to do for {plural(len(idle), 'array')}: {shown}"
     if made.busiest_sender is not None:
         yield f"busiest sender: device {made.busiest_sender[0]} with {_size(made.busiest_sender[1])}"
         links = sorted(made.links.items(), key=lambda link: -link[1])

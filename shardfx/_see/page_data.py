@@ -1,6 +1,7 @@
 """All that a report of a plan shows, as plain data: what the page draws, and what `--json` prints."""
 
 import dataclasses
+import itertools as it
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -198,7 +199,19 @@ def _memory_of_step(fit: Fit) -> list[dict[str, Any]]:
 def _fit(fit: Fit) -> dict[str, Any]:
     changes = [dataclasses.asdict(change) for change in fit.changes]
     told = {"how": fit.how, "peak_bytes": fit.peak_bytes, "fits": fit.fits, "changes": changes}
-    return {**told, "batch": fit.batch, "largest_batch": fit.largest_batch, "notes": list(fit.notes)}
+    told |= {"batch": fit.batch, "largest_batch": fit.largest_batch, "notes": list(fit.notes)}
+    return {**told, "timeline": _timeline(fit.timeline)}
+
+
+# As many points as a page has room for.
+_MOST_POINTS = 300
+
+
+def _timeline(timeline: Sequence[int]) -> dict[str, Any]:
+    """Bytes in memory over the operations of a step: the most of each stretch of equal length."""
+    count = min(len(timeline), _MOST_POINTS)
+    ends = [len(timeline) * at // count for at in range(count + 1)] if count else [0]
+    return {"operations": len(timeline), "bytes": [max(timeline[a:b]) for a, b in it.pairwise(ends)]}
 
 
 def _chip(chip: Chip) -> dict[str, Any]:
@@ -215,6 +228,7 @@ def _traffic(traffic: Traffic) -> dict[str, Any]:
         "devices": traffic.devices,
         "wire_bytes": traffic.wire_bytes,
         "dcn_bytes": traffic.dcn_bytes,
+        "unsure_bytes": traffic.unsure_bytes,
         "rows": [_traffic_row(row) for row in traffic.rows],
     }
 

@@ -15,6 +15,7 @@ from .._plan import ShardPlan
 from ..topology._mesh import MeshSpec
 from .lowered import Dims, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
 from .partitioner import MOST_DEVICES, partitioned
+from .rewritten import rewritten
 
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -41,7 +42,7 @@ class Jitted(Protocol):
 
 
 @runtime_checkable
-class _EquinoxJitted(Protocol):
+class EquinoxJitted(Protocol):
     """What `equinox.filter_jit` returns. Its own `lower` takes no structs."""
 
     __wrapped__: Any
@@ -171,11 +172,15 @@ class Step:
                 f"XLA's CPU client has at most {MOST_DEVICES} devices, and the mesh {mesh} has {mesh.size}."
             )
         if arguments is None and results is None and dict(mesh.shape) == dict(self.mesh.shape):
-            return partitioned(bytecode(module), mesh.size, _OPTIONS[platform])
-        taken, made = self.parameters
-        arguments = [one.dims for one in taken] if arguments is None else arguments
-        results = [one.dims for one in made] if results is None else results
-        return partitioned(resharded(module, dict(mesh.shape), arguments, results), mesh.size, _OPTIONS[platform])
+            text = bytecode(module)
+        else:
+            taken, made = self.parameters
+            arguments = [one.dims for one in taken] if arguments is None else arguments
+            results = [one.dims for one in made] if results is None else results
+            text = resharded(module, dict(mesh.shape), arguments, results)
+        if platform == "tpu":
+            text = rewritten(text, module.context)
+        return partitioned(text, mesh.size, _OPTIONS[platform])
 
 
 def step_of(step: Any, args: Sequence[Any], mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Step:
@@ -204,7 +209,7 @@ def step_of(step: Any, args: Sequence[Any], mesh: MeshSpec | Mesh | AbstractMesh
     function: Any = step
     if not callable(step):
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
-    if isinstance(step, _EquinoxJitted):
+    if isinstance(step, EquinoxJitted):
         return _traced(step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest))
     if isinstance(step, Jitted):
         made = step.trace(*args)

@@ -4,14 +4,14 @@ It may import what plans, what prices and what is below them. It never touches a
 
 The words of this room, in the order in which one is made of another:
 
-- part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`parts.py`).
-- label: what an operation calls its dimensions; those with one label are walked together (`relations.py`).
+- part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`_parts.py`).
+- label: what an operation calls its dimensions; those with one label are walked together (`_layouts.py`).
 - class: all parts that operations tie together, so that they are cut alike. A group is the classes that have one name,
-    since they stand at the same place of layers that are alike (`classes.py`).
-- role: in which order one mesh axis prefers classes; with it, what the axis does to every array (`roles.py`,
-    `layouts.py`).
-- term: bytes or operations of the step, with the roles that divide them (`terms.py`).
-- set and share: some roles, and how the devices are shared out among them. Both make a candidate (`core.py`).
+    since they stand at the same place of layers that are alike (`_classes.py`).
+- role: in which order one mesh axis prefers classes; with it, what the axis does to every array (`_roles.py`,
+    `_layouts.py`).
+- term: bytes or operations of the step, with the roles that divide them (`_terms.py`).
+- set and share: some roles, and how the devices are shared out among them. Both make a candidate (`_core.py`).
 """
 
 from .._plan import Replan as Replan, renamed as renamed, replan as replan

@@ -1,5 +1,6 @@
 """What a search is asked for: the devices, and a step with arrays."""
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -102,14 +103,11 @@ def require_arrays(args: Sequence[Any]) -> None:
     )
 
 
-class Tracing:
+class Tracing(contextlib.AbstractContextManager[None]):
     """Adds to an error that the user's own function raised what was being done with it."""
 
     def __init__(self, args: Sequence[Any]):
         self.args = args
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:

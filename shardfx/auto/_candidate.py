@@ -3,12 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from .._ground.html import html_table
-from .._ground.text import bytes_text, table
+from .._ground.text import bytes_text
 from .._plan import ShardPlan
 from .._rules.axis_rules import AxisRules
-from .._step.lines import place_text
 from ..cost import Comparison, Traffic
+from ..cost._traffic_rows import html_of, text_of
 from ..topology._mesh import MeshSpec
 from ._written import code_of
 
@@ -20,7 +19,6 @@ _HOW = {
     "compile": "by the compiled program",
     "run": "as measured",
 }
-_NUMBERS = {"MB", "calls"}
 _SHOWN = 8
 
 
@@ -47,7 +45,7 @@ class Candidate:
     - `results`: for each part that the step returns the number of the argument that it lies as, or `None`.
     - `state_over`, `states`: the mesh axes that cut the optimizer's state beside those that cut its parameters
         (ZeRO-1), and the numbers of the arguments that hold it: `plans` has that, `rules` do not.
-    - `reasons`: what the next candidates cost instead, and which near meshes do not divide.
+    - `reasons`: what the next candidates cost instead.
     - `notes`: what of the step was not understood.
     - `comparison`: where a compiled program sends something else than the partitioned one.
     """
@@ -77,6 +75,11 @@ class Candidate:
     def wire_bytes(self) -> int:
         """Bytes that enter a device in one step; 0 by the core."""
         return 0 if self.traffic is None else self.traffic.wire_bytes
+
+    @property
+    def unsure_bytes(self) -> int:
+        """How many more or fewer the compiler may send; see [`shardfx.cost.Traffic`][]."""
+        return 0 if self.traffic is None else self.traffic.unsure_bytes
 
     @property
     def fits(self) -> bool:
@@ -118,14 +121,15 @@ class Candidate:
         return "\n".join([self._head(), *sent, *self._below(), *compared])
 
     def __str__(self) -> str:
-        return "\n".join([self._head(), *self._table(), *self._noted(), *self._below()])
+        sent = [] if self.traffic is None else text_of(self.traffic, _SHOWN)
+        return "\n".join([self._head(), *sent, *self._below()])
 
     def __repr__(self) -> str:
         return f"Candidate({self._head()})"
 
     def _repr_html_(self) -> str:
-        below = [self._head(), *self._noted(), *self._below()]
-        return html_table(self._rows(), right=_NUMBERS, below=below)
+        sent = Traffic((), 1) if self.traffic is None else self.traffic
+        return html_of(sent, _SHOWN, above=[self._head()], below=self._below())
 
     def _head(self) -> str:
         sending = f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside computation"
@@ -134,36 +138,6 @@ class Candidate:
             f"{self.title}: {ms(self.seconds)} a step{parts}, "
             f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}, {_HOW[self.by]}"
         )
-
-    def _table(self) -> list[str]:
-        rows = self._rows()
-        return table(rows, right=_NUMBERS) if rows else []
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        """What it sends, the most first."""
-        if self.traffic is None or not self.traffic.rows:
-            return []
-        rows: list[tuple[str, ...]] = [("axes", "collective", "leaf", "MB", "calls", "at")]
-        rows += [
-            (
-                " x ".join(row.axes) or "-",
-                row.kind,
-                row.leaf or "-",
-                megabytes(row.wire_bytes),
-                "?" if row.calls is None else f"{row.calls:g}",
-                place_text(row.source),
-            )
-            for row in self.traffic.rows[:_SHOWN]
-        ]
-        return rows
-
-    def _noted(self) -> list[str]:
-        """The total, and the notes of the rows."""
-        if self.traffic is None:
-            return []
-        rest = len(self.traffic.rows) - _SHOWN
-        total = f"{megabytes(self.wire_bytes)} MB sent in all{f', {rest} more rows' if rest > 0 else ''}"
-        return [total, *dict.fromkeys(row.note for row in self.traffic.rows if row.note and row.note not in self.notes)]
 
     def _below(self) -> list[str]:
         over = self.state_over[0] if len(self.state_over) == 1 else self.state_over
@@ -181,15 +155,5 @@ class Candidate:
 
 
 def ms(seconds: float) -> str:
-    """Seconds for a person."""
-    return f"{_number(seconds * 1e3, 3)} ms"
-
-
-def megabytes(amount: int | float) -> str:
-    """Bytes for a person."""
-    return _number(amount / 1e6, 4)
-
-
-def _number(value: int | float, digits: int) -> str:
-    """A number of so many digits, without an exponent where it is large."""
-    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+    """Seconds for a person: three digits, without an exponent where they are many."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -66,10 +66,7 @@ def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], _: An
         dataclasses.replace(one, by="run", seconds=statistics.median(times))
         for (one, _), times in zip(kept, taken, strict=True)
     ]
-    # Those that were run in the last round stand first: the others had fewer steps, and might have had better luck.
-    last = [found[number] for number in order]
-    others = [one for at, one in enumerate(found) if at not in order]
-    return [*sorted(last, key=_seconds), *sorted(others, key=_seconds)] or [one for one, _ in looked]
+    return sorted(found, key=lambda one: one.seconds) or [one for one, _ in looked]
 
 
 def devices_for(verify: Any, asked: Asked, given: Sequence[Any] | None) -> tuple[Any, ...]:
@@ -135,10 +132,6 @@ def jitted(pricer: Pricer, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
     results = tuple(None if which is None else plans[which] for which in one.results)
     out = results[0] if len(results) == 1 else results
     return filter_jit(step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated)
-
-
-def _seconds(one: Candidate) -> float:
-    return one.seconds
 
 
 def _timed(args: Sequence[Any], devices: Sequence[Any], one: Candidate, program: Any) -> list[float]:

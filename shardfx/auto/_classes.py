@@ -34,7 +34,7 @@ class Group:
 
 
 class Classes:
-    """Groups of classes, and which of them each dimension of each argument consists of; `naming.py` names them."""
+    """Groups of classes, and which of them each dimension of each argument consists of; `_naming.py` names them."""
 
     def __init__(self, traced: Traced):
         self.traced = traced

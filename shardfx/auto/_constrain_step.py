@@ -2,7 +2,7 @@
 
 The step's jaxpr is walked twice, in one order. The first time each equation gets a number, as a name scope, which the
 locations of its lowered operations hold; so the layouts of these are known for each equation. The second time its
-operands and results are constrained.
+results are constrained.
 """
 
 import functools as ft
@@ -21,6 +21,7 @@ from .._ground.errors import MeshError
 from .._ground.tree import flatten
 from .._rules.axis_rules import AxisRules
 from .._step import Operation
+from .._step.equations import applied, opened
 from .._step.lines import name_stacks
 from ..topology._mesh import MeshSpec
 from ._layouts import Layout, Layouts
@@ -41,8 +42,8 @@ _NESTED = {
 }
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
-# A cut of one dimension: which part of it, how late the axis prefers it, how much the axis moves, and which axis it is.
-_Cut = tuple[int, int, int, int]
+# A cut of one dimension: which part of it, how late the axis prefers it, and which axis it is.
+_Cut = tuple[int, int, int]
 
 
 def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., Any]:
@@ -51,7 +52,7 @@ def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisR
     A plan says how arguments lie. How everything between them lies is left to the compiler, which often sends several
     times more than it need. This names the step's dimensions as [`shardfx.auto.name_axes`][] does. It lays out every
     operation under the role that the rules give each mesh axis, as [`shardfx.auto.search`][] prices it. Then it
-    constrains what the operations take and make. The step needs no change, and what it computes stays the same.
+    constrains what the operations make. The step needs no change, and what it computes stays the same.
 
     **Arguments:**
 
@@ -107,7 +108,7 @@ def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisR
         def run(walker: _Walker, *args: Any) -> Any:
             flats = map(flatten, args)
             leaves = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
-            return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*_opened(closed), leaves)), rest)
+            return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*opened(closed), leaves)), rest)
 
         classes = named_classes(trace(ft.wraps(step)(ft.partial(run, _Walker())), *args))
         roles = roles_of_rules(rules, classes)
@@ -127,7 +128,6 @@ class _Walker:
     def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
         arrays: dict[Any, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
-        copies: dict[Any, Any] = {}
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, jex.Literal) else arrays[atom]
@@ -137,11 +137,11 @@ class _Walker:
             number = self.count
             self.count += 1
             if name in _INLINED:
-                outs = self.run(*_opened(equation.params[_INLINED[name]]), ins)
+                outs = self.run(*opened(equation.params[_INLINED[name]]), ins)
             else:
                 equation = self.rewritten(equation)
                 with jax.named_scope(f"{_TAG}{number}"):
-                    outs = _applied(jaxpr, equation, self.taken(number, equation, ins, copies))
+                    outs = applied(jaxpr, equation, ins)
             arrays.update(zip(equation.outvars, self.made(number, equation, outs), strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -154,14 +154,10 @@ class _Walker:
         return equation.replace(params=params)
 
     def anew(self, given: Any) -> Any:
-        jaxpr, consts = _opened(given)
+        jaxpr, consts = opened(given)
         structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
         made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
-
-    def taken(self, number: int, equation: Any, ins: list[Any], copies: dict[Any, Any]) -> list[Any]:
-        """What an equation takes."""
-        return ins
 
     def made(self, number: int, equation: Any, outs: Sequence[Any]) -> Sequence[Any]:
         """What an equation makes."""
@@ -169,7 +165,7 @@ class _Walker:
 
 
 class _Constrainer(_Walker):
-    """Constrains what equations take and make to where layouts want it."""
+    """Constrains what equations make to where layouts want it."""
 
     def __init__(self, layouts: Layouts, chosen: Sequence[Layout], axes: Sequence[str], mesh: Mesh | AbstractMesh):
         super().__init__()
@@ -178,36 +174,16 @@ class _Constrainer(_Walker):
             {number: place for place, number in enumerate(n for n in made.role.order if n in made.used)}
             for made in chosen
         ]
-        self.operations: dict[int, list[tuple[int, Operation]]] = {}
-        for number, made in enumerate(layouts.program.operations):
+        self.operations: dict[int, list[Operation]] = {}
+        for made in layouts.program.operations:
             tags = next(filter(None, map(_TAGS.findall, name_stacks(made.location))), None)
             if tags:
-                self.operations.setdefault(int(tags[-1]), []).append((number, made))
-
-    def taken(self, number: int, equation: Any, ins: list[Any], copies: dict[Any, Any]) -> list[Any]:
-        """What an equation takes: copies that lie as its operation needs, each made once."""
-        name, values = equation.primitive.name, self.layouts.program.values
-        if name in _NESTED or name == "reshape":
-            return ins
-        shapes = [jnp.shape(array) for array in ins]
-        for at, made in self.operations.get(number, ()):
-            if [values[value].shape for value in made.ins] == shapes:
-                pairs = zip(equation.invars, ins, made.ins, strict=True)
-                return [self.copied(atom, array, value, at, copies) for atom, array, value in pairs]
-        return ins
-
-    def copied(self, atom: Any, array: Any, value: int, at: int, copies: dict[Any, Any]) -> Any:
-        if isinstance(atom, jex.Literal) or not any((value, at) in made.moved for made in self.chosen):
-            return array
-        key = atom, spec = atom, self.spec(value, at)
-        if key not in copies:
-            copies[key] = self.constrained(array, spec)
-        return copies[key]
+                self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def made(self, number: int, equation: Any, outs: Sequence[Any]) -> Sequence[Any]:
         """What an equation makes, where it lies; the last array of its shape that its operations make is the one."""
         values = self.layouts.program.values
-        left = [value for _, made in self.operations.get(number, ()) for value in made.outs]
+        left = [value for made in self.operations.get(number, ()) for value in made.outs]
         found = list(outs)
         for at in reversed(range(len(outs))):
             value = next((value for value in reversed(left) if values[value].shape == jnp.shape(outs[at])), None)
@@ -221,29 +197,24 @@ class _Constrainer(_Walker):
             found[at] = self.constrained(found[at], self.spec(value))
         return found
 
-    def spec(self, value: int, operation: int | None = None, *, whole_where_summed: bool = False) -> PartitionSpec:
-        """How a value lies, or how an operation takes it."""
+    def spec(self, value: int, *, whole_where_summed: bool = False) -> PartitionSpec:
+        """How a value lies."""
         dims = self.layouts.parts[value]
         flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
         found: list[list[_Cut]] = [[] for _ in dims]
         for number, made in enumerate(self.chosen):
-            if whole_where_summed and value in made.summed:
-                continue
             position = made.cuts[value]
-            if operation is not None:
-                position = made.moved.get((value, operation), position)
-            if position >= 0:
+            if position >= 0 and not (whole_where_summed and value in made.summed):
                 dim, at = flat[position]
                 place = self.places[number].get(self.layouts.flat[value][position][0], 0)
-                # What an axis cuts as its last resort it gives up first, so it stands innermost; of two that are
-                # alike, the one that moves more.
-                found[dim].append((at, place, len(made.moved), number))
+                # What an axis cuts as its last resort it gives up first, so it stands innermost.
+                found[dim].append((at, place, number))
         return PartitionSpec(*(self.entry(leaves, sorted(cut)) for leaves, cut in zip(dims, found, strict=True)))
 
     def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> Any:
         """What cuts a dimension, slowest first; left to the compiler where its parts cannot be cut so."""
         sizes = [self.layouts.tied.parts.sizes[leaf] for leaf in leaves]
-        counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, _, number in cut if at == part)
+        counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, number in cut if at == part)
                   for part in range(len(leaves))]  # fmt: skip
         last = max((at for at, *_ in cut), default=0)
         if any(counts[at] != sizes[at] for at in range(last)) or (cut and sizes[last] % counts[last]):
@@ -255,21 +226,3 @@ class _Constrainer(_Walker):
         if not shaped or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
-
-
-def _opened(given: Any) -> tuple[Any, Sequence[Any]]:
-    return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
-
-
-def _applied(jaxpr: Any, equation: Any, ins: Sequence[Any]) -> list[Any]:
-    """One equation carried out, with the name and the line that it came from."""
-    known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=[*known],
-        outvars=[*equation.outvars],
-        eqns=[equation],
-        effects=equation.effects,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(alone, []))(*known.values())

@@ -1,13 +1,14 @@
 """The seconds and memory of every mesh of up to four axes at once, as one compiled function of arrays.
 
 **What is priced.** A role says which dimensions of the step one mesh axis shards, and what collectives that takes
-(`roles.py`, `layouts.py`). A step has up to 79 roles. A candidate is a set of at most four of them, and a share: a size
-for each, whose product is the number of devices. For 64 devices there are 1.5 million sets of four, with 10 shares
-each. The core prices all of them, so it must not look at the step's operations again.
+(`_roles.py`, `_layouts.py`). A step has up to 79 roles. A candidate is a set of at most four of them, and a share: a
+size for each, whose product is the number of devices. For 256 devices there are 35 shares of four axes. With 42 roles,
+which have 112,000 sets of four, that makes 4 million candidates, as many as are priced (`role_count`). The core prices
+all of them, so it must not look at the step's operations again.
 
 **Rows.** Take the floating-point operations of one product. If the roles `a` and `b` of the set {a, b, c, d} shard the
 product, one device does `flops / (size_a * size_b)` of it. All products that the same roles shard are divided by the
-same number, so they are added up beforehand (`terms.py`). Such a sum is a row: it holds operations, bytes of memory
+same number, so they are added up beforehand (`_terms.py`). Such a sum is a row: it holds operations, bytes of memory
 traffic, bytes of arguments and of temporaries, and `divides`, one bool for each role. A large step has some hundred
 rows.
 
@@ -43,12 +44,11 @@ there is, has infinite seconds; the best share of each set is kept, and the best
 The core only prunes: what survives it is looked at more closely.
 """
 
-import collections
 import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,10 +67,8 @@ Numbers = Mapping[str, Any]
 AXES = 4
 # How many candidates at once: their arrays should stay in the cache.
 _BLOCK, _SETS = 2**16, 2048
-# How many candidates with one number of axes are all looked at; where there are more, some roles are left out.
-_ALL = 2**25
-# Then the neighbours of so many of the best are looked at, so often.
-_BEST, _ROUNDS = 32, 2
+# How many candidates are priced at most.
+_ALL = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +104,7 @@ def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
     return np.array(found or np.zeros((0, axes)), np.int32).reshape(-1, axes)
 
 
-@ft.partial(jax.jit, static_argnames=("keep", "islands"))
+@ft.partial(jax.jit, static_argnames="keep")
 def best_of_block(
     arrays: Numbers,
     machine: Numbers,
@@ -116,10 +114,9 @@ def best_of_block(
     real: Int[Array, ""],
     *,
     keep: int,
-    islands: bool,
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 6"]]:
     """Of the first `real` sets with their best shares: which set, which share, and the parts of the cost, in order."""
-    *parts, _ = costs(arrays, machine, sets, sizes, slices, islands=islands)
+    parts = costs(arrays, machine, sets, sizes, slices)
     share = jnp.argmin(parts[0], axis=1)
     best = jnp.stack([jnp.take_along_axis(part, share[:, None], axis=1)[:, 0] for part in parts], -1)
     score = jnp.where(jnp.arange(len(sets)) < real, best[:, 0], jnp.inf)
@@ -133,13 +130,10 @@ def costs(
     sets: Int[_Array, "block axes"],
     sizes: Int[_Array, "shares axes"],
     slices: Int[_Array, "shares axes"],
-    *,
-    islands: bool,
-) -> tuple[Float[_Array, "*any block shares"], ...]:
+) -> tuple[Float[_Array, "block shares"], ...]:
     """For each pair: score, seconds, seconds of computation, of exposed and of hidden sending, bytes of memory.
 
-    The last of what is returned is the seconds that each axis sends. With arrays of NumPy nothing is compiled, which
-    is quicker for few pairs.
+    With arrays of NumPy nothing is compiled, which is quicker for few pairs.
     """
     xp = _library(sets)
     axes = sets.shape[-1]
@@ -155,14 +149,13 @@ def costs(
     bytes_sent = xp.einsum("sk,bkjt->tjbs", power, sent)
     compute = xp.maximum(totals[0] / machine["flops"], totals[1] / machine["hbm"])
     memory = totals[2] + xp.max(totals[3:], axis=0)
-    per_byte = _seconds_per_byte(machine, bytes_sent.sum(0) if islands else None, sizes, slices)
+    per_byte = _seconds_per_byte(machine, sizes, slices)
     each = (arrays["calls"][sets] * machine["call_seconds"]).T[:, :, None] * (sizes > 1).T.astype(np.float32)[:, None]
     exposed = (bytes_sent[0] * per_byte).sum(0) + each.sum(0)
     hidden = (bytes_sent[1] * per_byte).sum(0)
     total = compute + exposed + xp.maximum(0.0, hidden - machine["overlap"] * compute)
     fits = (memory <= machine["limit"]) & _is_allowed(arrays, sets, sizes)
-    by_axis = bytes_sent.sum(0) * per_byte + each
-    return xp.where(fits, total, np.inf), total, compute, exposed, hidden, memory, by_axis
+    return xp.where(fits, total, np.inf), total, compute, exposed, hidden, memory
 
 
 def _library(array: Any) -> Any:
@@ -183,15 +176,12 @@ def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any
 
 
 def _seconds_per_byte(
-    machine: Numbers,
-    sent: Float[_Array, "axes block shares"] | None,
-    sizes: Int[_Array, "shares axes"],
-    slices: Int[_Array, "shares axes"],
-) -> Float[_Array, "_ _ _"]:
+    machine: Numbers, sizes: Int[_Array, "shares axes"], slices: Int[_Array, "shares axes"]
+) -> Float[_Array, "axes 1 shares"]:
     """How long each byte of a collective takes on each axis: in a ring of n devices, (n - 1) / n of it is sent.
 
-    In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands (`sent` is
-    given), the axes that send most are put inside them. What goes between slices takes the hosts' network.
+    In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands, each axis
+    has as many of its devices in one as there can be. What goes between slices takes the hosts' network.
     """
     xp = _library(sizes)
     inner = (sizes // slices).astype(np.float32).T[:, None, :]
@@ -199,14 +189,7 @@ def _seconds_per_byte(
     total = xp.prod(inner, axis=0)
     share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
     bandwidth = xp.where(machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"])
-    near = inner
-    if sent is not None:
-        # Of two axes the one that sends more stands further inside; of equal ones the later.
-        order = xp.arange(len(sent))
-        later = (order[None, :] > order[:, None])[:, :, None, None]
-        more = (sent[None] > sent[:, None]) | ((sent[None] == sent[:, None]) & later)
-        within = xp.prod(xp.where(more, inner[None], 1.0), axis=1)
-        near = xp.clip(machine["island"] / within, 1.0, inner)
+    near = xp.minimum(machine["island"], inner)
     return (1 - 1 / near) / bandwidth + (1 - near / whole) / near / machine["dcn"]
 
 
@@ -272,104 +255,57 @@ class Found:
 
 
 def find(
-    terms: Terms,
-    machine: Numbers,
-    devices: int,
-    slices: int = 1,
-    *,
-    axes: int = AXES,
-    keep: int = 256,
-    only: tuple[int, ...] | None = None,
-    most: int = _ALL,
-) -> tuple[list[Found], int]:
-    """The best share of each of the best sets of roles, in order, and how many candidates were looked at.
+    terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, axes: int = AXES, keep: int = 256
+) -> list[Found]:
+    """The best share of each of the best sets of roles, in order.
 
-    Sets of one role come first, then of two, and so on. Where there would be more than `most` candidates with so many
-    axes, only the roles are combined that the best smaller sets have, and as many others as there is room for; then
-    the others are tried in the best sets, one at a time.
+    All sets of up to `axes` roles are priced. Where these would be more than `_ALL` candidates, the last roles are
+    left out: the usual ones come first.
     """
-    roles = tuple(range(terms.divides.shape[1])) if only is None else only
     by_count = [shares_of(devices, number, slices) for number in range(axes + 1)]
-    look = _Look(terms, machine, axes, keep, most=max(len(sizes) for sizes, _ in by_count))
-    count = 0
-    for number, (sizes, between) in enumerate(by_count):
-        if not len(sizes):
-            continue
-        worth = _worth(roles, look.found, number, most // len(sizes))
-        count += look.at(itertools.combinations(worth, number), sizes, between)
-        if worth != roles:
-            # Some roles were left out: each may still take the place of one in the best sets.
-            for _ in range(_ROUNDS):
-                count += look.at(_near(look.found, roles, number), sizes, between)
-    return look.found, count
-
-
-class _Look:
-    """A look at many sets of roles, block by block; `found` are the best candidates so far."""
-
-    def __init__(self, terms: Terms, machine: Numbers, axes: int, keep: int, *, most: int):
-        self.arrays, self.machine, self.axes, self.keep = padded(terms), machine, axes, keep
+    roles = role_count(terms, by_count)
+    room = max(8, *(len(sizes) for sizes, _ in by_count))
+    room += -room % 8
+    arrays = padded(terms)
+    found: list[Found] = []
+    for number, pair in enumerate(by_count):
+        sizes, between = (_filled(each, axes, room) for each in pair) if len(pair[0]) else pair
+        sets = itertools.combinations(range(roles), number) if len(sizes) else ()
         # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
-        self.nothing = terms.divides.shape[1]
-        self.room = max(8, most)
-        self.room += -self.room % 8
-        self.islands = bool(np.isfinite(machine["island"]))
-        self.found: list[Found] = []
-
-    def at(self, sets: Iterator[tuple[int, ...]], sizes: np.ndarray, between: np.ndarray) -> int:
-        """Keeps the best of these sets with these shares; returns how many candidates they are.
-
-        `between` says how many slices each axis of a share spans.
-        """
-        number, looked = sizes.shape[1], 0
-        shares = tuple(_filled(each, self.axes, self.room) for each in (sizes, between))
-        begun: collections.deque[tuple[np.ndarray, tuple[Array, ...]]] = collections.deque()
-        for block, real in _blocks(sets, number, self.axes, min(_SETS, max(1, _BLOCK // self.room)), self.nothing):
-            priced = best_of_block(
-                self.arrays, self.machine, block, *shares, np.int32(real), keep=self.keep, islands=self.islands
-            )
-            begun.append((block[:real], priced))
-            looked += real
-            # The next block is made while this one is priced.
-            if len(begun) > 1:
-                self.read(number, shares, *begun.popleft())
-        while begun:
-            self.read(number, shares, *begun.popleft())
-        return looked * len(sizes)
-
-    def read(self, number: int, shares: tuple[np.ndarray, ...], sets: np.ndarray, priced: tuple[Array, ...]) -> None:
-        """Takes over what is better in one block than the worst that is kept."""
-        at, share, parts = map(np.asarray, priced)
-        worst = self.found[-1].seconds if len(self.found) == self.keep else math.inf
-        few = parts[:, 0] < worst
-        if few.any():
-            better = _read(at[few], share[few], parts[few], sets, shares, number)
-            ranked = sorted([*self.found, *better], key=lambda made: made.seconds)
-            self.found = [*dict.fromkeys(ranked)][: self.keep]
+        for block, real in _blocks(sets, axes, min(_SETS, max(1, _BLOCK // room)), terms.divides.shape[1]):
+            priced = best_of_block(arrays, machine, block, sizes, between, np.int32(real), keep=keep)
+            at, share, parts = map(np.asarray, priced)
+            few = (at < real) & (parts[:, 0] < (found[-1].seconds if len(found) == keep else math.inf))
+            picked = zip(block[at[few]], sizes[share[few]], between[share[few]], parts[few], strict=True)
+            better = [
+                Found(_first(number, own), _first(number, size), _first(number, spans), *map(float, part[1:]))
+                for own, size, spans, part in picked
+            ]
+            found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]
+    return found
 
 
-def _near(found: list[Found], roles: tuple[int, ...], number: int) -> Iterator[tuple[int, ...]]:
-    """Sets that differ in one role from the best of so many roles, without these."""
-    best = [one.roles for one in found if len(one.roles) == number][:_BEST]
-    seen = set(best)
-    for known in best:
-        for at, role in itertools.product(range(number), roles):
-            made = tuple(sorted((*known[:at], role, *known[at + 1 :])))
-            if role not in known and made not in seen:
-                seen.add(made)
-                yield made
+def _first(count: int, numbers: Int[np.ndarray, " axes"]) -> tuple[int, ...]:
+    return tuple(map(int, numbers[:count]))
 
 
-def _worth(roles: tuple[int, ...], found: list[Found], number: int, most: int) -> tuple[int, ...]:
-    """As many roles as can be combined in at most so many sets: those of the best smaller sets first."""
-    count = len(roles)
-    while count > number and math.comb(count, number) > most:
+def role_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+    """How many of the roles are combined."""
+    count = terms.divides.shape[1]
+    while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count)) > _ALL:
         count -= 1
-    if count == len(roles):
-        return roles
-    # The usual roles come first in `roles`, so they fill what the best sets leave.
-    ranked = dict.fromkeys([*(role for one in found for role in one.roles), *roles])
-    return tuple(sorted([*ranked][:count]))
+    return count
+
+
+def shares_of(
+    devices: int, axes: int, slices: int
+) -> tuple[Int[np.ndarray, "shares axes"], Int[np.ndarray, "shares axes"]]:
+    """All ways to share out the devices, and how many slices each axis spans: each as often as one can span all."""
+    sizes = shares(devices, axes)
+    if slices == 1:
+        return sizes, np.ones_like(sizes)
+    rows, spanning = np.nonzero(sizes % slices == 0)
+    return sizes[rows], np.where(np.arange(axes) == spanning[:, None], slices, 1).astype(np.int32)
 
 
 def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.ndarray, "most axes"]:
@@ -378,50 +314,12 @@ def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.
     return np.concatenate([wide, np.repeat(wide[:1], most - len(wide), axis=0)])
 
 
-def shares_of(
-    devices: int, axes: int, slices: int
-) -> tuple[Int[np.ndarray, "shares axes"], Int[np.ndarray, "shares axes"]]:
-    """All ways to share out the devices, and how many slices each axis spans."""
-    return _with_slices(shares(devices, axes), slices)
-
-
-def _with_slices(sizes: Int[np.ndarray, "shares axes"], slices: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each share as often as it has axes that can span all slices."""
-    if slices == 1:
-        return sizes, np.ones_like(sizes)
-    pairs = [
-        (row, np.where(np.arange(len(row)) == axis, slices, 1))
-        for row in sizes
-        for axis in range(len(row))
-        if row[axis] % slices == 0
-    ]
-    width = sizes.shape[1]
-    rows, spans = [row for row, _ in pairs], [between for _, between in pairs]
-    return np.array(rows, np.int32).reshape(len(rows), width), np.array(spans, np.int32).reshape(len(rows), width)
-
-
 def _blocks(
-    sets: Iterator[tuple[int, ...]], number: int, axes: int, block: int, nothing: int
+    sets: Iterable[tuple[int, ...]], axes: int, block: int, nothing: int
 ) -> Iterator[tuple[Int[np.ndarray, "block axes"], int]]:
     """The sets in blocks of one shape, and how many of a block are real."""
-    while rows := list(itertools.islice(sets, block)):
+    left = iter(sets)
+    while rows := list(itertools.islice(left, block)):
         made = np.full((block, axes), nothing, np.int32)
-        made[: len(rows), :number] = np.array(rows, np.int32).reshape(len(rows), number)
+        made[: len(rows), : len(rows[0])] = rows
         yield made, len(rows)
-
-
-def _read(
-    at: np.ndarray, share: np.ndarray, parts: np.ndarray, sets: np.ndarray, shares: tuple[np.ndarray, ...], number: int
-) -> list[Found]:
-    """The candidates of a block with a finite score, of `number` roles each."""
-    sizes, between = shares
-    return [
-        Found(
-            tuple(map(int, sets[row][:number])),
-            tuple(map(int, sizes[place][:number])),
-            tuple(map(int, between[place][:number])),
-            *(float(value) for value in part[1:]),
-        )
-        for row, place, part in zip(at, share, parts, strict=True)
-        if row < len(sets) and np.isfinite(part[0])
-    ]

@@ -11,8 +11,6 @@ from .._ground.errors import MeshError, RuleError
 from .._ground.html import html_text
 from .._ground.text import bytes_text, first_lines, table
 from .._ground.tree import flatten
-from .._rules.axis_rules import AxisRules
-from ..topology._mesh import MeshSpec
 from ._asked import asked_for
 from ._candidate import Candidate, ms
 from ._limits import Limits
@@ -27,24 +25,20 @@ _NO_LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True)
 class FrontierPoint:
-    """One mesh that no other beats in both time and memory, for so many devices and such a batch.
+    """A candidate that no other beats in both time and memory, for as many devices and such a batch."""
 
-    `seconds` are of one step, `memory_bytes` per device, and `fits` says whether a device has as much.
-    """
-
-    devices: int
     batch: int
-    seconds: float
-    memory_bytes: int
-    fits: bool
-    title: str
-    mesh: MeshSpec
-    rules: AxisRules
+    candidate: Candidate
+
+    @property
+    def devices(self) -> int:
+        """How many devices its mesh has."""
+        return self.candidate.mesh.size
 
     @property
     def per_second(self) -> float:
         """Examples in a second."""
-        return self.batch / self.seconds
+        return self.batch / self.candidate.seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +55,7 @@ class Frontier:
         """Devices against time: the fastest that fits, for all devices and batches that have one."""
         found: dict[tuple[int, int], FrontierPoint] = {}
         for point in self.points:
-            if point.fits:
+            if point.candidate.fits:
                 found.setdefault((point.devices, point.batch), point)
         return tuple(found.values())
 
@@ -71,11 +65,11 @@ class Frontier:
             (
                 str(point.devices),
                 str(point.batch),
-                ms(point.seconds),
+                ms(point.candidate.seconds),
                 f"{point.per_second:.4g}",
-                bytes_text(point.memory_bytes),
-                "yes" if point.fits else "no",
-                point.title,
+                bytes_text(point.candidate.memory_bytes),
+                "yes" if point.candidate.fits else "no",
+                point.candidate.title,
             )
             for point in self.points
         ]
@@ -137,7 +131,7 @@ def frontier(
         )
         print(drawn)
         few, many = drawn.of(4, 65536)[0], drawn.of(16, 65536)[0]
-        assert many.seconds < few.seconds
+        assert many.candidate.seconds < few.candidate.seconds
         ```
     """
     asked = [asked_for(one, chip, slices) for one in devices]
@@ -151,8 +145,8 @@ def frontier(
                 given if size is None else opened(step, _resized(given[0], args, size), these, limits, (), _silent)
             )
             found, _ = candidates_of(*resized, _KEPT, _silent)
-            points += [_point(one, these.total, _batch_of(resized[0])) for one in _undominated(found)]
-    return Frontier(tuple(sorted(points, key=lambda point: (point.devices, point.batch, point.seconds))))
+            points += [FrontierPoint(_batch_of(resized[0]), one) for one in _undominated(found)]
+    return Frontier(tuple(sorted(points, key=lambda point: (point.devices, point.batch, point.candidate.seconds))))
 
 
 def _silent(_: str) -> None:
@@ -166,10 +160,6 @@ def _undominated(found: Iterable[Candidate]) -> Iterable[Candidate]:
         if least is None or one.memory_bytes < least:
             least = one.memory_bytes
             yield one
-
-
-def _point(one: Candidate, devices: int, batch: int) -> FrontierPoint:
-    return FrontierPoint(devices, batch, one.seconds, one.memory_bytes, one.fits, one.title, one.mesh, one.rules)
 
 
 def _batch_of(space: Space) -> int:

@@ -7,7 +7,6 @@ stay partial until someone needs the whole. The result says what is sent, and ho
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._step import Operation
@@ -22,21 +21,6 @@ _SCALED = frozenset("multiply divide".split())
 # Operations that add, reorder or cast: they may be carried out on sums that are not completed.
 _LINEAR = frozenset("add subtract negate convert copy reduce_precision sharding_constraint transpose reshape".split())
 _FIRST = frozenset("dot_general convolution ragged_dot".split())
-
-
-class Habits(NamedTuple):
-    """What a compiler does where there is a choice.
-
-    `scatters`: whether a sum that is sharded afterwards is scattered at once; else all of it is sent. `adds_first`:
-    whether unreduced arrays that are added to each other are, before anything is sent.
-    """
-
-    scatters: bool = True
-    adds_first: bool = True
-
-
-TPU = Habits()
-CPU = Habits(scatters=False, adds_first=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,31 +54,38 @@ class Layout:
     cuts: tuple[int, ...]
     shared: tuple[bool, ...]
     used: frozenset[int]
-    # Where an operation cannot take a value as it lies: by value and operation, the position at which it takes it cut.
-    moved: Mapping[tuple[int, int], int]
     # Values that were sums of parts when they were made.
     summed: frozenset[int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Labelled:
-    """An operation with a label for each part of each value."""
+class _Labelled(NamedTuple):
+    """An operation with a label for each part of each value; alike operations of layers that are alike are equal."""
 
+    name: str
     ins: tuple[tuple[int, ...], ...]
     outs: tuple[tuple[int, ...], ...]
     # The labels that an axis may cut, each with its class.
     cuttable: tuple[tuple[int, int], ...]
     # Labels that stand behind another part of some dimension.
     behind: frozenset[int]
+    # The bytes of each operand; 0 for scalars, and for what is made of constants.
+    bytes: tuple[float, ...]
+
+
+class _Effect(NamedTuple):
+    """What a role makes of an operation: whether it is shared out, how it takes its operands, and what it makes."""
+
+    shared: bool
+    taken: tuple[int, ...]
+    made: tuple[int, ...]
 
 
 class Layouts:
     """The program in terms of parts, ready to be laid out under any role."""
 
-    def __init__(self, classes: Classes, devices: int, habits: Habits = TPU):
+    def __init__(self, classes: Classes, devices: int):
         self.program = classes.program
         self.tied = classes.tied
-        self.habits = habits
         self.classes = classes
         self.devices = devices
         self.numbers = _numbers(classes, devices)
@@ -103,10 +94,10 @@ class Layouts:
         self.flat = [
             [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
         ]
-        self.labelled = [self._labelled(made) for made in self.program.operations]
-
-    def _labelled(self, made: Operation) -> _Labelled:
-        return _Labelled((), (), (), frozenset()) if made.name == "use" else _Labels(self).of(made)
+        self.kinds: dict[_Labelled, int] = {}
+        # The number of the kind of each operation.
+        self.kind = [self.kinds.setdefault(_Labels(self).of(made), len(self.kinds)) for made in self.program.operations]
+        self.labelled = list(self.kinds)
 
     def under(self, role: Role) -> Layout:
         """The step under this role."""
@@ -144,6 +135,8 @@ class _Labels:
         self.leaves: dict[int, list[int]] = {}
 
     def of(self, made: Operation) -> _Labelled:
+        if made.name == "use":
+            return _Labelled(made.name, (), (), (), frozenset(), ())
         sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
         for value, dims in sides:
             for leaves, dim in zip(self.layouts.parts[value], dims, strict=True):
@@ -152,7 +145,9 @@ class _Labels:
         found = [self.labels(made, value, dims) for value, dims in sides]
         ins, outs = tuple(found[: len(made.ins)]), tuple(found[len(made.ins) :])
         cuttable = tuple((label, number) for label, number in enumerate(self.classes) if number >= 0)
-        return _Labelled(ins, outs, cuttable, frozenset(self.behind))
+        values = [self.layouts.program.values[value] for value in made.ins]
+        counts = tuple(0.0 if value.free or not value.shape else value.bytes for value in values)
+        return _Labelled(made.name, ins, outs, cuttable, frozenset(self.behind), counts)
 
     def labels(self, made: Operation, value: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
         """A label for each part of each dimension, -1 for those that the operation needs whole."""
@@ -186,8 +181,8 @@ class _Run:
         self.events: list[Event] = []
         self.shared: list[bool] = []
         self.used: set[int] = set()
-        self.moved_at: dict[tuple[int, int], int] = {}
         self.summed: set[int] = set()
+        self.effects: dict[tuple[int, tuple[int, ...]], _Effect] = {}
 
     def layout(self) -> Layout:
         program = self.layouts.program
@@ -210,7 +205,6 @@ class _Run:
             tuple(self.cuts),
             tuple(self.shared),
             frozenset(self.used),
-            self.moved_at,
             frozenset(self.summed),
         )
 
@@ -237,73 +231,54 @@ class _Run:
         self.shared.append(False)
 
     def operate(self, number: int, made: Operation) -> None:
-        labelled = self.layouts.labelled[number]
-        states = [self.state[value] for value in made.ins]
-        if not labelled.cuttable and not any(state != WHOLE for state in states):
-            self.shared.append(False)
-            return
-        if PARTIAL in states and self.stays_partial(made, states):
-            for out in made.outs:
-                self.set(out, PARTIAL)
-            self.shared.append(False)
-            return
-        label = self.label(made, labelled)
-        for value, labels in zip(made.ins, labelled.ins, strict=True):
-            self.move(value, _position(labels, label), made.times, number)
-        summed = label is not None and any(label in labels for labels in labelled.ins)
-        for value, labels in zip(made.outs, labelled.outs, strict=True):
-            at = _position(labels, label)
-            self.set(value, PARTIAL if at == WHOLE and summed and label is not None else at)
-        self.shared.append(label is not None)
+        key = self.layouts.kind[number], tuple(self.state[value] for value in made.ins)
+        if key not in self.effects:
+            self.effects[key] = self.effect(self.layouts.labelled[key[0]], key[1])
+        effect = self.effects[key]
+        for value, wanted in zip(made.ins, effect.taken, strict=True):
+            self.move(value, wanted, made.times, number)
+        for value, state in zip(made.outs, effect.made, strict=True):
+            self.set(value, state)
+        self.shared.append(effect.shared)
 
-    def stays_partial(self, made: Operation, states: list[int]) -> bool:
-        if made.name in _LINEAR:
-            may_wait = len(states) == 1 or self.layouts.habits.adds_first
-            return may_wait and all(state == PARTIAL for state in states)
-        if made.name not in _SCALED:
-            return False
-        values = self.layouts.program.values
-        others = [value for value, state in zip(made.ins, states, strict=True) if state != PARTIAL]
-        first = made.name == "multiply" or states[0] == PARTIAL
-        return first and len(others) == 1 and (values[others[0]].free or not values[others[0]].shape)
-
-    def label(self, made: Operation, labelled: _Labelled) -> int | None:
-        """Along which label the operation is shared out: the one that moves least among those of the first class."""
-        found: list[int] = []
-        best = len(self.rank)
-        for label, number in labelled.cuttable:
-            place = self.rank.get(number, best)
-            if place > best or number not in self.rank or (label in labelled.behind and not self.role.behind):
-                continue
-            if not self.is_worth_it(made, labelled, label):
-                continue
-            if place < best:
-                best, found = place, []
-            found.append(label)
-        return min(found, key=lambda label: self.moved(made, labelled, label), default=None)
-
-    def is_worth_it(self, made: Operation, labelled: _Labelled, label: int) -> bool:
-        """A sum of what every device has whole is not cut; a product is, because each then does its share."""
-        if any(label in labels for labels in labelled.outs) or made.name in _FIRST:
-            return True
-        return any(
-            label in labels and self.state[value] != WHOLE for value, labels in zip(made.ins, labelled.ins, strict=True)
+    def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
+        """What becomes of an operation whose operands lie so."""
+        if PARTIAL in states and _stays_partial(made, states):
+            return _Effect(False, states, (PARTIAL,) * len(made.outs))
+        label = self.label(made, states)
+        summed = label is not None and any(label in labels for labels in made.ins)
+        outs = [_position(labels, label) for labels in made.outs]
+        return _Effect(
+            label is not None,
+            tuple(_position(labels, label) for labels in made.ins),
+            tuple(PARTIAL if at == WHOLE and summed else at for at in outs),
         )
 
-    def moved(self, made: Operation, labelled: _Labelled, label: int) -> float:
-        program = self.layouts.program
-        moved = [
-            program.values[value].bytes
-            for value, labels in zip(made.ins, labelled.ins, strict=True)
-            if self.state[value] not in (WHOLE, _position(labels, label))
-        ]
-        return math.fsum(moved)
+    def label(self, made: _Labelled, states: tuple[int, ...]) -> int | None:
+        """Along which label the operation is shared out: the one that moves least among those of the first class."""
+
+        def moved(label: int) -> float:
+            sides = zip(made.ins, states, made.bytes, strict=True)
+            return math.fsum(count for labels, state, count in sides if state not in (WHOLE, _position(labels, label)))
+
+        def is_worth_it(label: int) -> bool:
+            """A sum of what every device has whole is not cut; a product is, because each then does its share."""
+            if any(label in labels for labels in made.outs) or made.name in _FIRST:
+                return True
+            return any(label in labels and state != WHOLE for labels, state in zip(made.ins, states, strict=True))
+
+        places = {
+            label: self.rank[number]
+            for label, number in made.cuttable
+            if number in self.rank and (self.role.behind or label not in made.behind) and is_worth_it(label)
+        }
+        first = min(places.values(), default=0)
+        return min((label for label, place in places.items() if place == first), key=moved, default=None)
 
     def move(self, value: int, wanted: int, times: float, operation: int) -> None:
         state = self.state[value]
         if state in (wanted, WHOLE):
             return
-        self.moved_at[value, operation] = wanted
         if state == PARTIAL:
             self.events.append(Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation))
             self.set(value, wanted)
@@ -311,6 +286,15 @@ class _Run:
         if (value, wanted) not in self.copies:
             self.copies[value, wanted] = None
             self.events.append(Event(_GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation))
+
+
+def _stays_partial(made: _Labelled, states: tuple[int, ...]) -> bool:
+    """Whether the operation can be carried out on sums that are not completed."""
+    if made.name in _LINEAR:
+        return all(state == PARTIAL for state in states)
+    others = [at for at, state in enumerate(states) if state != PARTIAL]
+    first = made.name == "multiply" or states[0] == PARTIAL
+    return made.name in _SCALED and first and len(others) == 1 and not made.bytes[others[0]]
 
 
 def _position(labels: tuple[int, ...], label: int | None) -> int:

@@ -1,19 +1,19 @@
 """Candidates against each other: which are twins, and why one stands before the next."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
-from ._candidate import Candidate, megabytes, ms
+from ._candidate import Candidate, ms
 
 
-def without_twins(found: Iterable[Candidate]) -> list[Candidate]:
-    """The first of those whose plans are alike."""
-    kept: list[Candidate] = []
+def without_twins(found: Iterable[Candidate], known: Sequence[Candidate] = ()) -> Iterator[Candidate]:
+    """The first of those whose plans are alike, without those like a known one."""
+    kept = [*known]
     for one in found:
         if not any(_alike(one, other) for other in kept):
             kept.append(one)
-    return kept
+            yield one
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:
@@ -30,16 +30,23 @@ def _alike(one: Candidate, other: Candidate) -> bool:
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """What the next candidates cost instead."""
+    """What the next candidates cost instead, as far as the texts of their numbers differ."""
     for other in others:
         computation = other.compute_seconds - mine.compute_seconds
-        told = [f"{_more(computation)} of it computation"] if abs(computation) > 1e-3 * mine.seconds else []
-        if other.wire_bytes != mine.wire_bytes:
-            told.append(f"{megabytes(other.wire_bytes)} MB sent")
-        if other.memory_bytes != mine.memory_bytes:
-            told.append(f"{bytes_text(other.memory_bytes)} a device")
-        yield ", ".join([f"{other.title}: {_more(other.seconds - mine.seconds)}", *told])
+        told = [_more(other.seconds - mine.seconds, mine.seconds)]
+        told += [f"{_more(computation, mine.seconds)} of it computation"] if _tells(computation, mine.seconds) else []
+        pairs = (
+            (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
+            (bytes_text(other.memory_bytes), bytes_text(mine.memory_bytes), " a device"),
+        )
+        told += [f"{its}{what}" for its, own, what in pairs if its != own]
+        yield f"{other.title}: {', '.join(told)}"
 
 
-def _more(seconds: float) -> str:
-    return f"{ms(abs(seconds))} {'more' if seconds >= 0 else 'less'}"
+def _tells(seconds: float, of: float) -> bool:
+    """Whether seconds are more than noise beside a step's."""
+    return abs(seconds) > 1e-3 * of
+
+
+def _more(seconds: float, of: float) -> str:
+    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if _tells(seconds, of) else "as fast"

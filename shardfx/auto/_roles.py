@@ -1,45 +1,16 @@
 """Which roles a mesh axis may have in a step: orders of classes that are worth a look."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from .._ground.spec import entry_axes
 from .._rules.axis_rules import AxisRules
 from ._classes import Classes
 from ._layouts import Layout, Layouts, Role
-from ._limits import Limits, blocking, numbers_of
 
 
 # How many sets of classes lead a role, at most: those that most bytes have.
 _SETS = 9
-
-
-def layouts_of(layouts: Layouts, *, most: int = 72, never: frozenset[int] = frozenset()) -> list[Layout]:
-    """The layouts of all roles worth a look; of roles that come to the same, the first."""
-    found: dict[object, Layout] = {}
-    for role in itertools.chain(*_families(layouts, never)):
-        if len(found) >= most:
-            break
-        made = layouts.under(role)
-        key = (made.events, made.cuts, made.shared)
-        if made.used and key not in found and _can_be_whole(layouts, made):
-            found[key] = made
-    return list(found.values())
-
-
-def nothing_to_cut(layouts: Layouts, limits: Limits, devices: int) -> str:
-    """What to say where no mesh axis could cut anything: the sizes are to blame, or the limits."""
-
-    def can(other: Limits) -> bool:
-        never = frozenset(numbers_of(other.never, layouts.classes).values())
-        if other.rules is not None:
-            roles = roles_of_rules(other.rules, layouts.classes, never)
-            return any(layouts.under(role).used for role in roles.values())
-        return any(made.used for made in layouts_of(layouts, most=1, never=never))
-
-    culprits = blocking(limits, can)
-    within = "" if limits == Limits() or not can(Limits()) else " within the limits"
-    return f"no dimension of the step's arguments has a factor in common with {devices} devices{within}; {culprits}."
 
 
 def roles_of_rules(rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()) -> dict[str, Role]:
@@ -55,32 +26,24 @@ def roles_of_rules(rules: AxisRules, classes: Classes, never: frozenset[int] = f
     return {axis: Role(tuple(order), any(is_behind(classes, n) for n in order)) for axis, order in orders.items()}
 
 
-def _families(layouts: Layouts, never: frozenset[int]) -> list[Iterable[Role]]:
+def roles_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Role]:
     """Roles by how many sets they try in turn: one, two, three. The most usual come first."""
     weights = _weights(layouts)
     numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
     sets = _sets(layouts, numbers)[:_SETS]
     behind = {number for number in numbers if is_behind(layouts.classes, number)}
-
-    def roles(orders: Iterable[tuple[tuple[int, ...], ...]]) -> Iterable[Role]:
-        for order in orders:
-            flat = tuple(itertools.chain(*order))
-            if len(set(flat)) == len(flat):
-                yield Role(flat, behind=bool(behind.intersection(flat)))
-
     # Three in turn: data that are cut in two ways, then what the parameters have.
     data = [group for group in sets if not any(_in_model(layouts, number) for number in group)]
     model = [group for group in sets if group not in data]
     triples = [(a, b, c) for a in model for b in data for c in model if a != c]
     triples += [(a, b, c) for a in data for b in data for c in model if a != b]
-    return [
-        roles((group,) for group in sets),
-        roles(itertools.permutations(sets, 2)),
-        roles(triples),
-    ]
+    for order in itertools.chain(((group,) for group in sets), itertools.permutations(sets, 2), triples):
+        flat = tuple(itertools.chain(*order))
+        if len(set(flat)) == len(flat):
+            yield Role(flat, behind=bool(behind.intersection(flat)))
 
 
-def _can_be_whole(layouts: Layouts, made: Layout) -> bool:
+def can_be_whole(layouts: Layouts, made: Layout) -> bool:
     """Whether all that stands before a cut part can be cut itself, and so wholly."""
     for parts, position in zip(layouts.flat, made.cuts, strict=True):
         at = parts[position][1] if position >= 0 else 0

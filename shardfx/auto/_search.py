@@ -1,6 +1,8 @@
 """The mesh and rules that a step is fastest under, chosen among all that fit."""
 
 import dataclasses
+import functools as ft
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,22 +19,22 @@ from ._held import states_of, zero_1
 from ._limits import Limits
 from ._priced import Pricer
 from ._reasons import against, without_twins
-from ._space import MODEL, Space, by_hand, fastest, indivisible, would_fit
+from ._space import MODEL, Space, by_hand, fastest, near
 
 
 # Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
 # also traces and lowers it anew; and how many programs there are at least and at most.
-_WRITTEN_SECONDS, _WRITTEN = 20.0, (6, 32)
+_WRITTEN_SECONDS, _WRITTEN = 20.0, (6, 36)
 _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 # Seconds that one program takes: each, for a byte of StableHLO to be partitioned and read, to be constrained, and for a
 # device of XLA's client. Measured; a clock would make two hosts look at different candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
-# How many of the core's best stand beside the ways by hand.
-_DRAWN = 12
-# With how many sizes the caller's rules and the usual ways are partitioned, as long as there is room.
-_SIZES = 2
+# How many of the core's best stand beside the ways by hand; how many programs are kept for other sizes, and around
+# how many of the best these are tried.
+_DRAWN, _NEAR, _BEST = 12, 8, 3
 # So much faster a step is to be before its constraints are worth it.
 _WORTH = 0.99
+_LESS = "use more devices, a smaller batch, or remat"
 # How many candidates are compiled where that is asked for.
 COMPILED = 12
 Tell = Callable[[str], None]
@@ -133,7 +135,7 @@ def search(
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
         verified = ran if verify == "run" else compiled
         found = verified(pricer, chosen, targets, cache, tell)
-    return _told(space, found, keep)
+    return _told(found, keep)
 
 
 def opened(
@@ -149,28 +151,40 @@ def opened(
 
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
     """All candidates that are partitioned, those that fit first, the fastest first; and the titles of ways by hand."""
-    drawn = fastest(space, max(keep, _DRAWN))
-    usual, *more = by_hand(space, [*space.asked, *space.usual], _SIZES)
-    others = by_hand(space, space.known, 1)[0]
-    written, constrained = _counts(pricer.size, space.devices)
-    ones = without_twins([*usual, *drawn[:_DRAWN], *(one for turn in more for one in turn), *others])
-    ones = ones[: max(written, len(usual))]
-    pairs: list[tuple[Candidate, Candidate]] = []
-    refused: ProgramError | None = None
-    for number, one in enumerate(ones, start=1):
-        tell(f"partitioning candidate {number} of {len(ones)}: {one.title}")
-        try:
-            pairs.append((one, _in_memory(pricer, one, states_of(space.classes))))
-        except ProgramError as error:
-            refused = refused or error
+    most, constrained = _counts(pricer.size, space.devices)
+    drawn = fastest(space, max(keep, min(_DRAWN, most)))
+    ways = [*space.asked, *space.usual]
+    usual, others = [*by_hand(space, ways)], (by_hand(space, ways, 1), by_hand(space, space.known))
+    states = states_of(space.classes)
+    written = _Written(pricer, states, tell)
+    hold = ft.partial(filter, lambda one: _holds_arguments(one, states))
+    first = [*without_twins(hold(usual))]
+    more = without_twins(hold(itertools.chain(drawn, *others)), first)
+    first += itertools.islice(more, max(0, most - min(_NEAR, most // 3) - len(first)))
+    written.add(first or [*usual, *drawn][:most])
+    # The core chose the sizes. Around the best few others are tried, until none of the few is new.
+    while (left := most - len(written.pairs)) > 0:
+        nearby = hold(other for _, one in written.ranked[:_BEST] for other in near(space, one))
+        count = len(written.tried)
+        written.add([*itertools.islice(without_twins(nearby, written.tried), left)])
+        if len(written.tried) == count:
+            break
+    pairs = written.pairs
     if not pairs:
-        assert refused is not None
+        assert written.refused is not None
         if space.devices <= DIRECT:
-            raise refused
+            raise written.refused
         return [dataclasses.replace(one, constrained=True) for one in drawn], set()
-    ranked = sorted(pairs, key=lambda pair: _rank(pair[1]))
+    ranked = written.ranked
     by_core = sorted(pairs, key=lambda pair: pair[0].seconds)
-    worth = [pair for pair in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(pair[0])][:constrained]
+    best = ranked[0][1]
+    worth = [
+        (one, made)
+        for one, made in dict.fromkeys([*ranked[:2], *by_core, *ranked])
+        # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
+        if not _is_data(one)
+        and not (best.fits and min(one.compute_seconds, made.compute_seconds) > _WORTH * best.seconds)
+    ][:constrained]
     made: dict[int, Candidate] = {}
     for number, (one, priced) in enumerate(worth, start=1):
         tell(f"constraining candidate {number} of {len(worth)}: {one.title}")
@@ -179,6 +193,37 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     final = [(one.title in names, made.get(id(priced), priced)) for one, priced in pairs]
     found = sorted((one for _, one in final), key=_rank)
     return found, {one.title for is_usual, one in final if is_usual}
+
+
+class _Written:
+    """Candidates that are partitioned as the step is written: each as the core prices it, and as its program says."""
+
+    def __init__(self, pricer: Pricer, states: tuple[int, ...], tell: Tell):
+        self.pricer, self.states, self.tell = pricer, states, tell
+        self.tried: list[Candidate] = []
+        self.pairs: list[tuple[Candidate, Candidate]] = []
+        self.refused: ProgramError | None = None
+
+    def add(self, ones: Sequence[Candidate]) -> None:
+        """Partitions these; what XLA refuses is left out."""
+        for one in ones:
+            self.tried.append(one)
+            self.tell(f"partitioning candidate {len(self.tried)}: {one.title}")
+            try:
+                self.pairs.append((one, _in_memory(self.pricer, one, self.states)))
+            except ProgramError as error:
+                self.refused = self.refused or error
+
+    @property
+    def ranked(self) -> list[tuple[Candidate, Candidate]]:
+        """Those that fit first, by their programs, and the fastest first."""
+        return sorted(self.pairs, key=lambda pair: _rank(pair[1]))
+
+
+def _holds_arguments(one: Candidate, states: tuple[int, ...]) -> bool:
+    """Whether a device has room for its shards of the arguments: else nothing need be partitioned."""
+    less = zero_1(one, states) or one
+    return sum(plan.bytes_per_device for plan in less.plans) <= one.limit_bytes
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
@@ -197,8 +242,8 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
 def _in_memory(pricer: Pricer, one: Candidate, states: tuple[int, ...]) -> Candidate:
     """A candidate as the step is written; with the optimizer's state cut further where it does not fit otherwise."""
     made = pricer.priced(one)
-    less = None if made.fits else zero_1(one, states)
-    return made if less is None else min(made, pricer.priced(less), key=_rank)
+    less = None if made.fits else zero_1(made, states)
+    return made if less is None or not less.fits else min(made, pricer.priced(less), key=_rank)
 
 
 def _better(pricer: Pricer, one: Candidate) -> Candidate:
@@ -221,14 +266,14 @@ def _is_data(one: Candidate) -> bool:
     return all(names == ("batch",) for _, names in one.roles)
 
 
-def _told(space: Space, found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
+def _told(found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
     """The first few with why they stand there."""
     fitting = [one for one in found if one.fits]
     if not fitting:
         least = min(found, key=lambda one: one.memory_bytes)
         held = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
-        return (dataclasses.replace(least, reasons=(f"nothing fits: this takes least, {held}; {would_fit(space)}",)),)
+        return (dataclasses.replace(least, reasons=(f"nothing fits: this takes least, {held}; {_LESS}",)),)
     return tuple(
-        dataclasses.replace(one, reasons=(*against(one, fitting[at + 1 : at + 3]), *indivisible(space, one)))
+        dataclasses.replace(one, reasons=tuple(against(one, fitting[at + 1 : at + 3])))
         for at, one in enumerate(fitting[:keep])
     )

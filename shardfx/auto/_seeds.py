@@ -56,10 +56,5 @@ def _whole_ways(ways: Iterable[tuple[Role | None, ...]]) -> list[tuple[Role, ...
     return list(dict.fromkeys(roles for way, roles in made if len(roles) == len(way)))
 
 
-def distinct(ways: Iterable[tuple[Role, ...]]) -> list[Role]:
-    """All roles of these ways, each once."""
-    return list(dict.fromkeys(role for way in ways for role in way))
-
-
 def _is_model(classes: Classes, number: int) -> bool:
     return any(place.argument in classes.model for place in classes.groups[number].places)

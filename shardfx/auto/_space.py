@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,10 +19,10 @@ from ._candidate import Candidate
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import Layout, Layouts, Role
 from ._limits import Limits, blocking, named_roles, numbers_of
-from ._name_axes import names_trees
+from ._name_axes import names_trees, notes_of
 from ._naming import named_classes
-from ._roles import layouts_of, nothing_to_cut, roles_of_rules
-from ._seeds import distinct, seeds
+from ._roles import can_be_whole, roles_of, roles_of_rules
+from ._seeds import seeds
 from ._terms import Terms, padded, terms_of
 from ._trace import trace
 from ._written import axis_name, mesh_and_rules
@@ -42,7 +43,16 @@ class Space:
     - `limit_bytes`: the memory that a device may use.
     """
 
-    def __init__(self, step: Any, args: Sequence[Any], asked: Asked, limits: Limits, also: Sequence[AxisRules] = ()):
+    def __init__(
+        self,
+        step: Any,
+        args: Sequence[Any],
+        asked: Asked,
+        limits: Limits,
+        also: Sequence[AxisRules] = (),
+        *,
+        explains: bool = True,
+    ):
         if asked.total == 1:
             raise MeshError("one device needs no plan: `search` chooses how several share the work.")
         self.step, self.limits = step, limits
@@ -52,41 +62,42 @@ class Space:
         self.args = self.classes.traced.structs
         self.layouts = Layouts(self.classes, self.devices)
         never = frozenset(numbers_of(limits.never, self.classes).values())
-        given = [roles_of_rules(rules, self.classes, never) for rules in also]
         self.made: list[Layout] = []
-        self.asked = self._numbered([tuple(roles.values()) for roles in given])
+        self._keys: dict[object, int] = {}
+        self.asked = self._numbered(tuple(roles_of_rules(rules, self.classes, never).values()) for rules in also)
         usual, known = seeds(self.layouts, never) if limits.rules is None else ([], [])
         self.usual = self._numbered(usual)
         self.known = [way for way in self._numbered(known) if way not in self.usual]
-        if limits.rules is None:
-            self._add(layouts_of(self.layouts, never=never))
-        else:
-            self._add(self.layouts.under(role) for role in roles_of_rules(limits.rules, self.classes, never).values())
+        own = roles_of(self.layouts, never)
+        for role in own if limits.rules is None else roles_of_rules(limits.rules, self.classes, never).values():
+            if len(self.made) < _ROLES:
+                self._number(role)
         if not self.made:
-            raise SpecError(nothing_to_cut(self.layouts, limits, self.devices))
+            what = f"no dimension of the step's arguments has a factor in common with {self.devices} devices"
+            raise SpecError(f"{what}{self._to_blame()}" if explains else what)
         self.terms = _limited(self)
         self.arrays = padded(self.terms)
         self.names = names_trees(self.classes)
 
-    def _add(self, layouts: Iterable[Layout]) -> None:
-        """Takes these beside what there is, without twins."""
-        keys = set(map(_key, self.made))
-        new = [made for made in layouts if _key(made) not in keys]
-        self.made += new[: max(0, _ROLES - len(self.made))]
+    def _number(self, role: Role) -> int | None:
+        """The number of a role, which is laid out if it was not; `None` for one that cuts nothing."""
+        made = self.layouts.under(role)
+        if not made.used or not can_be_whole(self.layouts, made):
+            return None
+        number = self._keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
+        self.made += [made] if number == len(self.made) else []
+        return number
 
-    def _numbered(self, ways: Sequence[tuple[Role, ...]]) -> list[tuple[int, ...]]:
-        """The numbers of the roles of each way, which are laid out if they were not; ways that cut nothing left out."""
-        keys = {_key(made): number for number, made in enumerate(self.made)}
-        found: dict[Role, int] = {}
-        for role in distinct(ways):
-            made = self.layouts.under(role)
-            if made.used:
-                if _key(made) not in keys:
-                    keys[_key(made)] = len(self.made)
-                    self.made.append(made)
-                found[role] = keys[_key(made)]
-        made_ways = [tuple(sorted(found[role] for role in way if role in found)) for way in ways]
-        return list(dict.fromkeys(way for way in made_ways if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+    def _numbered(self, ways: Iterable[tuple[Role, ...]]) -> list[tuple[int, ...]]:
+        """The numbers of the roles of each way; roles, and ways, that cut nothing left out."""
+        numbers = ft.lru_cache(maxsize=64)(self._number)
+        found = [tuple(sorted(n for role in way if (n := numbers(role)) is not None)) for way in ways]
+        return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+
+    def _to_blame(self) -> str:
+        """Which of the limits leaves nothing, in words."""
+        within = " within the limits" if self.limits != Limits() and _has_any(self, Limits()) else ""
+        return f"{within}; {blocking(self.limits, lambda other: _has_any(self, other))}."
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
         """The numbers that the core takes, with so many bytes of memory a device."""
@@ -96,11 +107,6 @@ class Space:
         """What a role cuts, the first first."""
         return tuple(self.classes.groups[number].name for number in layout.role.order if number in layout.used)
 
-    @ft.cached_property
-    def notes(self) -> tuple[str, ...]:
-        """What was not understood of the step."""
-        return tuple(f"{words} ({count} times)" for words, count in self.classes.tied.program.notes.items())
-
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
     """The best by the core that fit in memory, the fastest first; where none fits, those that take least.
@@ -109,12 +115,9 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
     `SpecError` where no mesh divides the step's dimensions within the limits.
     """
-    axes = min(space.limits.most_axes, AXES)
-    found, _ = find(space.terms, space.machine(space.limit_bytes), space.devices, space.slices, axes=axes)
-    made = list(various(space, found, keep))
+    made = list(various(space, _found(space, space.limit_bytes), keep))
     if not made:
-        found, _ = find(space.terms, space.machine(), space.devices, space.slices, axes=axes)
-        made = list(various(space, sorted(found, key=lambda one: one.memory_bytes), min(keep, 8)))
+        made = list(various(space, sorted(_found(space), key=lambda one: one.memory_bytes), min(keep, 8)))
     if not made:
         culprits = blocking(space.limits, lambda other: _has_any(space, other))
         sizes = ", ".join(f"{group.name}={group.size}" for group in space.classes.live())
@@ -124,62 +127,39 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     return made
 
 
-def by_hand(space: Space, ways: Sequence[tuple[int, ...]], sizes: int) -> list[list[Candidate]]:
-    """Ways that people write, each with the sizes that the core likes best for it: first those that fit in memory.
-
-    **Returns:**
-
-    For each of `sizes` turns the candidates of all ways.
-    """
-    turns: list[list[Candidate]] = [[] for _ in range(sizes)]
-    for way in ways if space.limits.most_axes == AXES else [way for way in ways if len(way) <= space.limits.most_axes]:
-        each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
-        ranked = sorted(
-            (one for one in each if one is not None),
-            key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
-        )
-        for turn, one in zip(turns, various(space, ranked, sizes), strict=False):
-            turn.append(one)
-    return turns
+def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
+    axes = min(space.limits.most_axes, AXES)
+    return find(space.terms, space.machine(limit), space.devices, space.slices, axes=axes)
 
 
-def would_fit(space: Space) -> str:
-    """How many more devices would be enough, in words."""
-    # The usual ways are few, and one of them cuts all that can be cut.
-    roles = tuple(sorted({number for way in (*space.usual, *space.known) for number in way})) or None
-    for times in (2, 4, 8, 16, 32, 64):
-        count = space.devices * times
-        machine = machine_of(space.chip, count, MODEL, "bfloat16", float(space.limit_bytes))
-        axes = min(space.limits.most_axes, AXES)
-        if find(space.terms, machine, count, space.slices, axes=axes, only=roles)[0]:
-            return f"{count} devices should do; or use a smaller batch or remat"
-    return f"{64 * space.devices} devices would not do either; use a smaller batch or remat"
+def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
+    """Ways that people write, each with the sizes at this place of the core's order: first those that fit in memory."""
+    for way in ways:
+        if len(way) <= space.limits.most_axes:
+            each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
+            ranked = sorted(
+                (one for one in each if one is not None),
+                key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
+            )
+            yield from [*various(space, ranked, place + 1)][place:]
 
 
-def indivisible(space: Space, one: Candidate) -> Iterator[str]:
-    """Which near meshes do not divide: those with a factor of two moved from one axis to another."""
-    roles = [
-        next(number for number, made in enumerate(space.made) if space.names_of(made) == names)
-        for _, names in one.roles
-    ]
-    axes = [axis for axis, _ in one.roles]
-    for source, target in ((a, b) for a in range(len(axes)) for b in range(len(axes)) if a != b):
-        sizes = [one.mesh.shape[axis] for axis in axes]
-        if sizes[source] % 2:
-            continue
-        sizes[source] //= 2
-        sizes[target] *= 2
-        for row, number in enumerate(space.terms.classes):
-            cut = math.prod(size for role, size in zip(roles, sizes, strict=True) if space.terms.limits[row, role])
-            if space.terms.sizes[row] % cut:
-                group = f"{space.classes.groups[number].name} ({space.terms.sizes[row]})"
-                mesh = f"{axes[target]}={sizes[target]} and {axes[source]}={sizes[source]}"
-                yield f"{mesh}: {group} does not divide by {cut}"
-                break
-
-
-def _key(made: Layout) -> object:
-    return made.events, made.cuts, made.shared
+def near(space: Space, one: Candidate) -> Iterator[Candidate]:
+    """The candidate with a factor of two moved from an axis to another, or to a usual one that it does not have."""
+    known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
+    own = {known[names]: one.mesh.shape[axis] for axis, names in one.roles}
+    if len(own) < len(one.roles):
+        return  # two axes cut the same names in the same order
+    sizes = {**own, **{way[0]: 1 for way in (*space.usual, *space.known) if len(way) == 1 and way[0] not in own}}
+    found: list[Found] = []
+    for source, target in itertools.product(own, sizes):
+        if sizes[source] % 2 == 0 and source != target:
+            changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
+            way = tuple(role for role, size in changed.items() if size > 1)
+            fits = len(way) <= space.limits.most_axes
+            priced = _priced(space, way, [changed[role] for role in way]) if fits else None
+            found += [] if priced is None else [priced]
+    yield from various(space, found, len(found))
 
 
 def _limited(space: Space) -> Terms:
@@ -205,11 +185,10 @@ def _has_any(space: Space, limits: Limits) -> bool:
     """Whether there is a mesh within other limits, whatever memory it takes."""
     asked = Asked(space.devices, space.chip, None, space.slices, 1)
     try:
-        other = Space(space.step, space.args, asked, limits)
+        other = Space(space.step, space.args, asked, limits, explains=False)
     except (SpecError, RuleError):
         return False
-    axes = min(limits.most_axes, AXES)
-    return bool(find(other.terms, other.machine(), space.devices, space.slices, axes=axes)[0])
+    return bool(_found(other))
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:
@@ -223,10 +202,7 @@ def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found |
     machine, rest = space.machine(), AXES - len(way)
     sets = np.array([[*way, *[len(space.made)] * rest]], np.int32)
     share, between = (np.array([[*one, *[1] * rest]], np.int32) for one in (sizes, spans))
-    islands = bool(np.isfinite(machine["island"]))
-    score, *parts = [
-        float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between, islands=islands)[:-1]
-    ]
+    score, *parts = [float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between)]
     return Found(way, tuple(sizes), tuple(spans), *parts) if math.isfinite(score) else None
 
 
@@ -292,5 +268,5 @@ def _candidate(
         hidden_seconds=one.hidden_seconds,
         memory_bytes=math.ceil(one.memory_bytes),
         limit_bytes=space.limit_bytes,
-        notes=space.notes,
+        notes=notes_of(space.classes),
     )

@@ -12,15 +12,14 @@ from jaxtyping import Bool, Float, Int
 
 from .._step import Operation, Program
 from ._layouts import Layout, Layouts
-from ._together import Together
 
 
 # How many moments of the step are looked at for the memory that is in use.
 _MOMENTS = 8
 # A value that is used this many operations after it was made, or later, was put aside in memory.
 _LONG = 40
-_HANDED = ("carry", "return", "use")
-_IN_PLACE = ("carry", "return", "dynamic_update_slice")
+# Results of these lie where what they are made of lay.
+_IN_PLACE = ("carry", "dynamic_update_slice")
 _HEAVY = frozenset("dynamic_update_slice gather scatter sort top_k reduce_window select_and_scatter fft opaque".split())
 
 
@@ -102,13 +101,21 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
         for value in live:
             rows.add(cut[value], 3 + number, program.values[value].bytes)
     calls = np.zeros(count)
-    data = has_data(layouts)
-    together = Together(layouts, made)
+    data = _has_data(layouts)
+    moving: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(made):
         for event in layout.events:
-            hidden = not data[event.value]
-            amount = program.values[event.value].bytes * event.times * together.factor(event)
-            sent[number].add(together.divides(number, event), int(hidden), amount)
+            moving.setdefault((event.value, event.operation), []).append(number)
+    for number, layout in enumerate(made):
+        for event in layout.events:
+            mask = cut[event.value].copy()
+            # Of an array that several axes gather, or sum, the first moves its part of what the later ones leave.
+            for other in moving.get((event.value, event.operation), ()):
+                mask[other] = other > number
+            # An exchange moves one shard, the others the whole of what the other roles leave.
+            mask[number] = event.kind == "all-to-all"
+            amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
+            sent[number].add(mask, int(not data[event.value]), amount)
             calls[number] += event.times
     masks, columns = rows.arrays()
     used = _used(layouts, made)
@@ -149,7 +156,7 @@ def _moved(program: Program, operation: Operation, value: int) -> float:
     return made * operation.times
 
 
-def has_data(layouts: Layouts) -> list[bool]:
+def _has_data(layouts: Layouts) -> list[bool]:
     """Which values have a dimension that no parameter has: the compiler waits for what becomes of them."""
     model = {
         root
@@ -162,17 +169,23 @@ def has_data(layouts: Layouts) -> list[bool]:
 
 def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
     """Sets of temporaries that live at one time: where they are largest, whole and under each role."""
-    born, dies = _lives(program)
-    holder = _holders(program)
-    for value, other in enumerate(holder):
-        if value != other and value in born:
-            born[other] = min(born[other], born[value])
-            dies[other] = max(dies[other], dies[value])
     count = len(program.operations)
-    arguments = set(program.arguments)
-    kept = [number for number, value in enumerate(program.values) if number in born and not value.free]
-    kept = [value for value in kept if value not in arguments and holder[value] == value]
-    kept = [value for value in kept if not _is_fused(program, value, born, dies)]
+    maker: dict[int, Operation] = {}
+    born, dies = dict[int, int](), dict.fromkeys(program.results, count)
+    for number, operation in enumerate(program.operations):
+        for value in operation.outs:
+            maker.setdefault(value, operation)
+            born.setdefault(value, number)
+        for value in (*operation.outs, *operation.ins):
+            dies[value] = max(number, dies.get(value, 0))
+    kept = [
+        value
+        for value, made in maker.items()
+        if made.name not in _IN_PLACE
+        and not program.values[value].free
+        # Others are fused into those that use them.
+        and (_is_heavy(made) or made.name == "return" or dies[value] - born[value] >= _LONG)
+    ]
     totals = np.zeros((cut.shape[1] + 1, count + 2))
     for value in kept:
         sizes = program.values[value].bytes * np.where(np.append(cut[value], False), 1 / 16, 1.0)
@@ -181,52 +194,6 @@ def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
     tops = np.argmax(np.cumsum(totals, axis=1), axis=1)
     chosen = list(dict.fromkeys(int(top) for top in tops[::-1]))[:_MOMENTS]
     return [[value for value in kept if born[value] <= at <= dies[value]] for at in chosen]
-
-
-def _holders(program: Program) -> list[int]:
-    """For each value the one whose memory it takes: what a loop hands on, or updates, stays in place."""
-    holder = list(range(len(program.values)))
-    whole = set(program.arguments) | {number for number, value in enumerate(program.values) if value.free}
-    for made in program.operations:
-        if made.name in _IN_PLACE:
-            (out,) = made.outs
-            # What an iteration hands on takes the memory that it was given.
-            source = made.ins[-1] if made.name == "return" else made.ins[0]
-            if source not in whole and holder[out] == out:
-                holder[out] = holder[source]
-            if made.name == "return" and made.ins[0] not in whole and holder[made.ins[0]] == made.ins[0]:
-                holder[made.ins[0]] = holder[source]
-    return [_root(holder, value) for value in range(len(holder))]
-
-
-def _root(holder: list[int], value: int) -> int:
-    while holder[value] != value:
-        value = holder[value]
-    return value
-
-
-def _lives(program: Program) -> tuple[dict[int, int], dict[int, int]]:
-    """When each value is made and last used."""
-    born: dict[int, int] = dict.fromkeys(program.arguments, 0)
-    dies: dict[int, int] = {}
-    for number, operation in enumerate(program.operations):
-        for value in operation.outs:
-            born.setdefault(value, number)
-            dies.setdefault(value, number)
-        for value in operation.ins:
-            born.setdefault(value, number)
-            dies[value] = number
-    for value in program.results:
-        born.setdefault(value, 0)
-        dies[value] = len(program.operations)
-    return born, dies
-
-
-def _is_fused(program: Program, value: int, born: dict[int, int], dies: dict[int, int]) -> bool:
-    """Whether a value likely never reaches memory: made and used by elementwise operations close by."""
-    maker = program.operations[born[value]] if born[value] < len(program.operations) else None
-    cheap = maker is not None and value in maker.outs and not _is_heavy(maker) and maker.name not in _HANDED
-    return cheap and dies[value] - born[value] < _LONG
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:

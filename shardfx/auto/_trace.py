@@ -10,7 +10,7 @@ import numpy as np
 
 from .._ground.errors import LeafTypeError
 from .._ground.tree import Flat, flatten
-from .._step import Platform, Step, program_of, step_of
+from .._step import Platform, Step, argument_names, program_of, step_of
 from .._step.step import Jitted
 from ._program import Tied, tied
 
@@ -62,7 +62,7 @@ def trace(step: Any, *args: Any) -> Traced:
     places = tuple(
         (which, leaf) for which, flat in enumerate(flats) for leaf, shaped in enumerate(flat.is_array) if shaped
     )
-    words = _words(step, len(args))
+    words = tuple(argument_names(step, len(args)))
     program = program_of(_module(made))
     if count := _count(made.traced.jaxpr, "custom_partitioning"):
         program.notes["a `custom_partitioning` shards as its own rule says, and is read as what it computes"] = count
@@ -93,27 +93,11 @@ def _module(step: Step) -> Any:
 
 def structs_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with structs in the place of arrays, without shardings."""
-    return tuple(map(_struct_tree, map(flatten, args)))
+    flats = list(map(flatten, args))
+    arrays = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
+    made = iter(jax.eval_shape(lambda leaves: leaves, arrays))
 
+    def struct(leaf: Any, shaped: bool) -> Any:
+        return jax.ShapeDtypeStruct((one := next(made)).shape, one.dtype) if shaped else leaf
 
-def _struct_tree(flat: Flat) -> Any:
-    leaves = [_struct(leaf) if shaped else leaf for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True)]
-    return jax.tree.unflatten(flat.treedef, leaves)
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    made = jax.eval_shape(lambda x: x, leaf)
-    return jax.ShapeDtypeStruct(made.shape, made.dtype)
-
-
-def _words(step: Any, count: int) -> tuple[str, ...]:
-    """What the step itself calls its arguments."""
-    try:
-        known = [
-            name
-            for name, parameter in inspect.signature(step).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        known = []
-    return tuple(known[i] if i < len(known) else f"args[{i}]" for i in range(count))
+    return tuple(jax.tree.unflatten(flat.treedef, map(struct, flat.leaves, flat.is_array)) for flat in flats)

@@ -1,6 +1,7 @@
 """Arrays of another layout than the tree's, put together while they are written."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from .._convert import Made, Piece, Struct, TreeMap, bound, tree_structs
 from .._convert.pieces import Counted, changed, dense, extended, hull, swapped, within
 from .._convert.values import constant
 from .._convert.views import landings, seen
-from .._ground.boxes import Box, as_box
+from .._ground.boxes import Box, boxes
 from .._ground.errors import LeafTypeError
 from .._ground.text import printable
 from . import _keys as prng, _safetensors as safetensors
@@ -112,9 +113,21 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
         if is_first:
             yield whole(value.shape), np.ascontiguousarray(value).reshape(value.shape)
         return
+    first = _first_replicas(value.sharding, tuple(value.shape))
     for shard in value.addressable_shards:
-        if shard.replica_id == 0:
-            yield as_box(shard.index, value.shape), np.ascontiguousarray(shard.data)
+        box = first.get(shard.device)
+        if box is not None:
+            yield box, np.ascontiguousarray(shard.data)
+
+
+# A model has many arrays and few kinds of them: a `Shard` looks its own number up each time.
+@ft.lru_cache(maxsize=256)
+def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """Per device that holds the first replica of a box, the box."""
+    devices: dict[Box, Any] = {}
+    for device, box in boxes(sharding, shape).items():
+        devices.setdefault(box, device)
+    return {device: box for box, device in devices.items()}
 
 
 def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:

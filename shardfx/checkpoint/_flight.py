@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import itertools as it
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -63,7 +63,7 @@ class Flight:
         self,
         units: list[Unit],
         tasks_of: Callable[[Unit, list[np.ndarray]], Iterator[Task]],
-        read_pieces: Callable[[Sequence[FilePiece]], int],
+        read_pieces: Callable[[Iterable[FilePiece]], int],
     ) -> None:
         """Begins to read units; waits before until they fit."""
         coming = sum(unit.kind.staging_bytes for unit in units)
@@ -72,12 +72,12 @@ class Flight:
         wanted = [(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]
         memory = iter(buffers(wanted, memory_to_fill))
         pairs = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
-        pieces, tasks = _pieces(pairs), []
+        tasks: list[Task] = []
         for unit, filled in pairs:
             if unit.direct is None:
                 tasks += tasks_of(unit, filled)
-        if pieces:
-            tasks.append(lambda: read_pieces(pieces))
+        if any(unit.direct is not None for unit in units):
+            tasks.append(lambda: read_pieces(_pieces(pairs)))
         if len(units) > 1:
             tasks = [_in_turn(tasks)]
         group = _Group(pairs, coming, len(tasks))
@@ -118,16 +118,14 @@ class Flight:
         group.units.clear()
 
 
-def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> list[FilePiece]:
+def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> Iterator[FilePiece]:
     """The reads of units whose bytes are in the file as they will be in memory."""
-    found = []
     for unit, memory in pairs:
         if unit.direct is not None:
             entry, pieces = unit.direct
             for offset, nbytes, numbers in pieces:
                 into = [memory[number] for number in numbers]
-                found.append(FilePiece(entry.file, entry.path, entry.offset + offset, nbytes, into))
-    return found
+                yield FilePiece(entry.file, entry.path, entry.offset + offset, nbytes, into)
 
 
 def _in_turn(tasks: list[Task]) -> Task:

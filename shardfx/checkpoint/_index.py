@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .._ground.errors import CheckpointError, UnknownPathError
-from .._ground.text import array_text, between_numbers, bytes_text, joined, printable, quoted, table
+from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, quoted, table
 from . import _eformer as eformer, _orbax as orbax, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import Place, inside, place, read_json
@@ -80,7 +80,8 @@ class Index:
         rows, rest = list(groups.values())[:_SHOWN_ROWS], list(groups.values())[_SHOWN_ROWS:]
         lines = table([("path", "arrays", "shape", "bytes"), *map(_row, rows)], right={"arrays", "bytes"})
         more = [f"... {sum(map(len, rest)):,} arrays more"] if rest else []
-        total = f"{len(self.entries):,} arrays, {bytes_text(self.bytes_total)}, in {self.format} at {self.directory!r}"
+        size = f"{plural(len(self.entries), 'array')}, {bytes_text(self.bytes_total)}"
+        total = f"{size}, in {self.format} at {self.directory!r}"
         return "\n".join([*lines, *more, total])
 
 
@@ -229,7 +230,8 @@ def _read_set(where: Place, trusted: Place, real: str) -> Index:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
-            f"{real!r} has no `weight_map` from tensor names to file names; it indexes no safetensors."
+            f"{real!r} has no `weight_map` from tensor names to file names, so it indexes no safetensors; give the "
+            "checkpoint's directory. A plan's JSON is read by `ShardPlan.from_json(text)`."
         )
     files = {name: inside(where, name) for name in dict.fromkeys(weight_map.values())}
     headers = {name: safetensors.read_header(where, file) for name, file in files.items()}

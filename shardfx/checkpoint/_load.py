@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._convert import TreeMap
-from .._ground.boxes import Box, as_box
+from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
@@ -294,10 +294,16 @@ def _array(leaf: Wanted, boxes: tuple[Box, ...], memory: list[np.ndarray]) -> ja
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
     if len(memory) == 1:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: memory[0])
-    by_box = dict(zip(boxes, memory, strict=True))
+    numbers = _numbers(boxes)
 
     def shard(index: Any) -> np.ndarray:
-        return by_box[as_box(index, leaf.shape)]
+        return memory[numbers[tuple([part.start or 0 for part in index])]]
 
     # Without a dtype, a process that holds no part of the array could not tell.
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard, dtype=leaf.dtype)
+
+
+@ft.lru_cache(maxsize=256)
+def _numbers(boxes: tuple[Box, ...]) -> dict[tuple[int, ...], int]:
+    """The number of each box by where it begins."""
+    return {tuple(start for start, _ in box): number for number, box in enumerate(boxes)}

@@ -6,7 +6,7 @@ import functools as ft
 import math
 import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,22 +121,20 @@ class Files:
         stacked[order] = raw.reshape(len(entries), size)
         return stacked.reshape(-1).view(first.dtype).reshape(len(entries), *first.shape)
 
-    def read_pieces(self, pieces: Sequence[FilePiece]) -> int:
+    def read_pieces(self, pieces: Iterable[FilePiece]) -> int:
         """Reads pieces straight into place, those that follow each other in a file by one call."""
         run: list[FilePiece] = []
-        buffers_in_run = 0
+        buffers_in_run = nbytes = 0
         for piece in pieces:
             goes_on = run and piece.file == run[-1].file and piece.offset == run[-1].offset + run[-1].nbytes
             if run and (not goes_on or buffers_in_run + len(piece.into) > _MOST_BUFFERS):
-                self._read_run(run)
+                nbytes += self._read_run(run)
                 run, buffers_in_run = [], 0
             run.append(piece)
             buffers_in_run += len(piece.into)
-        if run:
-            self._read_run(run)
-        return sum(piece.nbytes for piece in pieces)
+        return nbytes + (self._read_run(run) if run else 0)
 
-    def _read_run(self, run: Sequence[FilePiece]) -> None:
+    def _read_run(self, run: Sequence[FilePiece]) -> int:
         into = [memory.reshape(-1).view(np.uint8) for piece in run for memory in piece.into if memory.size]
         first, nbytes = run[0], sum(piece.nbytes for piece in run)
         reached = _fill(self._descriptors[first.file], into, first.offset, nbytes)
@@ -144,6 +142,7 @@ class Files:
             end = first.offset + reached
             cut = next(piece for piece in run if piece.offset + piece.nbytes > end)
             raise _cut_off(first.file, end, cut.path)
+        return nbytes
 
 
 def spans_of(entry: FileArray, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES) -> tuple[Span, ...]:

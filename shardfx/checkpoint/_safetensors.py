@@ -1,6 +1,7 @@
 """The safetensors format: a length, a JSON header, and one buffer; checked in full before anything is believed."""
 
 import dataclasses
+import functools as ft
 import itertools as it
 import json
 import os
@@ -60,6 +61,7 @@ OTHER = {
 NAMES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
 
 
+@ft.lru_cache(maxsize=64)
 def stored_name(dtype: Any) -> str | None:
     """What the format calls a dtype; `None` if it cannot hold it."""
     dtype = np.dtype(dtype)

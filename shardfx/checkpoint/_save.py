@@ -6,18 +6,21 @@ import dataclasses
 import errno
 import functools as ft
 import json
+import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._convert import TreeMap
+from .._ground.boxes import Box
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._plan.shard_plan import ShardPlan
 from . import _safetensors as safetensors
+from ._casts import fill
 from ._exported import Exported, Held, exported, shards_of
 from ._files import inside, place, read_json
 from ._index import read_index, require_local
@@ -57,7 +60,7 @@ class _Tensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def save(
@@ -262,11 +265,12 @@ def _layout(
     groups: list[list[tuple[str, Any]]] = [[]]
     filled = 0
     for path, value in leaves.arrays:
-        if groups[-1] and file_bytes is not None and filled + value.nbytes > file_bytes:
+        nbytes = _nbytes(value)
+        if groups[-1] and file_bytes is not None and filled + nbytes > file_bytes:
             groups.append([])
             filled = 0
         groups[-1].append((path, value))
-        filled += value.nbytes
+        filled += nbytes
     headers, tensors = {}, []
     for number, group in enumerate(groups):
         file = staging if file_bytes is None else os.path.join(staging, _file_name(number, len(groups)))
@@ -283,7 +287,7 @@ def _layout(
 
 
 def _nbytes(value: Any) -> int:
-    return int(np.prod(value.shape, dtype=np.int64)) * np.dtype(value.dtype).itemsize
+    return math.prod(value.shape) * value.dtype.itemsize
 
 
 def _file_name(number: int, count: int) -> str:
@@ -338,7 +342,8 @@ def _write_all(
     pool, stop, wrote = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event(), 0
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
-    for future in together.attend([pool.submit(_write, files[t.file], t, together.is_first, stop) for t in tensors]):
+    futures = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in _groups(tensors)]
+    for future in together.attend(futures):
         wrote += future.result()
         bar.advance(future.result())
     for future in together.attend([pool.submit(os.fsync, file) for file in files.values()]):
@@ -347,9 +352,57 @@ def _write_all(
     return wrote
 
 
-def _write(descriptor: int, tensor: _Tensor, is_first: bool, stop: threading.Event) -> int:
+def _groups(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
+    """Tensors that follow each other in a file and are small together: each call of a thread costs more than these."""
+    group: list[_Tensor] = []
+    for tensor in tensors:
+        if group and (tensor.file != group[0].file or tensor.offset + tensor.nbytes - group[0].offset > COPY_BYTES):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
+    """Writes what this process holds of tensors that follow each other: by one call those that it holds whole."""
+    if len(tensors) == 1:
+        return _write_parts(descriptor, tensors[0], _pieces(tensors[0], is_first), stop)
+    begin, runs, written = tensors[0].offset, list[slice](), 0
+    memory = np.empty(tensors[-1].offset + tensors[-1].nbytes - begin, np.uint8)
+    for tensor in tensors:
+        pieces = _pieces(tensor, is_first)
+        if sum([values.size for _, values in pieces]) < math.prod(tensor.shape):
+            # Another process writes the rest of it.
+            written += _write_parts(descriptor, tensor, pieces, stop)
+            continue
+        at = tensor.offset - begin
+        _put_together(np.ndarray(tensor.shape, tensor.dtype, memory.data, at), pieces, tensor.name)
+        start = runs.pop().start if runs and runs[-1].stop == at else at
+        runs.append(slice(start, at + tensor.nbytes))
+    for run in runs:
+        _write_at(descriptor, memory[run], begin + run.start, stop)
+        written += run.stop - run.start
+    return written
+
+
+def _put_together(whole: np.ndarray, pieces: Sequence[tuple[Box, np.ndarray]], name: str) -> None:
+    for box, values in pieces:
+        part = whole[(*[slice(low, high) for low, high in box], ...)]
+        if values.dtype == whole.dtype:
+            part[...] = values
+        else:
+            fill(part, values, name)
+
+
+def _pieces(tensor: _Tensor, is_first: bool) -> list[tuple[Box, np.ndarray]]:
     value = tensor.value
-    pieces = list(value.pieces(is_first) if isinstance(value, Exported | Held) else shards_of(value, is_first))
+    return list(value.pieces(is_first) if isinstance(value, Exported | Held) else shards_of(value, is_first))
+
+
+def _write_parts(
+    descriptor: int, tensor: _Tensor, pieces: Sequence[tuple[Box, np.ndarray]], stop: threading.Event
+) -> int:
     boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
     written = 0
     # Nothing between the pieces is written along: another process may have written it by now.

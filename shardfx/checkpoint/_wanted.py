@@ -189,6 +189,8 @@ def _numbers(
 def _text(index: Index, problem: CheckpointError | str) -> str:
     if isinstance(problem, CheckpointError):
         return str(problem)
+    if problem in (from_metadata(index.metadata, index.directory) or {}):
+        return "the checkpoint has a Python number there, and no array; give the tree a number, as in `int(step)`."
     try:
         index[problem]
     except UnknownPathError as error:

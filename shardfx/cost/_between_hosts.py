@@ -49,7 +49,7 @@ def transfer_of(instruction: Instruction, where: Where) -> Collective:
     rows = [[numbers[name] for name in row] for row in target]
     counts = dict.fromkeys(map(len, rows))
     groups = tuple(np.array([row for row in rows if len(row) == count]) for count in counts)
-    return Collective(kind, sent.dtype, (sent.bytes,), groups)
+    return Collective(kind, (sent,), (sent.bytes,), groups)
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:

@@ -1,6 +1,5 @@
 """What one collective of a compiled program sends, and between whom."""
 
-import math
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -39,16 +38,21 @@ class Collective(NamedTuple):
     **Arguments:**
 
     - `kind`: one of `KINDS`.
-    - `dtype`: of what it sends, as HLO writes it; several, joined by "+", where it sends several.
-    - `parts`: bytes of each array of its result on one device.
+    - `arrays`: of its result on one device.
+    - `parts`: the bytes of each; of a sum of which a device keeps a part, those of the part.
     - `groups`: arrays of shape (groups, members) of device numbers, one for each size that groups have; for a permute
         one of shape (pairs, 2), sender and receiver, those that send to themselves left out.
     """
 
     kind: str
-    dtype: str
+    arrays: tuple[Array, ...]
     parts: tuple[Fraction, ...]
     groups: Groups
+
+    @property
+    def dtype(self) -> str:
+        """Of what it sends, as HLO writes it; several, joined by "+", where it sends several."""
+        return "+".join(dict.fromkeys(array.dtype for array in self.arrays))
 
     @property
     def bytes(self) -> Fraction:
@@ -92,8 +96,7 @@ def collective_of(instruction: Instruction, numbering: Numbering) -> Collective 
         _require_local(instruction)
         return None
     arrays = _arrays(instruction)
-    dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in arrays))
-    return Collective(kind, dtypes, tuple(count for _, count in arrays), groups_of(instruction, kind, numbering))
+    return Collective(kind, arrays, tuple(array.bytes for array in arrays), groups_of(instruction, kind, numbering))
 
 
 def channel_of(instruction: Instruction) -> int | None:
@@ -118,24 +121,23 @@ def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
     return found
 
 
-def _arrays(instruction: Instruction) -> list[tuple[str, Fraction]]:
-    """The type and the bytes of each array that a device has in the end."""
+def _arrays(instruction: Instruction) -> tuple[Array, ...]:
+    """What a device has in the end."""
     result = instruction.result
     if instruction.opcode == "recv":
         result = parts_of(result)[0]
     elif instruction.opcode.endswith("-start") and (result.startswith("((") or "all-reduce" not in instruction.opcode):
         # What only begins gives out its operands, its results, and what it notes for itself.
         result = [*parts_of(result), result][1]
-    arrays = [(array.dtype, array.bytes) for array in sent_by(instruction, result)]
+    arrays = sent_by(instruction, result)
     if not arrays:
         raise ProgramError(f"a collective does not say what it sends: {instruction.text:.300}")
     sliced = _SLICED.search(instruction.structure)
     if sliced is None:
         return arrays
     # A permute within larger arrays sends slices of them.
-    counts = [math.prod(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
-    dtypes = [arrays[min(at, len(arrays) - 1)][0] for at in range(len(counts))]
-    return [(dtype, Array(dtype, (count,)).bytes) for dtype, count in zip(dtypes, counts, strict=True)]
+    shapes = [tuple(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
+    return tuple(Array(arrays[min(at, len(arrays) - 1)].dtype, shape) for at, shape in enumerate(shapes))
 
 
 def _require_local(instruction: Instruction) -> None:

@@ -19,6 +19,8 @@ from ._traffic_rows import Traffic, largest_first
 DIRECT, LARGEST = 2048, 512
 # What it does depends on how large the parts are, and sends as many bytes.
 SIZED = ("windowed einsum",)
+# It scatters sums of whole tiles: where the parts of a smaller mesh are no larger, no sum is taken as scattered.
+TILED = "tpu-all-reduce-scatter-fusion"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
@@ -77,11 +79,12 @@ def estimate(
 def estimated(step: Step, compiler: Platform) -> Traffic:
     """The same for a step that is traced already."""
     if step.mesh.size > DIRECT:
-        try:
-            return carried_on(step.mesh, LARGEST, lambda mesh: _read(step, compiler, mesh, SIZED).rows)
-        except ProgramError:
-            if step.mesh.size > MOST_DEVICES:
-                raise
+        for without in (SIZED, (*SIZED, TILED)):
+            try:
+                return carried_on(step.mesh, LARGEST, lambda mesh: _read(step, compiler, mesh, without).rows)  # noqa: B023
+            except ProgramError:
+                if without != SIZED and step.mesh.size > MOST_DEVICES:
+                    raise
     return largest_first(_read(step, compiler, step.jax_mesh))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .._ground.errors import ProgramError
 from .._step.lines import Frame
@@ -31,6 +31,16 @@ _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
 # Between hosts it has a name; between GPUs it is whoever sends to whom.
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
 _OPENING, _CLOSING = "([{", ")]}"
+
+
+Phase = Literal["", "forward", "backward", "recomputed"]
+
+
+def phase_of(op_name: str) -> Phase:
+    """The pass that a path of JAX's operations is of; "" where there is no gradient."""
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
 
 
 class Instruction(NamedTuple):
@@ -75,6 +85,11 @@ class Instruction(NamedTuple):
         """The path of JAX's operations that it came from."""
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+    @property
+    def phase(self) -> Phase:
+        """The pass that makes it, as JAX's name stack says."""
+        return phase_of(self.op_name)
 
     @property
     def called(self) -> Iterator[tuple[str, str]]:

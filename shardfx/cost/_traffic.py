@@ -131,7 +131,7 @@ def read(
         numbering = Numbering(1, spec.size)  # its first line does not say so
     where = Where(spec, mesh, numbering, slices, ids)
     found = _Reader(module, runs, where, numbering, paths).rows()
-    return Traffic(tuple(one.row for one in found), where.devices)
+    return Traffic(tuple(one.row for one in found), where.devices, where.names)
 
 
 class _Program(NamedTuple):
@@ -258,6 +258,8 @@ class _Reader:
             note=_note(kind, runs) or instruction.note,
             passes=instruction.passes,
             unsure_bytes=round(wire * Fraction(instruction.unsure)),
+            arrays=tuple(map(str, collective.arrays)),
+            phase=instruction.phase,
         )
 
     def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:
@@ -280,9 +282,10 @@ class _Reader:
         is_whole = len(parts) == 1 and instruction.opcode != "recv"
         leaves = [find(name, instruction, None if is_whole else at) for at in range(len(parts))]
         sums: dict[str | None, int] = {}
+        whole = collective.bytes
         for leaf, part in zip(leaves, parts, strict=True):
             path = self.path(leaf)
-            sums[path] = sums.get(path, 0) + round(wire_bytes * part / collective.bytes if collective.bytes else 0)
+            sums[path] = sums.get(path, 0) + round(wire_bytes * part / whole if whole else 0)
         return tuple(sums.items())
 
     def path(self, argument: str | None) -> str | None:

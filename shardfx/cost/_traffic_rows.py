@@ -7,6 +7,7 @@ from typing import Any, Literal
 from .._ground.html import html_table
 from .._ground.text import bytes_text, first_lines, printable, table
 from .._step.lines import Frame, place_text
+from ._hlo_text import Phase
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
@@ -36,6 +37,8 @@ class TrafficRow:
     - `note`: what else to know, or "".
     - `passes`: those of the compiler that made it of another one, where the program was not finished.
     - `unsure_bytes`: how many more or fewer it may be in the finished program.
+    - `arrays`: what a device has of it in the end, as `f32[8,128]`.
+    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
     """
 
     kind: str
@@ -53,6 +56,8 @@ class TrafficRow:
     note: str = ""
     passes: tuple[str, ...] = ()
     unsure_bytes: int = 0
+    arrays: tuple[str, ...] = ()
+    phase: Phase = ""
 
     @property
     def crosses_dcn(self) -> bool:
@@ -70,10 +75,12 @@ class Traffic:
 
     - `rows`: the collectives.
     - `devices`: how many devices run the step.
+    - `axes`: of its mesh; empty where no mesh is known.
     """
 
     rows: tuple[TrafficRow, ...]
     devices: int
+    axes: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> int:
@@ -113,20 +120,20 @@ class Traffic:
         return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
 
     def __str__(self) -> str:
-        lines = table(self._table(), right=_NUMBERS) if self.rows else []
-        return "\n".join([*lines, *self._below()])
+        return self.text()
 
     __repr__ = first_lines
 
+    def text(self, width: int | None = None) -> str:
+        """The table; where it is wider than `width`, without the columns that say least."""
+        return "\n".join(text_of(self, width=width))
+
     def _repr_html_(self) -> str:
         # What a notebook shows where the traffic is the last line of a cell.
-        return html_table(self._table() if self.rows else (), right=_NUMBERS, below=self._below())
+        return html_of(self)
 
-    def _table(self) -> list[tuple[str, ...]]:
-        return [_HEADER, *map(_cells, self.rows)]
-
-    def _below(self) -> list[str]:
-        """The total, and each note once."""
+    def below(self, most: int | None = None) -> list[str]:
+        """The total, how many rows are left out, and each note once."""
         if not self.rows:
             where = "one device" if self.devices == 1 else f"{self.devices} devices"
             return [f"no traffic: a step on {where} sends nothing."]
@@ -134,7 +141,28 @@ class Traffic:
         total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
         if self.unsure_bytes:
             total += f" {bytes_text(self.unsure_bytes)} more or less are not sure: the compiler decides."
+        total += f" {more} more rows." if (more := len(self.rows[most:]) if most else 0) else ""
         return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
+
+
+def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
+    """The first rows as a table, and what is said below it."""
+    rows = _table(made.rows[:most])
+    return [*(table(rows, right=_NUMBERS, width=width, spare=_SPARE) if rows else ()), *made.below(most)]
+
+
+def html_of(made: Traffic, most: int | None = None, above: Sequence[str] = (), below: Sequence[str] = ()) -> str:
+    """The same for a notebook."""
+    return html_table(_table(made.rows[:most]), right=_NUMBERS, below=[*above, *made.below(most), *below])
+
+
+def _table(rows: Sequence[TrafficRow]) -> list[tuple[str, ...]]:
+    """A header and the rows, those of one line together, and the line that sends most first."""
+    sums: dict[Frame | None, int] = {}
+    for row in rows:
+        sums[row.source] = sums.get(row.source, 0) + row.wire_bytes
+    lines = [[row for row in rows if row.source == line] for line in sorted(sums, key=lambda line: -sums[line])]
+    return [_HEADER, *[_cells(row, at == 0) for own in lines for at, row in enumerate(own)]] if lines else []
 
 
 def largest_first(made: Traffic) -> Traffic:
@@ -190,20 +218,25 @@ class TrafficDifference:
 
 
 _NUMBERS = {"bytes/step", "calls", "group"}
+_SPARE = ("group", "calls", "pass", "array")
 _COMPARED = ("difference", "first", "second")
-_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "dtype", "leaf", "source")
+_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "leaf", "source")
 
 
-def _cells(row: TrafficRow) -> tuple[str, ...]:
+def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
+    """A row; its line only where it is the first of that line."""
+    first, _, others = (row.leaf or "").partition(", ")
+    more = f" +{len(row.arrays) - 1}" if len(row.arrays) > 1 else ""
     return (
         bytes_text(row.wire_bytes),
         f"{row.kind}{' (windowed)' if row.windowed else ''}",
         " x ".join(row.axes) or "-",
         str(row.group_size),
         "?" if row.calls is None else str(row.calls),
-        row.dtype or "-",
-        printable(row.leaf or "-"),
-        place_text(row.source),
+        f"{row.arrays[0]}{more}" if row.arrays else row.dtype or "-",
+        row.phase or "-",
+        printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-"),
+        place_text(row.source) if is_first else "",
     )
 
 

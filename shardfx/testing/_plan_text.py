@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from .._ground.spec import entries_of, unreduced_kind
-from .._ground.text import array_text, between_numbers, joined_exactly, printable, spec_text
+from .._ground.text import array_text, between_numbers, joined_exactly, plural, printable, spec_text
 from .._plan.content import Content
 from .._plan.leaf import Row
 from .._plan.shard_plan import ShardPlan, check_plan
@@ -60,7 +60,7 @@ def plan_text(plan: ShardPlan) -> str:
     content = plan.content
     total, share = content.total_bytes
     lines = [_FORMAT, f"mesh {_mesh_text(content)}", *([f"mode {plan.mode}"] if plan.mode is not None else [])]
-    lines += [f"{len(plan):,} arrays, {total:,} bytes, {share:,} per device", ""]
+    lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {share:,} per device", ""]
     return "\n".join([*lines, *_leaf_lines(content), ""])
 
 
@@ -97,7 +97,11 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
             assert_same_plan_text(made, golden)
         ```
     """
-    text = plan_text(plan)
+    assert_same_text("plan", plan_text(plan), expected, update=update)
+
+
+def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, update: bool) -> None:
+    """Fails unless a text of a kind, plan or traffic, is the expected one."""
     is_text = isinstance(expected, str) and "\n" in expected
     if update:
         if is_text:
@@ -107,25 +111,25 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
     where, was = ("the expected text", expected) if is_text else (str(expected), _read(Path(expected)))
     if was is None:
         raise AssertionError(
-            f"there is no file {where} with the text of a plan yet; write it with "
-            f"`assert_same_plan_text(plan, {where!r}, update=True)`, look at it, and commit it."
+            f"there is no file {where} with the text of a {kind} yet; write it with "
+            f"`assert_same_{kind}_text({kind}, {where!r}, update=True)`, look at it, and commit it."
         )
     if was != text:
-        raise AssertionError(_failure(str(was), text, where, is_text))
+        raise AssertionError(_failure(kind, str(was), text, where, is_text))
 
 
 def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def _failure(was: str, now: str, where: str, is_text: bool) -> str:
-    lines = difflib.unified_diff(was.splitlines(), now.splitlines(), where, "the plan now", n=1, lineterm="")
+def _failure(kind: str, was: str, now: str, where: str, is_text: bool) -> str:
+    lines = difflib.unified_diff(was.splitlines(), now.splitlines(), where, f"the {kind} now", n=1, lineterm="")
     accept = (
-        "replace the text with `plan_text(plan)`"
+        f"replace the text with `{kind}_text({kind})`"
         if is_text
-        else f"run `assert_same_plan_text(plan, {where!r}, update=True)`"
+        else f"run `assert_same_{kind}_text({kind}, {where!r}, update=True)`"
     )
-    return "\n".join([f"the plan is not that of {where}.", f"To accept the new one, {accept}.", "", *lines])
+    return "\n".join([f"the {kind} is not that of {where}.", f"To accept the new one, {accept}.", "", *lines])
 
 
 def _mesh_text(content: Content) -> str:

@@ -49,10 +49,11 @@ class MeshSpec(eqx.Module):
 
     def __init__(
         self,
-        axes: Mapping[str, int] | Iterable[tuple[str, int]],
+        axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None,
         *,
         axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
         dcn: Mapping[str, int] | None = None,
+        **named: int,
     ):
         """**Arguments:**
 
@@ -60,12 +61,18 @@ class MeshSpec(eqx.Module):
             [`shardfx.MeshSpec.fit`][].
         - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping; axes left out are Auto.
         - `dcn`: how many slices (TPU) or nodes (GPU) an axis spans over the slow network; 1 where not given.
+        - `named`: taken for the error's text alone: axes are no keywords.
 
         **Raises:**
 
-        `MeshError` for a repeated axis, a size that is neither positive nor -1, two sizes of -1, or a
-        `dcn` entry that does not divide its axis.
+        `MeshError` for axes given as keywords, a repeated axis, a size that is neither positive nor -1, two sizes of
+        -1, or a `dcn` entry that does not divide its axis.
         """
+        if axes is None or named:
+            given = ", ".join(f"{name}={size!r}" for name, size in named.items())
+            more = "" if axes is None else f"{axes!r}, "
+            meant = dict(axes) | named if isinstance(axes, Mapping) else named or {"data": 8}
+            raise MeshError(f"`MeshSpec({more}{given})`: axes are one mapping, slowest first: `MeshSpec({meant!r})`.")
         pairs = _pairs(axes)
         self.axis_names = tuple(name for name, _ in pairs)
         self.axis_sizes = tuple(size for _, size in pairs)

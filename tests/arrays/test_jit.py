@@ -345,9 +345,7 @@ def test_results_that_do_not_fit_name_the_leaf():
         r"plan is for float32\[8, 16\]; plan the tree that you use",
     ):
         filter_jit(lambda x: {"x": x, "y": x.astype(jnp.bfloat16)}, out_shardings=batch)(X)
-    with pytest.raises(
-        PlanMismatchError, match=r"returns is not the tree that .* \(1 arrays more, 0 missing\): .* `z`"
-    ):
+    with pytest.raises(PlanMismatchError, match=r"returns is not the tree that .* \(1 array more, 0 missing\): .* `z`"):
         filter_jit(lambda x: {"x": x, "y": x, "z": x}, out_shardings=batch)(X)
     with pytest.raises(PlanMismatchError, match=r"`1/a` of what `.*` returns is not the tree .* has no `y`"):
         filter_jit(lambda x: (x, {"a": {"x": x}}), out_shardings=(None, {"a": batch}))(X)

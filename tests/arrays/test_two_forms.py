@@ -124,7 +124,7 @@ def test_arrays_that_are_missing_or_more_are_still_an_error():
         shard(eqx.tree_at(lambda net: net.scale, tree, None), made)
     with pytest.raises(PlanMismatchError, match="leaf `scale` is int 3, but the plan has an array of shape"):
         shard(eqx.tree_at(lambda net: net.scale, tree, 3), made)
-    with pytest.raises(PlanMismatchError, match=r"\(1 arrays more, 0 missing\): the plan has no `extra`"):
+    with pytest.raises(PlanMismatchError, match=r"\(1 array more, 0 missing\): the plan has no `extra`"):
         made = plan({"scale": tree.scale}, MESH, paths=PathRules.parse("scale->replicate"))
         shard({"scale": tree.scale, "extra": jnp.ones(8)}, made)
     with pytest.raises(PlanMismatchError, match="the arrays are in another order"):

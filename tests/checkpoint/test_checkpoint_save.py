@@ -202,6 +202,16 @@ def failing(name, number, error):
     return call
 
 
+def test_small_arrays_are_written_together(tmp_path, monkeypatch):
+    tree = {f"w{number}": np.full((8, 8), number, np.float32) for number in range(500)}
+    made = shardfx.plan(tree, mesh_of((8,)), paths=shardfx.PathRules.parse(".*->a"))
+    calls, write = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: calls.append(args) or write(*args))
+    checkpoint.save(tmp_path / "step", shardfx.shard(tree, made), made)
+    assert len(calls) == 1
+    assert same(checkpoint.load(tmp_path / "step", made), tree)
+
+
 CALLS = [("pwrite", 1), ("pwrite", 3), ("fsync", 1), ("fsync", 2)]
 
 
@@ -217,6 +227,8 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number
         checkpoint.save(tmp_path / target, arrays, made)
     before = os.listdir(tmp_path)
     with monkeypatch.context() as patched:
+        # No two arrays are small enough to be written together.
+        patched.setattr("shardfx.checkpoint._save.COPY_BYTES", 1)
         patched.setattr(os, name, failing(name, number, OSError(errno.ENOSPC, "No space left on device", "here")))
         with pytest.raises(OSError, match="No space left"):
             checkpoint.save(tmp_path / target, jax.tree.map(lambda x: x + 1, arrays), made, overwrite=True)

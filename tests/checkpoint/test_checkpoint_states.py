@@ -208,6 +208,9 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
         CheckpointError, match="leaf `w`: it is 0 here, and the checkpoint has an array there; plan it as"
     ):
         checkpoint.load(tmp_path / "step", {"v": arrays["w"], "w": 0}, rename=lambda path: "w")
+    wanted = "leaf `step`: the checkpoint has a Python number there, and no array; give the tree a number"
+    with pytest.raises(CheckpointError, match=wanted):
+        checkpoint.load(tmp_path / "step", arrays | {"step": jnp.array(5)})  # pyright: ignore[reportOperatorIssue]
     # A file of other origin knows no numbers: those of the tree stay, unless it has an array there.
     save_file({"w": np.ones(8, np.float32), "epoch": np.array(3)}, tmp_path / "x.safetensors")
     assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1}, unread="allow")["step"] == 1  # pyright: ignore[reportOperatorIssue]

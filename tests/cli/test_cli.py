@@ -14,12 +14,12 @@ import shardfx
 from shardfx import ShardPlan
 from shardfx.__main__ import main
 from shardfx._cli._load import rule_set_names
-from shardfx._cli.group import shardfx_
+from shardfx._cli.group import _VERBS
 
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = itertools.count()
-VERBS = tuple(shardfx_.commands)
+VERBS = tuple(_VERBS)
 MODEL = """
 import equinox as eqx
 import jax

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import click
 import jax
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from test_cli import ROOT, VERBS, failure, run
 import shardfx
 from shardfx import ShardPlan
 from shardfx._cli._data import data_of
-from shardfx._cli.group import shardfx_
+from shardfx._cli.group import _VERBS, shardfx_
 
 
 HERE = Path(__file__).parent
@@ -44,8 +45,31 @@ def here(tmp_path, monkeypatch):
     sys.modules.pop("my_model", None)
 
 
+def command_of(name):
+    command = shardfx_.get_command(click.Context(shardfx_), name)
+    assert command is not None
+    return command
+
+
+def test_the_list_of_verbs_says_what_each_says_of_itself():
+    assert {name: command_of(name).get_short_help_str(200) for name in _VERBS} == _VERBS
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["no-such-verb"]])
+def test_no_verb_needs_no_jax(arguments):
+    code = f"import sys; from shardfx.__main__ import main; main({arguments}); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def test_completion_of_verbs_needs_no_jax():
+    words = {"_SHARDFX_COMPLETE": "bash_complete", "COMP_WORDS": "shardfx ex", "COMP_CWORD": "1"}
+    code = "import sys; sys.modules['jax'] = None; from shardfx.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **words})
+    assert done.stdout == "plain,explain\n"
+
+
 def examples(name):
-    epilog = shardfx_.commands[name].epilog or ""
+    epilog = command_of(name).epilog or ""
     return [line.strip() for line in epilog.splitlines() if line.strip().startswith("shardfx ")]
 
 
@@ -72,7 +96,7 @@ def test_every_example_runs(name, line, here, capsys):
         code = run(*words)
         out, err = capsys.readouterr()
     # What finds something says so with 1, and the help says that it may.
-    assert code == 0 or (code == 1 and "; 1 " in (shardfx_.commands[name].epilog or "")), err
+    assert code == 0 or (code == 1 and "; 1 " in (command_of(name).epilog or "")), err
     assert out or "--html" in words
     if "--json" in words:
         after = words[words.index("--json") + 1 :]
@@ -168,7 +192,8 @@ def test_models_lists_what_can_be_named(capsys):
 def test_traffic_of_a_step(here, capsys):
     assert run("traffic", "my_model:train_step", "--mesh", "data=2,fsdp=2,tensor=2") == 0
     out = capsys.readouterr().out
-    assert re.search(r"all-gather +fsdp .* layer_0/up +my_model\.py:\d+ loss", out)
+    assert re.search(r"all-gather +fsdp .* f32\[256,512\] +forward +layer_0/up", out)
+    assert len(re.findall(r" my_model\.py:\d+ loss$", out, re.M)) == 2
     assert "enter each of 8 devices in a step" in out
     assert run("traffic", "my_model:train_step", "--mesh", "fsdp=8", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -177,6 +202,7 @@ def test_traffic_of_a_step(here, capsys):
 
 
 STEPS = """
+import click
 import jax
 import jax.numpy as jnp
 from shardfx import MeshSpec, PathRules, plan

@@ -219,3 +219,11 @@ def test_braces_do_not_subtract():
         MapError, match=r"`\{i-3\}` subtracts, and braces add: write `\{i\}` here and `\{i\+3\}` in the other"
     ):
         TreeMap({"moe/{i-3}": "layers.{i}"})
+
+
+def test_a_stack_that_says_how_many_needs_no_number_in_a_path():
+    rows = np.arange(12).reshape(6, 2)
+    made = TreeMap({"w": From("l").at("i").stack("i", count=6)}).apply({"l": rows})
+    np.testing.assert_array_equal(made["w"], rows)
+    with pytest.raises(MapError, match=r"in 1 place; .*(?s:.)*or say how many: `.stack\('i', count=...\)`"):
+        TreeMap({"w": From("l").at("i").stack("i")}).apply({"l": rows})

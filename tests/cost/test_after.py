@@ -86,18 +86,19 @@ def test_the_trips_of_a_loop_are_read_from_its_condition():
 )
 def test_all_forms_of_groups_are_equal(groups):
     text = _entry(
-        "%x = f32[8] parameter(0)",
-        f"%g.1 = f32[32] all-gather(%x), channel_id=1, {groups}, dimensions={{0}}, use_global_device_ids=true",
-        f"%g.2 = f32[32] all-gather(%x), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
-        "ROOT %t = (f32[32], f32[32]) tuple(%g.1, %g.2)",
+        "%x = f32[8,4] parameter(0)",
+        f"%g.1 = f32[32,4] all-gather(%x), channel_id=1, {groups}, dimensions={{0}}, use_global_device_ids=true",
+        f"%g.2 = f32[32,4] all-gather(%x), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
+        "ROOT %t = (f32[32,4], f32[32,4]) tuple(%g.1, %g.2)",
     )
     text = text.replace("use_global_device_ids=true, dimensions={0}", "dimensions={0}, use_global_device_ids=true")
-    assert _sent(text, "tpu") == [("all-gather", "f32", 1, 128)]
+    assert _sent(text, "tpu") == [("all-gather", "f32", 1, 512)]
 
 
 def test_cpus_gather_what_no_trip_changes_before_the_loop():
     body = f"""%g = f32[64,8] all-gather(%w), {_ALL}, dimensions={{0}}
-  %new = f32[8,8] dot(%s, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+  %q = f32[8,64] dot(%s, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+  %new = f32[8,8] slice(%q), slice={{[0:8], [0:8]}}"""
     assert _sent(_loop(body), "cpu") == [("all-gather", "f32", 1, 2048)]
     assert _sent(_loop(body), "tpu") == [("all-gather", "bf16", 5, 1024)]
 
@@ -161,6 +162,9 @@ def test_tpus_reduce_over_both_axes_at_once():
         ("f32[512,128]", "f32[128,128]", "reduce-scatter"),
         ("f32[64,512]", "f32[64,128]", "reduce-scatter"),
         ("f32[64,384]", "f32[64,96]", "all-reduce"),  # 96 fill no tile
+        ("bf16[64,512]", "bf16[64,128]", "all-reduce"),  # two numbers of bfloat16 lie in one place
+        ("bf16[256,2048]", "bf16[256,512]", "reduce-scatter"),
+        ("f32[512,64]", "f32[512,16]", "reduce-scatter"),  # the compiler turns it: 16 rows of 512
         ("f32[512,128]", "f32[256,128]", "all-reduce"),  # a part of two devices
     ],
 )
@@ -286,3 +290,52 @@ def test_cpu_programs_to_the_byte(make, dtype, tmp_path):
     assert found == expected > 0
     assert traffic(compiled).wire_bytes > 0
     assert re.search("all-gather|all-reduce", text)
+
+
+def test_tpus_see_who_reads_what_a_called_computation_returns():
+    text = f"""HloModule step, num_partitions=8
+
+%inner {{
+  %given = f32[8,8] parameter(0)
+  %g = f32[64,8] all-gather(%given), {_ALL}, dimensions={{0}}
+  ROOT %both = (f32[64,8], f32[8,8]) tuple(%g, %given)
+}}
+
+ENTRY %main {{
+  %x = f32[8,8] parameter(0)
+  %call = (f32[64,8], f32[8,8]) call(%x), to_apply=%inner
+  %again = (f32[64,8], f32[8,8]) call(%x), to_apply=%inner
+  %left = f32[64,8] get-tuple-element(%call), index=0
+  %right = f32[64,8] get-tuple-element(%again), index=0
+  %n = f32[64,8] negate(%right)
+  %d = f32[64,64] dot(%left, %left), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+  ROOT %t = (f32[64,64], f32[64,8]) tuple(%d, %n)
+}}
+"""
+    assert [one[1] for one in _sent(text, "tpu")] == ["f32"]
+    only = text.replace("negate(%right)", "negate(%x)").replace("f32[64,8] negate", "f32[8,8] negate")
+    assert [one[1] for one in _sent(only, "tpu")] == ["bf16"]
+
+
+def test_tpus_multiply_by_a_vector_in_float32():
+    def step(columns):
+        return _entry(
+            f"%x = f32[8,{columns}] parameter(0)",
+            "%w = f32[16,8] parameter(1)",
+            f"%g = f32[64,{columns}] all-gather(%x), {_ALL}, dimensions={{0}}",
+            "%l = f32[16,64] concatenate(%w, %w, %w, %w, %w, %w, %w, %w), dimensions={1}",
+            f"ROOT %d = f32[16,{columns}] dot(%l, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+        )
+
+    assert [one[1] for one in _sent(step(1), "tpu")] == ["f32"]
+    assert [one[1] for one in _sent(step(2), "tpu")] == ["bf16"]
+
+
+@pytest.mark.parametrize(("part", "kind"), [(64, "all-reduce"), (256, "all-gather")])
+def test_tpus_gather_small_rows_by_a_sum(part, kind):
+    text = _entry(
+        f"%x = s32[{part}] parameter(0)",
+        f"%g = s32[{8 * part}] all-gather(%x), {_ALL}, dimensions={{0}}",
+        f"ROOT %n = s32[{8 * part}] negate(%g)",
+    )
+    assert [one[0] for one in _sent(text, "tpu")] == [kind]

@@ -339,11 +339,29 @@ def test_sums_and_the_table():
     assert sum(made.by("axes").values()) == sum(made.by("source").values()) == made.wire_bytes
     assert [row.wire_bytes for row in made.rows] == sorted((row.wire_bytes for row in made.rows), reverse=True)
     lines = str(made).splitlines()
-    assert lines[0].split() == "bytes/step kind axes group calls dtype leaf source".split()
+    assert lines[0].split() == "bytes/step kind axes group calls array pass leaf source".split()
     assert "112.0 MiB  all-reduce  data x tensor" in lines[1] and "step.py:28 mlp2" in lines[1]
     assert lines[-1] == "160.0 MiB enter each of 8 devices in a step."
     nothing = traffic(one("%d = f32[8]{0} add(%s, %s)", 2))
     assert str(nothing) == "no traffic: a step on 2 devices sends nothing."
+
+
+def test_rows_say_their_pass_and_shape_and_those_of_one_line_follow_each_other():
+    mesh = MeshSpec({"fsdp": 4}).build(jax.devices()[:4])
+    rows = NamedSharding(mesh, P("fsdp"))
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).sum()
+
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)] * 2
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=rows)
+    made = traffic(jax.jit(jax.grad(loss), out_shardings=[rows, rows]).lower(params, x).compile(), mesh)
+    found = {(row.kind, row.arrays, row.phase) for row in made.rows}
+    assert ("all-gather", ("f32[64,64]",), "forward") in found
+    assert {phase for kind, _, phase in found if kind != "all-gather"} == {"backward"}
+    assert str(made).count("test_traffic.py:") == len(made.by("source")) < len(made.rows)
 
 
 def test_the_bytes_are_those_that_a_brute_force_count_of_a_gather_gives():

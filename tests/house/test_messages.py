@@ -447,11 +447,11 @@ def test_leaves_of_the_wrong_type():
 def test_a_plan_used_with_another_tree():
     made = plan(TREE, MESH.build(jax.devices()), paths=EVERYTHING)
     assert message(PlanMismatchError, lambda: shard({**TREE, "extra": jnp.ones(2)}, made)) == (
-        "this tree is not the one that was planned (1 arrays more, 0 missing): the plan has no `extra`. Plan the tree "
+        "this tree is not the one that was planned (1 array more, 0 missing): the plan has no `extra`. Plan the tree "
         "that you use."
     )
     assert message(PlanMismatchError, lambda: shard({"embeds": TREE["embed"]}, made)) == (
-        "this tree is not the one that was planned (1 arrays more, 5 missing): the plan has no `embeds`; the tree has "
+        "this tree is not the one that was planned (1 array more, 5 missing): the plan has no `embeds`; the tree has "
         "no `decoder/mlp/wi`. Plan the tree that you use."
     )
     assert message(PlanMismatchError, lambda: shard({**TREE, "embed": jnp.ones((64, 8))}, made)) == (
@@ -467,11 +467,11 @@ def test_a_plan_used_with_another_tree():
     assert message(
         PlanMismatchError, lambda: filter_jit(train_step, in_shardings=(made,))({"a": jnp.ones(2)})
     ).endswith(
-        "train_step` is not the tree that its plan is for: this tree is not the one that was planned (1 arrays more, 5 "
+        "train_step` is not the tree that its plan is for: this tree is not the one that was planned (1 array more, 5 "
         "missing): the plan has no `a`; the tree has no `decoder/mlp/wi`. Plan the tree that you use."
     )
     assert message(PlanMismatchError, lambda: ShardPlan.from_json(made.to_json(), like={"a": jnp.ones(2)})).startswith(
-        "this tree is not the one that was planned (1 arrays more, 5 missing)"
+        "this tree is not the one that was planned (1 array more, 5 missing)"
     )
 
 
@@ -639,6 +639,26 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
 )
 def test_a_mesh_without_names_or_as_a_text(axes, wanted, as_users_run_it):
     assert message(MeshError, lambda: MeshSpec(axes)) == f"`MeshSpec({axes!r})`: {wanted}"
+
+
+@pytest.mark.parametrize(
+    "make, given, meant",
+    [
+        (lambda: MeshSpec(data=2), "data=2", {"data": 2}),
+        (lambda: MeshSpec({"data": 2}, tensor=4), "{'data': 2}, tensor=4", {"data": 2, "tensor": 4}),
+        (lambda: MeshSpec(), "", {"data": 8}),
+    ],
+)
+def test_a_mesh_whose_axes_are_keywords(make, given, meant, as_users_run_it):
+    wanted = f"`MeshSpec({given})`: axes are one mapping, slowest first: `MeshSpec({meant!r})`."
+    assert message(MeshError, make) == wanted
+
+
+def test_pairs_of_adapters_that_are_none(as_users_run_it):
+    made = plan(TREE, MESH, paths=EVERYTHING)
+    assert message(RuleError, lambda: follow(lambda x: x, made, adapters=cast(Any, ["lora"]))) == (
+        '`adapters[0]` is \'lora\'; give pairs, as in `adapters=[("lora_[ab]$", "weight")]`.'
+    )
 
 
 def test_a_plan_is_read_by_path_and_joined_by_key(as_users_run_it):

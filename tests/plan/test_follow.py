@@ -546,3 +546,52 @@ def test_training_with_states_over_more_axes_equals_one_device():
         alone, alone_state = jax.jit(step)(alone, alone_state, x)
     assert np.allclose(params["a"]["w"], alone["a"]["w"], atol=1e-5)
     assert state[0].mu["a"]["w"].addressable_shards[0].data.size * 8 == 256 * 128  # pyright: ignore[reportAttributeAccessIssue, reportIndexIssue]
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+BASES = {"layers": {"q": {"weight": struct(8, 64, 128)}, "o": {"weight": struct(64, 64)}}}
+BASE_PLAN = plan(
+    BASES, MeshSpec({"fsdp": 4, "tensor": 2}), paths=PathRules([("q", P(None, "fsdp", "tensor")), ("o", P("fsdp"))])
+)
+
+
+def test_adapters_are_sharded_like_the_dimensions_of_their_base():
+    adapters = {
+        "layers": {
+            "q": {"lora_a": struct(8, 64, 16), "lora_b": struct(8, 16, 128)},
+            "o": {"lora_a": struct(64, 16), "lora_b": struct(16, 64)},
+        }
+    }
+    made = follow(lambda _: adapters, BASE_PLAN, adapters=[("lora_[ab]$", "weight")])
+    assert {leaf.path: leaf.spec for leaf in made.leaves} == {
+        "layers/q/lora_a": P(None, "fsdp"),
+        "layers/q/lora_b": P(None, None, "tensor"),
+        "layers/o/lora_a": P("fsdp"),
+        "layers/o/lora_b": P(),
+    }
+    assert made["layers/q/lora_a"].rule == "adapters[0] of `layers/q/weight`"
+
+
+def test_scales_are_sharded_like_the_blocks_of_their_base():
+    scales = {
+        "layers": {"q": {"scale": struct(8, 8, 2)}, "o": {"scale": struct(64), "zero": struct(2, 64), "all": struct()}}
+    }
+    pairs = [("(scale|zero|all)$", "weight")]
+    made = follow(lambda _: scales, BASE_PLAN, scales=pairs)
+    assert made["layers/q/scale"].spec == P(None, "fsdp", "tensor")  # blocks of 8 x 64
+    assert made["layers/o/scale"].spec == P("fsdp") and made["layers/o/all"].spec == P()
+    # Two blocks of 32 rows over four devices: each block would be on two.
+    assert made["layers/o/zero"].spec == P() and "not divisible" in str(made["layers/o/zero"].reasons[0])
+
+
+def test_pairs_for_adapters_that_fit_nothing():
+    adapters = {"layers": {"q": {"lora_a": struct(8, 64, 16)}}}
+    with pytest.raises(RuleError, match=r"`adapters\[0\]` makes `layers/q/weigth` of this path, .*did you mean"):
+        follow(lambda _: adapters, BASE_PLAN, adapters=[("lora_[ab]$", "weigth")])
+    with pytest.raises(RuleError, match=r"`scales\[0\]`: 'scale' matches no path of what is made"):
+        follow(lambda _: adapters, BASE_PLAN, adapters=[("lora_[ab]$", "weight")], scales=[("scale", "weight")])
+    with pytest.raises(RuleError, match="is no regex"):
+        follow(lambda _: adapters, BASE_PLAN, adapters=[("(", "weight")])

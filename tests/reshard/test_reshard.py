@@ -120,6 +120,16 @@ def test_a_mesh_of_other_names_relabels_without_a_copy():
     assert pointers[0] == pointers[1]
 
 
+def test_rows_of_a_replicated_array_share_its_memory_and_outlive_it():
+    x = jax.device_put(np.arange(64 * 64, dtype=np.float32).reshape(64, 64), NamedSharding(mesh((8,)), P()))
+    first = np.asarray(x).__array_interface__["data"][0]
+    moved = reshard(x, NamedSharding(mesh((8,)), P("a")))
+    where = [shard.data.unsafe_buffer_pointer() - first for shard in moved.addressable_shards]
+    assert where == [number * 8 * 64 * 4 for number in range(8)]
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    np.testing.assert_array_equal(moved, np.arange(64 * 64).reshape(64, 64))
+
+
 def test_numpy_leaves_are_placed():
     target = sharding((4,), "a")
     moved = reshard({"w": host((8,))}, target)
@@ -828,9 +838,9 @@ def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
     assert made.wire_bytes == made.lower_bound_bytes == 56
     assert made.peak_bytes == leaf.peak_bytes + 8 == 136
     text = str(made)
-    assert "all_to_all" in text and "1 arrays need nothing: b" in text
+    assert "all_to_all" in text and "nothing to do for 1 array: b" in text
     # These devices are this process's CPU; meshes without devices are taken to be what they will be.
-    assert leaf.copied and "1 arrays take no steps here, where this CPU plays all devices" in text
+    assert leaf.copied and "1 array takes no steps here, where this CPU plays all devices" in text
     src, dst = MeshSpec({"a": 8}).abstract(), P(None, "a")
     bare = plan_reshard(struct((16, 8), NamedSharding(src, P("a"))), struct((16, 8), NamedSharding(src, dst)))
     assert not bare.leaves[0].copied and "take no steps" not in str(bare) and bare.steps.keys() == {""}

@@ -78,7 +78,7 @@ def test_the_clock_orders_what_is_run():
     found = search(step, *ARGS, devices=jax.devices(), keep=4, closely=3, verify="run")
     assert {one.by for one in found} == {"run"} and len(found) == 4
     assert all(0 < one.seconds < 60 for one in found)
-    assert found[0].seconds <= found[1].seconds
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     assert "as measured" in found[0].code() and "as measured" in found[0].explain()
 
 
@@ -117,7 +117,7 @@ def test_twins_are_left_out():
     space = space_of((step, *ARGS), 8, "v5e")
     _, pricer = opened(step, ARGS, asked_for(8, "v5e"), Limits(), (), lambda _: None)
     found, _ = candidates_of(space, pricer, 3, lambda _: None)
-    assert without_twins([*found, *found]) == without_twins(found) == found
+    assert [*without_twins([*found, *found])] == [*without_twins(found)] == found
 
 
 def test_errors():
@@ -144,14 +144,10 @@ def test_errors_of_arguments():
     assert "f32[64,256]" in note and "f32[128,64]" in note
 
 
-def test_what_fits_nowhere_says_how_many_devices_would_do():
+def test_what_fits_nowhere_says_so():
     params = {"up": f32(65536, 131072), "down": f32(131072, 65536)}
     (alone,) = search(step, params, f32(256, 65536), devices="tpu:v5e:2x2")
-    assert not alone.fits
-    told = alone.reasons[0]
-    assert "nothing fits: this takes least" in told and "devices should do" in told
-    count = int(told.split("; ")[1].split()[0])
-    assert search(step, params, f32(256, 65536), devices=count, chip="v5e", keep=1)[0].fits
+    assert not alone.fits and "nothing fits: this takes least" in alone.reasons[0]
 
 
 def test_what_the_compiler_refuses_is_dropped(monkeypatch):

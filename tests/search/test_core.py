@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardfx import chips, topology
+from shardfx.auto import _core as core
 from shardfx.auto._core import CostModel, find, machine_of, shares
 from shardfx.auto._terms import Terms
 from shardfx.chips._links import extents_of
@@ -85,7 +86,7 @@ def all_by_hand(terms, chip, model, devices, limit):
 def test_the_best_is_the_best_of_all(devices, seed, name):
     chip, model, terms = chips.find(name), CostModel(), random_terms(seed)
     expected = all_by_hand(terms, chip, model, devices, 1e10)
-    found, _ = find(terms, machine_of(chip, devices, model, "bfloat16", 1e10), devices)
+    found = find(terms, machine_of(chip, devices, model, "bfloat16", 1e10), devices)
     assert bool(found) == bool(expected)
     for one in found:
         assert one.seconds == pytest.approx(expected[one.roles, one.sizes], rel=1e-4)
@@ -96,13 +97,13 @@ def test_the_best_is_the_best_of_all(devices, seed, name):
 def test_least_pieces_and_what_must_be_cut_before():
     chip, model = chips.find("v5e"), CostModel()
     terms = dataclasses.replace(random_terms(0), least=np.array([4, 1, 1, 1], np.int32))
-    found, _ = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
+    found = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
     assert found
     for one in found:
         assert allowed(terms, one.roles, one.sizes)
     after = np.zeros((5, 4), bool)
     after[:, 3] = True  # 30 elements are never cut wholly by 16 devices
-    none, _ = find(dataclasses.replace(terms, after=after), machine_of(chip, 16, model, "bfloat16", 1e12), 16)
+    none = find(dataclasses.replace(terms, after=after), machine_of(chip, 16, model, "bfloat16", 1e12), 16)
     assert not none
 
 
@@ -114,14 +115,14 @@ def test_shares_are_all_ordered_factorizations():
         assert shares(devices, axes).tolist() == [list(s) for s in every if math.prod(s) == devices][: 10**6]
 
 
-def test_axes_that_send_most_stand_inside_the_islands():
+def test_what_fits_into_an_island_takes_its_switch():
     """64 H100 in islands of 8: what fits into an island takes the switch, what does not the network cards."""
     chip, model, terms = chips.find("h100"), CostModel(), random_terms(1)
-    found, _ = find(terms, machine_of(chip, 64, model, "bfloat16", 1e12), 64)
+    found = find(terms, machine_of(chip, 64, model, "bfloat16", 1e12), 64)
     apart = dataclasses.replace(chip, island_chips=1)
-    slower, _ = find(terms, machine_of(apart, 64, model, "bfloat16", 1e12), 64)
+    slower = find(terms, machine_of(apart, 64, model, "bfloat16", 1e12), 64)
     joined = dataclasses.replace(chip, island_chips=64)
-    faster, _ = find(terms, machine_of(joined, 64, model, "bfloat16", 1e12), 64)
+    faster = find(terms, machine_of(joined, 64, model, "bfloat16", 1e12), 64)
     assert faster[0].seconds <= found[0].seconds <= slower[0].seconds
     assert faster[0].seconds < slower[0].seconds
 
@@ -129,8 +130,8 @@ def test_axes_that_send_most_stand_inside_the_islands():
 def test_slices_cost_what_the_network_between_them_does():
     chip, model, terms = chips.find("v5p"), CostModel(), random_terms(2)
     machine = machine_of(chip, 64, model, "bfloat16", 1e12)
-    one, _ = find(terms, machine, 64)
-    two, _ = find(terms, machine, 64, slices=2)
+    one = find(terms, machine, 64)
+    two = find(terms, machine, 64, slices=2)
     assert two[0].seconds >= one[0].seconds and all(math.prod(made.slices) == 2 for made in two)
 
 
@@ -138,22 +139,15 @@ def test_axes_that_must_exist_are_there():
     chip, model = chips.find("v5e"), CostModel()
     named = np.array([[True, False, False, True, False], [False, True, False, False, False]])
     terms = dataclasses.replace(random_terms(0), named=named, named_sizes=np.array([0, 4], np.int32))
-    found, _ = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
+    found = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
     assert found
     for one in found:
         sizes = dict(zip(one.roles, one.sizes, strict=True))
         assert sizes[1] == 4 and (0 in sizes or 3 in sizes)
 
 
-def test_a_bounded_search_keeps_the_roles_of_the_best():
-    """With less than half of all sets looked at: the best found is within 2 % of the best of all."""
-    chip, model = chips.find("v5p"), CostModel()
-    gaps = []
-    for seed in range(4):
-        terms = random_terms(seed, roles=24, rows=40, few=6)
-        machine = machine_of(chip, 64, model, "bfloat16", 1e12)
-        best, every = find(terms, machine, 64)
-        found, looked = find(terms, machine, 64, most=1500)
-        assert looked < every / 2
-        gaps.append(found[0].seconds / best[0].seconds)
-    assert max(gaps) <= 1.02 and np.median(gaps) == 1.0
+def test_where_there_are_too_many_candidates_the_last_roles_are_left_out(monkeypatch):
+    monkeypatch.setattr(core, "_ALL", 2000)
+    machine = machine_of(chips.find("v5p"), 64, CostModel(), "bfloat16", 1e12)
+    used = {role for one in find(random_terms(0, roles=24), machine, 64) for role in one.roles}
+    assert 1 < max(used) < 12

@@ -26,29 +26,31 @@ def test_each_point_is_smaller_than_all_that_are_faster(drawn):
     for devices in (4, 16):
         for batch in (512, 4096):
             points = drawn.of(devices, batch)
-            assert len(points) >= 1 and all(point.mesh.size == devices for point in points)
+            assert len(points) >= 1 and all(point.candidate.mesh.size == devices for point in points)
             for faster, smaller in zip(points, points[1:], strict=False):
-                assert faster.seconds < smaller.seconds and faster.memory_bytes > smaller.memory_bytes
+                assert faster.candidate.seconds < smaller.candidate.seconds
+                assert faster.candidate.memory_bytes > smaller.candidate.memory_bytes
 
 
 def test_the_fastest_is_what_a_search_finds(drawn):
     best = search(step, *ARGS, devices=16, chip="v5e", keep=1)[0]
     (first,) = (point for point in drawn.fastest() if (point.devices, point.batch) == (16, 512))
-    assert (first.seconds, first.title) == (best.seconds, best.title)
+    assert (first.candidate.seconds, first.candidate.title) == (best.seconds, best.title)
 
 
 def test_more_devices_take_less_time_and_print(drawn):
-    assert drawn.of(16, 4096)[0].seconds < drawn.of(4, 4096)[0].seconds
+    assert drawn.of(16, 4096)[0].candidate.seconds < drawn.of(4, 4096)[0].candidate.seconds
     point = drawn.of(4, 512)[0]
-    assert point.per_second == pytest.approx(512 / point.seconds)
-    assert "examples/s" in str(drawn) and point.title in str(drawn)
-    assert shardfx.plan(ARGS[0], point.mesh, names=shardfx.auto.name_axes(step, *ARGS).names[0], axes=point.rules)
+    assert point.per_second == pytest.approx(512 / point.candidate.seconds)
+    assert "examples/s" in str(drawn) and point.candidate.title in str(drawn)
+    assert point.candidate.plans[0].mesh == point.candidate.mesh and point.candidate.code()
 
 
 def test_slices_and_what_does_not_fit():
     limits = Limits(free_bytes=shardfx.chips.find("v5e").usable_hbm_bytes - 1000)
     points = frontier(step, *ARGS, devices=(8,), chip="v5e", slices=2, limits=limits).points
-    assert points and not any(point.fits for point in points) and points[0].mesh.dcn_sizes.count(2) == 1
+    ones = [point.candidate for point in points]
+    assert ones and not any(one.fits for one in ones) and ones[0].mesh.dcn_sizes.count(2) == 1
 
 
 def test_what_cannot_be_drawn():

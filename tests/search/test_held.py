@@ -40,7 +40,7 @@ def args():
 def searched(args):
     with jax.numpy_dtype_promotion("standard"):
         space, pricer = opened(step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)
-        return space, pricer, {one.title: one for one in by_hand(space, space.usual, 1)[0]}
+        return space, pricer, {one.title: one for one in by_hand(space, space.usual)}
 
 
 def compiled(one, args):

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardfx import MeshSpec, report, shard
+from shardfx import MeshSpec, report, shard, testing
 
-from .data import stdlib_text
+from .data import batch, stdlib_text
 from .train import (
     TOLERANCE,
     Plans,
@@ -82,9 +82,14 @@ def show(
 
     largest = max(abs(one - two) for one, two in zip(sharded, unsharded, strict=True))
     print(f"\n{_curves(sharded, unsharded)}\n")
-    agree = largest <= TOLERANCE
+    curves_agree = largest <= TOLERANCE
     print(f"Largest difference over {run.steps} steps: {largest:.1e} nats (allowed: {TOLERANCE:.0e}).")
-    print("The curves are the same up to rounding." if agree else "THE CURVES DIFFER.")
+    print("The curves are the same up to rounding." if curves_agree else "THE CURVES DIFFER.")
+    step, model, state = start_sharded(plans, run)
+    tokens = shard(batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed), plans.batch)
+    checked = testing.check_step(step, model, state, tokens)
+    print(f"One step under the plan, beside one device in float64 (`check_step`):\n{checked}")
+    agree = curves_agree and bool(checked)
     print(f"{time.perf_counter() - begin:.0f} s in all.")
     held = plans.model.bytes_per_device, plans.optimizer.bytes_per_device
     return Outcome(str(mesh), len(devices), *held, (*sharded,), (*unsharded,), largest, TOLERANCE, agree)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from shardfx import MeshSpec, PathRules, TreeMap, checkpoint, plan, replicate
 
 from ..._convert import Struct, bound, tree_structs
-from ..._ground.text import array_text, bytes_text, table
+from ..._ground.text import array_text, bytes_text, plural, table
 from .._data import as_json
 from .._load import attribute, load_model
 from .._screen import JSON, show, write
@@ -119,5 +119,5 @@ def _bytes(leaves: dict[str, Struct]) -> int:
 def _show(leaves: dict[str, Struct], target: str, dry_run: bool) -> None:
     cells = [(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()]
     show("\n".join(table([("path", "array"), *cells], right=set())))
-    text = f"{len(leaves):,} arrays, {bytes_text(_bytes(leaves))}"
+    text = f"{plural(len(leaves), 'array')}, {bytes_text(_bytes(leaves))}"
     show(f"\n{text} would be written to {target}." if dry_run else f"\n{text}, written to {target}.")

@@ -2,15 +2,15 @@
 
 import click
 
-from shardfx import ShardPlan, chips, html_report
+from shardfx import chips, html_report
 from shardfx._see import report_data
-from shardfx.cost import Traffic, traffic as traffic_of
+from shardfx.cost import Fit, Traffic, fit as fit_of, traffic as traffic_of
 
 from .._asked import Asked, asks_for_a_plan, inputs_of, plan_of
 from .._checked import findings_of
 from .._data import as_json
 from .._screen import JSON, working, write
-from .._step import MOST_DEVICES, compiled, estimated, load_step
+from .._step import MOST_DEVICES, Step, compiled, estimated, load_step
 from .._usage import UsageError, calling
 from .._verb import verb
 
@@ -28,7 +28,7 @@ from .._verb import verb
 @click.option(
     "--step",
     metavar="MODULE:STEP",
-    help="With the traffic of this step, estimated on large meshes; see `shardfx traffic`.",
+    help="With the traffic of this step, estimated on large meshes; and with --chip its memory, moment by moment.",
 )
 @JSON
 def report(
@@ -52,8 +52,10 @@ def report(
     made = plan_of(asked, inputs)
     with working("checking the plan"):
         found = calling("checking", lambda: findings_of(asked, inputs))
-    sent = None if step is None else _traffic(step, made)
-    about = {"title": title or asked.model, "findings": found, "chip": hardware, "traffic": sent}
+    loaded = None if step is None else load_step(step, None, made.mesh)
+    sent = None if loaded is None else _traffic(str(step), loaded)
+    needs = None if loaded is None or hardware is None else _fit(loaded, hardware)
+    about = {"title": title or asked.model, "findings": found, "chip": hardware, "traffic": sent, "fit": needs}
     with working("writing the report"):
         if html_file is not None:
             write(calling("drawing the page", lambda: html_report(made, **about)), html_file)
@@ -61,8 +63,14 @@ def report(
             write(as_json(report_data(made, **about)), json_file)
 
 
-def _traffic(step: str, made: ShardPlan) -> Traffic:
-    loaded = load_step(step, None, made.mesh)
+def _fit(loaded: Step, chip: chips.Chip) -> Fit:
+    with working("counting memory"):
+        return calling(
+            "estimating its memory", lambda: fit_of(loaded.function, *loaded.args, chip=chip, mesh=loaded.mesh)
+        )
+
+
+def _traffic(step: str, loaded: Step) -> Traffic:
     if loaded.mesh.size > MOST_DEVICES:
         return estimated(loaded)
     with working(f"compiling {step}") as work:

@@ -12,7 +12,6 @@ from shardfx.cost import TrafficRow
 from ..._ground.text import bytes_text, table
 from ..._step.lines import place_text
 from ...auto._asked import device_count
-from ...auto._candidate import megabytes
 from .._data import as_json
 from .._load import attribute
 from .._screen import JSON, require_writable, show, working, write
@@ -25,7 +24,18 @@ from .._verb import verb
 
 _FIELDS = (
     *("roles", "by", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "wire_bytes", "memory_bytes"),
-    *("limit_bytes", "fits", "constrained", "donated", "results", "state_over", "states", "reasons", "notes"),
+    *(
+        "unsure_bytes",
+        "limit_bytes",
+        "fits",
+        "constrained",
+        "donated",
+        "results",
+        "state_over",
+        "states",
+        "reasons",
+        "notes",
+    ),
 )
 
 
@@ -136,11 +146,12 @@ def _axis_rules(name: str) -> AxisRules:
 
 def _table(found: Sequence[Candidate]) -> str:
     """A line for each candidate."""
-    rows = [("", "candidate", "by", "ms a step", "MB sent", "a device")]
+    rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
-        sent = "-" if one.traffic is None else megabytes(one.wire_bytes)
+        sent = "-" if one.traffic is None else bytes_text(one.wire_bytes)
+        sent += f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else ""
         rows.append((f"[{number}]", one.title, one.by, f"{one.seconds * 1e3:.3g}", sent, bytes_text(one.memory_bytes)))
-    return "\n".join(table(rows, right={"ms a step", "MB sent", "a device"}))
+    return "\n".join(table(rows, right={"ms a step", "sent", "a device"}))
 
 
 def _data(found: Candidate) -> dict[str, object]:
@@ -152,5 +163,5 @@ def _data(found: Candidate) -> dict[str, object]:
 
 def _row(row: TrafficRow) -> dict[str, object]:
     """A row without the lines around its own."""
-    names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "calls", "note")
+    names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "unsure_bytes", "calls", "note")
     return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}

@@ -8,7 +8,7 @@ from shardfx import MeshSpec, chips
 from shardfx.cost import compare, seconds, traffic as traffic_of
 
 from .._data import as_json, data_of
-from .._screen import JSON, show, working, write
+from .._screen import JSON, show, terminal_width, working, write
 from .._step import Step, compiled, estimated, load_step
 from .._usage import UsageError, calling
 from .._values import literals
@@ -71,7 +71,7 @@ def traffic(
     sent = found.compiled if how == "compare" else found
     timed = None if hardware is None else calling("timing", lambda: seconds(sent, hardware, loaded.mesh))
     if json_file != "-":
-        show(str(found))
+        show(str(found) if how == "compare" else found.text(terminal_width()))
         if timed is not None:
             show(f"\n{timed}")
     if json_file is not None:
@@ -97,4 +97,4 @@ def _found(step: Step, program: Any, how: str, compiler: Any) -> Any:
 
 
 def _sums(found: Any) -> dict[str, int]:
-    return {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
+    return {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes, "unsure_bytes": found.unsure_bytes}

@@ -107,31 +107,29 @@ class Shards:
 
     def __init__(self, arrays: Mapping[str, Any]):
         self._arrays = arrays
-        self._known: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._known: dict[tuple[str, int], np.ndarray] = {}
 
     def typed(self, path: str, number: int) -> np.ndarray:
         """A shard."""
-        return self._both(path, number)[0]
-
-    def raw(self, path: str, number: int) -> np.ndarray:
-        """Its bytes, one after the other."""
-        return self._both(path, number)[1]
-
-    def forget(self, path: str) -> None:
-        """Lets go of an array."""
-        for key in [key for key in self._known if key[0] == path]:
-            del self._known[key]
-
-    def _both(self, path: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         found = self._known.get((path, number))
         if found is None:
             leaf = data_of_keys(self._arrays[path])
             # All shards of a replicated array are alike, and NumPy sees the first without a copy.
             is_whole = number < 0 or (isinstance(leaf, jax.Array) and leaf.is_fully_replicated)
-            given = np.asarray(leaf) if is_whole else leaf.addressable_data(number)
-            shard = np.ascontiguousarray(given).reshape(given.shape)
-            found = self._known[path, number] = (shard, shard.reshape(-1).view(np.uint8))
+            given = np.asarray(leaf if is_whole else leaf.addressable_data(number))
+            found = self._known[path, number] = given if given.flags.c_contiguous else given.copy()
         return found
+
+    def raw(self, path: str, number: int) -> np.ndarray:
+        """A shard, as memory for views of other shapes."""
+        shard = self.typed(path, number)
+        # Memory of a dtype that NumPy does not know itself it does not lend.
+        return shard if shard.dtype.isbuiltin == 1 else shard.reshape(-1).view(np.uint8)
+
+    def forget(self, path: str) -> None:
+        """Lets go of an array."""
+        for key in [key for key in self._known if key[0] == path]:
+            del self._known[key]
 
 
 def data_of_keys(leaf: Any) -> Any:

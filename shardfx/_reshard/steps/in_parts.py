@@ -11,6 +11,10 @@ second, and so on. The copies are then an eighth of what they were, and each par
 Pieces that fill tiles are moved in two halves where an all-to-all sends parts in another order than they lie in, and a
 gather doubles the pieces at last. The compiler puts parts in order by copies, finds no room for the doubled piece where
 those were, and takes two and a half times the larger shard.
+
+Pieces of three and more dimensions whose all-to-all follows a permutation are moved in four: the compiler holds up to
+4.7 times the larger shard for the whole piece (17 of 25 such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to
+4.7 times; in four parts 0.5 to 1.6).
 """
 
 import dataclasses
@@ -30,6 +34,7 @@ _TILE = (8, 128)
 # So many parts there are of blocks that fill no tiles, and of those that do.
 _PARTS = 8
 _PARTS_OF_TILES = 2
+_PARTS_OF_STACKS = 4
 # What lies between the ends of smaller moves is small too, and more collectives would only take longer.
 _SMALL_BYTES = 2**18
 # So many copies of strips are one operation to the compiler, and a loop runs over the rest.
@@ -87,6 +92,9 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step
 def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[Step]) -> int:
     if not _fills_tiles(blocks):
         return _PARTS if any(step.kind in ("all_to_all", "all_gather") for step in steps) else 1
+    kinds = [step.kind for step in steps]
+    if len(whole) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
+        return _PARTS_OF_STACKS
     return _PARTS_OF_TILES if _doubles_at_last(steps) and _scatters_copies(whole, steps) else 1
 
 

@@ -121,9 +121,9 @@ def assemble(
 
     **Returns:**
 
-    The array, whose shards are buffers that were filled once; where each is a whole shard of the source, they share
-    the source's memory. JAX knows that it is shared and will not write to it if one of the two is donated. On a process
-    that owns none of its devices, one without addressable shards.
+    The array, whose shards are buffers that were filled once; where each is a shard of the source, or rows of one that
+    is replicated, they share the source's memory. JAX knows that it is shared and will not write to it if one of the
+    two is donated. On a process that owns none of its devices, one without addressable shards.
     """
     if all(
         len(tiles) == 1 and shards[tiles[0].sender].shape == size
@@ -152,6 +152,9 @@ def slices(box: Box) -> tuple[Any, ...]:
 
 def _in_one_go(plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any]) -> list[np.ndarray]:
     views = {sender: np.asarray(shards[sender]) for sender in plan.readers}
+    shared = _shared(plan, views)
+    if shared is not None:
+        return shared
     built = memory_of(plan.sizes, dtype)
     if sum(buffer.nbytes for buffer in built) < _PARALLEL_BYTES:
         for buffer, copies in zip(built, plan.copies, strict=True):
@@ -164,6 +167,17 @@ def _in_one_go(plan: Assembly, dtype: np.dtype, shards: Mapping[int, Any]) -> li
     ]
     _run(shared_out(tasks, os.cpu_count() or 1))
     return built
+
+
+def _shared(plan: Assembly, views: Mapping[int, np.ndarray]) -> list[np.ndarray] | None:
+    """The new shards as parts of old ones, where that keeps no more memory than copies take."""
+    if any(len(copies) != 1 for copies in plan.copies):
+        return None
+    parts = [views[sender][source] for ((sender, _, source),) in plan.copies]
+    # Replicas in one memory are kept once.
+    kept = {view.__array_interface__["data"][0]: view.nbytes for view in views.values()}
+    is_less = sum(kept.values()) <= sum(part.nbytes for part in parts)
+    return parts if is_less and all(part.flags.c_contiguous for part in parts) else None
 
 
 def shared_out(tasks: list[Any], threads: int) -> list[Any]:

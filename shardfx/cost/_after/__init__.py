@@ -7,11 +7,11 @@ Bytes that enter a device in one step, against compiled programs of JAX 0.10.2, 
 | programs | without passes: median, 90th percentile, worst | with passes |
 |---|---|---|
 | 59 steps on 8 CPU devices, and 30 by another author | 0, 50, 9,747 % | 0.0, 0.0, 0.0 % |
-| 58 steps on v5e:4x4 | 23, 101, 1,720 % | 0.1, 16, 434 % |
-| 30 steps on v5e:4x4 by another author | 19, 203, 309 % | 1.6, 19, 241 % |
+| 30 steps on v5e:4x4 by another author | 17, 113, 310 % | 0.1, 8.8, 66 % |
+| 30 more of that author | 0.1, 43, 94 % | 0.0, 6.7, 17 % |
 
-What is left on TPUs are sorts and the largest values, which its partitioner divides itself, sums added to what is
-scattered, and small reductions that it does not scatter: these rows are marked as unsure.
+What is left on TPUs are programs that libtpu simplifies before it partitions them: `_step/rewritten.py` has what more
+than one compiled program shows of that. Sorts, rolls and sums added to what is scattered are marked as unsure.
 """
 
 from .one_pass import Doubt as Doubt, Pass as Pass

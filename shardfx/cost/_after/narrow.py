@@ -1,13 +1,15 @@
 """The element types in which compilers send: bfloat16 before a TPU's products, and float32 for bfloat16 on CPUs."""
 
+import math
+
 from .._collective import KINDS
 from .._hlo_text import HloModule, Instruction
 from .._hlo_types import array_of
-from .graph import carried, in_each, index_of, loops_of, users_of
+from .graph import carried, contracted, in_each, index_of, loops_of, users_of
 
 
 _SENDS = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
-_PRODUCTS = ("dot", "convolution", "ragged-dot")
+_PRODUCTS = ("dot", "convolution")
 # The result has the element type of these operands; `None` stands for all of them.
 _PASSES_ON: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(
@@ -69,7 +71,7 @@ class _Reads:
 
     def reads(self, name: str, user: Instruction, value: str) -> bool:
         if user.opcode in _PRODUCTS:
-            return "operand_precision" not in user.attributes
+            return "operand_precision" not in user.attributes and not self.is_by_vector(name, user)
         if user.opcode == "convert":
             return array_of(user).dtype == "bf16" or (array_of(user).dtype == "f32" and self.narrow(name, user.name))
         if user.opcode == "tuple":
@@ -79,6 +81,15 @@ class _Reads:
         passes = _PASSES_ON[user.opcode]
         is_passed = passes is None or all(at in passes for at, own in enumerate(user.operands) if own == value)
         return is_passed and self.narrow(name, user.name)
+
+    def is_by_vector(self, name: str, product: Instruction) -> bool:
+        """Whether a side of a product has nothing but what is added up: it is multiplied and added in float32."""
+        around = self.module.computations[name]
+        inner = contracted(around, product)
+        if inner is None:
+            return False
+        made = math.prod(array_of(product).shape) * inner
+        return any(math.prod(array_of(around[operand]).shape) == made for operand in product.operands)
 
     def carries(self, name: str, made: Instruction, index: int) -> bool:
         """Whether an element of the tuple that a loop begins with, or ends a trip with, is only read as bfloat16."""

@@ -4,10 +4,9 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from ..._step.lines import Frame, own_line
-from .._hlo_text import HloModule
+from .._hlo_text import HloModule, Phase, phase_of
 from .._hlo_types import Array
 from .arrays import Arrays
 from .buffers import bytes_of
@@ -17,8 +16,6 @@ from .order import listed
 from .program import Body, Op, program_of
 from .recompute import Recomputed, recomputed
 
-
-Phase = Literal["", "forward", "backward", "recomputed"]
 
 # What a TPU's compiler fills of the 128 MiB on chip. What is there counts too: where arrays leave room, arguments are
 # copied there ahead of time.
@@ -49,9 +46,7 @@ class HeldArray:
     @property
     def phase(self) -> Phase:
         """The pass that makes it, as JAX's name stack says."""
-        if "rematted_computation" in self.op_name:
-            return "recomputed"
-        return "backward" if "transpose(" in self.op_name else "forward" if "jvp(" in self.op_name else ""
+        return phase_of(self.op_name)
 
 
 @dataclasses.dataclass(frozen=True)

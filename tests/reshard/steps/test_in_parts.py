@@ -145,3 +145,12 @@ def grid(*sizes: int) -> Layout:
 def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(shape, src, dst, cut):
     steps = redistribute(shape, 32, src, dst).steps
     assert cut_on_tpus(src.piece_shape(shape), 32, steps) == cut
+
+
+def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
+    shape = (192, 768, 640)
+    src, dst = Layout((2, 8, 4), ((0, 1), (2,), ())), Layout((8, 8), ((1,), (0,), ()))
+    plan = redistribute(shape, 32, src, dst)
+    assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
+    cut = cut_on_tpus(src.piece_shape(shape), 32, plan.steps)
+    assert cut is not None and -(-cut.block // cut.part) == 4

@@ -1,0 +1,209 @@
+"""The arrays of a live tree that do not lie as their plan says."""
+
+import dataclasses
+import functools as ft
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from .._ground.boxes import boxes
+from .._ground.html import html_table
+from .._ground.spec import array_bytes, canonical, entries_of
+from .._ground.text import array_text, between_numbers, bytes_text, joined_exactly, plural, spec_text, table
+from .._ground.tree import flatten
+from .._plan import ShardPlan
+from .._plan.leaf import canonical_dtype
+from .._plan.shard_plan import check_plan
+from .read_back import known_sharding
+
+
+_MOVE = "`shard(tree, plan)`, and keep it with `filter_jit(step, out_shardings=plan)`"
+_PLAN_AGAIN = "plan the tree that you use"
+_HEADER = ("path", "asked", "found", "too much", "what to do")
+
+
+@dataclasses.dataclass(frozen=True)
+class MisplacedArray:
+    """One array that does not lie as the plan says.
+
+    **Arguments:**
+
+    - `path`: where it is in the tree.
+    - `asked`, `found`: dtype, shape, spec and memory kind, as texts; "nothing" where there is no array.
+    - `excess_bytes`: that each device holds beyond the plan.
+    - `fix`: what to do.
+    """
+
+    path: str
+    asked: str
+    found: str
+    excess_bytes: int
+    fix: str
+
+
+class Misplaced(tuple[MisplacedArray, ...]):
+    """A tuple of [`shardfx._arrays.MisplacedArray`][]s that `print`, a console and a notebook show as a table.
+
+    It is empty, and so false, where every array lies as the plan says.
+    """
+
+    __slots__ = ()
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes that each device holds beyond the plan."""
+        return sum(row.excess_bytes for row in self)
+
+    def __str__(self) -> str:
+        return "\n".join([*(table(self._table(), right={"too much"}) if self else ()), self._below()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table() if self else (), right={"too much"}, below=[self._below()])
+
+    def _below(self) -> str:
+        if not self:
+            return "every array lies as the plan says"
+        return f"{plural(len(self), 'array')} misplaced, {bytes_text(self.excess_bytes)} too much on each device"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        groups: dict[Any, list[MisplacedArray]] = {}
+        for row in self:
+            key = between_numbers(row.path), row.asked, row.found, row.excess_bytes, row.fix
+            groups.setdefault(key, []).append(row)
+        rows: list[tuple[str, ...]] = [_HEADER]
+        for (_, asked, found, excess, fix), alike in groups.items():
+            for path, count in joined_exactly([row.path for row in alike]):
+                rows.append((path, asked, found, bytes_text(excess * count) if excess else "-", fix))
+        return rows
+
+
+def misplaced(tree: Any, plan: ShardPlan) -> Misplaced:
+    """The arrays of a live tree that do not lie as their plan says.
+
+    Two layouts are equal if every device holds the same part of the array, whatever the mesh axes are called and in
+    whatever order the devices are. For a plan without devices, the devices count in the order of their mesh. Inside
+    `jax.jit`, arrays on Explicit axes are checked by their types.
+
+    **Arguments:**
+
+    - `tree`: the tree that was planned: parameters, an optimizer's state, a cache.
+    - `plan`: its plan.
+
+    **Returns:**
+
+    A [`shardfx._arrays.Misplaced`][], the most excess bytes first: arrays that lie elsewhere, have another shape, dtype
+    or memory kind, are missing, or are not in the plan. It is false where there are none.
+
+    **Raises:**
+
+    `LeafTypeError` for a traced array on Auto axes: the compiler has not chosen yet how it lies.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx as sfx
+
+        mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
+        tree = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+        plan = sfx.plan(tree, mesh, paths=sfx.PathRules.parse("w->data, b->replicate"))
+        assert not sfx.misplaced(sfx.shard(tree, plan), plan)
+
+        tree = jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))
+        (row,) = sfx.misplaced(tree, plan)
+        assert (row.path, row.excess_bytes) == ("w", 7 * 16)
+        ```
+    """
+    check_plan("plan", plan)
+    content, flat = plan.content, flatten(tree)
+    asked = [(one, row.shape, row.dtype) for one, row in zip(content.row_shardings, content.rows, strict=True)]
+    index, missing = content.index, ()
+    if flat.paths != content.skeleton.paths:
+        numbers, present = dict(content.numbered), set(flat.paths)
+        index = [numbers.get(path, -1) for path in flat.paths]
+        missing = [(path, i) for path, i in content.numbered if i >= 0 and path not in present]
+    found = []
+    for path, leaf, is_array, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
+        if i >= 0 or is_array:
+            here = (_sharding(path, leaf), leaf.shape, leaf.dtype) if is_array else None
+            verdict = _verdict(here, asked[i] if i >= 0 else None)
+            if verdict is not None:
+                found.append(MisplacedArray(path, *verdict))
+    found += [MisplacedArray(path, *verdict) for path, i in missing if (verdict := _verdict(None, asked[i]))]
+    return Misplaced(sorted(found, key=lambda row: -row.excess_bytes))
+
+
+def _sharding(path: str, leaf: Any) -> Sharding | None:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return None
+    return known_sharding((jax.tree_util.DictKey(path),), leaf) if isinstance(leaf, Tracer) else leaf.sharding
+
+
+# The sharding of an array, its shape and its dtype.
+_Described = tuple[Sharding | None, tuple[int, ...], Any]
+
+
+@ft.lru_cache(maxsize=4096)
+def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, str, int, str] | None:
+    """What was asked for and what was found, the bytes held too much, and what to do; `None` where both are alike."""
+    texts = _text(asked), _text(found)
+    if found is None or asked is None:
+        excess, fix = 0 if found is None else _held(found), _PLAN_AGAIN
+    elif found[1] != asked[1] or canonical_dtype(found[2]) != asked[2]:
+        excess, fix = _held(found) - _held(asked), _PLAN_AGAIN
+    elif found[0] is not None and _is_same(found[0], asked[0], asked[1]):
+        return None
+    else:
+        excess, fix = _held(found) - _held(asked), _MOVE
+    return *texts, max(excess, 0), fix
+
+
+def _is_same(found: Sharding, asked: Any, shape: tuple[int, ...]) -> bool:
+    """Whether all devices hold the same parts; a mesh without devices is compared by the places in it."""
+    if _kind(found) != _kind(asked) or _reductions(found) != _reductions(asked):
+        return False
+    if found == asked:
+        return True
+    ours, theirs = boxes(found, shape), boxes(asked, shape)
+    are_real = _is_real(found) and _is_real(asked)
+    return ours == theirs if are_real else [*ours.values()] == [*theirs.values()]
+
+
+def _is_real(sharding: Sharding) -> bool:
+    return not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh)
+
+
+def _kind(sharding: Sharding) -> str | None:
+    """The kind of memory; `None` for the one that the devices have unless told otherwise."""
+    kind = sharding.memory_kind
+    return None if kind in (None, "device", "unpinned_host") else kind
+
+
+def _reductions(sharding: Sharding) -> tuple[Any, ...]:
+    is_named = isinstance(sharding, NamedSharding)
+    return (sharding.spec.unreduced, sharding.spec.reduced) if is_named else (frozenset(), frozenset())
+
+
+def _held(described: _Described) -> int:
+    """The bytes of one shard; those of an array that no device holds are none."""
+    sharding, shape, dtype = described
+    return 0 if sharding is None else array_bytes(sharding.shard_shape(shape), dtype)
+
+
+def _text(described: _Described | None) -> str:
+    if described is None:
+        return "nothing"
+    sharding, shape, dtype = described
+    text = array_text(dtype, shape)
+    if sharding is None:
+        return f"{text} on no device"
+    if not isinstance(sharding, NamedSharding):
+        return f"{text} on {plural(len(sharding.device_set), 'device')}"
+    text += f" {spec_text(entries_of(canonical(sharding.spec)))}"
+    return text if _kind(sharding) is None else f"{text} in {sharding.memory_kind}"

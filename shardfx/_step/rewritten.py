@@ -1,0 +1,206 @@
+"""Operations that libtpu writes as others before it propagates shardings and partitions.
+
+libtpu simplifies a program first, and XLA's partitioner on a host does not. It writes the largest values as a sort or a
+custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex numbers as
+three of real ones, and equal operations once. Read off the programs behind each pass of libtpu 0.0.42 for v5e, as
+`XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"` writes them.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import stablehlo
+
+from .lowered import bytecode
+
+
+# The largest values of a matrix are a custom call where it has so many columns for each of them. By 34 programs the
+# border lies between 68 and 73.
+_COLUMNS = 70
+
+
+def rewritten(module: bytes, context: Any) -> bytes:
+    """The bytecode of a StableHLO module with these operations as libtpu writes them."""
+    with context, ir.Location.unknown(context):
+        parsed = ir.Module.parse(module)
+        found: list[Any] = []
+
+        def look(op: Any) -> Any:
+            if op.name in _FORMS:
+                found.append(op)
+            return ir.WalkResult.ADVANCE
+
+        parsed.operation.walk(look)
+        for op in found:
+            is_other, written = _FORMS[op.name]
+            if not is_other(op):
+                continue
+            with ir.InsertionPoint(op), op.location:
+                for old, new in zip(op.results, written(op), strict=True):
+                    old.replace_all_uses_with(new)
+            op.erase()
+        passmanager.PassManager.parse("builtin.module(func.func(cse))").run(parsed.operation)
+        return bytecode(parsed)
+
+
+def _top_k(op: Any) -> list[Any]:
+    operand, made = op.operands[0], [one.type for one in op.results]
+    kind = ir.RankedTensorType(operand.type)
+    shape, (largest, indices) = list(kind.shape), map(ir.RankedTensorType, made)
+    count = largest.shape[-1]
+    is_float = isinstance(kind.element_type, ir.F32Type | ir.BF16Type)
+    if len(shape) == 2 and is_float and shape[1] >= _COLUMNS * count:
+        call = ir.Operation.create(
+            "stablehlo.custom_call",
+            results=made,
+            operands=[operand],
+            attributes={"call_target_name": ir.StringAttr.get("TopK")},
+        )
+        values, places = call.results
+        # XLA's partitioner drops places that only the step's result reads.
+        return [values, stablehlo.AddOp(places, places).result]
+    numbers = ir.RankedTensorType.get(shape, indices.element_type)
+    places = stablehlo.IotaOp(numbers, _integer(len(shape) - 1)).result
+    ordered = stablehlo.SortOp([kind, numbers], [operand, places], dimension=len(shape) - 1)
+    scalars = [ir.RankedTensorType.get([], one.element_type) for one in (kind, kind, numbers, numbers)]
+    block = ordered.regions[0].blocks.append(*scalars)
+    with ir.InsertionPoint(block):
+        first, other = block.arguments[:2]
+        before = stablehlo.CompareOp(first, other, stablehlo.ComparisonDirectionAttr.get("GT"))
+        stablehlo.ReturnOp([before.result])
+    stop = [*shape[:-1], count]
+    return [stablehlo.slice(one, [0] * len(shape), stop, [1] * len(shape)) for one in ordered.results]
+
+
+def _fft(op: Any) -> list[Any]:
+    """A product with a matrix for each dimension; what the matrices hold is no matter."""
+    value, made = op.operands[0], ir.RankedTensorType(op.results[0].type)
+    kind = str(op.attributes["fft_type"])
+    lengths = list(ir.DenseI64ArrayAttr(op.attributes["fft_length"]))
+    dims = range(made.rank - len(lengths), made.rank)
+    if "IRFFT" in kind:
+        value = _resized(value, made.rank - 1, lengths[-1])
+    for dim in dims if "IRFFT" in kind else reversed(dims):
+        value = _by_matrix(value, dim)
+        value = _resized(value, dim, made.shape[dim])
+    return [stablehlo.RealOp(value).result if "IRFFT" in kind else value]
+
+
+def _by_matrix(value: Any, dim: int) -> Any:
+    """The product of a dimension with a square matrix, in full precision; the dimension stays where it is."""
+    kind = ir.RankedTensorType(value.type)
+    size, rank = kind.shape[dim], kind.rank
+    shape = [*(one for at, one in enumerate(kind.shape) if at != dim), size]
+    numbers = stablehlo.DotDimensionNumbers.get([], [], [dim], [0])
+    precision = ir.ArrayAttr.get([stablehlo.PrecisionAttr.get("HIGHEST")] * 2)
+
+    along = itertools.cycle([0, 1])
+
+    def by(part: Any) -> Any:
+        element = ir.RankedTensorType(part.type).element_type
+        matrix = stablehlo.IotaOp(ir.RankedTensorType.get([size, size], element), _integer(next(along))).result
+        made = ir.RankedTensorType.get(shape, element)
+        return stablehlo.DotGeneralOp(made, part, matrix, numbers, precision_config=precision).result
+
+    if _is_complex(value):
+        product = _of_three(value, by)
+    else:
+        product = stablehlo.ComplexOp(by(value), by(value)).result
+    order = [*range(dim), rank - 1, *range(dim, rank - 1)]
+    return stablehlo.transpose(product, order) if dim < rank - 1 else product
+
+
+def _complex_dot(op: Any) -> list[Any]:
+    """Three products of real numbers for one of complex numbers."""
+    left, right = op.operands
+    made = ir.RankedTensorType(op.results[0].type)
+    parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
+    kind = ir.RankedTensorType.get(made.shape, ir.ComplexType(made.element_type).element_type)
+    named = {
+        name: op.attributes[name] for name in ("dot_dimension_numbers", "precision_config") if name in op.attributes
+    }
+
+    def by(part: Any) -> Any:
+        operands = [part, next(parts)]
+        return ir.Operation.create(op.name, results=[kind], operands=operands, attributes=named).results[0]
+
+    return [_of_three(left, by)]
+
+
+def _of_three(value: Any, by: Callable[[Any], Any]) -> Any:
+    """The complex numbers of three products: of the sum of both parts, of the real and of the imaginary part."""
+    whole = by(_added(value))
+    real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
+    return stablehlo.ComplexOp(
+        stablehlo.SubtractOp(whole, imaginary).result, stablehlo.AddOp(whole, real).result
+    ).result
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(ir.RankedTensorType(value.type).element_type, ir.ComplexType)
+
+
+def _added(value: Any) -> Any:
+    return stablehlo.AddOp(stablehlo.RealOp(value).result, stablehlo.ImagOp(value).result).result
+
+
+def _resized(value: Any, dim: int, size: int) -> Any:
+    """The value with another size of a dimension: its beginning, or with its beginning behind it."""
+    shape = list(ir.RankedTensorType(value.type).shape)
+    if shape[dim] == size:
+        return value
+    stop = [
+        min(size, abs(size - one)) if at == dim and size > one else size if at == dim else one
+        for at, one in enumerate(shape)
+    ]
+    part = stablehlo.slice(value, [0] * len(shape), stop, [1] * len(shape))
+    return part if size < shape[dim] else stablehlo.concatenate([value, part], dim)
+
+
+def _is_column_of_count(op: Any) -> bool:
+    maker, kind = _maker(op.operands[0]), ir.RankedTensorType(op.results[0].type)
+    if maker is None or maker.name != "stablehlo.iota" or str(kind.element_type) != "i32":
+        return False
+    return math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(maker.results[0].type).shape[0]
+
+
+def _column_of_count(op: Any) -> list[Any]:
+    """The numbers of rows as a constant: the partitioner sees them through no reshape."""
+    kind = ir.RankedTensorType(op.results[0].type)
+    numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
+    return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]
+
+
+def _is_of_count(op: Any) -> bool:
+    """Whether a `select` asks, as JAX does of indices, whether a count from zero is negative."""
+    asked = _maker(op.operands[0])
+    if asked is None or asked.name != "stablehlo.compare" or "LT" not in str(asked.attributes["comparison_direction"]):
+        return False
+    zero, count = _maker(asked.operands[1]), _maker(op.operands[2])
+    while zero is not None and zero.name == "stablehlo.broadcast_in_dim":
+        zero = _maker(zero.operands[0])
+    is_zero = zero is not None and zero.name == "stablehlo.constant" and "dense<0>" in str(zero.attributes["value"])
+    return is_zero and asked.operands[0] == op.operands[2] and count is not None and count.name == "stablehlo.iota"
+
+
+def _maker(value: Any) -> Any:
+    """The operation that makes a value; none makes what a block is given."""
+    return None if isinstance(value.owner, ir.Block) else value.owner
+
+
+def _integer(value: int) -> Any:
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
+
+
+# By the name of an operation: whether libtpu writes it otherwise, and what in its place.
+_FORMS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = {
+    "chlo.top_k": (lambda op: True, _top_k),
+    "stablehlo.fft": (lambda op: True, _fft),
+    "stablehlo.dot_general": (lambda op: _is_complex(op.results[0]), _complex_dot),
+    "stablehlo.broadcast_in_dim": (_is_column_of_count, _column_of_count),
+    "stablehlo.select": (_is_of_count, lambda op: [op.operands[2]]),
+}

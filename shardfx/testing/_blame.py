@@ -1,0 +1,245 @@
+"""Which equation of a step is the first that its plan makes wrong."""
+
+import difflib
+import itertools as it
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._tape import CARRY, Record
+
+
+# How the values of the devices along one mesh axis make up the whole: a dimension that they cut, or one of these. All
+# but "same" and a dimension wait for a collective.
+Role = int | Literal["same", "sum", "mean", "max"]
+MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
+_COLLECTIVES = frozenset(
+    """psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced all_to_all
+    psum_scatter reduce_scatter ragged_all_to_all pbroadcast unreduced_psum unreduced_reduce_scatter""".split()
+)
+# These take pieces of arrays or put them together: what a device makes of them may have no counterpart on one device.
+_PIECES = _COLLECTIVES & {"ppermute", "all_gather", "all_to_all"} | frozenset(
+    """slice dynamic_slice gather squeeze reshape broadcast_in_dim transpose rev concatenate pad convert_element_type
+    copy dynamic_update_slice split""".split()
+)
+
+
+class Compared(NamedTuple):
+    """What an equation made under the plan beside what it makes on one device.
+
+    **Arguments:**
+
+    - `is_same`: whether the devices' values make up that of one device.
+    - `roles`: how, along each mesh axis of the shard_maps around it.
+    - `by_turn`: for each turn of the outermost loop whether they do.
+    - `difference`: the largest, and `at` where it is; `scale` is the largest number of the reference.
+    """
+
+    is_same: bool
+    roles: Mapping[str, Role] = {}
+    by_turn: tuple[bool, ...] = ()
+    difference: float = math.inf
+    at: tuple[int, ...] = ()
+    scale: float = 0.0
+
+
+class Fault(NamedTuple):
+    """The first equation that a plan makes wrong, and those that make what it takes for something else."""
+
+    number: int
+    sources: tuple[int, ...]
+    turn: int | None
+
+
+def differences(found: Any, wanted: Any) -> np.ndarray:
+    """How far numbers are apart; those that are no numbers, or infinite, are equal to their like alone."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    kind = np.result_type(found.dtype, np.float64)
+    found, wanted = found.astype(kind), wanted.astype(kind)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(found - wanted)
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
+
+
+def allowed(exact: np.ndarray, others: Sequence[Any], dtype: Any) -> float:
+    """The largest difference that rounding explains: eight times what it changed in the reference."""
+    changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
+    if not jnp.issubdtype(dtype, np.inexact):
+        return math.inf if changed else 0.0  # a choice between numbers that rounding makes equal
+    finite = np.abs(exact[np.isfinite(exact)])
+    return 8 * changed + 4 * float(jnp.finfo(dtype).eps) * float(finite.max(initial=0.0))
+
+
+def compared(record: Record, value: Any, whole_record: Record, whole: Any, most: float) -> Compared:
+    """A value of the devices beside that of one device."""
+    axes, parts = _by_device(record, np.asarray(value))
+    one, whole = _by_device(whole_record, np.asarray(whole))
+    whole = whole.reshape(whole.shape[len(one) :])
+    turns = sum(isinstance(kind, int) for kind in record.leading)
+    best, rank = Compared(False), (-1, -math.inf)
+    for roles, made in _assembled(axes, parts, whole.shape):
+        apart = differences(made, np.broadcast_to(whole, made.shape))
+        extra = made.ndim - whole.ndim
+        own = np.moveaxis(apart, extra, 0).reshape(whole.shape[0], -1) if turns else apart.reshape(1, -1)
+        by_turn = tuple((own.max(-1, initial=0.0) <= most).tolist())
+        largest = float(apart.max(initial=0.0))
+        last = by_turn.index(False) if False in by_turn else len(by_turn)
+        if (last, -largest) > rank:
+            at = np.unravel_index(int(apart.argmax()), apart.shape)[extra:] if apart.size else ()
+            names: dict[str, Role] = {name: role for (name, size), role in zip(axes, roles, strict=True) if size > 1}
+            scale = 1.0 if whole.dtype == bool else float(np.abs(whole).max(initial=0))
+            best = Compared(all(by_turn), names, by_turn if turns else (), largest, tuple(map(int, at)), scale)
+            rank = (last, -largest)
+        if best.is_same:
+            break
+    return best
+
+
+def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]], np.ndarray]:
+    """A record's value with a leading dimension for each mesh axis, before those for the turns of loops in order."""
+    device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
+    value = np.asarray(np.flip(value, tuple(at for at, one in enumerate(record.leading) if one == -1)))
+    value = np.moveaxis(value, device, range(len(device)))
+    axes = [axis for one in record.leading if not isinstance(one, int) for axis in one]
+    return axes, np.reshape(value, (*[size for _, size in axes], *value.shape[len(device) :]))
+
+
+def _assembled(
+    axes: Sequence[tuple[str, int]], parts: np.ndarray, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
+    """Every array of a shape that the devices' values can be parts of, with the role of each mesh axis.
+
+    Along axes of the role "same" the devices' values stand beside each other in leading dimensions.
+    """
+    local = parts.shape[len(axes) :]
+    if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):
+        return
+    ratios = [whole // size for size, whole in zip(local, shape, strict=True)]
+    merged = MERGED if jnp.issubdtype(parts.dtype, np.inexact) else [] if parts.dtype == bool else ["sum"]
+    choices: list[list[Any]] = [
+        ["same", *[dim for dim, ratio in enumerate(ratios) if ratio > 1 and ratio % size == 0], *merged]
+        if size > 1
+        else ["same"]
+        for _, size in axes
+    ]
+    for roles in sorted(it.product(*choices), key=lambda roles: sum(role in MERGED for role in roles)):
+        cuts = [[at for at, role in enumerate(roles) if role == dim] for dim in range(len(shape))]
+        if [math.prod(axes[at][1] for at in own) for own in cuts] != ratios:
+            continue
+        made = parts
+        for at, role in enumerate(roles):
+            made = MERGED[role](made, axis=at, keepdims=True) if role in MERGED else made
+        beside = [at for at, role in enumerate(roles) if not isinstance(role, int)]
+        order = [*beside, *it.chain.from_iterable([*own, len(axes) + dim] for dim, own in enumerate(cuts))]
+        yield roles, made.transpose(order).reshape((*[made.shape[at] for at in beside], *shape))
+
+
+def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
+    """For the records of one tape those of another that are the same equations."""
+    keys = [[(one.primitive, one.frames[:1]) for one in records] for records in (ours, theirs)]
+    if keys[0] == keys[1]:
+        return {at: at for at in range(len(ours))}
+    blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+    return {one.a + at: one.b + at for one in blocks for at in range(one.size)}
+
+
+def fault_of(records: Sequence[Record], found: Mapping[int, Compared], wrong: Sequence[int]) -> Fault | None:
+    """The first equation that is wrong although what it takes is right, of those that wrong results come from.
+
+    **Arguments:**
+
+    - `records`: of the step under the plan.
+    - `found`: what they made beside the reference, where there is one.
+    - `wrong`: the records that are wrong results.
+    """
+    return _Search(records, found).fault([number for number in wrong if number >= 0])
+
+
+class _Search:
+    def __init__(self, records: Sequence[Record], found: Mapping[int, Compared]):
+        self.records, self.found, self.turns = records, found, _turns(records, found)
+
+    def is_same(self, number: int) -> bool:
+        """Whether a value is right, in a loop in the turn in which it goes wrong."""
+        one, turn = self.found.get(number), self.turns.get(self.records[number].loop)
+        if one is None or turn is None or not one.by_turn:
+            return one is not None and one.is_same
+        return one.by_turn[turn] or self.records[number].primitive == CARRY
+
+    def is_loose(self, number: int, reader: Record | None) -> bool:
+        """Whether a value leaves its shard_map while it waits for a collective."""
+        inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
+        roles = self.found[number].roles if number in self.found else {}
+        return any(role in MERGED and name not in inside for name, role in roles.items())
+
+    def is_right(self, number: int, reader: Record | None = None) -> bool:
+        return number < 0 or (self.is_same(number) and not self.is_loose(number, reader))
+
+    def fault(self, wrong: list[int]) -> Fault | None:
+        region: set[int] = set()
+        waiting = [(number, None) for number in wrong]
+        leaving: list[int] = []
+        while waiting:
+            number, reader = waiting.pop()
+            if self.is_same(number):
+                leaving += [number] if self.is_loose(number, reader) else []
+            elif number not in region:
+                region.add(number)
+                waiting += [(one, self.records[number]) for one in self.records[number].reads if one >= 0]
+        if leaving and min(leaving) < min(region, default=math.inf):
+            return self.named(min(leaving), [])
+        apart = self.without_counterpart(region)
+        starts = [
+            number
+            for number in sorted(region - apart)
+            if all(one in apart or self.is_right(one, self.records[number]) for one in self.records[number].reads)
+        ]
+        first = next(iter(starts), None) if starts else next(iter(sorted(region)), None)
+        return None if first is None else self.named(first, self.behind(first, region))
+
+    def without_counterpart(self, region: set[int]) -> set[int]:
+        """Positions, and pieces of right arrays: whether they are right shows where they meet an array."""
+        found: set[int] = set()
+        for number in sorted(region):
+            record = self.records[number]
+            if all(isinstance(one, int) for one in record.leading):
+                continue
+            is_index = not jnp.issubdtype(record.dtype, np.inexact)
+            if (is_index or record.primitive in _PIECES) and all(
+                one in found or self.is_right(one, record) for one in record.reads
+            ):
+                found.add(number)
+        return found
+
+    def behind(self, first: int, region: set[int]) -> list[int]:
+        """What an equation takes that is not right, back to what is."""
+        seen: set[int] = set()
+        waiting = [first]
+        while waiting:
+            left = {one for one in self.records[waiting.pop()].reads if one in region} - seen
+            seen |= left
+            waiting += left
+        return sorted(seen - {first})
+
+    def named(self, first: int, behind: list[int]) -> Fault:
+        """The places to show: the last collective, what waits for one, the positions, then the equation itself."""
+        reads = self.records[first].reads
+        waits = [one for one in reads if one in self.found and {*self.found[one].roles.values()} & {*MERGED}]
+        sent = [one for one in behind if self.records[one].primitive in _COLLECTIVES]
+        index = [one for one in behind if not jnp.issubdtype(self.records[one].dtype, np.inexact)]
+        names = [*sent[-1:], *waits[-1:], *index[-1:], *index[:1]] or behind[-1:]
+        return Fault(first, tuple(dict.fromkeys(names)), self.turns.get(self.records[first].loop))
+
+
+def _turns(records: Sequence[Record], found: Mapping[int, Compared]) -> dict[int | None, int]:
+    """For each loop the first turn that ends with a wrong carry."""
+    turns: dict[int | None, int] = {}
+    for number, record in enumerate(records):
+        by_turn = found[number].by_turn if number in found else ()
+        if record.primitive == CARRY and by_turn[:1] == (True,) and False in by_turn:
+            turns[record.loop] = min(turns.get(record.loop, len(by_turn)), by_turn.index(False) - 1)
+    return turns

@@ -1,0 +1,344 @@
+"""Whether a step computes under its plan what it computes on one device."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from .._ground.text import array_text, plural, spec_text, table
+from .._ground.tree import flatten
+from .._step.lines import Frame, place_text
+from .._step.step import EquinoxJitted, Jitted
+from ..cost import traffic
+from ._args import has_structs, made, shrunk
+from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of
+from ._suspects import equations_of, suspects
+from ._tape import Record, Tape
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedOutput:
+    """One array that a step returns.
+
+    **Arguments:**
+
+    - `path`: where it is in what the step returns.
+    - `difference`: the largest between the plan and the reference in float64, and `at` where it is.
+    - `allowed`: what rounding explains.
+    """
+
+    path: str
+    difference: float
+    at: tuple[int, ...]
+    allowed: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.difference <= self.allowed
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedStep:
+    """What [`shardfx.testing.check_step`][] found; true where the plan changes no number.
+
+    **Arguments:**
+
+    - `outputs`: the arrays that the step returns.
+    - `is_finite`: whether the reference is; what is infinite, or no number, is equal to its like alone.
+    - `frame`: the line of the first equation that differs, where one was found.
+    - `lines`: that, and the line that makes the value which it takes for another.
+    - `story`: what is known of it, in words.
+    """
+
+    outputs: tuple[CheckedOutput, ...]
+    is_finite: bool = True
+    frame: Frame | None = None
+    lines: tuple[Frame, ...] = ()
+    story: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return all(one.is_right for one in self.outputs)
+
+    def __str__(self) -> str:
+        if self:
+            return f"the plan changes none of {plural(len(self.outputs), 'output')} by more than rounding does"
+        wrong = [one for one in self.outputs if not one.is_right]
+        rows = [("output", "difference", "rounding", "at")]
+        rows += [(one.path or "-", f"{one.difference:.1e}", f"{one.allowed:.1e}", str([*one.at])) for one in wrong]
+        head = f"the plan changes {len(wrong)} of {plural(len(self.outputs), 'output')}:"
+        return "\n".join([head, *table(rows, right={"difference", "rounding"}), "", *self.story])
+
+    __repr__ = __str__
+
+
+# Programs that run a few times need not be fast.
+_QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Seeds of the rounding errors that are added in float64.
+_SEEDS = (1, 2, 3)
+_RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
+
+
+def check_step(
+    step: Callable[..., Any],
+    *args: Any,
+    reference: Callable[..., Any] | None = None,
+    mesh: Mesh | None = None,
+    shrink: bool = False,
+) -> CheckedStep:
+    """Runs a step under its plan and on one device, and names the first equation that differs.
+
+    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. What
+    rounding explains is measured for each output: by how much it changes where every equation in float64 is given the
+    errors of its dtype. A step with narrower floats is run in float32 under its plan as well, where less is hidden.
+
+    **Arguments:**
+
+    - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With `mesh`, a
+        function of a mesh that returns the step.
+    - `args`: arrays where the plan puts them, or structs as `plan.structs`, for which random arrays are made. None is
+        donated. Emulated devices do: XLA partitions for them as for others.
+    - `reference`: a function of the same arguments that is right. A step whose `shard_map` is over several devices has
+        no form for one device, and needs this or `mesh`.
+    - `mesh`: the mesh of the plan; the reference is then the step on a mesh of one device with the same axes.
+    - `shrink`: first makes all sizes as small as the shardings of `args` still cut them alike. A size that the step
+        knows by heart stays.
+
+    **Returns:**
+
+    A [`shardfx.testing.CheckedStep`][], true where rounding explains all differences. Printed, it has the outputs that
+    differ, the first equation that is wrong although what it takes is right, its line and layout, the turn of its loop,
+    the collectives at these lines, and what is suspicious in a `shard_map` under `check_vma=False`.
+
+    **Raises:**
+
+    `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on
+    more devices than there are; what the step raises.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx as sfx
+
+        mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
+        x = jax.device_put(jnp.ones((64, 16)), jax.NamedSharding(mesh, jax.P("data")))
+        assert sfx.testing.check_step(lambda x: jnp.tanh(x.T @ x), x)
+        ```
+    """
+    if mesh is not None:
+        ones = np.array([mesh.devices.flat[0]]).reshape([1] * mesh.devices.ndim)
+        step, reference = step(mesh), step(Mesh(ones, mesh.axis_names, axis_types=mesh.axis_types))
+    given = shrunk(step, args) if shrink else args
+    found = _compared(step, made(given, mild=False), reference, mesh)
+    if has_structs(given) and not found.is_finite:
+        found = _compared(step, made(given, mild=True), reference, mesh)
+    return found
+
+
+def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
+    ours = _traced(step, args)
+    devices = {device for one in ours.arrays for device in one.devices()}
+    device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
+    alone = jax.tree.map(lambda leaf: _on_one(leaf, device) if isinstance(leaf, jax.Array) else leaf, args)
+    theirs = _traced(step if reference is None else reference, alone)
+    if reference is None:
+        theirs = theirs._replace(closed=ours.closed)
+    return _Check(ours, theirs).checked()
+
+
+def _on_one(leaf: jax.Array, device: Any) -> jax.Array:
+    """A copy on one device. It goes through the host: the type of a copy would keep Explicit axes."""
+    made = jax.device_put(np.asarray(_data(leaf)), device)
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(leaf)) if is_key else made
+
+
+class _Traced(NamedTuple):
+    """A step as a function of arrays alone: itself, its jaxpr, the arrays, and the paths of its results."""
+
+    run: Callable[..., Any]
+    closed: Any
+    arrays: list[Any]
+    paths: list[str]
+
+
+def _traced(step: Callable[..., Any], args: Sequence[Any]) -> _Traced:
+    flats = [flatten(arg) for arg in args]
+    arrays = [leaf for flat in flats for leaf, yes in zip(flat.leaves, flat.is_array, strict=True) if yes]
+    paths: list[str] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        left = iter(arrays)
+        trees = [
+            jax.tree.unflatten(
+                flat.treedef,
+                [next(left) if yes else leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True)],
+            )
+            for flat in flats
+        ]
+        out = flatten(step(*trees))
+        paths[:] = [path for path, yes in zip(out.paths, out.is_array, strict=True) if yes]
+        return [_data(leaf) for leaf, yes in zip(out.leaves, out.is_array, strict=True) if yes]
+
+    closed = jax.make_jaxpr(run)(*arrays)
+    return _Traced(run if isinstance(step, Jitted | EquinoxJitted) else jax.jit(run), closed, arrays, paths)
+
+
+def _data(leaf: Any) -> Any:
+    """An array of numbers: of keys, their words."""
+    return jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+class _Played(NamedTuple):
+    """A jaxpr that was carried out: the tape, its compiled program, the results, their records, and all values."""
+
+    tape: Tape
+    compiled: Any
+    ids: list[int]
+    arrays: list[Any]
+
+    def __call__(self, *noise: int) -> tuple[list[np.ndarray], dict[int, np.ndarray], dict[int, Any]]:
+        outs, values = self.compiled(self.arrays, np.array(noise or (0, 0, 0), np.float32))
+        host = {at: np.asarray(one) for at, one in values.items()}
+        return [*map(np.asarray, outs)], host, values
+
+
+def _played(traced: _Traced, arrays: list[Any], *, alone: bool, wide: Any = None, keeps: bool = False) -> _Played:
+    tape, ids = Tape(alone=alone, wide=wide), []
+
+    def run(arrays: list[Any], noise: Any) -> Any:
+        tape.records.clear()
+        tape.values, tape.noise = {}, _amplitudes(noise) if wide == np.float64 else None
+        closed = traced.closed
+        outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], [-1] * len(arrays))
+        return outs, tape.values if keeps else {}
+
+    with jax.enable_x64(wide == np.float64):
+        compiled = jax.jit(run).lower(arrays, np.zeros(3, np.float32)).compile(_QUICKLY)
+    return _Played(tape, compiled, ids, arrays)
+
+
+def _amplitudes(noise: Any) -> tuple[dict[str, Any], Any]:
+    """Twice the rounding errors of float32, and of each dtype itself, as often as the noise says; and an odd number."""
+    sizes = noise.astype(np.float64)
+    own = {name: float(jax.numpy.finfo(name).eps) for name in ("bfloat16", "float16", "float32", "float64")}
+    odd = noise[2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) * np.uint64(2) + np.uint64(0xBF58476D1CE4E5B9)
+    return {name: sizes[0] * own["float32"] + sizes[1] * eps for name, eps in own.items()}, odd
+
+
+class _Check:
+    """A step under its plan and its reference, compared."""
+
+    def __init__(self, ours: _Traced, theirs: _Traced):
+        self.ours, self.theirs = ours, theirs
+        self.exactly = _played(theirs, theirs.arrays, alone=True, wide=np.float64)
+        made = [var.aval.dtype for one in equations_of(ours.closed.jaxpr) for var in one.outvars]
+        self.is_narrow = any(jax.numpy.issubdtype(one, np.floating) and np.dtype(one).itemsize < 4 for one in made)
+
+    def checked(self) -> CheckedStep:
+        exact = self.exactly()[0]
+        copies = [jax.numpy.copy(one) for one in self.ours.arrays]
+        made = [*map(np.asarray, self.ours.run(*copies))]
+        alone = _played(self.theirs, self.theirs.arrays, alone=True)()[0]
+        noisy = [self.exactly(0, 1, seed)[0] for seed in _SEEDS]
+        outputs = self.outputs(made, exact, [alone, *noisy], [one.dtype for one in made])
+        is_wide = self.is_narrow and all(one.is_right for one in outputs)
+        if is_wide:
+            # What bfloat16 hides is plain in float32.
+            made = _played(self.ours, self.ours.arrays, alone=False, wide=np.float32)()[0]
+            noisy = [self.exactly(1, 0, seed)[0] for seed in _SEEDS]
+            outputs = self.outputs(made, exact, noisy, [one.dtype for one in made])
+        is_finite = all(np.isfinite(one).all() for one in exact if one.dtype.kind in "fc")
+        found = CheckedStep(tuple(outputs), is_finite)
+        if found:
+            return found
+        told = self.blamed(found, is_wide)
+        return dataclasses.replace(told, story=(*told.story, *suspects(self.ours.closed)))
+
+    def outputs(self, made: Any, exact: Any, others: Any, dtypes: Any) -> list[CheckedOutput]:
+        found = []
+        for at, (path, dtype) in enumerate(zip(self.ours.paths, dtypes, strict=True)):
+            apart = differences(made[at], exact[at])
+            place = tuple(map(int, np.unravel_index(int(apart.argmax()), apart.shape))) if apart.size else ()
+            most = allowed(exact[at], [one[at] for one in others], dtype)
+            found.append(CheckedOutput(path, float(apart.max(initial=0.0)), place, most))
+        return found
+
+    def blamed(self, found: CheckedStep, is_wide: bool) -> CheckedStep:
+        """With the first equation that differs."""
+        wide = np.float32 if is_wide else None
+        try:
+            ours = _played(self.ours, self.ours.arrays, alone=False, wide=wide, keeps=True)
+        except jax.errors.JaxRuntimeError as error:
+            story = f"no equation is named: XLA refuses the step where every value is kept: {error!s:.200}"
+            return dataclasses.replace(found, story=(story,))
+        theirs = _played(self.theirs, self.theirs.arrays, alone=True, wide=np.float64, keeps=True)
+        outs, values, arrays = ours()
+        _, exact, _ = theirs()
+        noisy = [theirs(*((1, 0) if is_wide else (0, 1)), seed)[1] for seed in _SEEDS]
+        records, others = ours.tape.records, theirs.tape.records
+        rows: dict[int, Compared] = {}
+        for one, other in aligned(records, others).items():
+            if one in values and other in exact:
+                dtype = (
+                    np.float32
+                    if is_wide and jax.numpy.issubdtype(records[one].dtype, np.inexact)
+                    else records[one].dtype
+                )
+                most = allowed(exact[other], [run[other] for run in noisy], dtype)
+                rows[one] = compared(records[one], values[one], others[other], exact[other], most)
+        wrong = [
+            ours.ids[at] for at, (out, one) in enumerate(zip(outs, found.outputs, strict=True)) if not one.is_right
+        ]
+        fault = fault_of(records, rows, wrong)
+        if fault is None:
+            return found
+        return dataclasses.replace(found, **_told(records, rows, fault, ours, arrays))
+
+
+def _told(records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Any) -> Any:
+    """The lines and the story of a fault."""
+    record, one = records[fault.number], rows.get(fault.number, Compared(False))
+    story = [f"the first equation that differs: {_equation(record, fault.number, arrays)}"]
+    if one.is_same:
+        waits = " and ".join(f"the {role} over {axis}" for axis, role in one.roles.items() if role in MERGED)
+        story += [f"    it waits for {waits}, and leaves its shard_map as if it were whole"]
+    elif math.isfinite(one.difference):
+        story += [f"    by up to {one.difference:.1e}, of numbers up to {one.scale:.1e}, at {[*one.at]}"]
+    story += [f"    in turn {fault.turn} of its loop"] if fault.turn is not None else []
+    for at in fault.sources:
+        waits = [f"{role} over {axis}" for axis, role in rows[at].roles.items() if role in MERGED] if at in rows else []
+        why = f", which waits for the {' and the '.join(waits)}" if waits else ""
+        story.append(f"it takes what comes from {_equation(records[at], at, arrays)}{why}")
+    places = [*fault.sources, fault.number]
+    if any(records[at].primitive in _RANDOM for at in places):
+        story.append(
+            "random numbers here hang on the layout: make them outside of shard_map, with threefry keys, and with "
+            "`jax_threefry_partitionable` on"
+        )
+    lines = tuple(dict.fromkeys(frame for at in places for frame in records[at].frames))
+    near = {(frame.file, frame.line) for frame in lines}
+    sent = [row for row in traffic(ours.compiled).rows if row.source and (row.source.file, row.source.line) in near]
+    kinds = dict.fromkeys(f"{row.kind} over {' x '.join(row.axes) or '-'} at {place_text(row.source)}" for row in sent)
+    story += [f"the plan sends there: {kind}" for kind in kinds]
+    return {"frame": next(iter(lines), None), "lines": lines, "story": tuple(story)}
+
+
+def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:
+    """An equation with its line, and how what it makes lies."""
+    told = f"`{record.primitive}` at {place_text(next(iter(record.frames), None))}"
+    if number not in arrays:
+        return told
+    made, inside = arrays[number], [one for one in record.leading if not isinstance(one, int)]
+    text = array_text(record.dtype, made.shape[len(record.leading) :])
+    if inside:
+        axes = ", ".join(name for own in inside for name, _ in own)
+        return f"{told}: {text} on each device of {axes}"
+    spec = made.sharding.spec if isinstance(made.sharding, NamedSharding) else ()
+    return f"{told}: {text} {spec_text([*spec][len(record.leading) :])}"

@@ -1,0 +1,207 @@
+"""The collectives of a step as a text to keep beside the code, and what must not be among them."""
+
+import linecache
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._ground.text import between_numbers, bytes_text, joined_exactly, plural, printable
+from .._step.lines import place_text
+from ..cost import Frame, Traffic, TrafficRow
+from ..cost._collective import KINDS
+from ._plan_text import assert_same_text
+
+
+_FORMAT = "# shardfx traffic text 1"
+_PHASES = ("forward", "backward", "recomputed")
+_PATTERN = re.compile(
+    rf"(?:(?P<phase>{'|'.join(_PHASES)}) )?(?P<kind>{'|'.join(KINDS)}|any)"
+    r"(?: over (?P<axes>[^ ]+))?(?: of (?P<leaf>[^ ]+))?(?: at (?P<place>[^ ]+))?"
+)
+
+
+def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
+    """The collectives of a step as a text for golden files.
+
+    Of each it has the kind, the mesh axes, how often it runs, whether it is of the backward pass or of what that
+    computes again, the arrays that a device has of it, the parameter, and the line of your program. A line stands there
+    by its words and not by its number, which changes with every line above it.
+
+    **Arguments:**
+
+    - `traffic`: what [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][] returns.
+    - `sizes`: with the bytes that enter a device.
+
+    **Returns:**
+
+    The text, ending in a new line. Collectives that are alike but for numbers in their parameters' paths are one line.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx as sfx
+
+        mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
+        whole = jax.NamedSharding(mesh, jax.P())
+        step = jax.jit(jnp.sin, out_shardings=whole)
+        traffic = sfx.cost.traffic(step.lower(x))
+        print(sfx.testing.traffic_text(traffic))
+        ```
+
+        ```text
+        # shardfx traffic text 1
+        8 devices
+
+        all-gather over data: 1 x f32[64,16]...
+        ```
+    """
+    groups: dict[Any, list[TrafficRow]] = {}
+    for row in traffic.rows:
+        groups.setdefault((_row_text(row), between_numbers(row.leaf or "")), []).append(row)
+    lines = [_line(text, rows, sizes) for (text, _), rows in groups.items()]
+    total = [f", {bytes_text(traffic.wire_bytes)} enter each" if sizes else ""]
+    return "\n".join([_FORMAT, f"{plural(traffic.devices, 'device')}{total[0]}", "", *sorted(lines), ""])
+
+
+def assert_same_traffic_text(
+    traffic: Traffic, expected: str | os.PathLike[str], *, update: bool = False, sizes: bool = False
+) -> None:
+    """Fails unless the text of a step's collectives is the expected one: the test of a golden file.
+
+    **Arguments:**
+
+    - `traffic`: what the step sends.
+    - `expected`: a text of several lines, as [`shardfx.testing.traffic_text`][] makes it; or the path of a file.
+    - `update`: write the text into the file instead of comparing.
+    - `sizes`: compare the bytes too.
+
+    **Raises:**
+
+    `AssertionError` with the lines that differ and how to accept the new ones; also if there is no such file.
+    """
+    assert_same_text("traffic", traffic_text(traffic, sizes=sizes), expected, update=update)
+
+
+def assert_collectives(
+    traffic: Traffic, *, none: Sequence[str] = (), at_most: Mapping[str, int | str] | None = None
+) -> None:
+    """Fails where a step has collectives that it must not have.
+
+    A pattern is the kind of a collective, or `any`, with as much more as it should be about, in this order:
+    `backward all-gather over fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward, backward or recomputed.
+    The collective goes over all the mesh axes that are named, and maybe more. The parameter is a regex that is searched
+    in its path; the place is a file, a file and a line, or a function.
+
+    **Arguments:**
+
+    - `traffic`: what [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][] returns.
+    - `none`: patterns of what must not be there.
+    - `at_most`: for patterns how often what they find may run in a step, as a number; or how many bytes of it may enter
+        a device, as a text: `"1.5 MiB"`.
+
+    **Raises:**
+
+    `AssertionError` with the collectives that are too much; `ValueError` for a pattern that cannot be read, or names an
+    axis that the mesh lacks.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx as sfx
+
+        mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
+        traffic = sfx.cost.traffic(jax.jit(jnp.sum).lower(x))
+        sfx.testing.assert_collectives(
+            traffic, none=["all-gather"], at_most={"all-reduce over data": 1}
+        )
+        ```
+    """
+    said: list[str] = []
+    for pattern, limit in [*((one, 0) for one in none), *(at_most or {}).items()]:
+        rows = [row for row in traffic.rows if row.calls != 0 and _fits(row, _read(pattern, traffic))]
+        over = _over(rows, limit)
+        said += [f"`{pattern}`: {over}", *[f"    {_line(_row_text(row), [row], True)}" for row in rows]] if over else []
+    if said:
+        raise AssertionError("\n".join(["the step has collectives that it must not have.", *said]))
+
+
+def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
+    calls = None if any(row.calls is None for row in rows) else sum(row.calls or 0 for row in rows)
+    head, _, rest = text.partition(": ")
+    told = f"{head}: {'?' if calls is None else calls} x {rest}"
+    leaves = joined_exactly([row.leaf for row in rows if row.leaf]) if rows[0].leaf else []
+    told += f", {' and '.join(path for path, _ in leaves)}" if leaves else ""
+    told += f", {place}" if (place := _place(rows[0].source)) else ""
+    return printable(told + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else ""))
+
+
+def _row_text(row: TrafficRow) -> str:
+    """What lines have in common that are counted together."""
+    kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
+    phase = "" if _phase(row) == "forward" else f"{row.phase} "
+    return f"{kind}: {phase}{'+'.join(row.arrays)}"
+
+
+def _phase(row: TrafficRow) -> str:
+    """The pass of a row; what no gradient is taken of is forward, and JAX 0.12 names nothing else forward."""
+    return row.phase or "forward"
+
+
+def _place(frame: Frame | None) -> str:
+    """The file, the function and the words of a line; the number of one that is not there to read."""
+    if frame is None:
+        return ""
+    words = linecache.getline(frame.file, frame.line).strip()
+    file = frame._replace(line=0).place.removesuffix(":0")
+    return f"{file} {frame.function}: {words}" if words else place_text(frame)
+
+
+def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
+    found = _PATTERN.fullmatch(pattern)
+    if found is None:
+        raise ValueError(
+            f"`{pattern}` is no pattern of collectives: write `[forward|backward|recomputed] KIND [over AXIS+AXIS] "
+            f"[of LEAF] [at PLACE]`, where KIND is any, {', '.join(KINDS)}."
+        )
+    lacking = [axis for axis in (found["axes"] or "").split("+") if axis and traffic.axes and axis not in traffic.axes]
+    if lacking:
+        raise ValueError(f"`{pattern}` names the axis {lacking[0]!r}, and the mesh has {', '.join(traffic.axes)}.")
+    return found
+
+
+def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
+    places = {one for frame in row.stack for one in (frame.place, frame.place.partition(":")[0], frame.function)}
+    return (
+        pattern["kind"] in ("any", row.kind)
+        and pattern["phase"] in (None, _phase(row))
+        and {*(pattern["axes"] or "").split("+")} - {""} <= {*row.axes}
+        and (pattern["leaf"] is None or re.search(pattern["leaf"], row.leaf or "") is not None)
+        and (pattern["place"] is None or pattern["place"] in places)
+    )
+
+
+def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
+    """What is too much, in words."""
+    if isinstance(limit, str):
+        sent = sum(row.wire_bytes for row in rows)
+        return f"{bytes_text(sent)}, more than {limit}" if sent > _bytes(limit) else ""
+    if any(row.calls is None for row in rows):
+        return f"runs in a loop whose turns are not known, more than {limit} may be"
+    calls = sum(row.calls or 0 for row in rows)
+    return f"{plural(calls, 'call')}, more than {limit or 'none'}" if calls > limit else ""
+
+
+def _bytes(text: str) -> float:
+    found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", text)
+    if found is None:
+        raise ValueError(f"`{text}` is no number of bytes; write it as '512 B' or '1.5 MiB'.")
+    return float(found[1].replace(",", "")) * 1024 ** " KMGT".index((found[2] or " ")[0])

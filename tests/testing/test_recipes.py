@@ -1,0 +1,38 @@
+"""The steps of the page of recipes compute under their plans what they compute on one device."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardfx as sfx
+from tests.house.test_docs import blocks
+
+
+# Those that train and serve; the rest only makes arrays.
+STEPS = ("mixed_step", "accumulated", "decode")
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def test_no_recipe_is_accused(monkeypatch: pytest.MonkeyPatch):
+    made, checked = sfx.filter_jit, []
+
+    def checking(fn: Any, **how: Any) -> Callable[..., Any]:
+        jitted, is_new = made(fn, **how), [fn.__name__ in STEPS]
+
+        def called(*args: Any) -> Any:
+            if is_new.pop() if is_new else False:
+                found = sfx.testing.check_step(jitted, *args)
+                assert found, f"{fn}: {found}"
+                checked.append(fn)
+            return jitted(*args)
+
+        return called
+
+    monkeypatch.setattr(sfx, "filter_jit", checking)
+    namespace: dict[str, Any] = {"__name__": "example"}
+    for block in blocks(PAGE.read_text()):
+        if "filter_jit(" not in block.code or ".lower(" not in block.code:
+            exec(compile("\n" * block.line + block.code, str(PAGE), "exec"), namespace)
+    assert [fn.__name__ for fn in checked] == [*STEPS]
