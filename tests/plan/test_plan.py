@@ -337,7 +337,7 @@ def test_an_edit_without_digest_is_accepted(text):
 def test_like_must_be_the_planned_tree(text):
     with pytest.raises(PlanMismatchError, match=r"leaf `w` is float32\[8, 15\], but the plan is for float32\[8, 16\]"):
         ShardPlan.from_json(text, like={**TREE, "w": jnp.ones((8, 15))})
-    with pytest.raises(PlanMismatchError, match="1 arrays more, 0 missing.*the plan has no `extra`"):
+    with pytest.raises(PlanMismatchError, match="1 array more, 0 missing.*the plan has no `extra`"):
         ShardPlan.from_json(text, like={**TREE, "extra": jnp.ones(2)})
     with pytest.raises(PlanMismatchError, match="leaf `w` is str 'x', but the plan has an array"):
         ShardPlan.from_json(text, like={**TREE, "w": "x"})

@@ -267,7 +267,7 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
     found = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
     data = packed(report_data(made, findings=[found] * 10_000, traffic=Traffic((), 8)))
     assert 100 < len(data["findings"]) < 10_000 and len(data["findings"]) + data["more_findings"] == 10_000
-    assert data["traffic"] == {"devices": 8, "wire_bytes": 0, "dcn_bytes": 0, "rows": [], "more": 0}
+    assert data["traffic"] == {"devices": 8, "wire_bytes": 0, "dcn_bytes": 0, "unsure_bytes": 0, "rows": [], "more": 0}
     assert len(html_report(made, findings=[found] * 10_000)) < 2_000_000
 
 
