@@ -47,7 +47,7 @@ def html_report(
 
     **Returns:**
 
-    The page's text, from what [`shardfx._see.report_data`][] returns. The same plan gives the same text.
+    The page's text. The same plan gives the same text.
 
     !!! Example
 
