@@ -33,22 +33,8 @@ def report_data(
 ) -> dict[str, Any]:
     """What a report says, as dicts, lists, strings and numbers that `json.dumps` takes.
 
-    **Arguments:**
-
-    - `plan`: the plan.
-    - `title`: what it is a plan of, such as the model's name.
-    - `findings`: what [`shardfx.lint`][] found.
-    - `traffic`: what a step under the plan sends, from [`shardfx.cost.traffic`][].
-    - `fit`: what a step under the plan needs of a chip's memory, from [`shardfx.cost.fit`][]; it takes the place of
-        what the plan's arrays alone need.
-    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name. That of `fit`, if there
-        is one and this is left out.
-
-    **Returns:**
-
-    A dict with `title`, `verdict`, `mesh`, `totals`, `rows` (one per `ReportRow`), `memory` (bytes
-    per device of each part of the tree, or of each group of `fit`), `chip`, `fit`, `findings` and `traffic`. Names are
-    as they are: escape them where they are shown.
+    It takes what [`shardfx.html_report`][] takes. The rows of `rows` are `ReportRow`s; `memory` has the bytes per
+    device of each part of the tree, or of each group of `fit`. Names are as they are: escape them where they are shown.
 
     !!! Example
 

@@ -149,6 +149,7 @@ class Tape:
                 for one, atom in zip(ins, equation.invars, strict=True)
             ]
             return self.bound(jaxpr, equation.replace(params=params, invars=invars), ins)
+        # Some equations carry out what has a fixed dtype, and refuse a wider one. Other errors are raised again below.
         except (TypeError, ValueError, NotImplementedError):
             return self.at_its_own_dtypes(jaxpr, equation, ins)
 
