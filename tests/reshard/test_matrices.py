@@ -84,15 +84,16 @@ def test_muon_sends_two_all_to_alls_and_no_more():
     whole = sum(one.nbytes for one in tree.values())
     assert {row.kind for row in traffic.rows} == {"all-to-all"}
     assert traffic.wire_bytes <= 0.22 * whole
-    assert [stack.slots for stack in mapped.stacks] == [1, 2]
+    assert [one.starts(0).shape[1] for one in mapped.exchanges] == [1, 2]
 
 
 def test_what_is_left_over_goes_to_those_that_have_done_least():
     made = plan(matrices(3) | {f"u{at}": one for at, one in enumerate(matrices(5, (16, 16)).values())},
                 built({"fsdp": 8}), paths=FSDP)  # fmt: skip
     mapped = map_matrices(unit, made)
-    owners = [{at // stack.slots for at, one in enumerate(stack.order) if one >= 0} for stack in mapped.stacks]
-    assert [len(one) for one in owners] == [3, 5] and owners[0].isdisjoint(owners[1])
+    (exchange,) = mapped.exchanges
+    assert [len(own) for own in exchange.holds] == [1] * 8
+    assert exchange.width == 16 * 32 // 8
 
 
 def test_leading_dimensions_with_names_count_matrices():
@@ -112,7 +113,7 @@ def test_a_dimension_that_counts_may_be_cut():
     tree = {"up": jax.random.normal(key, (8, 16, 32)), "down": jax.random.normal(key, (8, 32, 16))}
     result, mapped, traffic = check(unit, tree, built({"ep": 2, "fsdp": 4}), rules=None, names=names, axes=axes)
     same(result, jax.tree.map(jax.vmap(unit), tree))
-    assert {stack.axes for stack in mapped.stacks} == {("ep", "fsdp")}
+    assert {(one.cut, one.axes) for one in mapped.exchanges} == {(("ep",), ("fsdp",))}
     assert "ep" not in {axis for row in traffic.rows for axis in row.axes or ()}
 
 
@@ -183,9 +184,9 @@ def test_a_limit_makes_stacks_smaller():
     tree, mesh = matrices(32), built({"fsdp": 8})
     made = plan(tree, mesh, paths=FSDP)
     one = 16 * 32 * 4
-    assert len(map_matrices(unit, made).stacks) == 1
+    assert len(map_matrices(unit, made).exchanges) == 1
     few = map_matrices(unit, made, memory_limit_bytes=5 * one)
-    assert [stack.slots for stack in few.stacks] == [2, 2]
+    assert [one.starts(0).shape[1] for one in few.exchanges] == [2, 2]
     same(jax.jit(few)(sfx.shard(tree, made)), {name: unit(one) for name, one in tree.items()})
     with pytest.raises(MoveError, match=f"1 matrices of 16 x 32 on 8 owners need {3 * one} bytes"):
         map_matrices(unit, made, memory_limit_bytes=one)
@@ -196,10 +197,10 @@ def test_an_empty_tree_and_other_owners():
     made = plan(tree, mesh, paths=FSDP)
     same(jax.jit(map_matrices(unit, made))(tree), tree)
     made = plan(matrices(8), mesh, paths=FSDP)
-    assert map_matrices(unit, made).stacks[0].axes == ("fsdp",)
-    assert map_matrices(unit, made, over=("data", "fsdp")).stacks[0].slots == 1
+    assert map_matrices(unit, made).exchanges[0].axes == ("fsdp",)
+    assert map_matrices(unit, made, over=("data", "fsdp")).exchanges[0].starts(0).shape == (8, 1)
     axes = AxisRules([("batch", ("data", "fsdp"))])
-    assert map_matrices(unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)).stacks[0].axes == ("data", "fsdp")
+    assert map_matrices(unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)).exchanges[0].axes == ("data", "fsdp")
 
 
 MESH = MeshSpec({"fsdp": 8})
@@ -228,7 +229,7 @@ def test_another_tree_and_another_result_are_errors():
     with pytest.raises(LeafTypeError, match="return the same shapes, dtypes"):
         jax.eval_shape(map_matrices(lambda one: one.T, made), made.structs)
     whole = plan({"w": jnp.zeros((8, 8), jnp.int32)}, MESH, paths=FSDP)
-    assert map_matrices(unit, whole, where={"w": None}).stacks == ()
+    assert map_matrices(unit, whole, where={"w": None}).exchanges == ()
     with pytest.raises(LeafTypeError, match="pass `map_matrices"):
         map_matrices(unit, made).init()
 
