@@ -1,6 +1,6 @@
 """How matrices lie on the wire between the devices that hold their pieces and their owners: arrays of one device.
 
-Each device sends one row of `Exchange.width` elements to each owner: its pieces of the owner's matrices, one behind the
+Each device sends one row of `Exchange.width` units to each owner: its pieces of the owner's matrices, one behind the
 other. So an owner receives a row from each device, and the columns of a matrix in these rows are all its pieces.
 """
 
@@ -39,11 +39,12 @@ class Layout:
 
     def rows(self, stack: Stack, arrays: Sequence[Any]) -> Any:
         """What a device sends of each matrix, one row each."""
-        _, missing, beside = self.axes(stack)
-        pairs = zip(stack.parts, arrays, strict=True)
-        whole = jnp.concatenate([jnp.reshape(one, (math.prod(one.shape[: len(p.many)]), -1)) for p, one in pairs])
+        (_, missing, beside), unit = self.axes(stack), self.exchange.unit
+        local = self.local(stack)
+        whole = jnp.concatenate([jnp.reshape(one, (-1, *local)) for one in arrays])
         if beside:
-            whole = jax.lax.all_gather(whole, beside, axis=1).reshape(len(whole), -1)
+            whole = jax.lax.all_gather(whole, beside, axis=1)
+        whole = whole.reshape(len(whole), -1, *unit)
         if missing:
             # All of these devices have it: each sends a part.
             parts = self.size(missing)
@@ -54,12 +55,12 @@ class Layout:
     def arrays(self, stack: Stack, rows: Any) -> Iterator[Any]:
         """The reverse of `rows`."""
         _, missing, beside = self.axes(stack)
-        local, elements = self.local(stack), self.elements(stack)
+        local = self.local(stack)
         if missing:
-            rows = jax.lax.all_gather(rows, missing, axis=1).reshape(len(rows), -1)[:, :elements]
+            rows = jax.lax.all_gather(rows, missing, axis=1).reshape(len(rows), -1)[:, : self.elements(stack)]
+        rows = rows.reshape(len(rows), -1, *local)
         if beside:
-            parts = rows.reshape(len(rows), self.size(beside), -1)
-            rows = jax.lax.dynamic_index_in_dim(parts, jax.lax.axis_index(beside), axis=1, keepdims=False)
+            rows = jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(beside), 1, axis=1)
         counts = [part.number // self.size(part.cut) for part in stack.parts]
         for part, own in zip(stack.parts, jnp.split(rows, np.cumsum(counts)[:-1].tolist()), strict=True):
             yield own.reshape(part.many[0] // self.size(part.cut), *part.many[1:], *local)
@@ -87,26 +88,28 @@ class Layout:
         """One row for each owner, of the rows of all stacks."""
         made, order = [], []
         for owners, runs, matrices in self.alike():
-            blocks, at = [jnp.zeros((len(owners), 0), rows[0].dtype)], 0
+            blocks, at = [], 0
             for stack, count in runs:
-                blocks.append(rows[stack][matrices[:, at : at + count]].reshape(len(owners), -1))
+                own = _taken(rows[stack], matrices[:, at : at + count].ravel())
+                blocks.append(own.reshape(len(owners), -1, *self.exchange.unit))
                 at += count
-            made.append(_padded(jnp.concatenate(blocks, axis=1), self.exchange.width))
+            empty = jnp.zeros((len(owners), 0, *self.exchange.unit), rows[0].dtype)
+            made.append(_padded(jnp.concatenate(blocks or [empty], axis=1), self.exchange.width))
             order += owners
-        return _ordered(jnp.concatenate(made), order)
+        return _taken(jnp.concatenate(made), np.argsort(order))
 
     def unpacked(self, whole: Any) -> list[Any]:
         """The reverse of `packed`."""
         rows: list[list[Any]] = [[] for _ in self.exchange.stacks]
         order: list[list[int]] = [[] for _ in self.exchange.stacks]
         for owners, runs, matrices in self.alike():
-            own, at, start = whole[np.array(owners)], 0, 0
+            own, at, start = _taken(whole, np.array(owners)), 0, 0
             for stack, count in runs:
                 end = start + count * self.exchange.stacks[stack].width
-                rows[stack].append(own[:, start:end].reshape(len(owners) * count, -1))
+                rows[stack].append(own[:, start:end].reshape(len(owners) * count, -1, *self.exchange.unit))
                 order[stack] += matrices[:, at : at + count].ravel().tolist()
                 at, start = at + count, end
-        return [_ordered(jnp.concatenate(own), at) for own, at in zip(rows, order, strict=True)]
+        return [_taken(jnp.concatenate(own), np.argsort(at)) for own, at in zip(rows, order, strict=True)]
 
     def sent(self, rows: Any) -> Any:
         """Each row to its owner; or back, which is the same exchange."""
@@ -115,29 +118,31 @@ class Layout:
 
     def mine(self, table: np.ndarray) -> Any:
         """This owner's row of a table."""
-        axes = self.exchange.axes
-        return jnp.asarray(table)[jax.lax.axis_index(axes)] if self.size(axes) > 1 else jnp.asarray(table)[0]
+        return jnp.asarray(table[0] if (table == table[0]).all() else jnp.asarray(table)[jax.lax.axis_index(self.exchange.axes)])
 
     def whole(self, stack: Stack, pieces: Any) -> Any:
         """A matrix of its pieces."""
         first, (within, missing, beside) = stack.parts[0], self.axes(stack)
-        own = self.exchange.axes
-        pieces = pieces.reshape(*[self.sizes[axis] for axis in own], stack.width)
-        pieces = pieces.transpose(*[own.index(axis) for axis in (*within, *missing)], len(own))
-        pieces = pieces.reshape(self.size(within), -1)[:, : self.elements(stack)]
+        own, inner = self.exchange.axes, pieces.shape[1:]
+        pieces = pieces.reshape(*self.grid(own), *inner)
+        pieces = pieces.transpose(*[own.index(axis) for axis in (*within, *missing)], *range(len(own), pieces.ndim))
+        if missing:
+            pieces = pieces.reshape(self.size(within), -1)[:, : self.elements(stack)]
         pieces = pieces.reshape(*self.grid(within, beside), *self.local(stack))
         return pieces.transpose(self.places(stack)).reshape(first.matrix)
 
     def pieces(self, stack: Stack, matrix: Any) -> Any:
         """The reverse of `whole`."""
-        first, (within, missing, beside) = stack.parts[0], self.axes(stack)
+        first, (within, missing, _) = stack.parts[0], self.axes(stack)
         pairs = zip(first.entries, self.local(stack), strict=True)
-        shape = [size for axes, left in pairs for size in (*self.grid(axes), left)]
-        pieces = matrix.reshape(shape).transpose(np.argsort(self.places(stack)))
-        pieces = _padded(pieces.reshape(self.size(within), -1), self.size(missing) * stack.width)
-        pieces = pieces.reshape(*self.grid(within, missing), stack.width)
+        pieces = matrix.reshape([size for axes, left in pairs for size in (*self.grid(axes), left)])
+        pieces = pieces.transpose(np.argsort(self.places(stack)))
+        if missing:
+            pieces = _padded(pieces.reshape(self.size(within), -1), self.size(missing) * stack.width)
+        inner = stack.width, *self.exchange.unit
+        pieces = pieces.reshape(*self.grid(within, missing), *inner)
         order = [(*within, *missing).index(axis) for axis in self.exchange.axes]
-        return pieces.transpose(*order, len(order)).reshape(-1, stack.width)
+        return pieces.transpose(*order, *range(len(order), pieces.ndim)).reshape(-1, *inner)
 
     def grid(self, *groups: Iterable[str]) -> list[int]:
         return [self.sizes[axis] for axes in groups for axis in axes]
@@ -151,9 +156,13 @@ class Layout:
 
 
 def _padded(rows: Any, width: int) -> Any:
-    return rows if rows.shape[1] == width else jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
+    more = [(0, width - size if dim == 1 else 0) for dim, size in enumerate(rows.shape)]
+    return rows if rows.shape[1] == width else jnp.pad(rows, more)
 
 
-def _ordered(rows: Any, numbers: Sequence[int]) -> Any:
-    """Rows in the order of their numbers."""
-    return rows if [*numbers] == sorted(numbers) else rows[np.argsort(numbers, kind="stable")]
+def _taken(rows: Any, numbers: np.ndarray) -> Any:
+    """Some of the rows; those that stand beside each other are a slice."""
+    first, count = int(numbers[0]), len(numbers)
+    if not np.array_equal(numbers, np.arange(first, first + count)):
+        return rows[numbers]
+    return rows if count == len(rows) else rows[first : first + count]

@@ -53,7 +53,7 @@ class Stack(NamedTuple):
     """Matrices that are alike in shape, dtype and layout.
 
     - `parts`: the arrays that they come from.
-    - `width`: how many elements of one matrix a device sends to its owner.
+    - `width`: how many units of one matrix a device sends to its owner.
     """
 
     parts: tuple[Matrices, ...]
@@ -72,17 +72,19 @@ class Exchange(NamedTuple):
     - `stacks`: what travels.
     - `cut`: the mesh axes that cut the dimension that counts matrices. These matrices stay where they are along them.
     - `axes`: the mesh axes whose devices share out the matrices.
+    - `unit`: the shape of what is counted on the wire: a device's piece of a matrix, some elements of a row, or one.
     - `holds`: for each owner its matrices in order, each as the number of its stack and its own number in that.
     """
 
     stacks: tuple[Stack, ...]
     cut: tuple[str, ...]
     axes: tuple[str, ...]
+    unit: tuple[int, ...]
     holds: tuple[tuple[tuple[int, int], ...], ...]
 
     @property
     def width(self) -> int:
-        """How many elements a device sends to each owner."""
+        """How many units a device sends to each owner."""
         return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.holds)
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
@@ -210,15 +212,27 @@ class _Dealer:
         """How many matrices of an array the owners share out."""
         return one.number // self.size(self.cut)
 
-    def width(self, one: Matrices) -> int:
+    def piece(self, one: Matrices) -> tuple[int, ...]:
+        """The shape of what a device has of a matrix."""
+        return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.entries, strict=True))
+
+    def width(self, one: Matrices, unit: Sequence[int] = ()) -> int:
+        """How many units a device sends of a matrix; what several devices have, each sends a part of."""
         cut = [axis for axes in one.entries for axis in axes if axis in self.axes]
         elements = math.prod(one.rest) // self.size(cut)
-        return -(-elements // (self.owners // self.size(cut)))
+        return -(-elements // (self.owners // self.size(cut) * math.prod(unit)))
+
+    def unit(self, arrays: Sequence[Matrices]) -> tuple[int, ...]:
+        """The largest unit that all pieces are made of: compilers lay out whole rows with less work than elements."""
+        pieces = {self.piece(one) for one in arrays}
+        if any({*self.axes} - {axis for axes in one.entries for axis in axes} for one in arrays):
+            return ()
+        return pieces.pop() if len(pieces) == 1 else (math.gcd(*(piece[-1] for piece in pieces)),)
 
     def dealt(self, arrays: Sequence[Matrices]) -> Exchange:
         """Each matrix to the owner that has least, the widest first."""
-        widest = sorted(arrays, key=lambda one: (-self.width(one), -_cost(one)))
-        stacks = tuple(Stack(tuple(parts), self.width(parts[0])) for parts in _alike(widest).values())
+        unit, widest = self.unit(arrays), sorted(arrays, key=lambda one: (-self.width(one), -_cost(one)))
+        stacks = tuple(Stack(tuple(parts), self.width(parts[0], unit)) for parts in _alike(widest).values())
         holds: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
         waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
         heapq.heapify(waiting)
@@ -228,11 +242,14 @@ class _Dealer:
                 holds[owner].append((number, matrix))
                 self.loads[owner] = load + _cost(stack.parts[0])
                 heapq.heapreplace(waiting, (width + stack.width, self.loads[owner], owner))
-        return Exchange(stacks, self.cut, self.axes, tuple(map(tuple, holds)))
+        return Exchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)))
 
     def total(self, arrays: Sequence[Matrices]) -> int:
         """How many elements a device sends to each owner where these arrays travel together."""
-        return _Dealer(self.cut, self.axes, self.sizes).dealt(arrays).width if arrays else 0
+        if not arrays:
+            return 0
+        made = _Dealer(self.cut, self.axes, self.sizes).dealt(arrays)
+        return made.width * math.prod(made.unit)
 
     def apart(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
         """Arrays that travel together so that no device sends more than it must: small ones fill where large ones end.
