@@ -16,7 +16,8 @@ from .._ground.tree import flatten
 from .._plan import plan as plan_of
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._rules.path_rules import PathRules
-from .owners import Layout, lead_of
+from .mover import reshard
+from .owners import Layout
 from .stacks import Exchange, Other, Stack, Where, exchanges_of
 
 
@@ -106,8 +107,8 @@ def map_matrices(
     """A function that applies `fn` to every matrix of a tree whole, each on one device, for use inside a jitted step.
 
     Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are cut, XLA gathers every
-    matrix on every device, and each device computes all of them. Here one all-to-all deals the matrices to owners, large
-    ones first, so that all owners get about as much; each owner computes its own, and another all-to-all brings them
+    matrix on every device, and each device computes all of them. Here one all-to-all deals the matrices to owners,
+    large ones first, so that all owners get about as much. Each owner computes its own. Another all-to-all brings them
     back. Matrices of different shapes and layouts share an all-to-all where it then sends less.
 
     Arrays come and go as the plan lays them out. An array of two dimensions is a matrix. Leading dimensions that the
@@ -124,7 +125,7 @@ def map_matrices(
         through as it lies. `None`: it stays as it is.
     - `state`: from a matrix to the state that `fn` takes with it and returns. The result then is a function from a tree
         and states to both; `.init()` makes the states, and `.states` is their plan. States stay with the owners.
-    - `memory_limit_bytes`: per device, for what it sends and receives at a time, and a matrix. More all-to-alls keep it.
+    - `memory_limit_bytes`: per device, for what it sends and receives at a time. More all-to-alls take less.
 
     **Returns:**
 
@@ -176,33 +177,40 @@ def _laid(x: Any, sharding: NamedSharding) -> Any:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
+def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
+    x = _laid(x, src)
+    return x if src.spec == dst.spec else reshard(x, dst, src=None if _is_typed(dst.mesh) else src)
+
+
 def _mapped(
     fn: Callable[..., Any], exchange: Exchange, arrays: Sequence[Any], states: Any, mesh: Any
 ) -> tuple[list[Any], Any]:
     """The arrays of an exchange after `fn`, and the new states: one program of each device."""
     parts = [part for stack in exchange.stacks for part in stack.parts]
     layout = Layout(exchange, dict(mesh.shape))
-    specs = [PartitionSpec(*lead_of(part), *(axes or None for axes in part.entries)) for part in parts]
-    laid = [
-        _laid(jnp.reshape(one, (*part.many, *part.rest)), NamedSharding(mesh, spec))
-        for one, part, spec in zip(arrays, parts, specs, strict=True)
-    ]
+    here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
+    specs = [part.spec(part.laid) for part in parts]
+    there = [NamedSharding(mesh, spec) for spec in specs]
+    whole = [jnp.reshape(one, (*part.many, *part.rest)) for one, part in zip(arrays, parts, strict=True)]
 
-    def here(arrays: list[Any], states: Any) -> Any:
+    def owned(arrays: list[Any], states: Any) -> Any:
         column = iter(arrays)
         rows = [layout.rows(stack, [next(column) for _ in stack.parts]) for stack in exchange.stacks]
-        owned = layout.sent(layout.packed(rows))
+        held = layout.sent(layout.packed(rows))
         made = []
         for number, own in enumerate(states):
-            owned, state = _owned(fn, layout, number, owned, own)
+            held, state = _owned(fn, layout, number, held, own)
             made.append(state)
-        rows = layout.unpacked(layout.sent(owned))
-        return [one for stack, own in zip(exchange.stacks, rows, strict=True) for one in layout.arrays(stack, own)], made
+        rows = layout.unpacked(layout.sent(held))
+        return [
+            one for stack, own in zip(exchange.stacks, rows, strict=True) for one in layout.arrays(stack, own)
+        ], made
 
     owners = PartitionSpec((*exchange.cut, *exchange.axes))
-    run = jax.shard_map(here, mesh=mesh, in_specs=(specs, owners), out_specs=(specs, owners), check_vma=False)
-    results, states = run(laid, states)
-    return [jnp.reshape(one, array.shape) for one, array in zip(results, arrays, strict=True)], states
+    run = jax.shard_map(owned, mesh=mesh, in_specs=(specs, owners), out_specs=(specs, owners), check_vma=False)
+    results, states = run([*map(_moved, whole, here, there)], states)
+    back = map(_moved, results, there, here)
+    return [jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)], states
 
 
 def _owned(fn: Callable[..., Any], layout: Layout, number: int, owned: Any, states: Any) -> tuple[Any, Any]:

@@ -3,11 +3,13 @@
 import heapq
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from .._ground.errors import LeafTypeError, MoveError, RuleError, SpecError
@@ -31,7 +33,7 @@ class Matrices(NamedTuple):
     - `at`: the number of the array in the plan.
     - `many`, `rest`: the sizes of its leading dimensions, and of the others.
     - `cut`: the mesh axes that cut the first leading dimension.
-    - `entries`: the axes that cut each of the others.
+    - `entries`, `laid`: the axes that cut each of the others in the plan, and when they travel.
     - `matrix`: rows and columns.
     """
 
@@ -40,6 +42,7 @@ class Matrices(NamedTuple):
     rest: tuple[int, ...]
     cut: tuple[str, ...]
     entries: tuple[tuple[str, ...], ...]
+    laid: tuple[tuple[str, ...], ...]
     matrix: tuple[int, int]
     dtype: Any
 
@@ -48,15 +51,21 @@ class Matrices(NamedTuple):
         """How many they are."""
         return math.prod(self.many)
 
+    def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+        """Of the array with all its leading dimensions."""
+        return PartitionSpec(self.cut or None, *[None] * (len(self.many) - 1), *(axes or None for axes in entries))
+
 
 class Stack(NamedTuple):
     """Matrices that are alike in shape, dtype and layout.
 
     - `parts`: the arrays that they come from.
-    - `width`: how many units of one matrix a device sends to its owner.
+    - `piece`: the shape of what a device has of one matrix.
+    - `width`: how many units that is.
     """
 
     parts: tuple[Matrices, ...]
+    piece: tuple[int, ...]
     width: int
 
     @property
@@ -72,7 +81,7 @@ class Exchange(NamedTuple):
     - `stacks`: what travels.
     - `cut`: the mesh axes that cut the dimension that counts matrices. These matrices stay where they are along them.
     - `axes`: the mesh axes whose devices share out the matrices.
-    - `unit`: the shape of what is counted on the wire: a device's piece of a matrix, some elements of a row, or one.
+    - `unit`: the shape of what is counted on the wire: a device's piece of a matrix, or some elements of a row.
     - `holds`: for each owner its matrices in order, each as the number of its stack and its own number in that.
     """
 
@@ -91,8 +100,9 @@ class Exchange(NamedTuple):
         """Where each matrix of a stack begins in what its owner receives from a device; -1 for a slot without one."""
         rows: list[list[int]] = []
         for own in self.holds:
-            ends = np.cumsum([self.stacks[stack].width for stack, _ in own])
-            rows.append([int(end) - self.stacks[number].width for (stack, _), end in zip(own, ends) if stack == number])
+            stacks = [stack for stack, _ in own]
+            starts = np.cumsum([0, *[self.stacks[stack].width for stack in stacks]])
+            rows.append([int(starts[at]) for at, stack in enumerate(stacks) if stack == number])
         slots = max(map(len, rows))
         return np.array([[*row, *[-1] * (slots - len(row))] for row in rows])
 
@@ -115,7 +125,8 @@ def exchanges_of(
     made: list[Exchange] = []
     for (_, cut), arrays in groups.items():
         dealer = _Dealer(cut, tuple(axis for axis in over if axis not in cut), sizes)
-        made += [dealer.dealt(some) for together in dealer.apart(arrays) for some in dealer.within(together, limit)]
+        together = dealer.apart([*map(dealer.laid, arrays)])
+        made += [dealer.dealt(some) for own in together for some in dealer.within(own, limit)]
     return tuple(made), others
 
 
@@ -180,7 +191,8 @@ def _matrices(at: int, leaf: LeafPlan, dims: Dims) -> Matrices:
             f"`{leaf.path}`: `{leaf.spec}` cuts a second dimension that counts matrices; cut the first alone."
         )
     matrix = math.prod(rest[:rows]), math.prod(rest[rows:])
-    return Matrices(at, lead or (1,), rest, entries[0] if many else (), tuple(entries[many:]), matrix, leaf.dtype)
+    own = tuple(entries[many:])
+    return Matrices(at, lead or (1,), rest, entries[0] if many else (), own, own, matrix, leaf.dtype)
 
 
 def _cost(one: Matrices) -> float:
@@ -193,7 +205,7 @@ def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
     """Arrays whose matrices have one shape and one layout."""
     found: dict[Any, list[Matrices]] = {}
     for one in arrays:
-        found.setdefault((one.rest, one.matrix, one.entries), []).append(one)
+        found.setdefault((one.rest, one.matrix, one.laid), []).append(one)
     return found
 
 
@@ -212,27 +224,26 @@ class _Dealer:
         """How many matrices of an array the owners share out."""
         return one.number // self.size(self.cut)
 
+    def laid(self, one: Matrices) -> Matrices:
+        """The matrices of an array cut along all axes of their owners, as far as sizes divide, and along no other."""
+        entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
+        for axis in self.axes:
+            dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
+            if not any(axis in own for own in entries) and (dim := next(dims, None)) is not None:
+                entries[dim].append(axis)
+        return one._replace(laid=tuple(map(tuple, entries)))
+
     def piece(self, one: Matrices) -> tuple[int, ...]:
-        """The shape of what a device has of a matrix."""
-        return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.entries, strict=True))
-
-    def width(self, one: Matrices, unit: Sequence[int] = ()) -> int:
-        """How many units a device sends of a matrix; what several devices have, each sends a part of."""
-        cut = [axis for axes in one.entries for axis in axes if axis in self.axes]
-        elements = math.prod(one.rest) // self.size(cut)
-        return -(-elements // (self.owners // self.size(cut) * math.prod(unit)))
-
-    def unit(self, arrays: Sequence[Matrices]) -> tuple[int, ...]:
-        """The largest unit that all pieces are made of: compilers lay out whole rows with less work than elements."""
-        pieces = {self.piece(one) for one in arrays}
-        if any({*self.axes} - {axis for axes in one.entries for axis in axes} for one in arrays):
-            return ()
-        return pieces.pop() if len(pieces) == 1 else (math.gcd(*(piece[-1] for piece in pieces)),)
+        return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.laid, strict=True))
 
     def dealt(self, arrays: Sequence[Matrices]) -> Exchange:
         """Each matrix to the owner that has least, the widest first."""
-        unit, widest = self.unit(arrays), sorted(arrays, key=lambda one: (-self.width(one), -_cost(one)))
-        stacks = tuple(Stack(tuple(parts), self.width(parts[0], unit)) for parts in _alike(widest).values())
+        widest = sorted(arrays, key=lambda one: (-math.prod(self.piece(one)), -_cost(one)))
+        alike = [(tuple(parts), self.piece(parts[0])) for parts in _alike(widest).values()]
+        pieces = {piece for _, piece in alike}
+        # The largest unit that all pieces are made of: compilers lay out whole rows with less work than elements.
+        unit = pieces.pop() if len(pieces) == 1 else (math.gcd(*(piece[-1] for piece in pieces)),)
+        stacks = tuple(Stack(parts, piece, math.prod(piece) // math.prod(unit)) for parts, piece in alike)
         holds: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
         waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
         heapq.heapify(waiting)
@@ -269,7 +280,8 @@ class _Dealer:
     def within(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
         """Some of the arrays at a time, so that a device's part of two exchanges and one matrix stay within a limit."""
         some: list[Matrices] = []
-        for one in arrays if limit is not None else ():
+        limit = sys.maxsize if limit is None else limit
+        for one in arrays:
             if self.needed([one]) > limit:
                 raise MoveError(
                     f"`memory_limit_bytes={limit}`: {self.count(one)} matrices of {one.matrix[0]} x {one.matrix[1]} on "
@@ -279,7 +291,7 @@ class _Dealer:
                 yield some
                 some = []
             some = [*some, one]
-        yield some or arrays
+        yield some
 
     def needed(self, arrays: Sequence[Matrices]) -> int:
         elements = 2 * self.owners * self.total(arrays) + max(math.prod(one.matrix) for one in arrays)

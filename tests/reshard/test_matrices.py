@@ -1,5 +1,7 @@
 """Functions of whole matrices under plans that cut them: values, traffic, owners, and what cannot be mapped."""
 
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,37 @@ def test_what_is_left_over_goes_to_those_that_have_done_least():
     mapped = map_matrices(unit, made)
     (exchange,) = mapped.exchanges
     assert [len(own) for own in exchange.holds] == [1] * 8
-    assert exchange.width == 16 * 32 // 8
+    assert exchange.width * exchange.unit[0] == 16 * 32 // 8
+
+
+def test_small_matrices_fill_what_large_ones_leave():
+    """Four shapes of a decoder of 32 layers on 64 owners: no device receives much more than its share."""
+    shapes = {"gate": (1024, 256), "up": (1024, 256), "down": (256, 1024), "q": (256, 256), "o": (256, 256)}
+    tree = {
+        f"{at}/{name}": jax.ShapeDtypeStruct(shape, "float32") for at in range(32) for name, shape in shapes.items()
+    }
+    made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 8}), paths=PathRules([(".*", P("fsdp", "tensor"))]))
+    mapped = map_matrices(orthogonal, made)
+    sent = sum(one.width * math.prod(one.unit) * 64 for one in mapped.exchanges)
+    assert sent * 4 * 64 <= 1.15 * sum(leaf.bytes for leaf in made.leaves)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_layout_and_any_owners(seed):
+    rng = random.Random(seed)
+    sizes = rng.choice([{"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 3}])
+    tree, rules, where, wanted = {}, [], {}, {}
+    for at in range(4):
+        many, rest = rng.choice([(), (6,), (12, 2)]), rng.choice([(6, 12), (24, 24), (5, 7), (2, 3, 24)])
+        axes = rng.sample([*sizes], len(sizes))
+        entries = [axes.pop() if axes and size % sizes[axes[-1]] == 0 and rng.random() < 0.7 else None for size in rest]
+        tree[f"w{at}"] = x = jax.random.normal(jax.random.key(at), (*many, *rest))
+        rules.append((f"^w{at}$", P(*[None] * len(many), *entries)))
+        where[f"^w{at}$"] = len(many), len(rest) - 1
+        wanted[f"w{at}"] = jax.vmap(unit)(x.reshape(-1, math.prod(rest[:-1]), rest[-1])).reshape(x.shape)
+    over = rng.choice([None, rng.sample([*sizes], 1)])
+    result, _, _ = check(unit, tree, built(sizes), rules=PathRules(rules, axes=(*sizes,)), where=where, over=over)
+    same(result, wanted)
 
 
 def test_leading_dimensions_with_names_count_matrices():
