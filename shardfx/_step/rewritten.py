@@ -2,8 +2,9 @@
 
 libtpu simplifies a program first, and XLA's partitioner on a host does not. It writes the largest values as a sort or a
 custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex numbers as
-three of real ones, a roll of an array of a stack as the larger of two padded parts, and equal operations once. Read off the programs behind each pass of libtpu 0.0.42 for v5e, as
-`XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"` writes them.
+three of real ones, a roll of an array of a stack as the larger of two padded parts, and equal operations once. Read off
+the programs behind each pass of libtpu 0.0.42 for v5e, as `XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"`
+writes them.
 """
 
 import itertools
