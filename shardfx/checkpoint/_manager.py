@@ -15,7 +15,7 @@ from ._exported import held
 from ._left_over import remove_partial
 from ._load import load
 from ._save import Content, Options, content_of, write
-from ._together.meeting import holders_of
+from ._together import holders_of
 
 
 _STEP = re.compile(r"step-(\d+)")

@@ -30,10 +30,7 @@ from ._numbers import NUMBERS_KEY, to_text
 from ._progress import Progress
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
 from ._spans import spans
-from ._together.facts import digest_of, lines_of
-from ._together.follower import Follower
-from ._together.leader import Leader
-from ._together.meeting import Alone, holders_of, meeting
+from ._together import Together, digest_of, holders_of, lines_of, meeting
 
 
 PLAN = "plan.json"
@@ -191,10 +188,12 @@ def write(
 ) -> bool:
     """Writes what `content` gives, together with the other processes; returns whether this one is the first."""
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
-    with contextlib.ExitStack() as afterwards, meeting(holders, what, options.wait_seconds) as together:
-        token = together.join()
+    with contextlib.ExitStack() as afterwards, meeting(what, holders, options.wait_seconds) as together:
+        together.join()
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
+        given = {"path": repr(path), "overwrite": repr(bool(options.overwrite)), "file_bytes": repr(options.file_bytes)}
+        token = together.agree(given | dict(found.given), found.lines)
         staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
         text = None if found.plan is None else found.plan.to_json()
         extra = dict(found.metadata) | ({PLAN_KEY: text} if is_file and text is not None else {})
@@ -208,8 +207,7 @@ def write(
             _require_space(path, headers)
             _begin(staging, headers, is_file, text)
 
-        given = {"path": repr(path), "overwrite": repr(bool(options.overwrite)), "file_bytes": repr(options.file_bytes)}
-        together.agree(given | dict(found.given), found.lines, begin)
+        together.alone(begin)
         total = sum(tensor.nbytes for tensor in tensors)
         wrote = _write_all(tensors, Progress("saving", total, options.progress), together, afterwards)
         together.finish(wrote, total, lambda: _commit(staging, path, is_file, options.overwrite))
@@ -328,10 +326,8 @@ def _write_file(file: str, data: bytes, size: int | None = None) -> None:
         os.fsync(out.fileno())
 
 
-def _write_all(
-    tensors: list[_Tensor], bar: Progress, together: Alone | Leader | Follower, afterwards: contextlib.ExitStack
-) -> int:
-    """Writes what this process holds; returns how many bytes that was.
+def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterwards: contextlib.ExitStack) -> int:
+    """Writes what this process holds; returns how many bytes that was for all processes.
 
     Where it fails, the writes that have begun are waited for `afterwards`: the other processes hear of it before.
     """
@@ -339,15 +335,13 @@ def _write_all(
     for file in dict.fromkeys(tensor.file for tensor in tensors):
         files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         afterwards.callback(os.close, files[file])
-    pool, stop, wrote = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event(), 0
+    pool, stop = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event()
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
-    futures = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in _groups(tensors)]
-    for future in together.attend(futures):
-        wrote += future.result()
-        bar.advance(future.result())
-    for future in together.attend([pool.submit(os.fsync, file) for file in files.values()]):
-        future.result()
+    groups = _groups(tensors)
+    writes = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in groups]
+    wrote = together.attend(writes, bar.advance)
+    together.attend([pool.submit(os.fsync, file) for file in files.values()])
     bar.end()
     return wrote
 
