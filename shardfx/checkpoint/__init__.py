@@ -23,4 +23,3 @@ from ._trees import (
     shardings as shardings,
     structure_diff as structure_diff,
 )
-from ._wanted import Take as Take

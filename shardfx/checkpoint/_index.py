@@ -339,7 +339,7 @@ def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         if len(parts) > _MOST_PARTS:
             raise CheckpointError(
                 f"array {quoted(path)} has more than {_MOST_PARTS} parts between slashes; no tree is that deep. Load "
-                "it by a plan of your own, with `rename=`."
+                "it by a plan of your own, with `map=`."
             )
         node = tree
         for number, part in enumerate(parts[:-1]):

@@ -28,7 +28,7 @@ from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
 from ._units import Host, Unit, units_of
-from ._wanted import Rename, Unread, Wanted, require_devices, wanted
+from ._wanted import Unread, Wanted, require_devices, wanted
 
 
 T = TypeVar("T")
@@ -44,7 +44,6 @@ def load(
     plan: ShardPlan,
     map: TreeMap | None = None,
     *,
-    rename: Rename = None,
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
@@ -61,7 +60,6 @@ def load(
     plan: jax.ShapeDtypeStruct,
     map: TreeMap | None = None,
     *,
-    rename: Rename = None,
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
@@ -78,7 +76,6 @@ def load(
     plan: dict[str, jax.ShapeDtypeStruct],
     map: TreeMap | None = None,
     *,
-    rename: Rename = None,
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
@@ -95,7 +92,6 @@ def load(
     plan: T,
     map: TreeMap | None = None,
     *,
-    rename: Rename = None,
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
@@ -111,7 +107,6 @@ def load(
     plan: Any,
     map: TreeMap | None = None,
     *,
-    rename: Rename = None,
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
@@ -133,8 +128,6 @@ def load(
     - `map`: how the plan's leaves are made of the checkpoint's arrays, where they have other names, shapes or numbers:
         a [`shardfx.TreeMap`][]. Each process reads what its shards are made of. Of weights that are scaled, cast twice,
         or scattered element by element, at most 4 MiB per thread are on their way beside what stays.
-    - `rename`: from a leaf's path to the name of its array in the checkpoint: a mapping (paths that it leaves out are
-        names themselves) or a function. In the place of a name, a `Take` transposes and stacks on the way.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
         dtype: cast all floating-point arrays to it.
     - `memory_limit_bytes`: the most that is in host memory on its way to a device. By default it is 1 GiB or the
@@ -184,7 +177,7 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    asked = Asked(rename, map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
+    asked = Asked(map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
@@ -203,7 +196,6 @@ def load(
 class Asked:
     """What `load` was asked for, apart from what and where to."""
 
-    rename: Rename = None
     map: TreeMap | None = None
     dtype: Any = None
     memory_limit_bytes: int | None = None
@@ -215,7 +207,7 @@ class Asked:
 
 def load_index(index: Index, plan: Any, asked: Asked, host: Host) -> Any:
     """What an index says, loaded into the tree of a plan."""
-    leaves, rebuild = wanted(index, plan, asked.rename, asked.dtype, asked.map, asked.unread)
+    leaves, rebuild = wanted(index, plan, asked.dtype, asked.map, asked.unread)
     require_devices(leaf.sharding for leaf in leaves)
     landed = _read(index, leaves, asked, host)
     placed = [landed.placed.get(number) for number in range(len(leaves))]
