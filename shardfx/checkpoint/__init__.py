@@ -16,10 +16,3 @@ from ._load import load as load
 from ._manager import Manager as Manager
 from ._reads import ProcessReads as ProcessReads, ReadPlan as ReadPlan, plan_reads as plan_reads
 from ._save import save as save, saved_plan as saved_plan
-from ._trees import (
-    Difference as Difference,
-    apply as apply,
-    replicate as replicate,
-    shardings as shardings,
-    structure_diff as structure_diff,
-)

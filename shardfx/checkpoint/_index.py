@@ -73,6 +73,10 @@ class Index:
         """How many bytes the arrays have, uncompressed; those without a known shape or dtype count as 0."""
         return sum(entry.nbytes or 0 for entry in self.entries)
 
+    def tree(self, prefix: str | None = None) -> dict[str, Any]:
+        """The entries as nested dicts, one level for each "/" in a path; with `prefix`, only those below it."""
+        return _nested(_below(self, prefix))
+
     def __str__(self) -> str:
         groups: dict[Any, list[ArrayEntry]] = {}
         for entry in self.entries:
@@ -268,7 +272,8 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
     **Arguments:**
 
     - `index`: from `read_index`, or the path of a checkpoint.
-    - `prefix`: only arrays below it; see `shardings`.
+    - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
+        those listed under this prefix.
 
     **Returns:**
 
@@ -295,7 +300,7 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
         ```
     """
     index = index if isinstance(index, Index) else read_index(index)
-    return nested([(path, struct(entry, index)) for path, entry in below(index, prefix)])
+    return _nested([(path, struct(entry, index)) for path, entry in _below(index, prefix)])
 
 
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
@@ -307,7 +312,7 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
 
 
-def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
+def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     """The entries below `prefix`, each with its path relative to it."""
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
@@ -328,7 +333,7 @@ def _group(entry: ArrayEntry) -> str | None:
     return None if isinstance(entry, FileArray) else entry.group
 
 
-def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """`("a/b", x)` pairs as `{"a": {"b": x}}`; no value is a dict.
 
     A path that is a leaf and a branch at once is an error, and one that is too deep for a tree.

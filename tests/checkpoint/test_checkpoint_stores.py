@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shardfx import From, PathRules, TreeMap, checkpoint, plan
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import StoreArray
+from shardfx.interop import eformer
 
 
 @pytest.fixture
@@ -206,9 +207,9 @@ def test_eformer_indices_that_make_no_sense(tmp_path, content, message):
 def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
     eformer_index(tmp_path, arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}])
     index = checkpoint.read_index(tmp_path)
-    assert checkpoint.shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
+    assert eformer.shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
     with pytest.raises(CheckpointError, match="does not say the shape of 'w'"):
-        checkpoint.shardings(index, mesh, default=P("a"))
+        eformer.shardings(index, mesh, default=P("a"))
     with pytest.raises(CheckpointError, match="array 'w' .* has no known shape"):
         checkpoint.structs(index)
     assert index["v"].dtype is None
