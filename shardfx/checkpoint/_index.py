@@ -11,7 +11,7 @@ import jax
 
 from .._ground.errors import CheckpointError, UnknownPathError
 from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, quoted, table
-from . import _eformer as eformer, _orbax as orbax, _safetensors as safetensors, _stores as stores
+from . import _listings as listings, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import Place, inside, place, read_json
 
@@ -192,21 +192,21 @@ def _read_directory(where: Place, path: str, names: list[str]) -> Index:
         raise CheckpointError(f"{path!r} holds several safetensors sets, {some(indices)}; name one of these files.")
     if indices:
         return _read_set(where, where, inside(where, indices[0]))
-    if eformer.INDEX in names:
-        return _indexed("eformer", where, eformer.entries(where))
-    if orbax.METADATA in names:
-        return _indexed("orbax", where, orbax.entries(where))
-    orbax.require_finished(where, names)
+    if listings.EFORMER_INDEX in names:
+        return _indexed("eformer", where, listings.eformer_entries(where))
+    if listings.ORBAX_METADATA in names:
+        return _indexed("orbax", where, listings.orbax_entries(where))
+    listings.require_finished(where, names)
     if stores.OCDBT_MANIFEST in names:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
         return _of_files(where, [inside(where, name) for name in weights])
     entries = stores.zarr_entries(where)
     if not entries:
-        orbax.raise_if_step(where, names)
+        listings.raise_if_step(where, names)
         raise CheckpointError(
-            f"{path!r} holds no checkpoint: no .safetensors file, no {eformer.INDEX}, no Orbax {orbax.METADATA}, no "
-            f"{stores.OCDBT_MANIFEST} and no zarr array."
+            f"{path!r} holds no checkpoint: no .safetensors file, no {listings.EFORMER_INDEX}, no Orbax "
+            f"{listings.ORBAX_METADATA}, no {stores.OCDBT_MANIFEST} and no zarr array."
         )
     return _indexed("zarr", where, entries)
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools as ft
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -17,13 +17,11 @@ from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
 from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray
-from ._fetches import fetches
+from ._fetches import fetches, gather
 from ._files import ChangedError, require_seen_unchanged
-from ._flight import Filled, Flight, Task, groups
-from ._gather import gather
+from ._flight import Filled, Flight, Progress, Task, groups
 from ._index import Index, read_index
-from ._keys import keys_from
-from ._progress import Progress
+from ._metadata import keys_from
 from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
@@ -32,78 +30,47 @@ from ._wanted import Unread, Wanted, require_devices, wanted
 
 
 T = TypeVar("T")
+Source = str | os.PathLike[str] | Index
 
 _WORKERS = 8
 _CALL_BYTES = 8192
 _TRIES = 16
 
 
+class LoadOptions(TypedDict, total=False):
+    """The options of `load`."""
+
+    dtype: Any
+    memory_limit_bytes: int | None
+    gap_bytes: int
+    missing_chunks: MissingChunks
+    unread: Unread
+    root: str | os.PathLike[str] | None
+    progress: bool | None
+
+
 @overload
-def load(
-    path: str | os.PathLike[str] | Index,
-    plan: ShardPlan,
-    map: TreeMap | None = None,
-    *,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
-) -> Any: ...
+def load(path: Source, plan: ShardPlan, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> Any: ...
 
 
 @overload
 def load(
-    path: str | os.PathLike[str] | Index,
-    plan: jax.ShapeDtypeStruct,
-    map: TreeMap | None = None,
-    *,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
+    path: Source, plan: jax.ShapeDtypeStruct, map: TreeMap | None = None, **options: Unpack[LoadOptions]
 ) -> jax.Array: ...
 
 
 @overload
 def load(
-    path: str | os.PathLike[str] | Index,
-    plan: dict[str, jax.ShapeDtypeStruct],
-    map: TreeMap | None = None,
-    *,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
+    path: Source, plan: dict[str, jax.ShapeDtypeStruct], map: TreeMap | None = None, **options: Unpack[LoadOptions]
 ) -> dict[str, jax.Array]: ...
 
 
 @overload
-def load(
-    path: str | os.PathLike[str] | Index,
-    plan: T,
-    map: TreeMap | None = None,
-    *,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
-) -> T: ...
+def load(path: Source, plan: T, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> T: ...
 
 
 def load(
-    path: str | os.PathLike[str] | Index,
+    path: Source,
     plan: Any,
     map: TreeMap | None = None,
     *,

@@ -11,10 +11,10 @@ from typing import Any
 
 from .._ground.errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
-from ._exported import held
-from ._left_over import remove_partial
+from ._leaves import held
 from ._load import load
 from ._save import Content, Options, content_of, write
+from ._staging import remove_partial
 from ._together import holders_of
 
 

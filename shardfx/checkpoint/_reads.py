@@ -14,8 +14,7 @@ from .._ground.text import first_lines
 from . import _stores as stores
 from ._bundles import bundled
 from ._entry import StoreArray
-from ._fetches import Fetch, fetches
-from ._gather import gathered_fetches
+from ._fetches import Fetch, fetches, gathered_fetches
 from ._index import Index
 from ._reader import GAP_BYTES, spans_of
 from ._wanted import Unread, Wanted, box_bytes, wanted

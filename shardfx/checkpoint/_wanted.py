@@ -16,10 +16,10 @@ from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, PlanMismatchError, UnknownPathError
 from .._ground.text import printable, quoted
 from .._plan.target import Target, target_of
-from . import _keys as prng
+from . import _metadata as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, some, struct
-from ._numbers import from_metadata, is_number
+from ._metadata import from_metadata, is_number
 
 
 _SHOWN = 20
