@@ -44,7 +44,6 @@ class _Tensor:
     """One array to write: its pieces in this process, and where it goes."""
 
     name: str
-    stored: str
     shape: tuple[int, ...]
     dtype: Any
     value: Any
@@ -166,17 +165,18 @@ def content_of(tree: Any, plan: ShardPlan | None, map: TreeMap | None, like: Any
         )
     own = plan_of_arrays(tree) if plan is None else plan
     leaves = leaves_to_save(tree, plan_of_nothing(tree) if own is None else own)
-    lines, digest = lines_of(leaves.arrays), "None" if own is None else own.digest
+    lines = lines_of(leaves.arrays)
     if map is not None:
         leaves = exported(leaves, map, like)
         lines += lines_of(leaves.arrays)
     numbers = to_text(leaves.numbers)
-    given = {"map": "None" if map is None else map.digest}
-    given |= {"leaves": digest_of([*lines, f"the numbers are {numbers}"]), "plan": digest}
-    metadata = {"format": "pt"} if map is not None else {NUMBERS_KEY: numbers}
-    if map is None and own is not None:
-        metadata = {PLAN_KEY: own.digest, **metadata}
-    return Content(leaves, [*lines, f"the numbers are {numbers}"], given, own if map is None else None, metadata)
+    lines.append(f"the numbers are {numbers}")
+    digests = ["None" if one is None else one.digest for one in (map, own)]
+    given = {"map": digests[0], "leaves": digest_of(lines), "plan": digests[1]}
+    if map is not None:
+        return Content(leaves, lines, given, None, {"format": "pt"})
+    plan_digest = {} if own is None else {PLAN_KEY: own.digest}
+    return Content(leaves, lines, given, own, plan_digest | {NUMBERS_KEY: numbers})
 
 
 def write(
@@ -261,8 +261,8 @@ def _layout(
         header, offsets = safetensors.write_header(rows, metadata)
         headers[file] = (header, len(header) + sum(row[3] for row in rows), [name for name, _ in group])
         tensors += [
-            _Tensor(name, stored, shape, np.dtype(value.dtype), value, file, offset)
-            for (name, stored, shape, _), offset, (_, value) in zip(rows, offsets, group, strict=True)
+            _Tensor(name, shape, np.dtype(value.dtype), value, file, offset)
+            for (name, _, shape, _), offset, (_, value) in zip(rows, offsets, group, strict=True)
         ]
     return headers, tensors
 

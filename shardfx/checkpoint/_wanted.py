@@ -118,10 +118,10 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: Any) -> list[Want
         entries = tuple([_loadable(index, name) for name in names])
         for entry in entries:
             struct(entry, index)
-        if _is_keys(leaf.dtype, [made.dtype], f"leaf `{printable(path)}`"):
+        if _is_keys(leaf.dtype, made.dtype, f"leaf `{printable(path)}`"):
             found.append(_wanted_bits(Wanted(path, made.shape, leaf.dtype, leaf.sharding, entries, made.pieces)))
             continue
-        to = _dtype(leaf.dtype, [made.dtype], dtype, f"leaf `{printable(path)}`")
+        to = _dtype(leaf.dtype, made.dtype, dtype, f"leaf `{printable(path)}`")
         found.append(
             Wanted(path, made.shape, to, leaf.sharding, entries, cast(made, to).pieces, None, made.dtype == to)
         )
@@ -158,7 +158,7 @@ def _text(index: Index, path: str, problem: CheckpointError | None) -> str:
 def _wanted(index: Index, path: str, leaf: Any, dtype: Any) -> Wanted:
     entry = _loadable(index, path)
     one, name = struct(entry, index), quoted(path)
-    is_keys = _is_keys(leaf.dtype, [one.dtype], name)
+    is_keys = _is_keys(leaf.dtype, one.dtype, name)
     if one.shape != tuple(leaf.shape):
         is_transposed = one.shape[::-1] == tuple(leaf.shape) and len(one.shape) == 2
         raise CheckpointError(
@@ -171,7 +171,7 @@ def _wanted(index: Index, path: str, leaf: Any, dtype: Any) -> Wanted:
         )
     if is_keys:
         return _wanted_bits(Wanted(path, one.shape, leaf.dtype, leaf.sharding, (entry,), None))
-    return Wanted(path, one.shape, _dtype(leaf.dtype, [one.dtype], dtype, name), leaf.sharding, (entry,), None)
+    return Wanted(path, one.shape, _dtype(leaf.dtype, one.dtype, dtype, name), leaf.sharding, (entry,), None)
 
 
 def _loadable(index: Index, name: str) -> FileArray | StoreArray:
@@ -184,20 +184,20 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
     return entry
 
 
-def _is_keys(planned: Any, stored: list[Any], what: str) -> bool:
+def _is_keys(planned: Any, stored: Any, what: str) -> bool:
     """Whether a leaf holds PRNG keys; they are never cast."""
-    different = [one for one in stored if one != planned]
-    if not different or not any(prng.is_key(one) for one in (*stored, planned)):
-        return prng.is_key(planned)
-    if all(prng.is_key(one) for one in (*stored, planned)):
-        there, here = prng.implementation(different[0]), prng.implementation(planned)
+    kinds = [prng.is_key(planned), prng.is_key(stored)]
+    if stored == planned or not any(kinds):
+        return kinds[0]
+    if all(kinds):
+        there, here = prng.implementation(stored), prng.implementation(planned)
         raise CheckpointError(
             f"{what} holds PRNG keys of {there}, but the plan has keys of {here}; a key means something to its own "
             f'implementation alone. Plan the state with `jax.random.key(seed, impl="{there}")`.'
         )
     bits = "jax.random.key_data(keys)"
     raise CheckpointError(
-        f"{what} is {different[0]}, but the plan has {planned}; of PRNG keys and integers one does not become the "
+        f"{what} is {stored}, but the plan has {planned}; of PRNG keys and integers one does not become the "
         f"other here. Plan the leaf as it is stored, and use `{bits}` or `jax.random.wrap_key_data(bits)` before or "
         "after."
     )
@@ -217,27 +217,21 @@ def _wanted_bits(leaf: Wanted) -> Wanted:
     )
 
 
-def _dtype(planned: Any, stored: list[Any], asked: Any, what: str) -> Any:
+def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> Any:
     """The dtype that a leaf gets: nothing is cast that was not asked for."""
-    both = all(jnp.issubdtype(one, jnp.floating) for one in (*stored, planned))
-    if asked == "plan":
-        to = planned
-    elif asked is not None and both:
-        to = jnp.dtype(asked)
-    else:
-        to = planned
-        different = [one for one in stored if one != planned]
-        if different:
-            raise CheckpointError(
-                f'{what} is {different[0]}, but the plan has {planned}; pass `dtype="plan"` to cast to the plan\'s '
-                "dtypes, or `dtype=...` for all floating-point arrays."
-            )
+    both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(planned, jnp.floating)
+    to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned
+    if asked != "plan" and (asked is None or not both) and stored != planned:
+        raise CheckpointError(
+            f'{what} is {stored}, but the plan has {planned}; pass `dtype="plan"` to cast to the plan\'s dtypes, or '
+            "`dtype=...` for all floating-point arrays."
+        )
     if jax.dtypes.canonicalize_dtype(to) != to:
         raise CheckpointError(
             f'{what} would be {to}, which JAX holds only under `jax.config.update("jax_enable_x64", True)`; set it, or '
             'plan a 32-bit dtype and pass `dtype="plan"`.'
         )
-    if any(_is_complex(one) and not _is_complex(to) for one in stored):
+    if _is_complex(stored) and not _is_complex(to):
         raise CheckpointError(f"{what} is complex and would be cast to {to}; its imaginary part would be lost.")
     return np.dtype(to)
 
