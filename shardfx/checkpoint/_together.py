@@ -162,9 +162,21 @@ class Together:
         def committing() -> None:
             commit()
             self._is_committed = True
+            if len(self.members) > 1:
+                self._asked("key_value_set", "/committed", self._at[0], True)
 
         self._is_written = True
-        self.alone(committing)
+        try:
+            self.alone(committing)
+        except CheckpointError:
+            # Who dies from here on takes nothing away from the others.
+            if not self._is_committed and (self.is_first or self._committed() != self._at[0]):
+                raise
+
+    def _committed(self) -> Any:
+        """The name of the last save that the first process has committed."""
+        with contextlib.suppress(CheckpointError):
+            return self._asked("key_value_try_get", "/committed")
 
     def _share(self, note: Note, answers: Answers) -> Any:
         if len(self.members) == 1:

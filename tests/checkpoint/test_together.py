@@ -31,7 +31,11 @@ class Service:
     def wait_at_barrier(self, name, timeout_in_ms, processes):
         self._reachable()
         assert processes == MEMBERS
-        self.barrier.wait(timeout_in_ms / 1000)
+        try:
+            self.barrier.wait(timeout_in_ms / 1000)
+        except threading.BrokenBarrierError:
+            text = "DEADLINE_EXCEEDED: Barrier timed out. Some timed out task names:\n8\n"
+            raise jax.errors.JaxRuntimeError(text) from None
 
     def key_value_set(self, name, text, allow_overwrite=False):
         self._reachable()
@@ -40,6 +44,8 @@ class Service:
 
     def key_value_try_get(self, name):
         self._reachable()
+        if name not in self.notes:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {name} not found.")
         return self.notes[name]
 
     def key_value_dir_get(self, folder):
@@ -92,8 +98,8 @@ def test_all_save_once_however_often():
         (token,) = set(played(service, *it.repeat(saving(did), 3)))
         tokens.append(token)
     assert did == ["began", "committed"] * 3 and len(set(tokens)) == 3
-    # However often: the last note of each, and an answer.
-    assert len(service.notes) == 4
+    # However often: the last note of each, an answer, and what was committed last.
+    assert len(service.notes) == 5
 
 
 @pytest.mark.parametrize("odd", range(3))
@@ -139,6 +145,31 @@ def test_once_all_is_written_the_save_is_the_first_ones_alone():
     acts = [saving(did, commit=commit), saving(did), saving(did, waits=raising(KeyboardInterrupt()))]
     one, two, three = played(Service(), *acts)
     assert one == two and isinstance(three, KeyboardInterrupt) and did == ["began", "committed"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_one_that_dies_before_the_commit_ends_it_and_after_it_does_not(is_late):
+    service, did = Service(), []
+
+    def commit():
+        did.append("committed")
+        threading.Timer(1.0, service.barrier.abort).start()
+
+    def dies(together):
+        together.agree({"path": "'it'"}, ())
+        together.alone(lambda: None)
+        if is_late:
+            return together.attend([])
+        time.sleep(1)
+        service.barrier.abort()
+
+    act = saving(did, wrote=15, commit=commit)
+    for got in played(service, act, act, dies)[:2]:
+        text = (
+            "process 8 gave no sign of life for 20 s while saving to 'it': it has died, or hangs. Nothing was changed"
+        )
+        assert isinstance(got, str) if is_late else str(got).startswith(text)
+    assert did == ["began", "committed"][: 1 + is_late]
 
 
 def test_bytes_that_nobody_writes_are_missed():
