@@ -152,7 +152,7 @@ def test_after_all_that_saves_are_right_and_nothing_lies_about(quarrel):
     for result in results:
         assert result["good"][0] == result["again"][0] == result["after"][0] == "saved"
         assert result["right"] and result["ours"] and result["pair"]
-        # However many saves there were: of the four and of the pair, each one's last note, an answer, and the save's name.
+        # However many saves there were: of the four and of the pair, each one's last note, an answer, and a name.
         assert len(result["left behind"]) == 4 + 2 + 2 + 2
     assert {path.stem for path in folder.glob("*.safetensors")} == {"one", "ours", "pair"}
     assert not list(folder.glob(".*")) and not folder.joinpath("never").exists()
