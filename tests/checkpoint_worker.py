@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
-from shardfx.checkpoint._together.board import board_of_this_job
+from shardfx._ground.processes import coordination
 from shardfx.errors import MapError
 
 
@@ -232,7 +232,7 @@ def disagreements():
     for name in ("ours", "pair"):
         loaded = checkpoint.load(FOLDER / f"{name}.safetensors", made)
         result[name] = right(loaded)
-    result["left behind"] = board_of_this_job().client.key_value_dir_get("shardfx.save")
+    result["left behind"] = coordination().key_value_dir_get("shardfx.save")
     return result
 
 

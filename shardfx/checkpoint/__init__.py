@@ -11,16 +11,8 @@ from ._entry import (
     StoreArray as StoreArray,
 )
 from ._index import Index as Index, read_index as read_index, structs as structs
-from ._left_over import LeftOver as LeftOver, left_over as left_over
 from ._load import load as load
 from ._manager import Manager as Manager
 from ._reads import ProcessReads as ProcessReads, ReadPlan as ReadPlan, plan_reads as plan_reads
 from ._save import save as save, saved_plan as saved_plan
-from ._trees import (
-    Difference as Difference,
-    apply as apply,
-    replicate as replicate,
-    shardings as shardings,
-    structure_diff as structure_diff,
-)
-from ._wanted import Take as Take
+from ._staging import LeftOver as LeftOver, left_over as left_over

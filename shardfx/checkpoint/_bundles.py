@@ -9,8 +9,7 @@ import numpy as np
 from .._convert.pieces import NOWHERE, Piece, hull, shifted
 from .._convert.views import Landing, as_bits, strides_of
 from .._ground.boxes import Box, volume
-from ._casts import fill
-from ._entry import FileArray
+from ._entry import FileArray, fill
 from ._fetches import is_plain, landed
 from ._reader import Files
 from ._wanted import Wanted

@@ -11,7 +11,7 @@ import jax
 
 from .._ground.errors import CheckpointError, UnknownPathError
 from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, quoted, table
-from . import _eformer as eformer, _orbax as orbax, _safetensors as safetensors, _stores as stores
+from . import _listings as listings, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import Place, inside, place, read_json
 
@@ -72,6 +72,10 @@ class Index:
     def bytes_total(self) -> int:
         """How many bytes the arrays have, uncompressed; those without a known shape or dtype count as 0."""
         return sum(entry.nbytes or 0 for entry in self.entries)
+
+    def tree(self, prefix: str | None = None) -> dict[str, Any]:
+        """The entries as nested dicts, one level for each "/" in a path; with `prefix`, only those below it."""
+        return _nested(_below(self, prefix))
 
     def __str__(self) -> str:
         groups: dict[Any, list[ArrayEntry]] = {}
@@ -188,21 +192,21 @@ def _read_directory(where: Place, path: str, names: list[str]) -> Index:
         raise CheckpointError(f"{path!r} holds several safetensors sets, {some(indices)}; name one of these files.")
     if indices:
         return _read_set(where, where, inside(where, indices[0]))
-    if eformer.INDEX in names:
-        return _indexed("eformer", where, eformer.entries(where))
-    if orbax.METADATA in names:
-        return _indexed("orbax", where, orbax.entries(where))
-    orbax.require_finished(where, names)
+    if listings.EFORMER_INDEX in names:
+        return _indexed("eformer", where, listings.eformer_entries(where))
+    if listings.ORBAX_METADATA in names:
+        return _indexed("orbax", where, listings.orbax_entries(where))
+    listings.require_finished(where, names)
     if stores.OCDBT_MANIFEST in names:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
         return _of_files(where, [inside(where, name) for name in weights])
     entries = stores.zarr_entries(where)
     if not entries:
-        orbax.raise_if_step(where, names)
+        listings.raise_if_step(where, names)
         raise CheckpointError(
-            f"{path!r} holds no checkpoint: no .safetensors file, no {eformer.INDEX}, no Orbax {orbax.METADATA}, no "
-            f"{stores.OCDBT_MANIFEST} and no zarr array."
+            f"{path!r} holds no checkpoint: no .safetensors file, no {listings.EFORMER_INDEX}, no Orbax "
+            f"{listings.ORBAX_METADATA}, no {stores.OCDBT_MANIFEST} and no zarr array."
         )
     return _indexed("zarr", where, entries)
 
@@ -268,7 +272,8 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
     **Arguments:**
 
     - `index`: from `read_index`, or the path of a checkpoint.
-    - `prefix`: only arrays below it; see `shardings`.
+    - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
+        those listed under this prefix.
 
     **Returns:**
 
@@ -295,7 +300,7 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
         ```
     """
     index = index if isinstance(index, Index) else read_index(index)
-    return nested([(path, struct(entry, index)) for path, entry in below(index, prefix)])
+    return _nested([(path, struct(entry, index)) for path, entry in _below(index, prefix)])
 
 
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
@@ -307,7 +312,7 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
 
 
-def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
+def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     """The entries below `prefix`, each with its path relative to it."""
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
@@ -328,7 +333,7 @@ def _group(entry: ArrayEntry) -> str | None:
     return None if isinstance(entry, FileArray) else entry.group
 
 
-def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """`("a/b", x)` pairs as `{"a": {"b": x}}`; no value is a dict.
 
     A path that is a leaf and a branch at once is an error, and one that is too deep for a tree.
@@ -339,7 +344,7 @@ def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         if len(parts) > _MOST_PARTS:
             raise CheckpointError(
                 f"array {quoted(path)} has more than {_MOST_PARTS} parts between slashes; no tree is that deep. Load "
-                "it by a plan of your own, with `rename=`."
+                "it by a plan of your own, with `map=`."
             )
         node = tree
         for number, part in enumerate(parts[:-1]):

@@ -1,13 +1,19 @@
-"""What of a tree `save` writes: each array under its path, keys as their bits, and Python's numbers."""
+"""What `save` writes: the arrays of a tree, keys as their bits, Python's numbers; and what a map makes of them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools as ft
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._convert import Made, Piece, Struct, TreeMap, bound, tree_structs
+from .._convert.pieces import Counted, changed, dense, extended, hull, swapped, within
+from .._convert.values import constant
+from .._convert.views import landings, seen
+from .._ground.boxes import Box, boxes
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.text import printable
 from .._ground.tree import flatten
@@ -16,7 +22,10 @@ from .._plan.planner import plan
 from .._plan.shard_plan import ShardPlan
 from .._rules.path_rules import PathRules
 from ..topology._mesh import MeshSpec
-from . import _keys as prng, _numbers as numbers, _safetensors as safetensors
+from . import _metadata as prng, _safetensors as safetensors
+from ._entry import may_change
+from ._metadata import is_number
+from ._spans import whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +76,7 @@ def leaves_to_save(tree: Any, plan: ShardPlan) -> Leaves:
         for path, leaf, i in zip(flat.paths, flat.leaves, index, strict=True)
         if i >= 0
     ]
-    kept = {path: leaf for path, leaf in zip(flat.paths, flat.leaves, strict=True) if numbers.is_number(leaf)}
+    kept = {path: leaf for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_number(leaf)}
     for path, leaf, row in found:
         _check_leaf(path, leaf, row.dtype)
     twice = [path for path, *_ in found if path in kept]
@@ -105,3 +114,136 @@ def _check_leaf(path: str, leaf: Any, planned: Any) -> None:
             f"so `load` could not give it back under this plan. Save `leaf.astype({str(planned)!r})` if its values "
             'fit, or plan after `jax.config.update("jax_enable_x64", True)`.'
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exported:
+    """An array that a map makes of others.
+
+    **Arguments:**
+
+    - `made`: its shape, its dtype and its pieces.
+    - `sources`: the tree's arrays by path.
+    """
+
+    made: Made
+    sources: Mapping[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return self.made.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.made.dtype
+
+    def pieces(self, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+        """The boxes that this process writes, and a view of what each holds; it may have yet to be cast."""
+        for piece in self.made.pieces:
+            if piece.value.path is None:
+                if is_first:
+                    for part in dense(piece):
+                        sizes = [stop - start for start, stop in hull(part)]
+                        yield hull(part), np.broadcast_to(constant(part), sizes)
+                continue
+            for box, memory in shards_of(self.sources[piece.value.path], is_first):
+                for part in within(swapped(piece), box):
+                    yield from _written(part, box, memory)
+
+
+def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
+    for landing in landings(part, box):
+        values = seen(memory, landing)
+        casts = part.value.casts
+        # What is cast last is cast where it is written, unless it would be refused there.
+        for at, to in enumerate(casts, 1):
+            if at < len(casts) or isinstance(to, Counted) or may_change(values.dtype, to):
+                values = changed(values, to)
+        yield landing.source, values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """What this process writes of an array, copied to its memory.
+
+    **Arguments:**
+
+    - `shape`, `dtype`: of the whole array.
+    - `parts`: a box and its values each.
+    - `is_everywhere`: whether all processes have all of it, so that the first one writes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: tuple[tuple[Box, np.ndarray], ...]
+    is_everywhere: bool
+
+    def pieces(self, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+        """The parts that this process writes."""
+        return iter(self.parts if is_first or not self.is_everywhere else ())
+
+
+def held(value: Any) -> Held:
+    """A copy of what this process writes of an array: the array may be given up afterwards."""
+    parts = tuple((box, np.array(memory)) for box, memory in shards_of(value, True))
+    return Held(tuple(value.shape), np.dtype(value.dtype), parts, not isinstance(value, jax.Array))
+
+
+def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+    """The parts of an array that this process writes."""
+    if not isinstance(value, jax.Array):
+        if is_first:
+            yield whole(value.shape), np.ascontiguousarray(value).reshape(value.shape)
+        return
+    first = _first_replicas(value.sharding, tuple(value.shape))
+    for shard in value.addressable_shards:
+        box = first.get(shard.device)
+        if box is not None:
+            yield box, np.ascontiguousarray(shard.data)
+
+
+# A model has many arrays and few kinds of them: a `Shard` looks its own number up each time.
+@ft.lru_cache(maxsize=256)
+def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """Per device that holds the first replica of a box, the box."""
+    devices: dict[Box, Any] = {}
+    for device, box in boxes(sharding, shape).items():
+        devices.setdefault(box, device)
+    return {device: box for box, device in devices.items()}
+
+
+def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
+    """The arrays that a map makes of a tree's, in the place of those."""
+    source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
+    made = bound(map, source, None if like is None else tree_structs(like)).made
+    arrays, kinds, found = dict(leaves.arrays), {}, []
+    for path, one in made.items():
+        if any(piece.value.scale is not None for piece in one.pieces):
+            raise LeafTypeError(
+                f"`{printable(path)}` is scaled, which takes two arrays at a time; use `reshard(tree, plan, map=...)` "
+                "first, and save what comes out."
+            )
+        if prng.is_key(one.dtype):
+            kinds[path], one = prng.key_name(one.dtype), _bits_of(one)
+        elif safetensors.stored_name(one.dtype) is None:
+            raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
+        elif one.dtype not in safetensors.NAMES:
+            kinds[path] = np.dtype(one.dtype).name
+        found.append((path, Exported(one, arrays)))
+    return Leaves(found, kinds, {})
+
+
+def _bits_of(made: Made) -> Made:
+    """Keys as the integers that they are saved as, which are those that the tree's keys are there."""
+    one = prng.bits_of(made.dtype)
+    pieces = tuple(extended(piece, one.shape) for piece in made.pieces)
+    return Made((*made.shape, *one.shape), np.dtype(one.dtype), pieces)
+
+
+def _struct(value: Any, kind: str | None) -> Struct:
+    keys = prng.key_named(kind)
+    if keys is None:
+        return Struct(tuple(value.shape), np.dtype(value.dtype))
+    return Struct(tuple(value.shape[: value.ndim - len(prng.bits_of(keys).shape)]), keys)

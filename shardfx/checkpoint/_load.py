@@ -5,7 +5,7 @@ import dataclasses
 import functools as ft
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -17,101 +17,63 @@ from .._plan.shard_plan import ShardPlan
 from . import _stores as stores
 from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray
-from ._fetches import fetches
+from ._fetches import fetches, gather
 from ._files import ChangedError, require_seen_unchanged
-from ._flight import Filled, Flight, Task, groups
-from ._gather import gather
+from ._flight import Filled, Flight, Progress, Task, groups
 from ._index import Index, read_index
-from ._keys import keys_from
-from ._progress import Progress
+from ._metadata import keys_from
 from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
 from ._units import Host, Unit, units_of
-from ._wanted import Rename, Unread, Wanted, require_devices, wanted
+from ._wanted import Unread, Wanted, require_devices, wanted
 
 
 T = TypeVar("T")
+Source = str | os.PathLike[str] | Index
 
 _WORKERS = 8
 _CALL_BYTES = 8192
 _TRIES = 16
 
 
+class LoadOptions(TypedDict, total=False):
+    """The options of `load`."""
+
+    dtype: Any
+    memory_limit_bytes: int | None
+    gap_bytes: int
+    missing_chunks: MissingChunks
+    unread: Unread
+    root: str | os.PathLike[str] | None
+    progress: bool | None
+
+
 @overload
-def load(
-    path: str | os.PathLike[str] | Index,
-    plan: ShardPlan,
-    map: TreeMap | None = None,
-    *,
-    rename: Rename = None,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
-) -> Any: ...
+def load(path: Source, plan: ShardPlan, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> Any: ...
 
 
 @overload
 def load(
-    path: str | os.PathLike[str] | Index,
-    plan: jax.ShapeDtypeStruct,
-    map: TreeMap | None = None,
-    *,
-    rename: Rename = None,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
+    path: Source, plan: jax.ShapeDtypeStruct, map: TreeMap | None = None, **options: Unpack[LoadOptions]
 ) -> jax.Array: ...
 
 
 @overload
 def load(
-    path: str | os.PathLike[str] | Index,
-    plan: dict[str, jax.ShapeDtypeStruct],
-    map: TreeMap | None = None,
-    *,
-    rename: Rename = None,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
+    path: Source, plan: dict[str, jax.ShapeDtypeStruct], map: TreeMap | None = None, **options: Unpack[LoadOptions]
 ) -> dict[str, jax.Array]: ...
 
 
 @overload
-def load(
-    path: str | os.PathLike[str] | Index,
-    plan: T,
-    map: TreeMap | None = None,
-    *,
-    rename: Rename = None,
-    dtype: Any = None,
-    memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-    root: str | os.PathLike[str] | None = None,
-    missing_chunks: MissingChunks = "raise",
-    unread: Unread = "raise",
-    progress: bool | None = None,
-) -> T: ...
+def load(path: Source, plan: T, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> T: ...
 
 
 def load(
-    path: str | os.PathLike[str] | Index,
+    path: Source,
     plan: Any,
     map: TreeMap | None = None,
     *,
-    rename: Rename = None,
     dtype: Any = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
@@ -133,8 +95,6 @@ def load(
     - `map`: how the plan's leaves are made of the checkpoint's arrays, where they have other names, shapes or numbers:
         a [`shardfx.TreeMap`][]. Each process reads what its shards are made of. Of weights that are scaled, cast twice,
         or scattered element by element, at most 4 MiB per thread are on their way beside what stays.
-    - `rename`: from a leaf's path to the name of its array in the checkpoint: a mapping (paths that it leaves out are
-        names themselves) or a function. In the place of a name, a `Take` transposes and stacks on the way.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
         dtype: cast all floating-point arrays to it.
     - `memory_limit_bytes`: the most that is in host memory on its way to a device. By default it is 1 GiB or the
@@ -184,7 +144,7 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    asked = Asked(rename, map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
+    asked = Asked(map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
@@ -203,7 +163,6 @@ def load(
 class Asked:
     """What `load` was asked for, apart from what and where to."""
 
-    rename: Rename = None
     map: TreeMap | None = None
     dtype: Any = None
     memory_limit_bytes: int | None = None
@@ -215,7 +174,7 @@ class Asked:
 
 def load_index(index: Index, plan: Any, asked: Asked, host: Host) -> Any:
     """What an index says, loaded into the tree of a plan."""
-    leaves, rebuild = wanted(index, plan, asked.rename, asked.dtype, asked.map, asked.unread)
+    leaves, rebuild = wanted(index, plan, asked.dtype, asked.map, asked.unread)
     require_devices(leaf.sharding for leaf in leaves)
     landed = _read(index, leaves, asked, host)
     placed = [landed.placed.get(number) for number in range(len(leaves))]

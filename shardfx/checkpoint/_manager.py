@@ -11,11 +11,11 @@ from typing import Any
 
 from .._ground.errors import CheckpointError
 from .._plan.shard_plan import ShardPlan
-from ._exported import held
-from ._left_over import remove_partial
+from ._leaves import held
 from ._load import load
 from ._save import Content, Options, content_of, write
-from ._together.meeting import holders_of
+from ._staging import remove_partial
+from ._together import holders_of
 
 
 _STEP = re.compile(r"step-(\d+)")

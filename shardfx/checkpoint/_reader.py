@@ -15,8 +15,7 @@ from .._ground.boxes import Box
 from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
-from ._casts import fill
-from ._entry import FileArray
+from ._entry import FileArray, fill
 from ._files import Place, opened
 from ._spans import Part, Span, spans
 

@@ -14,11 +14,10 @@ from .._ground.text import first_lines
 from . import _stores as stores
 from ._bundles import bundled
 from ._entry import StoreArray
-from ._fetches import Fetch, fetches
-from ._gather import gathered_fetches
+from ._fetches import Fetch, fetches, gathered_fetches
 from ._index import Index
 from ._reader import GAP_BYTES, spans_of
-from ._wanted import Rename, Unread, Wanted, box_bytes, wanted
+from ._wanted import Unread, Wanted, box_bytes, wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,6 @@ def plan_reads(
     plan: Any,
     map: TreeMap | None = None,
     *,
-    rename: Rename = None,
     dtype: Any = None,
     unread: Unread = "raise",
     processes: int | None = None,
@@ -93,7 +91,7 @@ def plan_reads(
 
     **Arguments:**
 
-    - `index`, `plan`, `map`, `rename`, `dtype`, `unread`, `gap_bytes`: as in `load`; the plan need not have devices.
+    - `index`, `plan`, `map`, `dtype`, `unread`, `gap_bytes`: as in `load`; the plan need not have devices.
     - `processes`: for a plan without devices: over how many processes its mesh is spread, each with as many devices,
         consecutive in the mesh's order. By default 1. A plan on devices knows.
 
@@ -125,7 +123,7 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
-    leaves, _ = wanted(index, plan, rename, dtype, map, unread)
+    leaves, _ = wanted(index, plan, dtype, map, unread)
     known: dict[Any, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in leaves:

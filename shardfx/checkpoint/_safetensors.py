@@ -14,7 +14,7 @@ from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import FileArray
 from ._files import Place, opened, parsed_json
-from ._keys import key_named, of_bits
+from ._metadata import key_named, of_bits
 
 
 # The format's own limit on the header.

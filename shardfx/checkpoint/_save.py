@@ -3,12 +3,10 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import errno
 import functools as ft
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,23 +18,18 @@ from .._ground.boxes import Box
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._plan.shard_plan import ShardPlan
 from . import _safetensors as safetensors
-from ._casts import fill
-from ._exported import Exported, Held, exported, shards_of
+from ._entry import fill
 from ._files import inside, place, read_json
+from ._flight import Progress
 from ._index import read_index, require_local
-from ._leaves import Leaves, leaves_to_save, plan_of_arrays, plan_of_nothing
-from ._left_over import remove_partial
-from ._numbers import NUMBERS_KEY, to_text
-from ._progress import Progress
+from ._leaves import Exported, Held, Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
+from ._metadata import NUMBERS_KEY, to_text
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
 from ._spans import spans
-from ._together.facts import digest_of, lines_of
-from ._together.follower import Follower
-from ._together.leader import Leader
-from ._together.meeting import Alone, holders_of, meeting
+from ._staging import PLAN, Headers, begin, commit, remove_partial, require_free, require_space
+from ._together import Together, digest_of, holders_of, lines_of, meeting
 
 
-PLAN = "plan.json"
 PLAN_KEY = "shardfx.plan"
 _NO_PLAN = "holds no plan: `checkpoint.save` writes one, unless by a map, or of arrays on no mesh or on several."
 _FILE_BYTES = 5 * 10**9
@@ -51,7 +44,6 @@ class _Tensor:
     """One array to write: its pieces in this process, and where it goes."""
 
     name: str
-    stored: str
     shape: tuple[int, ...]
     dtype: Any
     value: Any
@@ -173,17 +165,18 @@ def content_of(tree: Any, plan: ShardPlan | None, map: TreeMap | None, like: Any
         )
     own = plan_of_arrays(tree) if plan is None else plan
     leaves = leaves_to_save(tree, plan_of_nothing(tree) if own is None else own)
-    lines, digest = lines_of(leaves.arrays), "None" if own is None else own.digest
+    lines = lines_of(leaves.arrays)
     if map is not None:
         leaves = exported(leaves, map, like)
         lines += lines_of(leaves.arrays)
     numbers = to_text(leaves.numbers)
-    given = {"map": "None" if map is None else map.digest}
-    given |= {"leaves": digest_of([*lines, f"the numbers are {numbers}"]), "plan": digest}
-    metadata = {"format": "pt"} if map is not None else {NUMBERS_KEY: numbers}
-    if map is None and own is not None:
-        metadata = {PLAN_KEY: own.digest, **metadata}
-    return Content(leaves, [*lines, f"the numbers are {numbers}"], given, own if map is None else None, metadata)
+    lines.append(f"the numbers are {numbers}")
+    digests = ["None" if one is None else one.digest for one in (map, own)]
+    given = {"map": digests[0], "leaves": digest_of(lines), "plan": digests[1]}
+    if map is not None:
+        return Content(leaves, lines, given, None, {"format": "pt"})
+    plan_digest = {} if own is None else {PLAN_KEY: own.digest}
+    return Content(leaves, lines, given, own, plan_digest | {NUMBERS_KEY: numbers})
 
 
 def write(
@@ -191,10 +184,12 @@ def write(
 ) -> bool:
     """Writes what `content` gives, together with the other processes; returns whether this one is the first."""
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
-    with contextlib.ExitStack() as afterwards, meeting(holders, what, options.wait_seconds) as together:
-        token = together.join()
+    with contextlib.ExitStack() as afterwards, meeting(what, holders, options.wait_seconds) as together:
+        together.join()
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
+        given = {"path": repr(path), "overwrite": repr(bool(options.overwrite)), "file_bytes": repr(options.file_bytes)}
+        token = together.agree(given | dict(found.given), found.lines)
         staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
         text = None if found.plan is None else found.plan.to_json()
         extra = dict(found.metadata) | ({PLAN_KEY: text} if is_file and text is not None else {})
@@ -203,16 +198,15 @@ def write(
             # After a commit nothing has this name any more.
             afterwards.callback(remove_partial, staging)
 
-        def begin() -> None:
-            _require_free(path, is_file, options.overwrite)
-            _require_space(path, headers)
-            _begin(staging, headers, is_file, text)
+        def prepare() -> None:
+            require_free(path, is_file, options.overwrite)
+            require_space(path, headers)
+            begin(staging, headers, is_file, text)
 
-        given = {"path": repr(path), "overwrite": repr(bool(options.overwrite)), "file_bytes": repr(options.file_bytes)}
-        together.agree(given | dict(found.given), found.lines, begin)
+        together.alone(prepare)
         total = sum(tensor.nbytes for tensor in tensors)
         wrote = _write_all(tensors, Progress("saving", total, options.progress), together, afterwards)
-        together.finish(wrote, total, lambda: _commit(staging, path, is_file, options.overwrite))
+        together.finish(wrote, total, lambda: commit(staging, path, is_file, options.overwrite))
         return together.is_first
 
 
@@ -245,22 +239,9 @@ def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
     return ShardPlan.from_json(text, like)
 
 
-def _require_free(path: str, is_file: bool, overwrite: bool) -> None:
-    if is_file and overwrite and not os.path.isdir(path):
-        return
-    if os.path.lexists(path):
-        hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
-        why = (
-            " `overwrite=True` replaces .safetensors files: a directory cannot be replaced at once."
-            if overwrite
-            else ""
-        )
-        raise CheckpointError(f"{path!r} exists, and nothing was changed; {hint}, or remove it first.{why}")
-
-
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
-) -> tuple[dict[str, tuple[bytes, int, list[str]]], list[_Tensor]]:
+) -> tuple[Headers, list[_Tensor]]:
     """Per file its header, its size and its tensors' names; and where each tensor goes. The same on every process."""
     groups: list[list[tuple[str, Any]]] = [[]]
     filled = 0
@@ -280,8 +261,8 @@ def _layout(
         header, offsets = safetensors.write_header(rows, metadata)
         headers[file] = (header, len(header) + sum(row[3] for row in rows), [name for name, _ in group])
         tensors += [
-            _Tensor(name, stored, shape, np.dtype(value.dtype), value, file, offset)
-            for (name, stored, shape, _), offset, (_, value) in zip(rows, offsets, group, strict=True)
+            _Tensor(name, shape, np.dtype(value.dtype), value, file, offset)
+            for (name, _, shape, _), offset, (_, value) in zip(rows, offsets, group, strict=True)
         ]
     return headers, tensors
 
@@ -294,44 +275,8 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
-def _require_space(path: str, headers: dict[str, tuple[bytes, int, list[str]]]) -> None:
-    needed = sum(size for _, size, _ in headers.values())
-    parent = os.path.dirname(path)
-    os.makedirs(parent, exist_ok=True)
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        message = f"saving takes {needed} bytes and {free} are free; nothing was written. Free some, or save elsewhere"
-        raise OSError(errno.ENOSPC, message, path)
-
-
-def _begin(staging: str, headers: dict[str, tuple[bytes, int, list[str]]], is_file: bool, plan: str | None) -> None:
-    """Makes the files in their full size, with everything that is no array."""
-    if not is_file:
-        os.mkdir(staging)
-    if not is_file and plan is not None:
-        _write_file(os.path.join(staging, PLAN), plan.encode())
-    for file, (header, size, _) in headers.items():
-        _write_file(file, header, size)
-    if len(headers) > 1:
-        weight_map = {name: os.path.basename(file) for file, (_, _, names) in headers.items() for name in names}
-        total = sum(size - len(header) for header, size, _ in headers.values())
-        content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        _write_file(os.path.join(staging, "model.safetensors.index.json"), content.encode())
-
-
-def _write_file(file: str, data: bytes, size: int | None = None) -> None:
-    with open(file, "xb") as out:
-        out.write(data)
-        if size is not None:
-            out.truncate(size)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _write_all(
-    tensors: list[_Tensor], bar: Progress, together: Alone | Leader | Follower, afterwards: contextlib.ExitStack
-) -> int:
-    """Writes what this process holds; returns how many bytes that was.
+def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterwards: contextlib.ExitStack) -> int:
+    """Writes what this process holds; returns how many bytes that was for all processes.
 
     Where it fails, the writes that have begun are waited for `afterwards`: the other processes hear of it before.
     """
@@ -339,15 +284,13 @@ def _write_all(
     for file in dict.fromkeys(tensor.file for tensor in tensors):
         files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         afterwards.callback(os.close, files[file])
-    pool, stop, wrote = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event(), 0
+    pool, stop = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event()
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
-    futures = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in _groups(tensors)]
-    for future in together.attend(futures):
-        wrote += future.result()
-        bar.advance(future.result())
-    for future in together.attend([pool.submit(os.fsync, file) for file in files.values()]):
-        future.result()
+    groups = _groups(tensors)
+    writes = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in groups]
+    wrote = together.attend(writes, bar.advance)
+    together.attend([pool.submit(os.fsync, file) for file in files.values()])
     bar.end()
     return wrote
 
@@ -425,32 +368,3 @@ def _write_at(descriptor: int, data: np.ndarray, offset: int, stop: threading.Ev
     while len(left) and not stop.is_set():
         done = os.pwrite(descriptor, left[:_STEP_BYTES], offset)
         left, offset = left[done:], offset + done
-
-
-def _commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:
-    parent = os.path.dirname(path)
-    try:
-        if not is_file:
-            _sync_directory(staging)
-            os.rename(staging, path)
-        elif overwrite:
-            os.replace(staging, path)
-        else:
-            # Unlike a rename, a link never replaces what another writer has put there meanwhile.
-            os.link(staging, path)
-    except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise CheckpointError(
-                f"{path!r} appeared while this was saving, from another writer, and stays as it is; save to another "
-                f"name."
-            ) from error
-        raise
-    _sync_directory(parent)
-
-
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,9 +11,8 @@ import numpy as np
 
 from .._ground.errors import CheckpointError
 from .._ground.text import printable, quoted
-from ._casts import fill, may_change
 from ._chunks import Reader, chunk_files, look_in, require_bounded, touched_by
-from ._entry import StoreArray, itemsize
+from ._entry import StoreArray, fill, itemsize, may_change
 from ._files import Place, inside, opened, parsed_json, read_json, require_plain_tree
 from ._spans import Box
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import itertools as it
-import math
-import re
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +10,7 @@ from jax.experimental import multihost_utils
 
 from .._convert import TreeMap
 from .._ground.errors import MapError, PlanFormatError, PlanMismatchError
+from .._ground.processes import absent, coordination
 from .._plan.differences import differences
 from .._plan.shard_plan import ShardPlan
 
@@ -92,25 +91,17 @@ def _map_lines(map: TreeMap, theirs: str) -> Sequence[str]:
 
 def _meet(wait_seconds: float) -> None:
     """Returns when all processes are here. A collective would wait for them without end."""
-    # JAX has no public way to its service; Orbax and others take this one, which is the same in JAX 0.9 to 0.10.
-    from jax._src import distributed
-
-    client = distributed.global_state.client
+    client = coordination()
     if client is None:
         return  # a runtime that has brought its processes together by itself
-    try:
-        client.wait_at_barrier("shardfx.assert_same_plan", max(1, math.ceil(1000 * wait_seconds)))
-    except jax.errors.JaxRuntimeError as error:
-        raise PlanMismatchError(_absence(str(error), wait_seconds)) from error
-
-
-def _absence(text: str, wait_seconds: float) -> str:
     fix = "call it once on every process, before the first step; or give a longer `wait_seconds`"
-    if not text.startswith("DEADLINE_EXCEEDED"):
-        return f"the processes do not meet in `assert_same_plan` ({text.splitlines()[0][:200]}); {fix}."
-    names = re.findall(r"^(?:\S*task[:/])?(\d+)$", text.partition("timed out task names:")[2], re.MULTILINE)
-    who = f"process {names[0]}" if len(names) == 1 else f"processes {', '.join(names[:16]) or 'unknown'}"
-    return f"{who} did not come within {wait_seconds:g} s to `assert_same_plan`; {fix}."
+    try:
+        who = absent(client, "shardfx.assert_same_plan", wait_seconds, jax.process_index())
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).splitlines()[0][:200]
+        raise PlanMismatchError(f"the processes do not meet in `assert_same_plan` ({first}); {fix}.") from error
+    if who:
+        raise PlanMismatchError(f"{who} did not come within {wait_seconds:g} s to `assert_same_plan`; {fix}.")
 
 
 def _exchange(message: bytes) -> list[bytes]:

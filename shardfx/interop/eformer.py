@@ -1,13 +1,313 @@
-"""eformer: what its partition constraints read off specs."""
+"""eformer: trees of shardings for its checkpoints, trees put where they say, and the mesh axes of specs."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._ground.errors import SpecError
-from .._ground.spec import entries_of, entry_axes
+from .._ground.errors import CheckpointError, LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._ground.spec import canonical, entries_of, entry_axes
+from .._ground.text import quoted
+from .._ground.tree import tree_paths
+from .._plan.correction import correct
+from ..topology._mesh import MeshSpec
+
+
+AnyMesh = MeshSpec | Mesh | AbstractMesh | None
+
+
+def shardings(index: Any, mesh: AnyMesh, *, default: Any = None, prefix: str | None = None) -> dict[str, Any]:
+    """A sharding for every array of a checkpoint, from its headers alone.
+
+    **Arguments:**
+
+    - `index`: from [`shardfx.checkpoint.read_index`][].
+    - `mesh`: where to put the arrays. `None` leaves every sharding that `default` does not give as a Sharding `None`.
+    - `default`: what decides for each array. `None`: it is replicated. A Sharding: that one. A PartitionSpec: corrected
+        to each array's shape, as [`shardfx.correct`][] does, entries beyond its rank left out. A function: it makes of
+        a `checkpoint.ArrayEntry` a Sharding, a PartitionSpec or `None`.
+    - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
+        those listed under this prefix.
+
+    **Returns:**
+
+    Nested dicts, one level for each "/" in a path, with a Sharding (or `None`) for each array.
+
+    **Raises:**
+
+    `CheckpointError` for a prefix that the checkpoint lacks, and where one array's path is another's branch;
+    `SpecError` that names the array that a Sharding does not fit; `LeafTypeError` for a default of another type.
+
+    !!! Example
+
+        ```python
+        import tempfile
+        import jax
+        import numpy as np
+        from jax.sharding import PartitionSpec as P
+        from safetensors.numpy import save_file
+        from shardfx import MeshSpec, checkpoint
+        from shardfx.interop import eformer
+
+        directory = tempfile.mkdtemp()
+        save_file(
+            {"model/w": np.ones((8, 8)), "step": np.ones(())}, f"{directory}/model.safetensors"
+        )
+        mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
+        tree = eformer.shardings(
+            checkpoint.read_index(directory), mesh, default=P("dp", "tp")
+        )
+        assert tree["model"]["w"].spec == P("dp", "tp") and tree["step"].spec == P()
+        ```
+    """
+    return jax.tree.map(lambda entry: _sharding_of(entry, mesh, default), index.tree(prefix))
+
+
+def _required(mesh: AnyMesh) -> MeshSpec | Mesh | AbstractMesh:
+    if mesh is None:
+        raise MeshError("PartitionSpecs cut arrays over a mesh, but there is none; pass `mesh=`.")
+    return mesh
+
+
+def _on(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
+    mesh = _required(mesh)
+    return NamedSharding(mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, spec)
+
+
+def _sharding_of(entry: Any, mesh: AnyMesh, default: Any) -> Sharding | None:
+    asked = default
+    if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
+        asked = asked(entry)
+    if asked is None:
+        return None if mesh is None else _on(mesh, PartitionSpec())
+    if isinstance(asked, Sharding):
+        if entry.shape is not None:
+            _check_fits(asked, entry.shape, entry.path)
+        return asked
+    if not isinstance(asked, PartitionSpec):
+        raise LeafTypeError(
+            f"array {quoted(entry.path)}: {asked!r} is no sharding; `default` must be a Sharding, a PartitionSpec, "
+            "`None`, or a function of the entry that gives one of them. Rules decide by "
+            "`shardfx.plan(checkpoint.structs(index), mesh, paths=rules).shardings`."
+        )
+    mesh, spec = _required(mesh), asked
+    if entry.shape is None:
+        raise CheckpointError(
+            f"the checkpoint does not say the shape of {quoted(entry.path)}, so {asked} cannot be corrected to it; "
+            "give a function as `default`, or a Sharding."
+        )
+    short = PartitionSpec(*entries_of(spec)[: len(entry.shape)])
+    return _on(mesh, correct(short, entry.shape, mesh).spec)
+
+
+def _check_fits(sharding: Sharding, shape: tuple[int, ...], path: str) -> None:
+    try:
+        if isinstance(sharding, NamedSharding) and len(entries_of(canonical(sharding.spec))) > len(shape):
+            raise ValueError(f"{sharding.spec} has more entries than the array has dimensions")
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise SpecError(
+            f"leaf `{path}`, shape {shape}: {sharding} does not fit: {str(error).splitlines()[0]}; give a spec that "
+            "divides it, such as the one that `shardfx.correct(spec, shape, mesh)` returns."
+        ) from error
+
+
+def apply(tree: Any, shardings: Any, *, mesh: Mesh | None = None) -> Any:
+    """Puts the arrays of a tree where a tree of shardings says; all of them, or on an error none.
+
+    **Arguments:**
+
+    - `tree`: arrays; leaves of other types come back as they are.
+    - `shardings`: a tree of the same structure, or a prefix of it: what stands at a branch holds for every leaf below.
+        Each leaf is a Sharding; a PartitionSpec on `mesh`; a function from the array to one of these; or `None`, which
+        replicates over `mesh`, or without one puts the array on the default device.
+    - `mesh`: for the PartitionSpecs and the `None`s.
+
+    **Returns:**
+
+    The tree with its arrays moved.
+
+    **Raises:**
+
+    `PlanMismatchError` that lists how the structures differ; `SpecError` that names the leaf a sharding does not fit;
+    `LeafTypeError` for a leaf of `shardings` that is none of the above. Nothing has been moved then.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec
+        from shardfx.interop import eformer
+
+        mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
+        tree = {"w": jnp.ones((8, 8)), "norm": {"scale": jnp.ones(8), "bias": jnp.ones(8)}}
+        placed = eformer.apply(tree, {"w": P("dp", "tp"), "norm": None}, mesh=mesh)
+        assert placed["w"].sharding.spec == P("dp", "tp")
+        ```
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    moved, targets = [], []
+    spread = treedef.flatten_up_to(_spread(tree, shardings))
+    for number, (leaf, path, asked) in enumerate(zip(leaves, tree_paths(treedef), spread, strict=True)):
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            moved.append(number)
+            targets.append(_target(leaf, path, asked, mesh))
+    arrays = jax.device_put([leaves[number] for number in moved], targets)
+    for number, array in zip(moved, arrays, strict=True):
+        leaves[number] = array
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _spread(tree: Any, shardings: Any) -> Any:
+    """A tree of the structure of `tree`, with what `shardings`, a prefix of it, says of each leaf."""
+    try:
+        return jax.tree.broadcast(shardings, tree, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        lines = "\n  ".join(map(str, structure_diff(shardings, tree)))
+        raise PlanMismatchError(
+            f"the shardings are no prefix of the tree (left: the shardings, right: the tree):\n  {lines}\nGive one "
+            "sharding for each leaf, or for a branch of them."
+        ) from error
+
+
+def _target(leaf: Any, path: str, asked: Any, mesh: Mesh | None) -> Sharding | None:
+    if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
+        asked = asked(leaf)
+    if asked is None:
+        return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    if isinstance(asked, PartitionSpec):
+        asked = _on(mesh, asked)
+    if not isinstance(asked, Sharding):
+        raise LeafTypeError(
+            f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a PartitionSpec with `mesh=`, "
+            "`None`, or a function from the array to one of these."
+        )
+    _check_fits(asked, np.shape(leaf), path)
+    return asked
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One place in which two trees differ.
+
+    **Arguments:**
+
+    - `path`: where, as in `layers/0/weight`; empty at the root.
+    - `left`, `right`: what each tree has there; "nothing" where it has nothing.
+    """
+
+    path: str
+    left: str
+    right: str
+
+    def __str__(self) -> str:
+        return f"`{self.path}`: {self.left} in the left tree, {self.right} in the right"
+
+
+def structure_diff(a: Any, b: Any) -> tuple[Difference, ...]:
+    """Every place in which the structures of two trees differ; values do not count.
+
+    `None`, PartitionSpecs and Shardings are leaves: a tree of "no sharding here" has the structure of its arrays.
+
+    **Arguments:**
+
+    - `a`, `b`: the trees, left and right.
+
+    **Returns:**
+
+    The differences, in the order of `a`, then what only `b` has; empty exactly if the structures are equal.
+
+    !!! Example
+
+        ```python
+        from shardfx.interop import eformer
+
+        assert eformer.structure_diff({"a": None}, {"a": 1.0}) == ()
+        for difference in eformer.structure_diff({"a": 1, "b": 2}, {"a": [1, 2]}):
+            print(difference)
+        ```
+        ```text
+        `a`: a leaf in the left tree, list in the right
+        `b`: a leaf in the left tree, nothing in the right
+        ```
+    """
+    return tuple(_differences(a, b, ""))
+
+
+def _differences(a: Any, b: Any, path: str) -> list[Difference]:
+    left, right = _node(a), _node(b)
+    if left is None or right is None:
+        return [] if left is right else [Difference(path, _kind(left), _kind(right))]
+    if left[0] is not right[0]:
+        return [Difference(path, _kind(left), _kind(right))]
+    (_, aux_a, children_a), (_, aux_b, children_b) = left, right
+    found = []
+    for key in dict.fromkeys([*children_a, *children_b]):
+        where = f"{path}/{key}" if path else key
+        if key not in children_a or key not in children_b:
+            here = [_kind(_node(part[key])) if key in part else "nothing" for part in (children_a, children_b)]
+            found.append(Difference(where, *here))
+        else:
+            found += _differences(children_a[key], children_b[key], where)
+    if not found and children_a.keys() == children_b.keys() and aux_a != aux_b:
+        return [Difference(path, f"{_kind(left)} with {_short(aux_a)}", f"{_kind(right)} with {_short(aux_b)}")]
+    return found
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+def _node(tree: Any) -> tuple[type, Any, dict[str, Any]] | None:
+    """One level of a tree: its type, its static data, its children by key; `None` for a leaf."""
+    if tree is None:
+        return None
+    children, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
+    data = treedef.node_data()
+    if data is None:
+        return None
+    keyed = jtu.default_registry.flatten_one_level_with_keys(tree)
+    pairs = keyed[0] if keyed is not None else zip(range(len(children)), children, strict=True)
+    return data[0], data[1], {jtu.keystr((key,), simple=True): child for key, child in pairs}
+
+
+def _kind(node: tuple[type, Any, dict[str, Any]] | None) -> str:
+    return "a leaf" if node is None else node[0].__name__
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Every array of a tree, whole on every device of a mesh. Nothing is compiled.
+
+    **Arguments:**
+
+    - `tree`: jax and numpy arrays; leaves of other types come back as they are.
+    - `mesh`: the devices.
+
+    **Returns:**
+
+    The tree with replicated arrays.
+
+    !!! Example
+
+        ```python
+        import jax
+        import numpy as np
+        from shardfx import MeshSpec
+        from shardfx.interop import eformer
+
+        mesh = MeshSpec({"dp": 8}).build(jax.devices())
+        tree = eformer.replicate({"w": np.ones((4, 4)), "step": 3}, mesh)
+        assert tree["w"].sharding.is_fully_replicated and tree["step"] == 3
+        ```
+    """
+    return apply(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def axis_names_of(specs: Any) -> tuple[str, ...]:

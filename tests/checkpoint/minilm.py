@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from shardfx import PathRules
-from shardfx.checkpoint import Take
+from shardfx import From, PathRules
 
 
 RULES = PathRules(
@@ -127,20 +126,20 @@ MODULES = {
 TABLES = {"words": "word_embeddings", "positions": "position_embeddings", "types": "token_type_embeddings"}
 
 
-def name_in_file(path: str) -> str | Take:
-    """The name that Hugging Face's BERT has for a leaf; its matrices are [out, in]."""
+def in_file(path: str) -> From:
+    """Where Hugging Face's BERT has a leaf; its matrices are [out, in]."""
     match path.split("/"):
         case ["layers", layer, module, leaf]:
             name = f"encoder.layer.{layer}.{MODULES[module]}"
         case ["norm", leaf]:
             name = "embeddings.LayerNorm"
         case [table]:
-            return f"embeddings.{TABLES[table]}.weight"
+            return From(f"embeddings.{TABLES[table]}.weight")
         case _:
             raise ValueError(path)
     if leaf == "weight":
-        return Take(f"{name}.weight", transpose=(1, 0))
-    return f"{name}.{'weight' if leaf == 'scale' else leaf}"
+        return From(f"{name}.weight").T
+    return From(f"{name}.{'weight' if leaf == 'scale' else leaf}")
 
 
 def config_of(model: Path) -> dict:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
 import shardfx
-from shardfx import PathRules, checkpoint
+from shardfx import PathRules, TreeMap, checkpoint
 from shardfx._ground.errors import CheckpointError, UnknownPathError
 from shardfx.checkpoint import _safetensors
 from shardfx.errors import PlanMismatchError
@@ -422,11 +422,11 @@ def test_a_path_of_thousands_of_parts_is_no_tree(tmp_path, mesh):
     save_file({deep: np.ones(8, np.float32)}, tmp_path / "x.safetensors")
     index = checkpoint.read_index(tmp_path)
     begin = time.process_time()
-    for call in (lambda: checkpoint.structs(index), lambda: checkpoint.shardings(index, mesh)):
+    for call in (lambda: checkpoint.structs(index), index.tree):
         with pytest.raises(CheckpointError, match="has more than 100 parts between slashes; no tree is that deep"):
             call()
     assert time.process_time() - begin < 5
-    loaded = checkpoint.load(index, {"w": wanted(mesh)}, rename={"w": deep})
+    loaded = checkpoint.load(index, {"w": wanted(mesh)}, TreeMap({"w": deep}))
     assert np.array_equal(loaded["w"], np.ones(8))
     save_file({"/".join(["a"] * 100): np.ones(8, np.float32)}, tmp_path / "x.safetensors")
     assert len(jax.tree.leaves(checkpoint.structs(checkpoint.read_index(tmp_path)))) == 1

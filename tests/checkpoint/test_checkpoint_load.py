@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from safetensors.numpy import save_file
 
 import shardfx
-from shardfx import MeshSpec, PathRules, checkpoint
+from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.boxes import boxes_here
 from shardfx._ground.buffers import buffers
 from shardfx._ground.errors import CheckpointError
-from shardfx.checkpoint import FileArray, Take, _reader
+from shardfx.checkpoint import FileArray, _reader
 from shardfx.checkpoint._load import Asked, load_index
 from shardfx.checkpoint._units import Host, moved
 from shardfx.errors import PlanMismatchError
@@ -107,7 +107,7 @@ def test_any_shape_any_spec_any_transpose(tmp_path_factory, data):
         axes = axes if size % 2 ** len(axes) == 0 else ()
         free = [axis for axis in free if axis not in axes]
         entries.append(axes)
-    loaded = checkpoint.load(path, {"y": struct(wanted, P(*entries))}, rename={"y": Take("x", order)})
+    loaded = checkpoint.load(path, {"y": struct(wanted, P(*entries))}, TreeMap({"y": From("x").transpose(*order)}))
     assert same_bytes(loaded["y"], wanted)
 
 
@@ -144,10 +144,10 @@ def test_layers_are_stacked_and_transposed_on_the_way(tmp_path, reads):
     layers = [random((8, 12), np.float32, i) for i in range(4)]
     save_file({f"h.{i}.w": layer for i, layer in enumerate(layers)}, tmp_path / "x.safetensors")
     wanted = np.stack([layer.T for layer in layers])
-    take = Take(tuple(f"h.{i}.w" for i in range(4)), transpose=(1, 0))
+    stacked = TreeMap({"w": From("h.{i}.w").T.stack("i")})
     for spec in (P(), P("a"), P(("a", "b")), P("a", "b", "c"), P(None, "a"), P(None, None, ("a", "c"))):
         reads.clear()
-        loaded = checkpoint.load(tmp_path, {"w": struct(wanted, spec)}, rename=lambda path: take)
+        loaded = checkpoint.load(tmp_path, {"w": struct(wanted, spec)}, stacked)
         assert same_bytes(loaded["w"], np.ascontiguousarray(wanted))
         assert sum(reads) == wanted.nbytes
 
@@ -201,33 +201,12 @@ def test_every_leaf_that_cannot_be_read_is_named_before_anything_is(tmp_path, re
     text = str(caught.value)
     assert text.startswith("2 of 3 leaves cannot be read from")
     assert (
-        "leaf `a`: 'a' gives shape (8, 4), but the plan has (4, 8); torch keeps weights as [out, in]: `Take('a',"
-        in text
+        "leaf `a`: 'a' gives shape (8, 4), but the plan has (4, 8); torch keeps weights as [out, in]: "
+        "`map=TreeMap({'a': From('a').T})`." in text
     )
     assert "leaf `c`: checkpoint" in text
     assert "has no array 'c'" in text
     assert reads == []
-
-
-@pytest.mark.parametrize(
-    ("take", "message"),
-    [
-        (Take("a", (0, 2)), r"`transpose=\(0, 2\)` is no order of the 2 dimensions of 'a'"),
-        (Take(()), "names no array"),
-        (Take(("a", "b")), r"different shapes, \[\(8,\), \(8, 4\)\]"),
-        (Take(("a", "a")), r"the stack of 'a' to 'a' gives shape \(2, 8, 4\).*checkpoint.structs"),
-    ],
-)
-def test_takes_that_do_not_fit(tmp_path, take, message):
-    save_file({"a": np.ones((8, 4), np.float32), "b": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(tmp_path, {"w": struct(np.ones((8, 4), np.float32), P())}, rename={"w": take})
-
-
-def test_rename_must_give_names(tmp_path):
-    save_file({"a": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="`rename` gives 3; it must give a name in the checkpoint"):
-        checkpoint.load(tmp_path, {"w": struct(np.ones(8, np.float32), P())}, rename=lambda path: 3)  # pyright: ignore
 
 
 def test_a_plan_must_have_devices(tmp_path):

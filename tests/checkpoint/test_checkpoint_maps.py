@@ -139,16 +139,6 @@ def test_elements_that_alternate_are_taken_apart_in_memory(tmp_path):
     equal(checkpoint.load(tmp_path, planned(whole, (".*", jax.P("a", "b"))), halves), whole)
 
 
-def test_a_take_is_a_case_of_a_map(tmp_path):
-    files = hugging_face()
-    save_file(files, tmp_path / "model.safetensors")
-    names = tuple(f"model.layers.{i}.up.weight" for i in range(3))
-    whole = {"up": LLAMA.apply(files)["layers/up"]}
-    made = planned(whole, ("up", jax.P(None, "b", "a")))
-    take = {"up": checkpoint.Take(names, transpose=(1, 0))}
-    equal(checkpoint.load(tmp_path, made, rename=take, unread="allow"), whole)
-
-
 def test_casts_and_constants(tmp_path):
     files = {"w": np.linspace(-3, 3, 64, dtype=np.float32).reshape(8, 8)}
     save_file(files, tmp_path / "model.safetensors")
@@ -221,8 +211,6 @@ def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
     assert "torch keeps weights as [out, in]: From('model.embed.weight').T" in text
     assert 'source `extra.0`: nothing is made of it; say so if that is meant: `drop=["extra.0"]`' in text
     made = planned(LLAMA.apply(files))
-    with pytest.raises(CheckpointError, match="give `rename` or `map`, not both"):
-        checkpoint.load(tmp_path, made, LLAMA, rename={})
     with pytest.raises(MapError, match="does not say what it leads to"):
         checkpoint.save(tmp_path / "x", LLAMA.apply(files), made, map=LLAMA.inverse())
     with pytest.raises(LeafTypeError, match="is scaled, which takes two arrays at a time"):

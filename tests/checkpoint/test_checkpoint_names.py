@@ -8,30 +8,29 @@ import pytest
 from safetensors.numpy import save_file
 
 import shardfx
-from shardfx import MeshSpec, checkpoint
+from shardfx import From, MeshSpec, TreeMap, checkpoint
 from shardfx._cli.demo.model import AXIS_RULES, LAYERS, Transformer
-from shardfx.checkpoint import Take
 
 
-# Paths of the demo's model to Hugging Face's names; `{}` is the layer. Torch keeps matrices as [out, in].
+# Paths of the demo's model to Hugging Face's names; `{i}` is the layer. Torch keeps matrices as [out, in].
 NAMES = {
     "embedding": ("model.embed_tokens.weight", False),
     "norm/scale": ("model.norm.weight", False),
     "unembedding": ("lm_head.weight", True),
-    "layers/attention_norm/scale": ("model.layers.{}.input_layernorm.weight", False),
-    "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", False),
+    "layers/attention_norm/scale": ("model.layers.{i}.input_layernorm.weight", False),
+    "layers/mlp_norm/scale": ("model.layers.{i}.post_attention_layernorm.weight", False),
     **{
-        f"layers/attention/{ours}": (f"model.layers.{{}}.self_attn.{theirs}_proj.weight", True)
+        f"layers/attention/{ours}": (f"model.layers.{{i}}.self_attn.{theirs}_proj.weight", True)
         for ours, theirs in {"query": "q", "key": "k", "value": "v", "out": "o"}.items()
     },
-    **{f"layers/mlp/{name}": (f"model.layers.{{}}.mlp.{name}_proj.weight", True) for name in ("gate", "up", "down")},
+    **{f"layers/mlp/{name}": (f"model.layers.{{i}}.mlp.{name}_proj.weight", True) for name in ("gate", "up", "down")},
 }
 
 
-def name_in_file(path):
+def in_file(path):
     name, is_matrix = NAMES[path]
-    names = tuple(name.format(layer) for layer in range(LAYERS)) if "{}" in name else name
-    return Take(names, transpose=(1, 0) if is_matrix else None)
+    one = From(name).T if is_matrix else From(name)
+    return one.stack("i") if "{i}" in name else one
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +46,9 @@ def folder(model, tmp_path_factory):
     for key, array in leaves:
         path = jax.tree_util.keystr(key, simple=True, separator="/")
         name, is_matrix = NAMES[path]
-        for layer in range(LAYERS) if "{}" in name else [None]:
+        for layer in range(LAYERS) if "{i}" in name else [None]:
             one = np.asarray(array if layer is None else array[layer])
-            tensors[name.format(layer)] = np.ascontiguousarray(one.T if is_matrix else one)
+            tensors[name.format(i=layer)] = np.ascontiguousarray(one.T if is_matrix else one)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -57,7 +56,7 @@ def folder(model, tmp_path_factory):
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}])
 def test_a_llama_is_read_into_the_demo_s_model(model, folder, axes):
     made = shardfx.plan(model, MeshSpec(axes).build(jax.devices()), axes=AXIS_RULES)
-    loaded = eqx.combine(checkpoint.load(folder, made, rename=name_in_file), model)
+    loaded = eqx.combine(checkpoint.load(folder, made, TreeMap({path: in_file(path) for path in NAMES})), model)
     for mine, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(model), strict=True):
         if eqx.is_array(theirs):
             assert np.array_equal(mine, theirs)

@@ -12,9 +12,10 @@ import pytest
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import PathRules, checkpoint, plan
+from shardfx import From, PathRules, TreeMap, checkpoint, plan
 from shardfx._ground.errors import CheckpointError
-from shardfx.checkpoint import StoreArray, Take
+from shardfx.checkpoint import StoreArray
+from shardfx.interop import eformer
 
 
 @pytest.fixture
@@ -130,20 +131,19 @@ def test_an_eformer_checkpoint_that_eformer_wrote(tmp_path, mesh):
     assert index.format == "eformer"
     structs = checkpoint.structs(index, prefix="model")
     made = plan(structs, mesh, paths=PathRules.parse("w->a.b, h->b"))
-    loaded = checkpoint.load(index, made, rename=lambda path: f"model/{path}")
+    loaded = checkpoint.load(index, made, TreeMap({"layer/{name}": "model/layer/{name}"}))
     assert np.array_equal(loaded["layer"]["w"], expected["layer/w"])
     assert loaded["layer"]["w"].sharding.spec == P("a", "b")
 
 
-def test_takes_and_casts_reach_into_stores(tmp_path, mesh):
+def test_maps_and_casts_reach_into_stores(tmp_path, mesh):
     layers = [np.random.default_rng(i).normal(size=(8, 12)).astype(np.float32) for i in range(4)]
     for number, layer in enumerate(layers):
         write(tmp_path, f"h/{number}", layer, chunks=[3, 5])
     wanted = np.stack([layer.T for layer in layers])
     sharding = NamedSharding(mesh, P("b", None, "a"))
     structs = {"w": jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16, sharding=sharding)}
-    take = Take(tuple(f"h/{i}" for i in range(4)), (1, 0))
-    loaded = checkpoint.load(tmp_path, structs, rename={"w": take}, dtype="plan")
+    loaded = checkpoint.load(tmp_path, structs, TreeMap({"w": From("h/{i}").T.stack("i")}), dtype="plan")
     assert np.array_equal(np.asarray(loaded["w"]), wanted.astype(jnp.bfloat16))
 
 
@@ -207,9 +207,9 @@ def test_eformer_indices_that_make_no_sense(tmp_path, content, message):
 def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
     eformer_index(tmp_path, arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}])
     index = checkpoint.read_index(tmp_path)
-    assert checkpoint.shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
+    assert eformer.shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
     with pytest.raises(CheckpointError, match="does not say the shape of 'w'"):
-        checkpoint.shardings(index, mesh, default=P("a"))
+        eformer.shardings(index, mesh, default=P("a"))
     with pytest.raises(CheckpointError, match="array 'w' .* has no known shape"):
         checkpoint.structs(index)
     assert index["v"].dtype is None

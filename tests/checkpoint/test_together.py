@@ -1,4 +1,4 @@
-"""The talk of processes that save together, played by threads over a store in memory."""
+"""The rounds of processes that save together, played by threads over a service in memory."""
 
 import concurrent.futures
 import inspect
@@ -7,267 +7,203 @@ import threading
 import time
 
 import jax
-import numpy as np
 import pytest
 
 from shardfx import checkpoint
-from shardfx.checkpoint._together.board import Board, board_of_this_job
-from shardfx.checkpoint._together.facts import different, digest_of, first_difference, lines_of
-from shardfx.checkpoint._together.follower import Follower
-from shardfx.checkpoint._together.leader import Leader
-from shardfx.checkpoint._together.meeting import holders_of, meeting
-from shardfx.checkpoint._together.talk import LOOK_SECONDS
+from shardfx.checkpoint._together import Together, meeting
 from shardfx.errors import CheckpointError
-
-
-class Store:
-    """What JAX's client of its key-value store does, in memory; `ends` makes it fail as where the service is gone."""
-
-    def __init__(self):
-        self.notes, self.changed, self.is_gone = {}, threading.Condition(), False
-
-    def _reachable(self):
-        if self.is_gone:
-            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect\nmore")
-
-    def key_value_set(self, name, text, allow_overwrite=False):
-        self._reachable()
-        with self.changed:
-            assert allow_overwrite or name not in self.notes
-            self.notes[name] = text
-            self.changed.notify_all()
-
-    def blocking_key_value_get(self, name, timeout_in_ms):
-        self._reachable()
-        with self.changed:
-            if not self.changed.wait_for(lambda: name in self.notes, timeout_in_ms / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-            return self.notes[name]
-
-    def key_value_try_get(self, name):
-        self._reachable()
-        with self.changed:
-            if name not in self.notes:
-                raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {name} not found.")
-            return self.notes[name]
-
-    def key_value_dir_get(self, folder):
-        self._reachable()
-        with self.changed:
-            return [item for item in self.notes.items() if item[0].startswith(folder.rstrip("/") + "/")]
-
-    def key_value_delete(self, name):
-        self._reachable()
-        with self.changed:
-            for each in [each for each in self.notes if each == name or each.startswith(name + "/")]:
-                del self.notes[each]
 
 
 MEMBERS = (3, 5, 8)
 
 
-def part(store, me, wait_seconds=20.0):
-    kind = Leader if me == MEMBERS[0] else Follower
-    return kind("'it'", me, MEMBERS, Board(store), wait_seconds)
+class Service:
+    """What JAX's client of its coordination service does, in memory; `is_gone` makes it fail as where it has ended."""
+
+    def __init__(self):
+        self.notes, self.is_gone = {}, False
+        self.barrier = threading.Barrier(len(MEMBERS))
+
+    def _reachable(self):
+        if self.is_gone:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect\nmore")
+
+    def wait_at_barrier(self, name, timeout_in_ms, processes):
+        self._reachable()
+        assert processes == MEMBERS
+        try:
+            self.barrier.wait(timeout_in_ms / 1000)
+        except threading.BrokenBarrierError:
+            text = "DEADLINE_EXCEEDED: Barrier timed out. Some timed out task names:\n8\n"
+            raise jax.errors.JaxRuntimeError(text) from None
+
+    def key_value_set(self, name, text, allow_overwrite=False):
+        self._reachable()
+        assert allow_overwrite
+        self.notes[name] = text
+
+    def key_value_try_get(self, name):
+        self._reachable()
+        if name not in self.notes:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {name} not found.")
+        return self.notes[name]
+
+    def key_value_dir_get(self, folder):
+        self._reachable()
+        return [item for item in self.notes.items() if item[0].startswith(folder + "/")]
 
 
-def played(store, *acts, members=MEMBERS):
+def played(service, *acts):
     """What each of the processes got: what its act returns, or its error."""
 
     def play(me, act):
         try:
-            return act(me)
+            with Together("'it'", me, MEMBERS, service, 20.0) as together:
+                together.join()
+                return act(together)
         except (CheckpointError, OSError, KeyboardInterrupt) as error:
             return error
 
-    with concurrent.futures.ThreadPoolExecutor(len(members)) as pool:
-        return [
-            future.result() for future in [pool.submit(play, me, act) for me, act in zip(members, acts, strict=True)]
-        ]
+    with concurrent.futures.ThreadPoolExecutor(len(MEMBERS)) as pool:
+        futures = [pool.submit(play, me, act) for me, act in zip(MEMBERS, acts, strict=True)]
+        return [future.result() for future in futures]
 
 
-def saving(store, did, facts=None, lines=(), begin=None, write=None, wrote=10, wait_seconds=20.0):
+def saving(did, begin=None, write=None, wrote=10, commit=None, waits=None):
     """One process's whole save; `did` lists what the first one did alone."""
 
-    def act(me):
-        with part(store, me, wait_seconds) as together:
-            token = together.join()
-            together.agree(facts or {"path": "'it'"}, lines, begin or (lambda: did.append("began")))
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                for future in together.attend([pool.submit(write or (lambda: None))]):
-                    future.result()
-            together.finish(wrote, 30, lambda: did.append("committed"))
-            return token
+    def act(together):
+        token = together.agree({"path": "'it'"}, ())
+        together.alone(begin or (lambda: did.append("began")))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            total = together.attend([pool.submit(write or (lambda: wrote))])
+        if waits is not None:
+            waits()
+        together.finish(total, 30, commit or (lambda: did.append("committed")))
+        return token
 
     return act
 
 
-def test_all_save_once_and_leave_nothing_behind():
-    store, did = Store(), []
+def raising(error):
+    def fails():
+        raise error
+
+    return fails
+
+
+def test_all_save_once_however_often():
+    service, did, tokens = Service(), [], []
     for _ in range(3):
-        tokens = played(store, *it.repeat(saving(store, did), 3))
-        assert len(set(tokens)) == 1
-    assert did == ["began", "committed"] * 3
-    assert store.notes == {}
-
-
-def test_other_arguments_are_told_to_all():
-    store, did = Store(), []
-    acts = [saving(store, did, facts={"path": "'it'", "overwrite": value}) for value in ("False", "False", "True")]
-    for got in played(store, *acts):
-        assert str(got).startswith("the processes save with different `overwrite`: False on processes 3, 5, True on pr")
-    assert did == []
-
-
-def test_other_arrays_are_told_with_the_first_that_differs():
-    store, lines = Store(), ["leaf `a` is float32[2]", "leaf `b` is int8[2]"]
-    acts = [saving(store, [], {"leaves": digest_of(own)}, own) for own in (lines, lines[:1], lines)]
-    for got in played(store, *acts):
-        assert str(got) == (
-            "the processes save different trees, one on processes 3, 8 and one on process 5: leaf `b` is int8[2] on "
-            "process 3, nothing more on process 5; give all of them the same arrays. Nothing was written."
-        )
-
-
-def test_other_plans_are_told():
-    store = Store()
-    acts = [saving(store, [], {"plan": digest}) for digest in "aab"]
-    for got in played(store, *acts):
-        assert "by different plans, one on processes 3, 5 and one on process 8; `hosts.assert_same_plan(plan)`" in str(
-            got
-        )
+        (token,) = set(played(service, *it.repeat(saving(did), 3)))
+        tokens.append(token)
+    assert did == ["began", "committed"] * 3 and len(set(tokens)) == 3
+    # However often: the last note of each, an answer, and what was committed last.
+    assert len(service.notes) == 5
 
 
 @pytest.mark.parametrize("odd", range(3))
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 def test_an_error_in_one_is_told_to_the_others_while_they_write(odd, kind):
-    store, did, started = Store(), [], time.monotonic()
+    service, did, started = Service(), [], time.monotonic()
 
-    def fails():
-        raise kind("no space")
+    def slowly():
+        time.sleep(3)
+        return 10
 
-    acts = [saving(store, did, write=fails if number == odd else lambda: time.sleep(3)) for number in range(3)]
-    got = played(store, *acts)
-    for number, error in enumerate(got):
+    writes = [raising(kind("no space")) if number == odd else slowly for number in range(3)]
+    for number, error in enumerate(played(service, *[saving(did, write=write) for write in writes])):
         if number == odd:
             assert isinstance(error, kind)
         else:
-            assert f"saving to 'it' failed on process {MEMBERS[odd]}, with {kind.__name__}: no space; nothing" in str(
-                error
-            )
+            told = f"saving to 'it' failed on process {MEMBERS[odd]}, with {kind.__name__}: no space; nothing"
+            assert told in str(error)
     assert did == ["began"] and time.monotonic() - started < 10
     # The next save is not disturbed by what this one left behind.
     did.clear()
-    assert len(set(played(store, *it.repeat(saving(store, did), 3)))) == 1
+    assert len(set(played(service, *it.repeat(saving(did), 3)))) == 1
     assert did == ["began", "committed"]
 
 
-def test_one_that_fails_to_begin_or_to_commit_tells_all():
-    def full():
-        raise OSError("disk full")
-
-    store = Store()
-    first, *others = played(store, *it.repeat(saving(store, [], begin=full), 3))
+@pytest.mark.parametrize("work", ["begin", "commit"])
+def test_what_the_first_cannot_do_alone_all_are_told(work):
+    full = raising(OSError("disk full"))
+    act = saving([], begin=full) if work == "begin" else saving([], commit=full)
+    first, *others = played(Service(), *it.repeat(act, 3))
     assert isinstance(first, OSError)
     assert all("failed on process 3, with OSError: disk full" in str(other) for other in others)
 
 
+def test_once_all_is_written_the_save_is_the_first_ones_alone():
+    """Ctrl-C on another process comes too late to undo it, and that process waits for its end."""
+    did = []
+
+    def commit():
+        time.sleep(1.5)
+        did.append("committed")
+
+    acts = [saving(did, commit=commit), saving(did), saving(did, waits=raising(KeyboardInterrupt()))]
+    one, two, three = played(Service(), *acts)
+    assert one == two and isinstance(three, KeyboardInterrupt) and did == ["began", "committed"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_one_that_dies_before_the_commit_ends_it_and_after_it_does_not(is_late):
+    service, did = Service(), []
+
+    def commit():
+        did.append("committed")
+        threading.Timer(1.0, service.barrier.abort).start()
+
+    def dies(together):
+        together.agree({"path": "'it'"}, ())
+        together.alone(lambda: None)
+        if is_late:
+            return together.attend([])
+        time.sleep(1)
+        service.barrier.abort()
+
+    act = saving(did, wrote=15, commit=commit)
+    for got in played(service, act, act, dies)[:2]:
+        text = (
+            "process 8 gave no sign of life for 20 s while saving to 'it': it has died, or hangs. Nothing was changed"
+        )
+        assert isinstance(got, str) if is_late else str(got).startswith(text)
+    assert did == ["began", "committed"][: 1 + is_late]
+
+
 def test_bytes_that_nobody_writes_are_missed():
-    store, did = Store(), []
-    for got in played(store, *[saving(store, did, wrote=wrote) for wrote in (10, 10, 9)]):
+    did = []
+    for got in played(Service(), *[saving(did, wrote=wrote) for wrote in (10, 10, 9)]):
         assert "the processes wrote 29 of 30 bytes to 'it', as nobody holds the first replica of some array" in str(got)
     assert did == ["began"]
 
 
-def test_one_that_does_not_come_is_named():
-    store, did = Store(), []
-    one, two, _ = played(store, *it.repeat(saving(store, did, wait_seconds=1.0), 2), lambda me: None)
-    for got in (one, two):
-        assert "process 8 did not come within 1 s to save 'it', though the arrays lie there too" in str(got)
-    one, two, three = played(store, lambda me: None, *it.repeat(saving(store, did, wait_seconds=1.0), 2))
-    for got in (two, three):
-        assert "process 3 did not come within 1 s" in str(got) and "a longer `wait_seconds`" in str(got)
-    assert did == []
+def test_one_that_hung_is_not_taken_for_one_of_a_later_save():
+    def late(together):
+        together._at = ["another", 7]  # as it was when the others gave it up
+        return saving([])(together)
+
+    *others, last = played(Service(), saving([]), saving([]), late)
+    for got in others:
+        assert str(got) == "process 8 hung while saving to 'it'. Nothing was changed there; save again."
+    assert "process 3 gave no sign of life for 20 s while saving to 'it': it has died, or hangs." in str(last)
 
 
 def test_one_that_never_comes_is_missed_soon():
     # What all say, they say within 30 seconds.
-    assert inspect.signature(checkpoint.save).parameters["wait_seconds"].default + 2 * LOOK_SECONDS < 30
-
-
-def test_one_that_left_does_not_answer_the_same_call_again():
-    """A process that failed and tries again waits for the next call, while the first still tells late ones."""
-    store, did = Store(), []
-
-    def again(me):
-        with pytest.raises(OSError), part(store, me) as together:
-            together.join()
-            raise OSError("mine")
-        return saving(store, did)(me)
-
-    def first(me):
-        with pytest.raises(CheckpointError, match="failed on process 5"):
-            saving(store, did)(me)
-        return saving(store, did)(me)
-
-    def late(me):
-        time.sleep(1.5)
-        return first(me)
-
-    assert len(set(played(store, first, again, late))) == 1
-    assert did == ["began", "committed"]
-
-
-def test_one_that_loses_its_files_says_why():
-    """The first process takes the files away where another has failed; then they are missing for the third."""
-    store = Store()
-
-    def missing(me):
-        with part(store, me) as together:
-            together.join()
-            together.agree({"path": "'it'"}, (), lambda: None)
-            time.sleep(3)
-            raise FileNotFoundError("gone")
-
-    def full():
-        raise OSError("disk full")
-
-    *_, last = played(store, saving(store, []), saving(store, [], write=full), missing)
-    assert isinstance(last, CheckpointError) and "failed on process 5, with OSError: disk full" in str(last)
+    assert inspect.signature(checkpoint.save).parameters["wait_seconds"].default < 29
 
 
 def test_a_service_that_has_gone_is_named():
-    store = Store()
-    store.is_gone = True
-    with pytest.raises(
-        CheckpointError, match=r"does not answer \(UNAVAILABLE: failed to connect\).*start the job again"
-    ):
-        with part(store, 3) as together:
-            together.join()
-    for call in (lambda: Board(store).look("x"), lambda: Board(store).find("x"), lambda: Board(store).get("x", 1.0)):
-        with pytest.raises(CheckpointError, match="UNAVAILABLE"):
-            call()
-    with pytest.raises(CheckpointError, match="UNAVAILABLE"):
-        Board(store).remove("x")
+    service = Service()
+    service.is_gone = True
+    for got in played(service, *it.repeat(saving([]), 3)):
+        assert "service does not answer (UNAVAILABLE: failed to connect)" in str(got) and "start the job again" in str(
+            got
+        )
 
 
-def test_without_a_service_there_is_no_board():
+def test_processes_need_the_service():
     with pytest.raises(CheckpointError, match=r"call `jax.distributed.initialize\(\)` when the program starts"):
-        board_of_this_job()
-
-
-def test_one_process_exchanges_nothing():
-    did = []
-    with meeting(holders_of({"w": np.ones(3)}), "'it'", 1.0) as together:
-        assert together.is_first and together.join() != together.join()
-        together.agree({}, (), lambda: did.append("began"))
-        together.finish(0, 30, lambda: did.append("committed"))
-    assert did == ["began", "committed"]
-
-
-def test_lines_and_facts():
-    lines = lines_of([("a", np.ones((2, 3), np.float32)), ("b", jax.numpy.ones(4))])
-    assert lines == ["leaf `a` is float32[2, 3]", "leaf `b` is float32[4]"]
-    assert first_difference(lines, lines, (0, 1)) == ""
-    assert different({0: {"a": "1"}, 1: {"a": "1"}}) is None
-    assert different({0: {}, 1: {"a": "1"}}) == ("a", {"nothing": [0], "1": [1]})
+        meeting("'it'", (0, 1), 1.0)

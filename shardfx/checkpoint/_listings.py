@@ -1,4 +1,4 @@
-"""Orbax directories: their own metadata names the arrays, which are zarr, in directories or in an OCDBT database."""
+"""Lists of arrays beside the zarr arrays themselves: eformer's `tensorstore_index.json`, and Orbax's metadata."""
 
 import dataclasses
 import os
@@ -7,11 +7,62 @@ from typing import Any
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from . import _stores as stores
-from ._entry import StoreArray
+from ._entry import ListedArray, StoreArray
 from ._files import Place, inside, read_json
 
 
-METADATA = "_METADATA"
+EFORMER_INDEX = "tensorstore_index.json"
+
+
+def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
+    """The arrays that the index lists, of all its prefixes, in its order.
+
+    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` beside them. The two are
+    told apart by these names: what eformer writes as `version` is the version of its package.
+    """
+    real = inside(where, EFORMER_INDEX)
+    content = read_json(where, real)
+    if not isinstance(content, dict) or content.get("format") != "tensorstore":
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"Unsupported index format: {str(found)[:80]}, in {real!r}; it must be 'tensorstore'.")
+    lists = [(None, content.get("arrays", []))]
+    prefixes = content.get("prefixes", {})
+    if not isinstance(prefixes, dict):
+        raise CheckpointError(f"{real!r}: `prefixes` must map each prefix to a list of arrays.")
+    lists += prefixes.items()
+    return tuple(_listed(where, real, group, row) for group, rows in lists for row in _rows(real, group, rows))
+
+
+def _rows(real: str, group: str | None, rows: Any) -> list[Any]:
+    if not isinstance(rows, list):
+        raise CheckpointError(f"{real!r}: {'`arrays`' if group is None else f'prefix {quoted(group)}'} must be a list.")
+    return rows
+
+
+def _listed(where: Place, real: str, group: str | None, row: Any) -> StoreArray | ListedArray:
+    if not isinstance(row, dict) or not isinstance(row.get("path"), str):
+        raise CheckpointError(f"{real!r} lists {quoted(str(row), 80)}, which has no `path`.")
+    path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
+    directory = inside(where, path)
+    # What the array itself says is what a read will give; the index is a copy that may be out of date.
+    for name in stores.METADATA:
+        if os.path.isfile(os.path.join(directory, name)):
+            found = stores.array_entry(where, path, directory, name)
+            if found is None:
+                continue
+            if shape is not None and list(found.shape) != shape:
+                raise CheckpointError(
+                    f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}, but its own {name} says {found.shape}."
+                )
+            return dataclasses.replace(found, group=group)
+    if shape is not None and not stores.is_sizes(shape):
+        raise CheckpointError(f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must be a list of sizes.")
+    known = stores.dtype_named(dtype) if isinstance(dtype, str) else None
+    stored = dtype if isinstance(dtype, str) else "unknown"
+    return ListedArray(path, None if shape is None else tuple(shape), known, directory, stored, group)
+
+
+ORBAX_METADATA = "_METADATA"
 # What Orbax writes beside the arrays.
 _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.process_0")
 # What Orbax calls a value that it keeps as an array. Others, strings and empty containers, are no arrays.
@@ -20,7 +71,7 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 def raise_if_step(where: Place, names: list[str]) -> None:
     """A step of Orbax's CheckpointManager is no tree but holds some, each in a directory of its own."""
-    items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, METADATA))]
+    items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:
         raise CheckpointError(
             f"{where.directory!r} is a step of Orbax's CheckpointManager with the items {items[:20]}; name one, as in "
@@ -31,20 +82,20 @@ def raise_if_step(where: Place, names: list[str]) -> None:
 def require_finished(where: Place, names: list[str]) -> None:
     """Raises for a directory that Orbax has written, and that lacks its metadata: arrays may be missing, too."""
     traces = [name for name in names if name in _TRACES]
-    if traces and not any(os.path.isfile(os.path.join(where.directory, name, METADATA)) for name in names):
+    if traces and not any(os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA)) for name in names):
         raise CheckpointError(
-            f"{where.directory!r} is a checkpoint of Orbax, as {quoted(traces[0])} shows, without {METADATA}: its save "
-            "was interrupted, or files were lost, and nothing says which arrays it had. Copy the whole checkpoint, or "
-            "take an earlier step."
+            f"{where.directory!r} is a checkpoint of Orbax, as {quoted(traces[0])} shows, without {ORBAX_METADATA}: "
+            "its save was interrupted, or files were lost, and nothing says which arrays it had. Copy the whole "
+            "checkpoint, or take an earlier step."
         )
 
 
-def entries(where: Place) -> tuple[StoreArray, ...]:
+def orbax_entries(where: Place) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint; paths are its keys joined by "/".
 
     Orbax's own reader opens the files that the metadata names before it looks at the names, so this one reads.
     """
-    real = inside(where, METADATA)
+    real = inside(where, ORBAX_METADATA)
     content = read_json(where, real)
     rows = content.get("tree_metadata") if isinstance(content, dict) else None
     if not isinstance(rows, dict):

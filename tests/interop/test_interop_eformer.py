@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from shardfx import AxisRules, MeshSpec, PathRules, checkpoint
+from shardfx import MeshSpec, PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError
 from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from shardfx.interop import eformer
 
 
 @pytest.fixture
@@ -32,18 +33,10 @@ def named(mesh, **specs):
 
 
 def test_a_spec_is_corrected_to_each_shape(index, mesh):
-    found = checkpoint.shardings(index, mesh, default=P("tp", "dp"))
+    found = eformer.shardings(index, mesh, default=P("tp", "dp"))
     assert found == {"model": named(mesh, w=P("tp", "dp"), b=P()), "step": NamedSharding(mesh, P())}
     for array, sharding in ((np.ones((8, 8)), found["model"]["w"]), (np.ones(6), found["model"]["b"])):
         jax.device_put(array, sharding)
-
-
-def test_rules_decide_as_in_a_plan(index, mesh):
-    rules = PathRules([("w$", P("tp")), ("b$", ("bias",)), ("step", ())])
-    with_names = checkpoint.shardings(index, mesh, default=(rules, AxisRules([("bias", "dp")])))
-    assert with_names == {"model": named(mesh, w=P("tp"), b=P("dp")), "step": NamedSharding(mesh, P())}
-    only_paths = checkpoint.shardings(index, mesh, default=PathRules.parse("w->tp, .*->replicate"))
-    assert only_paths == {"model": named(mesh, w=P("tp"), b=P()), "step": NamedSharding(mesh, P())}
 
 
 def test_a_function_decides_per_entry(index, mesh):
@@ -52,7 +45,7 @@ def test_a_function_decides_per_entry(index, mesh):
             return None
         return P("dp") if len(entry.shape) == 2 else SingleDeviceSharding(jax.devices()[3])
 
-    found = checkpoint.shardings(index, mesh, default=decide)
+    found = eformer.shardings(index, mesh, default=decide)
     assert found["model"]["w"] == NamedSharding(mesh, P("dp"))
     assert found["model"]["b"] == SingleDeviceSharding(jax.devices()[3])
     assert found["step"] == NamedSharding(mesh, P())
@@ -60,34 +53,34 @@ def test_a_function_decides_per_entry(index, mesh):
 
 def test_a_mesh_without_devices_will_do(index):
     spec = MeshSpec({"dp": 2, "tp": 4})
-    assert checkpoint.shardings(index, spec, default=P("dp"))["model"]["w"] == NamedSharding(spec.abstract(), P("dp"))
+    assert eformer.shardings(index, spec, default=P("dp"))["model"]["w"] == NamedSharding(spec.abstract(), P("dp"))
 
 
 def test_a_prefix_filters(index, mesh):
-    assert checkpoint.shardings(index, mesh, prefix="model").keys() == {"w", "b"}
+    assert eformer.shardings(index, mesh, prefix="model").keys() == {"w", "b"}
     assert checkpoint.structs(index, prefix="model").keys() == {"w", "b"}
     with pytest.raises(CheckpointError, match=r"Prefix 'mod' not found. Available: \['model', 'step'\]"):
-        checkpoint.shardings(index, mesh, prefix="mod")
+        eformer.shardings(index, mesh, prefix="mod")
 
 
 def test_a_sharding_that_does_not_fit_names_the_array(index, mesh):
     with pytest.raises(SpecError, match=r"leaf `model/b`, shape \(6,\).* does not fit: .*shardfx.correct"):
-        checkpoint.shardings(index, mesh, default=lambda entry: NamedSharding(mesh, P("tp")) if entry.shape else None)
+        eformer.shardings(index, mesh, default=lambda entry: NamedSharding(mesh, P("tp")) if entry.shape else None)
 
 
 def test_a_default_that_means_nothing(index, mesh):
     with pytest.raises(LeafTypeError, match="array 'model/b': 'hello' is no sharding; `default` must be"):
-        checkpoint.shardings(index, mesh, default="hello")
+        eformer.shardings(index, mesh, default="hello")
     with pytest.raises(MeshError, match="PartitionSpecs cut arrays over a mesh, but there is none"):
-        checkpoint.shardings(index, None, default=P("dp"))
-    with pytest.raises(MeshError, match="PathRules cut arrays"):
-        checkpoint.shardings(index, None, default=PathRules.parse(".*->dp"))
+        eformer.shardings(index, None, default=P("dp"))
+    with pytest.raises(LeafTypeError, match=r"Rules decide by `shardfx.plan\(checkpoint.structs\(index\), mesh"):
+        eformer.shardings(index, mesh, default=PathRules.parse(".*->dp"))
 
 
 def test_apply_takes_shardings_specs_functions_and_none(mesh):
     tree = {"a": np.ones((8, 8)), "b": jnp.ones(8), "c": jnp.ones((4, 4)), "d": np.float32(1), "e": "text", "f": 3}
     given = {"a": NamedSharding(mesh, P("dp")), "b": P("tp"), "c": lambda x: P(*["dp"] * (x.ndim - 1)), "d": None}
-    placed = checkpoint.apply(tree, {**given, "e": None, "f": P("dp")}, mesh=mesh)
+    placed = eformer.apply(tree, {**given, "e": None, "f": P("dp")}, mesh=mesh)
     assert {k: placed[k].sharding.spec for k in "abcd"} == {"a": P("dp"), "b": P("tp"), "c": P("dp"), "d": P()}
     assert placed["e"] == "text"
     assert placed["f"] == 3
@@ -101,16 +94,16 @@ def test_apply_takes_prefixes(mesh):
         b: Any
 
     tree = [Layer(jnp.ones((8, 8)), jnp.ones(8)), Layer(jnp.ones((8, 4)), jnp.ones(4))]
-    placed = checkpoint.apply(tree, [P("tp"), Layer(P("dp"), None)], mesh=mesh)
+    placed = eformer.apply(tree, [P("tp"), Layer(P("dp"), None)], mesh=mesh)
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == [P("tp"), P("tp"), P("dp"), P()]
-    assert all(leaf.sharding.spec == P("dp") for leaf in jax.tree.leaves(checkpoint.apply(tree, P("dp"), mesh=mesh)))
+    assert all(leaf.sharding.spec == P("dp") for leaf in jax.tree.leaves(eformer.apply(tree, P("dp"), mesh=mesh)))
 
 
 def test_apply_without_a_mesh_uses_the_default_device():
-    placed = checkpoint.apply({"a": np.ones(3)}, {"a": None})
+    placed = eformer.apply({"a": np.ones(3)}, {"a": None})
     assert isinstance(placed["a"].sharding, SingleDeviceSharding)
     with pytest.raises(MeshError, match="PartitionSpecs cut arrays"):
-        checkpoint.apply({"a": np.ones(3)}, {"a": P("dp")})
+        eformer.apply({"a": np.ones(3)}, {"a": P("dp")})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +120,7 @@ def test_apply_moves_nothing_if_one_leaf_fails(mesh, monkeypatch, asked, error, 
     monkeypatch.setattr(jax, "device_put", lambda *args: moved.append(args))
     tree = {"a": np.ones((8, 8)), "n": {"b": np.ones(6)}}
     with pytest.raises(error, match=message):
-        checkpoint.apply(tree, {"a": P("dp"), "n": {"b": asked}}, mesh=mesh)
+        eformer.apply(tree, {"a": P("dp"), "n": {"b": asked}}, mesh=mesh)
     assert moved == []
 
 
@@ -135,21 +128,21 @@ def test_apply_moves_nothing_if_one_leaf_fails(mesh, monkeypatch, asked, error, 
 def test_apply_lists_how_the_structures_differ(mesh, given):
     tree = {"a": np.ones(8), "n": {"b": np.ones(8)}}
     with pytest.raises(PlanMismatchError, match="no prefix of the tree") as caught:
-        checkpoint.apply(tree, given, mesh=mesh)
-    assert str(checkpoint.structure_diff(given, tree)[0]) in str(caught.value)
+        eformer.apply(tree, given, mesh=mesh)
+    assert str(eformer.structure_diff(given, tree)[0]) in str(caught.value)
 
 
 def test_structure_diff_lists_every_difference():
     a = {"x": 1, "y": {"z": None, "w": [1, 2]}, "only": 0, "node": (1,)}
     b = {"x": {"deep": 1}, "y": {"z": P("a"), "w": [1]}, "node": [1], "new": {"q": 1}}
-    assert [(d.path, d.left, d.right) for d in checkpoint.structure_diff(a, b)] == [
+    assert [(d.path, d.left, d.right) for d in eformer.structure_diff(a, b)] == [
         ("node", "tuple", "list"),
         ("only", "a leaf", "nothing"),
         ("x", "a leaf", "dict"),
         ("y/w/1", "a leaf", "nothing"),
         ("new", "nothing", "dict"),
     ]
-    assert checkpoint.structure_diff(a, a) == ()
+    assert eformer.structure_diff(a, a) == ()
 
 
 def test_structure_diff_sees_static_fields_and_classes():
@@ -161,11 +154,11 @@ def test_structure_diff_sees_static_fields_and_classes():
         w: jax.Array
         size: int = eqx.field(static=True)
 
-    assert checkpoint.structure_diff(One(jnp.ones(1), 1), One(jnp.ones(2), 1)) == ()
-    [difference] = checkpoint.structure_diff([One(jnp.ones(1), 1)], [One(jnp.ones(1), 2)])
+    assert eformer.structure_diff(One(jnp.ones(1), 1), One(jnp.ones(2), 1)) == ()
+    [difference] = eformer.structure_diff([One(jnp.ones(1), 1)], [One(jnp.ones(1), 2)])
     assert difference.path == "0"
     assert difference.left != difference.right
-    [difference] = checkpoint.structure_diff([One(jnp.ones(1), 1)], [Two(jnp.ones(1), 1)])
+    [difference] = eformer.structure_diff([One(jnp.ones(1), 1)], [Two(jnp.ones(1), 1)])
     assert (difference.left, difference.right) == ("One", "Two")
 
 
@@ -178,7 +171,7 @@ def test_replicate_places_every_array_and_compiles_nothing(mesh):
         compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(record_event)
-    copies = checkpoint.replicate(tree, mesh)
+    copies = eformer.replicate(tree, mesh)
     jax.monitoring.clear_event_listeners()
     assert not [name for name in compiled if "compile" in name]
     for key in "abc":

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, Sing
 from shardfx import checkpoint
 from shardfx._ground.errors import CheckpointError
 from shardfx.errors import LeafTypeError, PlanMismatchError, SpecError
+from shardfx.interop import eformer
 
 
 RECORDS = [
@@ -91,7 +92,7 @@ def test_shardings_of_an_index(record, tmp_path):
 
     def run():
         index = checkpoint.read_index(tmp_path)
-        return checkpoint.shardings(index, mesh, default=default, prefix=inputs.get("prefix"))
+        return eformer.shardings(index, mesh, default=default, prefix=inputs.get("prefix"))
 
     if record["tag"] == "deviate":
         expected = BETTER_INDEX[record["id"]]
@@ -139,16 +140,16 @@ def test_applying_shardings(record):
     expected = value_of(record["expected"]) if record["tag"] == "conform" else BETTER_APPLY[record["id"]]
     if isinstance(expected, type):
         with pytest.raises(expected):
-            checkpoint.apply(arrays, given, mesh=mesh)
+            eformer.apply(arrays, given, mesh=mesh)
         return
-    placed = checkpoint.apply(arrays, given, mesh=mesh)
+    placed = eformer.apply(arrays, given, mesh=mesh)
     is_sharding = isinstance(expected["a"], Sharding)
     assert jax.tree.map(lambda array: array.sharding if is_sharding else array.sharding.spec, placed) == expected
 
 
 def test_a_function_that_returns_an_array_is_refused():
     with pytest.raises(LeafTypeError, match="ArrayImpl is no sharding"):
-        checkpoint.apply({"a": jnp.ones(8)}, {"a": lambda array: array})
+        eformer.apply({"a": jnp.ones(8)}, {"a": lambda array: array})
 
 
 BETTER_STRUCTURE = {"eformer-0323": True, "eformer-0327": True}
@@ -161,14 +162,14 @@ def test_comparing_structures(record):
     if isinstance(structure, str):
         structure, sharding_tree = {"a": None}, {"a": SingleDeviceSharding(jax.devices()[0])}
     expected = record["expected"] if record["tag"] == "conform" else BETTER_STRUCTURE[record["id"]]
-    assert (checkpoint.structure_diff(sharding_tree, structure) == ()) is expected
+    assert (eformer.structure_diff(sharding_tree, structure) == ()) is expected
 
 
 @of("make_itsharded")
 def test_replicating(record):
     mesh = mesh_of(record["inputs"]["mesh"])
     tree = {"a": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("dp", "tp"))), "b": jnp.ones(3)}
-    copies = checkpoint.replicate({**tree, "c": np.ones(2), "d": 4, "e": "str"}, mesh)
+    copies = eformer.replicate({**tree, "c": np.ones(2), "d": 4, "e": "str"}, mesh)
     for key in ("a", "b"):
         assert copies[key].sharding == value_of(record["expected"][key])
     # Better: a numpy array is an array, too.

@@ -1,0 +1,179 @@
+"""The name under which a save writes: made, renamed at the end, and found again where a save was killed."""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Mapping
+
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
+
+
+PLAN = "plan.json"
+# As `save` names what it writes: `.step-100.partial-` and a token that only this save has.
+_NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
+# Per file its header, its size and the names of its tensors.
+Headers = Mapping[str, tuple[bytes, int, list[str]]]
+
+
+def require_free(path: str, is_file: bool, overwrite: bool) -> None:
+    if is_file and overwrite and not os.path.isdir(path):
+        return
+    if os.path.lexists(path):
+        hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
+        why = (
+            " `overwrite=True` replaces .safetensors files: a directory cannot be replaced at once."
+            if overwrite
+            else ""
+        )
+        raise CheckpointError(f"{path!r} exists, and nothing was changed; {hint}, or remove it first.{why}")
+
+
+def require_space(path: str, headers: Headers) -> None:
+    needed = sum(size for _, size, _ in headers.values())
+    parent = os.path.dirname(path)
+    os.makedirs(parent, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        message = f"saving takes {needed} bytes and {free} are free; nothing was written. Free some, or save elsewhere"
+        raise OSError(errno.ENOSPC, message, path)
+
+
+def begin(staging: str, headers: Headers, is_file: bool, plan: str | None) -> None:
+    """Makes the files in their full size, with everything that is no array."""
+    if not is_file:
+        os.mkdir(staging)
+    if not is_file and plan is not None:
+        _write_file(os.path.join(staging, PLAN), plan.encode())
+    for file, (header, size, _) in headers.items():
+        _write_file(file, header, size)
+    if len(headers) > 1:
+        weight_map = {name: os.path.basename(file) for file, (_, _, names) in headers.items() for name in names}
+        total = sum(size - len(header) for header, size, _ in headers.values())
+        content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        _write_file(os.path.join(staging, "model.safetensors.index.json"), content.encode())
+
+
+def _write_file(file: str, data: bytes, size: int | None = None) -> None:
+    with open(file, "xb") as out:
+        out.write(data)
+        if size is not None:
+            out.truncate(size)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:
+    parent = os.path.dirname(path)
+    try:
+        if not is_file:
+            _sync_directory(staging)
+            os.rename(staging, path)
+        elif overwrite:
+            os.replace(staging, path)
+        else:
+            # Unlike a rename, a link never replaces what another writer has put there meanwhile.
+            os.link(staging, path)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise CheckpointError(
+                f"{path!r} appeared while this was saving, from another writer, and stays as it is; save to another "
+                f"name."
+            ) from error
+        raise
+    _sync_directory(parent)
+
+
+def _sync_directory(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOver:
+    """A file or directory that a save has not finished.
+
+    **Arguments:**
+
+    - `path`: of it.
+    - `target`: what it was to become.
+    - `nbytes`: how much of the disk it takes.
+    - `age_seconds`: since something was last written to it.
+    """
+
+    path: str
+    target: str
+    nbytes: int
+    age_seconds: float
+
+    def __str__(self) -> str:
+        return f"{quoted(self.path)}, {self.nbytes} bytes, written to {self.age_seconds:.0f} s ago"
+
+
+def left_over(
+    directory: str | os.PathLike[str], *, older_than_seconds: float | int = 3600.0, remove: bool = False
+) -> tuple[LeftOver, ...]:
+    """Finds what saves that were killed left in a directory, and removes it if asked.
+
+    **Arguments:**
+
+    - `directory`: the one in which checkpoints are saved; those below it are not looked at.
+    - `older_than_seconds`: only what nothing was written to for so long. A save that is under way writes all the time.
+    - `remove`: whether to remove what is found.
+
+    **Returns:**
+
+    What was found, by name.
+
+    !!! Example
+
+        ```python
+        import pathlib
+        import tempfile
+        from shardfx import checkpoint
+
+        directory = pathlib.Path(tempfile.mkdtemp())
+        (directory / ".step-100.partial-0123456789abcdef").mkdir()
+        (found,) = checkpoint.left_over(directory, older_than_seconds=0, remove=True)
+        assert found.target.endswith("step-100") and not list(directory.iterdir())
+        ```
+    """
+    directory, now = os.fspath(directory), time.time()
+    found = []
+    for name in sorted(os.listdir(directory)):
+        match, path = _NAME.fullmatch(name), os.path.join(directory, name)
+        if match is None or os.path.islink(path):
+            continue
+        try:
+            one = _looked_at(path, os.path.join(directory, match[1]), now)
+        except FileNotFoundError:  # the save has ended in this moment
+            continue
+        if one.age_seconds >= older_than_seconds:
+            found.append(one)
+    for one in found if remove else ():
+        remove_partial(one.path)
+    return tuple(found)
+
+
+def _looked_at(path: str, target: str, now: float) -> LeftOver:
+    files = [path] + ([entry.path for entry in os.scandir(path)] if os.path.isdir(path) else [])
+    stats = [os.lstat(file) for file in files]
+    # Files have their full size from the start; blocks are what was written.
+    nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
+    return LeftOver(path, target, nbytes, max(0.0, now - max(one.st_mtime for one in stats)))
+
+
+def remove_partial(path: str) -> None:
+    """Removes what a save has written and not finished."""
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.exists(path):
+        os.unlink(path)
