@@ -13,7 +13,6 @@ from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules
 from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
 from ..topology._mesh import MeshSpec
-from .boxes import raise_tied
 from .complaints import (
     Decided,
     axes_used,
@@ -30,11 +29,10 @@ from .complaints import (
 )
 from .content import Content
 from .correction import axes_of
-from .decide import Asked, Request, row_of
+from .decide import Asked, Request, asked_by_names, asked_by_target, row_of
 from .leaf import Row, canonical_dtype, memory_kind_pairs
-from .names import names_of_leaves
+from .names import names_of_leaves, raise_tied
 from .replanning import refined
-from .requests import asked_by_names, asked_by_target
 from .shard_plan import ShardPlan
 from .skeleton import Skeleton
 

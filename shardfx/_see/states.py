@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code
 from .._ground.spec import entries_of, entry_axes, trimmed
 from .._ground.text import bytes_text
-from .._plan.decide import Request
-from .._plan.further import further
+from .._plan.decide import Request, further
 from .._plan.leaf import Row
 from .._rules.strategies import fsdp
 from .finding import Finding
