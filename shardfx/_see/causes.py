@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .._ground.reason import Code, Reason
 from .._ground.text import plural
+from .._plan.content import Group
 from .._plan.leaf import Row
 from ..topology._mesh import MeshSpec
 from .finding import Finding
-from .subject import Group, Subject
+from .subject import Subject
 
 
 # So many arrays, or groups of alike ones, are told as one finding.

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._ground.spec import entries_of, shard_counts, trimmed
+from .._plan.content import Group
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import atomic
 from .finding import Finding, Severity
-from .subject import Group, Subject
+from .subject import Subject
 
 
 _ROLES = {

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code, Reason
 from .._ground.spec import canonical_entry, entries_of, entry_axes, pinned
 from .._ground.text import bytes_text
+from .._plan.content import Group
 from .._plan.leaf import Row
 from .._rules.axis_rules import AxisRules
 from .._rules.resolution import attempts
@@ -16,7 +17,7 @@ from .causes import Short, by_cause, mesh_code, other_sizes
 from .code import code_of
 from .finding import Finding
 from .mistakes import fallbacks
-from .subject import Group, Subject
+from .subject import Subject, asked_by
 
 
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
@@ -31,9 +32,13 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     for group in subject.groups_of(whole):
         size = subject.content.byte_counts[group.number][0]
         if not _is_cut_short(group.row):  # that is said by `corrected`, with the reason
-            message = f"every device holds all {bytes_text(size)} of it, as {group.asks}"
+            message = f"every device holds all {bytes_text(size)} of it, as {_asks(group)}"
             fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
             yield Finding("replicated", "warning", group.where, subject.excess(group), message, fix)
+
+
+def _asks(group: Group) -> str:
+    return f"{asked_by(group)} {'ask' if group.row.rule == 'names' else 'asks'}"
 
 
 def _is_cut_short(row: Row) -> bool:
@@ -97,7 +102,7 @@ def _corrected(subject: Subject, group: Group, rows: Mapping[int, tuple[Reason, 
     foreseen = all(why.code is Code.unit for why in reasons)
     severity = "error" if subject.strict else "info" if foreseen else "warning"
     told = "; ".join(map(str, reasons))
-    message = f"cut less than {group.asks} for: {told}"
+    message = f"cut less than {_asks(group)} for: {told}"
     return Finding("corrected", severity, group.where, cost, message, _as_it_is(subject, group))
 
 

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 from .._ground.spec import entry_axes
 from .._ground.text import between_numbers
+from .._plan.content import Group
 from .._plan.leaf import Row
 from .._rules.axis_rules import AxisRules, alias_chain
 from .finding import Finding
-from .subject import Group, Subject
+from .subject import Subject
 
 
 def contradicted_names(subject: Subject) -> Iterator[Finding]:

@@ -5,8 +5,9 @@ from typing import Any
 
 from .._ground.spec import entries_of
 from .._ground.text import between_numbers, spec_text
+from .._plan.content import Group
 from .finding import Finding
-from .subject import Group, Subject
+from .subject import Subject, asked_by
 
 
 def uneven_layers(subject: Subject) -> Iterator[Finding]:
@@ -40,8 +41,8 @@ def _finding(subject: Subject, group: Group, most: list[Group]) -> Finding:
     like = most[0]
     more = max(0, _share(subject, group) - _share(subject, like)) * len(group.paths)
     message = (
-        f"sharded as {spec_text(entries_of(group.row.spec))} by {group.asked_by}, while {_count(most)} of the same "
-        f"stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {like.asked_by}"
+        f"sharded as {spec_text(entries_of(group.row.spec))} by {asked_by(group)}, while {_count(most)} of the same "
+        f"stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {asked_by(like)}"
     )
     if subject.flat is not None and subject.is_named(group.paths[0]):
         fix = subject.renamed(group.paths, like.row.names)

@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code
 from .._ground.spec import entries_of, entry_axes, trimmed
 from .._ground.text import bytes_text
+from .._plan.content import Group
 from .._plan.decide import Request, further
 from .._plan.leaf import Row
 from .._rules.strategies import fsdp
 from .finding import Finding
-from .subject import Group, Subject
+from .subject import Subject
 
 
 class _State(NamedTuple):

@@ -5,14 +5,14 @@ import dataclasses
 import functools as ft
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .._ground.spec import array_bytes
-from .._ground.text import between_numbers, joined
+from .._ground.text import between_numbers
 from .._ground.tree import Flat
-from .._plan.content import Content
+from .._plan.content import Content, Group
 from .._plan.leaf import Row
 from .._plan.planner import drafted
 from .._plan.replanning import refined
@@ -22,31 +22,6 @@ from .._rules.path_rules import PathRules, compiled, first_match
 from .._rules.strategies import Optional, optional
 from ..topology._mesh import MeshSpec
 from .code import code_of, regex_of
-
-
-_ZEROS = str.maketrans("123456789", "000000000")
-# A digit that is part of a name, as in `fc1`, tells paths apart.
-_IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
-
-
-class Group(NamedTuple):
-    """Leaves that are planned alike, and whose paths differ in numbers only."""
-
-    paths: tuple[str, ...]
-    number: int
-    row: Row
-
-    @property
-    def where(self) -> str:
-        return joined(self.paths)
-
-    @property
-    def asked_by(self) -> str:
-        return "its names" if self.row.rule == "names" else str(self.row.rule)
-
-    @property
-    def asks(self) -> str:
-        return "its names ask" if self.row.rule == "names" else f"{self.row.rule} asks"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,20 +58,9 @@ class Subject:
         found = [first_match(path, patterns) for path, names, shaped in columns if shaped and names is None]
         return dict.fromkeys(number for number in found if number is not None)
 
-    @ft.cached_property
+    @property
     def groups(self) -> tuple[Group, ...]:
-        """The arrays, those of repeated layers together."""
-        found: dict[Any, list[str]] = {}
-        # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
-        between: dict[str, Any] = {}
-        for path, number in self.content.numbered:
-            if number >= 0:
-                template = path.translate(_ZEROS)
-                parts = between.get(template)
-                if parts is None:
-                    parts = between[template] = () if _IN_A_NAME.search(template) else between_numbers(template)
-                found.setdefault((parts or between_numbers(path), number), []).append(path)
-        return tuple(Group(tuple(paths), number, self.rows[number]) for (_, number), paths in found.items())
+        return self.content.groups
 
     @ft.cached_property
     def uses(self) -> tuple[int, ...]:
@@ -214,3 +178,8 @@ class Subject:
     def renamed(self, paths: Sequence[str], names: Any) -> str:
         """Code that gives leaves other names."""
         return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
+
+
+def asked_by(group: Group) -> str:
+    """What asked for the sharding of these leaves."""
+    return "its names" if group.row.rule == "names" else str(group.row.rule)

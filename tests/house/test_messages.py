@@ -40,7 +40,7 @@ from shardfx import (
     shard,
     topology,
 )
-from shardfx._plan import differences, renamed, report_rows
+from shardfx._plan import differences, renamed
 from shardfx.errors import (
     LeafTypeError,
     MeshError,
@@ -343,7 +343,6 @@ def test_what_is_no_plan(as_users_run_it):
         (lambda: constrain(x, None, cast(Any, None)), "plan", "NoneType"),
         (lambda: shard(tree, made.shardings), "plan", "dict"),
         (lambda: report(tree), "plan", "dict"),
-        (lambda: report_rows(tree), "plan", "dict"),
         (lambda: differences(tree, made), "a", "dict"),
         (lambda: differences(made, tree), "b", "dict"),
         (lambda: diff(tree, made), "a", "dict"),
