@@ -15,6 +15,7 @@ from .._ground.text import first_lines
 from .._rules.axis_rules import AxisRules
 from .._rules.resolution import resolve
 from ..topology._mesh import MeshSpec
+from .content import Content
 from .correction import Axes, axes_of
 from .decide import Request, row_of
 from .leaf import LeafPlan, Row
@@ -24,10 +25,10 @@ from .shard_plan import ShardPlan
 def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
     """The plan of the same leaves by the same rules on another mesh; see `shardfx.auto.replan`."""
     spec = MeshSpec.of(mesh).filled()
-    axes = axes_of(spec)
-    rows = [
-        row if _is_small(row) and row.spec == PartitionSpec() else _again(row, made, axes) for row in made.content.rows
-    ]
+    rows, axes = [], axes_of(spec)
+    for row in made.content.rows:
+        kept = _is_small(row) and row.requested != row.spec == PartitionSpec()
+        rows.append(row if kept else row_on(row, made.content, axes))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
 
@@ -37,9 +38,9 @@ def _is_small(row: Row) -> bool:
     return any(why.code is Code.small for why in row.reasons)
 
 
-def _again(row: Row, made: ShardPlan, axes: Axes, min_bytes: int = 0, **changes: Any) -> Row:
+def row_on(row: Row, content: Content, axes: Axes, min_bytes: int = 0, **changes: Any) -> Row:
     """The row of an array for which the same is asked, but for `changes`, on other mesh axes."""
-    request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, made))
+    request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, content))
     return row_of(request._replace(**changes), row.shape, row.dtype, axes, min_bytes, row.memory_kind)
 
 
@@ -69,7 +70,7 @@ def _refined_row(
 ) -> Row:
     steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
     requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
-    again = _again(row, made, axes_of(mesh), min_bytes, spec=requested, strategies=steps)
+    again = row_on(row, made.content, axes_of(mesh), min_bytes, spec=requested, strategies=steps)
     # Only an array that asked for a part of an axis may change its layout.
     if wished or again.spec == same:
         return again
@@ -86,10 +87,10 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
     )
 
 
-def _first_reasons(row: Row, made: ShardPlan) -> tuple[Reason, ...]:
+def _first_reasons(row: Row, content: Content) -> tuple[Reason, ...]:
     """The reasons of a row that came from its rule, not from the mesh it was corrected for."""
-    if row.names is not None and made.axes is not None:
-        return resolve(row.names, made.axes, mode=made.mode).reasons
+    if row.names is not None and content.axes is not None:
+        return resolve(row.names, content.axes, mode=content.mode).reasons
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
 
 

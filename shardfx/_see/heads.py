@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec
-
 from .._ground.spec import entries_of, shard_counts, trimmed
 from .._plan.content import Group
 from .._rules.axis_rules import AxisRules
@@ -189,9 +187,8 @@ def _whole_heads(subject: Subject, group: Group, dim: int, unit: int) -> str:
         except ValueError:  # the name has a unit already, of another width
             return subject.renamed(group.paths, _without(row.names or (), dim))
         return f"axes = axes.merge(AxisRules(units={{{name!r}: {unit}}}))"
-    asked = subject.row_with(group.paths[0]) if subject.refine else row
-    target: Any = atomic(PartitionSpec() if asked is None else trimmed(entries_of(asked.requested)[:rank]), units)
-    return subject.ruled(group.paths, target)
+    spec = trimmed(entries_of(subject.plain_row(group).requested)[:rank])
+    return subject.ruled(group.paths, atomic(spec, units))
 
 
 def _without(names: tuple[Any, ...], dim: int) -> tuple[Any, ...]:

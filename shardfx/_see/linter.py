@@ -107,7 +107,7 @@ def lint(
         draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
     index = [max(number, -1) for number in draft.numbers] if draft.errors else draft.numbers
     content = Content(draft.mesh, None, axes, mode, draft.rows, index, Skeleton(flat.paths, flat.treedef))
-    subject = Subject(content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
+    subject = Subject(content, content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
     rules: Severity = "error" if unmatched == "raise" else "warning"
     found += unplannable(subject, draft)
     found += uncovered_leaves(subject, draft, rules)
@@ -123,7 +123,7 @@ def lint(
 
 def _of_plan(plan: ShardPlan) -> Subject:
     content = plan.content
-    return Subject(content, plan.mesh, None, None, None, plan.axes, plan.mode, 0, plan.strict, False)
+    return Subject(content, content, plan.mesh, None, None, None, plan.axes, plan.mode, 0, plan.strict, False)
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:

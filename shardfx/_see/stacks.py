@@ -47,6 +47,5 @@ def _finding(subject: Subject, group: Group, most: list[Group]) -> Finding:
     if subject.flat is not None and subject.is_named(group.paths[0]):
         fix = subject.renamed(group.paths, like.row.names)
     else:
-        given = subject.row_with(like.paths[0]) if subject.refine else None
-        fix = subject.ruled(group.paths, (given or like.row).spec)
+        fix = subject.ruled(group.paths, subject.plain_row(like).spec)
     return Finding("uneven-layers", "warning", group.where, more, message, fix)
