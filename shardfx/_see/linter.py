@@ -22,10 +22,8 @@ from .finding import Finding, Findings, Severity, findings_of
 from .heads import cut_heads
 from .leaf_checks import corrected, replicated
 from .mistakes import absent, uncovered_leaves, unknown_names, unplannable, unused_findings
-from .named import contradicted_names
-from .rule_checks import dead_rules, unused_axes
-from .stacks import uneven_layers
-from .states import optimizer_states
+from .rule_checks import contradicted_names, dead_rules, unused_axes
+from .states import optimizer_states, uneven_layers
 from .subject import Subject
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import ShardPlan
 from shardfx.__main__ import main
-from shardfx._cli._load import rule_set_names
+from shardfx._cli._words import rule_set_names
 from shardfx._cli.group import _VERBS
 
 

@@ -18,7 +18,7 @@ import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, fsdp, html_report, plan
 from shardfx._plan.facts import report_rows_of
 from shardfx._see import Finding, report_data
-from shardfx._see.packed import packed
+from shardfx._see.html import packed
 from shardfx.cost import Fit, Traffic, fit
 from shardfx.errors import ChipError
 
