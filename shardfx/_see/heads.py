@@ -83,13 +83,10 @@ def _cut_within(subject: Subject, group: Group, dim: int) -> Iterator[Finding]:
         f"dim {rank + dim} of size {row.shape[dim]} is the elements of one head, and is cut into {count} pieces; dim "
         f"{rank + dim - 1} of {heads} heads is whole, and could be cut so"
     )
-    if subject.flat is not None and subject.is_named(group.paths[0]):
-        names = row.names or (None,) * rank
-        fix = subject.renamed(group.paths, _without(names, rank + dim))
-    else:
-        entries = [*entries_of(row.spec), *[None] * rank][:rank]
-        entries[dim - 1], entries[dim] = entries[dim], None
-        fix = subject.ruled(group.paths, trimmed(entries))
+    entries = [*entries_of(row.spec), *[None] * rank][:rank]
+    entries[dim - 1], entries[dim] = entries[dim], None
+    names = _without(row.names or (None,) * rank, rank + dim)
+    fix = subject.mended(group.paths, names, trimmed(entries))
     yield Finding("cut-head", "warning", group.where, 0, message, fix)
 
 
@@ -180,8 +177,7 @@ def _whole_heads(subject: Subject, group: Group, dim: int, unit: int) -> str:
     row, rank = group.row, len(group.row.shape)
     units = tuple(unit if at == dim else 1 for at in range(rank))
     name = None if row.names is None else row.names[dim]
-    named = subject.flat is None or subject.is_named(group.paths[0])
-    if named and subject.flat is not None and isinstance(name, str) and subject.axes is not None:
+    if subject.is_named(group.paths[0]) and isinstance(name, str) and subject.axes is not None:
         try:
             subject.axes.merge(AxisRules(units={name: unit}))
         except ValueError:  # the name has a unit already, of another width

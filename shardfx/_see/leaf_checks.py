@@ -66,7 +66,7 @@ _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Leaves that are cut less than their rule asks for; under `strict` all that have a reason."""
     rows = {n: why for n, row in enumerate(subject.rows) if row.reasons and (why := _shortfall(subject, row))}
-    sizes = ft.cache(ft.partial(_other_sizes, subject))
+    sizes = ft.lru_cache(maxsize=64)(ft.partial(_other_sizes, subject))
     causes: dict[Any, list[tuple[Group, Finding]]] = {}
     for group in subject.groups_of([*rows]):
         found, axes = _corrected(subject, group, rows[group.number], sizes), _axes(rows[group.number])
@@ -115,7 +115,7 @@ def _other_sizes(subject: Subject, axis: str) -> tuple[int, ...]:
     """Sizes of a mesh axis under which no array is cut less than asked but for other axes: one smaller, one larger."""
     mesh, size = subject.mesh, subject.mesh.shape.get(axis, 1)
     rows = [row for row in subject.rows if not {*_axes(_shortfall(subject, row))} - {axis}]
-    if subject.flat is None or subject.refine or any(count > 1 for count in mesh.dcn_sizes) or len(rows) > _MOST_ROWS:
+    if subject.is_plan or subject.refine or any(count > 1 for count in mesh.dcn_sizes) or len(rows) > _MOST_ROWS:
         return ()
     smaller = range(size - 1, max(1, -(-size // 2) - 1), -1)
     found = []
@@ -194,7 +194,7 @@ def _as_it_is(subject: Subject, group: Group, reasons: tuple[Reason, ...], sizes
 
 
 def _more_if_refined(subject: Subject, group: Group) -> bool:
-    if subject.refine or subject.flat is None:
+    if subject.refine or subject.is_plan:
         return False
     content = subject.refined
     at = content.skeleton.paths.index(group.paths[0])

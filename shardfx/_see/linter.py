@@ -121,7 +121,9 @@ def lint(
 
 def _of_plan(plan: ShardPlan) -> Subject:
     content = plan.content
-    return Subject(content, content, plan.mesh, None, None, None, plan.axes, plan.mode, 0, plan.strict, False)
+    return Subject(
+        content, content, plan.mesh, flatten(()), (), None, plan.axes, plan.mode, 0, plan.strict, False, True
+    )
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:

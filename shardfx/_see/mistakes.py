@@ -34,7 +34,6 @@ _HINTED = 40
 
 def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """The leaves that cannot be planned, those of repeated layers together."""
-    assert subject.flat is not None
     if not draft.errors:
         return
     flat, groups = subject.flat, {}
@@ -50,7 +49,6 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
 
 def _plannable(subject: Subject, places: Sequence[int], paths: Sequence[str]) -> str:
     """Code under which these leaves can be planned, as near to what was meant as can be told."""
-    assert subject.flat is not None and subject.given is not None
     leaf, names = subject.flat.leaves[places[0]], subject.given[places[0]]
     if names is not None:
         if subject.axes is None:
@@ -113,7 +111,6 @@ def _other_target(target: Any, rank: int) -> Any:
 
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Leaves that no rule covers."""
-    assert subject.flat is not None
     groups: dict[Any, list[Any]] = {}
     for leaf in uncovered(Decided(subject.flat, draft.numbers, draft.rows)):
         groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
@@ -158,7 +155,6 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Mesh axes of rules that the mesh lacks and that nobody declares."""
-    assert subject.flat is not None
     known = subject.mesh.axis_names
     decided = Decided(subject.flat, draft.numbers, draft.rows)
     found = absent_axes(decided, subject.mesh, subject.axes, draft.declared)
@@ -216,7 +212,6 @@ def unused_findings(
     subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
 ) -> Iterator[Finding]:
     """Path rules, and memory kinds, that decide about no leaf."""
-    assert subject.flat is not None
     rules = draft.paths.rules
     for why in unused_rules(rules, draft.paths.used, subject.flat, subject.given, NAMES):
         where = f"paths[{why.number}] {rules[why.number][0]!r}"
@@ -232,7 +227,6 @@ def unused_findings(
 
 def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """Rules that may be without an array, but are not: others before them take all that they match."""
-    assert subject.flat is not None
     rules, used = draft.paths.rules, draft.paths.used
     spare = [n for n, (_, target) in enumerate(rules) if isinstance(target, Optional) and n not in used]
     # One path of each group tells which of them match at all; a preset has many that do not.

@@ -104,7 +104,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                     f"the names {row.names} stand on shape {row.shape}; elsewhere these names have the sizes that they "
                     f"would have here in the order {swapped[number]}"
                 )
-                fix = _swap(subject, group, swapped[number])
+                fix = subject.mended(group.paths, swapped[number], swapped[number])
                 yield Finding("contradicted-name", "warning", group.where, subject.excess(group), message, fix)
             continue
         for name, size in _contradictions(row.names, row.shape, odd):
@@ -199,18 +199,12 @@ def _support(pairs: list[tuple[str, int]], counts: _Counts) -> int:
     return sum(found) if all(found) else 0
 
 
-def _swap(subject: Subject, group: Group, names: tuple[Any, ...]) -> str:
-    if subject.flat is not None and subject.is_named(group.paths[0]):
-        return subject.renamed(group.paths, names)
-    return subject.ruled(group.paths, names)
-
-
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
     """Code that gives the leaves another name with the same rules; in a plan, which keeps its rules, their spec."""
-    if subject.flat is None:
+    if subject.is_plan:
         return subject.ruled(group.paths, group.row.spec)
     other = f"{name}_{size}"
     names = tuple(other if one == name else one for one in group.row.names or ())
     known = subject.axes is not None and other in subject.axes.names
     alias = [] if known else [f"axes = axes.with_alias({other!r}, of={name!r})"]
-    return "\n".join([_swap(subject, group, names), *alias])
+    return "\n".join([subject.mended(group.paths, names, names), *alias])

@@ -223,8 +223,5 @@ def _uneven(subject: Subject, group: Group, most: list[Group]) -> Finding:
         f"sharded as {spec_text(entries_of(group.row.spec))} by {asked_by(group)}, while {_count(most)} of the same "
         f"stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {asked_by(like)}"
     )
-    if subject.flat is not None and subject.is_named(group.paths[0]):
-        fix = subject.renamed(group.paths, like.row.names)
-    else:
-        fix = subject.ruled(group.paths, subject.plain_row(like).spec)
+    fix = subject.mended(group.paths, like.row.names, subject.plain_row(like).spec)
     return Finding("uneven-layers", "warning", group.where, more, message, fix)

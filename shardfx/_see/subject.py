@@ -28,20 +28,21 @@ from .code import code_of, regex_of
 class Subject:
     """What `lint` looks at. `plain` is planned on the given `mesh`; `content` may be on one with axes that are split.
 
-    `flat` and `given` (the names of each leaf) are `None` where a ready plan is checked, which has no rules by path.
+    A ready plan, `is_plan`, has no rules by path; `flat` and `given`, the names of each leaf, are empty then.
     """
 
     content: Content
     plain: Content
     mesh: MeshSpec
-    flat: Flat | None
-    given: Sequence[Any] | None
+    flat: Flat
+    given: Sequence[Any]
     paths: PathRules | None
     axes: AxisRules | None
     mode: str | None
     min_bytes: int
     strict: bool
     refine: bool
+    is_plan: bool = False
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -98,7 +99,6 @@ class Subject:
         self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: Any = None
     ) -> Row | None:
         """The row that the leaf at `path` would have under other rules or names; `None` if it could not be planned."""
-        assert self.flat is not None and self.given is not None
         at = self._places[path]
         leaf = self.flat.leaves[at]
         columns = (self.flat.templates[at],), (None,), (self.flat.stacked[at],)
@@ -115,7 +115,7 @@ class Subject:
 
     def is_named(self, path: str) -> bool:
         """Whether the leaf at `path` has names of its own, which win over path rules."""
-        return self.given is not None and self.given[self._places[path]] is not None
+        return not self.is_plan and self.given[self._places[path]] is not None
 
     def ruled(self, paths: Sequence[str], target: Any, *, last: bool = False) -> str:
         """Code that gives leaves without names of their own this target, before all rules or after them.
@@ -127,7 +127,7 @@ class Subject:
             is_optional = isinstance(self.paths.rules[number][1], Optional)
             return f"paths = paths.replace({number}, {code_of(optional(target) if is_optional else target)})"
         rule = f"{self.regex(paths)!r}, {code_of(target)}"
-        if self.flat is None:
+        if self.is_plan:
             return f"tree = tree.replace({rule})"
         if self.paths is None:
             return f"paths = PathRules([({rule})])"
@@ -144,8 +144,6 @@ class Subject:
     @ft.cached_property
     def _deciding(self) -> dict[str, int | None]:
         """By the path of each leaf without names of its own, the number of the rule that decides about it."""
-        if self.flat is None or self.given is None:
-            return {}
         columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
         return {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
 
@@ -156,6 +154,10 @@ class Subject:
     @ft.cached_property
     def _places(self) -> dict[str, int]:
         return {path: at for at, path in enumerate(self.content.skeleton.paths)}
+
+    def mended(self, paths: Sequence[str], names: Any, target: Any) -> str:
+        """Code that gives leaves with names of their own these, and others the target."""
+        return self.renamed(paths, names) if self.is_named(paths[0]) else self.ruled(paths, target)
 
     def renamed(self, paths: Sequence[str], names: Any) -> str:
         """Code that gives leaves other names."""
