@@ -5,14 +5,14 @@ import functools as ft
 import math
 import operator
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
 from .._ground.reason import Code, Decision, Reason, reason
-from .._ground.spec import entries_of, entry_axes, shard_counts, trimmed
+from .._ground.spec import entries_at, entry_axes, shard_counts, trimmed
 from .._rules.axis_rules import AxisRules
 from .._rules.path_rules import check_once, is_callable
 from .._rules.resolution import names_text, one_per_dim, resolve, units_of
@@ -112,7 +112,7 @@ def asked_by_names(
 def _whole(names: tuple[Any, ...], found: Decision) -> list[int]:
     """The dimensions that rules keep whole: their names have the target `None`."""
     told = {why.dim for why in found.reasons}
-    entries = (*entries_of(found.spec), *[None] * len(names))
+    entries = entries_at(found.spec, len(names))
     return [dim for dim, name in enumerate(names) if name is not None and entries[dim] is None and dim not in told]
 
 
@@ -157,7 +157,7 @@ def further(request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec
         return request
     leaf, sizes = Leaf(shape, dtype, request.units), mesh.shape
     spec = corrected(request.spec, leaf, axes_of(mesh), 0).spec
-    entries = [*entries_of(spec), *[None] * (len(shape) - len(entries_of(spec)))]
+    entries = [*entries_at(spec, len(shape))]
     used = {axis for entry in entries for axis in entry_axes(entry)}
     free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
     if free and (small := too_small(leaf, free, over.min_bytes)):
@@ -188,7 +188,8 @@ def row_of(
     request: Request, shape: tuple[int, ...], dtype: Any, mesh: Axes, min_bytes: int, memory_kind: str | None
 ) -> Row:
     """What the mesh and the shape leave of a request."""
-    units = _units_at(request, shape)
+    names, units = request.names, request.units
+    units = units if units is None or names is None else units_at(names, shape, units)
     leaf = Leaf(shape, dtype, units)
     found = corrected(request.spec, leaf, mesh, min_bytes)
     reasons = (*request.reasons, *[_with_doubt(why, shape, request, units) for why in found.reasons])
@@ -201,12 +202,19 @@ def row_of(
     return Row(shape, dtype, request.names, request.spec, found.spec, *columns)
 
 
-def _units_at(request: Request, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The units of an array: 1 at a dimension that is smaller than the unit of its name, since it counts units."""
-    if request.units is None or request.names is None:
-        return request.units
-    named = zip(request.names, shape, request.units, strict=True)
-    return tuple([1 if isinstance(name, str) and counts_units(size, unit) else unit for name, size, unit in named])
+def units_at(
+    names: tuple[Any, ...],
+    shape: tuple[int, ...],
+    units: tuple[int, ...],
+    sizes_of: Callable[[str], Collection[int]] = lambda name: (),
+) -> tuple[int, ...]:
+    """The units of an array: 1 at a dimension that counts units, by its size or by those of its name elsewhere."""
+
+    def unit_of(name: Any, size: int, unit: int) -> int:
+        is_named = unit > 1 and isinstance(name, str)
+        return 1 if is_named and counts_units(size, unit, sizes_of(name)) else unit
+
+    return tuple(map(unit_of, names, shape, units))
 
 
 def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tuple[int, ...] | None) -> Reason:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.html import html_text
 from .._ground.reason import Code, Reason
-from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
+from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
 from .._ground.text import first_lines
 from .._rules.axis_rules import AxisRules
 from .._rules.resolution import resolve
@@ -182,7 +182,7 @@ def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
     One wish per axis that could be used in part, at the first dimension that could use it.
     """
     used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
-    kept = [*entries_of(row.spec), *[None] * len(row.shape)]
+    kept = entries_at(row.spec, len(row.shape))
     units = row.units or (1,) * len(row.shape)
     counts = [
         (1 if size % unit else size // unit) // math.prod(sizes[axis] for axis in entry_axes(entry))

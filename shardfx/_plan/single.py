@@ -18,8 +18,8 @@ from .._rules.resolution import check_known, one_per_dim, resolve, units_of, unk
 from ..topology._mesh import MeshSpec
 from .complaints import raise_errors
 from .content import Content
-from .correction import axes_of, correct, counts_units, looks_apart, padded_units
-from .decide import asked_by_target, row_of, skipping
+from .correction import axes_of, correct, looks_apart, padded_units
+from .decide import asked_by_target, row_of, skipping, units_at
 from .leaf import Row
 
 
@@ -59,7 +59,7 @@ def decision_for(
         shape = tuple(mesh.size * unit for unit in units)  # every axis divides these sizes
         named = ()
     elif units is not None:
-        units = _units_at(named, shape, units, plan)
+        units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
     found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
     if units is not None and named:
         _refuse_doubt(named, shape, units, found.reasons, plan)
@@ -95,16 +95,6 @@ def _require_whole_units(
 def _sizes_of(name: Any, plan: Content) -> list[int]:
     """The sizes that a logical name has in the plan's arrays."""
     return [size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name]
-
-
-def _units_at(names: tuple[Any, ...], shape: tuple[int, ...], units: tuple[int, ...], plan: Content) -> tuple[int, ...]:
-    """The units of an array: 1 at dimensions that count units, by their size or by the plan's arrays."""
-
-    def unit_of(name: Any, size: int, unit: int) -> int:
-        is_named = unit > 1 and isinstance(name, str)
-        return 1 if is_named and counts_units(size, unit, _sizes_of(name, plan)) else unit
-
-    return tuple(map(unit_of, names, shape, units))
 
 
 def _refuse_doubt(

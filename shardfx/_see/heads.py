@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._ground.spec import entries_of, shard_counts, trimmed
+from .._ground.spec import entries_at, entries_of, shard_counts, trimmed
 from .._plan.content import Group
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import atomic
@@ -83,7 +83,7 @@ def _cut_within(subject: Subject, group: Group, dim: int) -> Iterator[Finding]:
         f"dim {rank + dim} of size {row.shape[dim]} is the elements of one head, and is cut into {count} pieces; dim "
         f"{rank + dim - 1} of {heads} heads is whole, and could be cut so"
     )
-    entries = [*entries_of(row.spec), *[None] * rank][:rank]
+    entries = [*entries_at(row.spec, rank)]
     entries[dim - 1], entries[dim] = entries[dim], None
     names = _without(row.names or (None,) * rank, rank + dim)
     fix = subject.mended(group.paths, names, trimmed(entries))

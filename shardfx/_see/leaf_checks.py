@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from .._ground.reason import Code, Reason
-from .._ground.spec import canonical_entry, entries_of, entry_axes, pinned
+from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, pinned
 from .._ground.text import bytes_text, plural
 from .._plan.content import Group
 from .._plan.correction import axes_of
@@ -154,13 +154,9 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
     found = [why for why in row.reasons if why.code in _CUT]
     if subject.refine:
         # The mesh has been split so that the dimension takes as much as divides it: there is no more to have.
-        whole = [dim for dim, entry in enumerate(_entries(row)) if not entry_axes(entry)]
+        whole = [dim for dim, entry in enumerate(entries_at(row.spec, len(row.shape))) if not entry_axes(entry)]
         found = [why for why in found if why.dim is None or why.dim in whole]
     return tuple(found)
-
-
-def _entries(row: Row) -> tuple[Any, ...]:
-    return (*entries_of(row.spec), *[None] * (len(row.shape) - len(entries_of(row.spec))))
 
 
 def _cost(subject: Subject, group: Group) -> int:
@@ -208,7 +204,7 @@ def _with_less(subject: Subject, group: Group) -> Iterator[tuple[str, Row | None
     assert axes is not None
     dims = {why.dim for why in row.reasons if why.dim is not None and why.code is not Code.scalar}
     names = tuple(None if dim in dims else name for dim, name in enumerate(row.names or ()))
-    entries = _entries(row)
+    entries = entries_at(row.spec, len(row.shape))
     alone = any(other is not row and _shares(other, row, dims) for other in subject.rows)
     keeps = any(entries[dim] is not None for dim in dims)
     renamed = (subject.renamed(group.paths, names), subject.row_with(path, names=names))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._ground.reason import Code
-from .._ground.spec import entries_of, entry_axes, trimmed
+from .._ground.spec import entries_at, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, bytes_text, spec_text
 from .._plan.content import Group
 from .._plan.decide import Request, further
@@ -125,7 +125,7 @@ def _state(
 def _following(shape: tuple[int, ...], param: Row, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """The spec of a parameter for a state that has some of its dimensions, or one more before them; else `None`."""
     rank = len(param.shape)
-    entries = (*entries_of(param.spec), *[None] * rank)[:rank]
+    entries = entries_at(param.spec, rank)
     if shape[-rank:] == param.shape and len(shape) <= rank + 1:
         return trimmed((None,) * (len(shape) - rank) + entries)
     if not shape or len(shape) >= rank or shape == (1,) or rank > _MOST_DIMENSIONS:
