@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, follow, plan, presets
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, follow, lint, plan, presets
+from shardfx._see import Findings
 
 from ._load import Model, load_model, load_optimizer, load_rules
 from ._screen import working
-from ._slice import Slice, parse_slice
-from ._types import ModelName, RulesName, Whole, near
 from ._usage import UsageError, calling
-from ._values import literals
+from ._words import ModelName, RulesName, Slice, Whole, literals, near, parse_slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +98,11 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
     return decorated
 
 
+def inputs_or_plan(asked: Asked) -> Inputs | None:
+    """What was asked for, read; `None` where nothing but a plan was named."""
+    return None if asked.rules is None and asked.mesh is None else inputs_of(asked)
+
+
 def inputs_of(asked: Asked) -> Inputs:
     """What was asked for, read; of a model that is traced this is what takes time.
 
@@ -118,25 +122,18 @@ def inputs_of(asked: Asked) -> Inputs:
     if asked.dtype is not None and name not in presets.models.names():
         raise UsageError(f"--dtype is for a published model, as llama3-8b, not for {name!r}; leave it out")
     paths, axes = load_rules(asked.rules, name)
-    kwargs = {} if asked.kwargs is None else dict(literals(asked.kwargs, "kwargs"))
-    kwargs |= {} if asked.dtype is None else {"dtype": asked.dtype}
+    kwargs = literals(asked.kwargs, "kwargs") | ({} if asked.dtype is None else {"dtype": asked.dtype})
     with working(f"reading {name}"):
         model = load_model(name, kwargs, stack_experts=asked.rules.partition(":")[0] == "ep")
     return Inputs(model, mesh, paths, axes, target)
 
 
+_READ = ("mode", "min_bytes", "unmatched", "unused", "strict", "refine")
+
+
 def rules_of(asked: Asked, given: Inputs) -> dict[str, Any]:
     """The rules, and how strictly they are read: what `shardfx.plan` and `shardfx.lint` take by keyword."""
-    return {
-        "paths": given.paths,
-        "axes": given.axes,
-        "mode": asked.mode,
-        "min_bytes": asked.min_bytes,
-        "unmatched": asked.unmatched,
-        "unused": asked.unused,
-        "strict": asked.strict,
-        "refine": asked.refine,
-    }
+    return {"paths": given.paths, "axes": given.axes, **{name: getattr(asked, name) for name in _READ}}
 
 
 def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
@@ -152,19 +149,32 @@ def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
             return written
     given = inputs or inputs_of(asked)
     _require_known(asked, given)
-    made = calling(
-        "planning",
-        lambda: plan(
-            given.model.tree,
-            given.mesh,
-            **rules_of(asked, given),
-        ),
-    )
+    made = calling("planning", lambda: plan(given.model.tree, given.mesh, **rules_of(asked, given)))
     if asked.optimizer is None:
         return made
     init = load_optimizer(asked.optimizer)
     state = calling(f"`{asked.optimizer}`", lambda: follow(init, made))
     return ShardPlan.join(model=made, optimizer=state)
+
+
+def findings_of(asked: Asked, given: Inputs | None, **limits: Any) -> Findings:
+    """All that is wrong with what was asked for, or looks so: with the model, and with the state of its optimizer.
+
+    **Arguments:**
+
+    - `asked`: the words.
+    - `given`: what they mean; `None` for a plan that was written as JSON.
+    - `limits`: `replicated_bytes` and `head_dim` of `shardfx.lint`.
+    """
+    with working("checking the rules"):
+        if given is None:
+            return lint(plan_of(asked), **limits)
+        found = lint(given.model.tree, given.mesh, **rules_of(asked, given), **limits)
+        if asked.optimizer is None or found.worst("error"):
+            return found
+        # The model's own findings are there already.
+        joined = lint(plan_of(asked, given), **limits)
+        return Findings([*found, *[one for one in joined if one.code == "optimizer-state"]])
 
 
 # The mesh axes that the strategies for published models use, where a command line names no others.

@@ -17,7 +17,7 @@ from shardfx import AxisRules, PathRules, ShardPlan, checkpoint, presets
 from shardfx.errors import PlanFormatError
 
 from ._usage import UsageError, calling, one_line
-from ._values import whole_number
+from ._words import rule_set_names, whole_number
 
 
 Rules = tuple[PathRules | None, AxisRules | None]
@@ -182,18 +182,6 @@ def load_optimizer(name: str) -> Callable[..., Any]:
             f"`{name}` is {found!r:.60}; it must be an optimizer, with `init` and `update`, as optax makes them"
         )
     return found.init
-
-
-def rule_set_names() -> tuple[str, ...]:
-    """The rule sets in `shardfx.presets` that need no arguments."""
-    return tuple(name for name in sorted(vars(presets)) if _is_rule_set(vars(presets)[name]))
-
-
-def _is_rule_set(value: Any) -> bool:
-    if inspect.isfunction(value):
-        value = inspect.signature(value).return_annotation
-        return value in (PathRules, AxisRules, tuple[PathRules, AxisRules])
-    return isinstance(value, PathRules | AxisRules)
 
 
 def _strategy(text: str, how: str, given: str, model: str) -> PathRules:

@@ -1,19 +1,27 @@
-"""What a verb prints: text in colours where a terminal shows them, JSON, and what it is working on."""
+"""A verb: how it ends, and what it prints: text in colours, JSON, and what it is working on."""
 
+import dataclasses
+import enum
 import functools as ft
+import json
 import os
 import re
 import sys
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import click
+import numpy as np
+from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .._ground.spec import UNCONSTRAINED, entries_of
 from .._ground.text import wrapped
-from ._usage import UsageError, calling, encodable, in_flags
+from ._usage import UsageError, calling, encodable, in_flags, shown
 
 
 JSON = click.option(
@@ -61,6 +69,14 @@ def coloured(text: str) -> Text:
     for pattern, style in _COLOURS:
         made.highlight_regex(f"(?m){pattern}", style)
     return made
+
+
+def answer(json_file: str | None, text: Callable[[], str], data: Callable[[], Any]) -> None:
+    """Shows a result as text, writes it as JSON, or does both, as --json says."""
+    if json_file != "-":
+        show(text())
+    if json_file is not None:
+        write(as_json(data()), json_file)
 
 
 def write(text: str, file: str) -> None:
@@ -126,3 +142,72 @@ class working:
             self.timer.join()
         if self.bar.live.is_started:  # it ends its line even where it never began one
             self.bar.stop()
+
+
+def as_json(value: Any) -> str:
+    """A result as JSON; all beyond ASCII is escaped, halves of characters too."""
+    return json.dumps(data_of(value), indent=2)
+
+
+def data_of(value: Any) -> Any:
+    """A result of the library as dicts, lists, strings, numbers and `None`.
+
+    A record becomes a dict of its fields, a PartitionSpec a list with an entry for each dimension, a dtype its name.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if value is UNCONSTRAINED:
+        return "unconstrained"
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, PartitionSpec):
+        return [data_of(entry) for entry in entries_of(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: data_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): data_of(held) for key, held in value.items()}
+    if isinstance(value, tuple) and "_fields" in dir(value):
+        return {name: data_of(getattr(value, name)) for name in value._fields}  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(value, tuple | list):
+        return [data_of(held) for held in value]
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+class Verb(click.Command):
+    """A command that ends as all verbs end: 0, or what it returns; 2 after one line about what cannot be used."""
+
+    def invoke(self, ctx: click.Context) -> int:
+        try:
+            require_writable(ctx.params.get("json_file"))
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+            return code or 0
+        except UsageError as error:
+            print(shown(f"{ctx.command_path}: error: {error}", sys.stderr.encoding), file=sys.stderr)
+            return 2
+        except BrokenPipeError:
+            # The reader, `head` for example, has what it wanted; the interpreter must not flush to it at its exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except OSError as error:
+            # The disk is full, for example; what is left of the text cannot be printed either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(shown(f"{ctx.command_path}: error: printing failed: {error}", sys.stderr.encoding), file=sys.stderr)
+            return 2
+
+
+def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a function a verb of its name.
+
+    **Arguments:**
+
+    - `examples`: command lines that work; the help shows them, and a test runs them.
+    - `exits`: what the exit code says, before "2 for bad input".
+
+    **Returns:**
+
+    A decorator.
+    """
+    lines = "\n".join(f"  {example}" for example in examples)
+    epilog = f"\b\nexamples:\n{lines}\n\nExit code: {exits}; 2 for bad input, after one line on stderr."
+    return click.command(cls=Verb, epilog=epilog)

@@ -1,16 +1,18 @@
 """A training step by the name that a command line gives it, and its program for CPU devices that are emulated."""
 
+import functools as ft
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 
-from shardfx import MeshSpec
+from shardfx import MeshSpec, chips
 from shardfx.cost import Traffic, compile_for, estimate
 
 from ._load import attribute, check_arguments
 from ._usage import UsageError, calling
+from ._words import literals
 
 
 # JAX starts a thread for each emulated device.
@@ -25,25 +27,27 @@ class Step(NamedTuple):
     mesh: MeshSpec
 
 
-def load_step(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) -> Step:
+def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Step:
     """The step that a function of the user's returns, and its arguments.
 
     **Arguments:**
 
     - `name`: `MODULE:FUNCTION`. It returns the step and a tuple of its arguments: trees of structs with shardings, as
         `plan.structs`, or values that are no arrays.
-    - `kwargs`: arguments for the function.
-    - `mesh`: its argument `mesh`, if it has one.
+    - `kwargs`: arguments for the function, as `literals` reads them.
+    - `mesh`: its argument `mesh`, if it has one; text is read.
 
     **Raises:**
 
     `UsageError` if there is no such function, it fails, or it returns something else.
     """
+    if isinstance(mesh, str):
+        mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
     function, args = _made(name, kwargs, mesh)
     return Step(function, args, _mesh_of(name, args) if mesh is None else mesh)
 
 
-def load_bare_step(name: str, kwargs: Mapping[str, Any] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step that a function of the user's returns, and its arguments without any sharding.
 
     **Arguments:**
@@ -58,13 +62,13 @@ def load_bare_step(name: str, kwargs: Mapping[str, Any] | None) -> tuple[Callabl
     return function, jax.tree.map(_bare, args)
 
 
-def _made(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
+def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
     """What the function returns, checked."""
     found = attribute(name)
     if not callable(found):
         raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
     parameters = inspect.signature(found).parameters
-    given = dict(kwargs or {})
+    given = literals(kwargs, "kwargs")
     check_arguments(name, parameters.values(), given)
     if "mesh" in parameters and mesh is not None:
         given["mesh"] = mesh
@@ -81,6 +85,11 @@ def _made(name: str, kwargs: Mapping[str, Any] | None, mesh: MeshSpec | None) ->
 
 def _bare(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def chip_of(name: str) -> chips.Chip:
+    """The chip that --chip names."""
+    return calling("reading --chip", ft.partial(chips.find, name))
 
 
 def estimated(step: Step, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:

@@ -29,6 +29,13 @@ _VERBS = {
     "search": "Choose mesh and rules for a step, by what they would cost.",
     "traffic": "List what a step sends, and the line that causes it.",
 }
+_FILES = {
+    **dict.fromkeys(("plan", "explain", "lint", "diff"), "plans"),
+    **dict.fromkeys(("traffic", "fit"), "steps"),
+    **dict.fromkeys(("convert", "clean"), "checkpoints"),
+    **dict.fromkeys(("chips", "models"), "lists"),
+    **dict.fromkeys(("report", "search", "demo")),
+}
 _COMPLETION = """\b
 completion in a shell, here for bash; zsh and fish have their own word:
   eval "$(_SHARDFX_COMPLETE=bash_source shardfx)"
@@ -44,7 +51,7 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        return getattr(importlib.import_module(f".verbs.{cmd_name}", __package__), cmd_name)
+        return getattr(importlib.import_module(f".verbs.{_FILES[cmd_name] or cmd_name}", __package__), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

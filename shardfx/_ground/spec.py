@@ -25,6 +25,12 @@ def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
     return spec.partitions if _HAS_PARTITIONS else tuple(spec)
 
 
+def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
+    """The entries of a spec for an array of this rank: `None` for the dimensions beyond its end."""
+    entries = entries_of(spec)[:rank]
+    return (*entries, *[None] * (rank - len(entries)))
+
+
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes that one entry of a PartitionSpec names, in order; none for `None` and UNCONSTRAINED."""
     if entry is None or entry is UNCONSTRAINED:

@@ -6,11 +6,10 @@ for a mesh that is not there is made the same way.
 
 from .correction import correct as correct
 from .differences import differences as differences
-from .facts import ReportRow as ReportRow
 from .following import follow as follow
 from .leaf import LeafPlan as LeafPlan
 from .names import field as field, renamed as renamed
 from .planner import plan as plan
 from .replanning import Replan as Replan, replan as replan
 from .shard_plan import ShardPlan as ShardPlan
-from .table import report as report, report_rows as report_rows
+from .table import report as report

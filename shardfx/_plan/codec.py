@@ -3,7 +3,7 @@
 import functools as ft
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from .._ground.spec import UNCONSTRAINED, entries_of, unreduced_kind, with_reduc
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import Atomic, Fsdp, fsdp
 from ..topology._mesh import MeshSpec
+from .leaf import Row
 
 
 _DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")
@@ -131,40 +132,6 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _is_text_or_null(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-# What a row of a plan must hold, in words and as a test; the functions above read what is inside.
-_ROW: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "shape": ("a list of sizes", lambda v: isinstance(v, list) and all(map(_is_count, v))),
-    "dtype": ("a dtype's name", lambda v: isinstance(v, str)),
-    "names": ("null or a list of logical names", lambda v: v is None or isinstance(v, list)),
-    "requested": ("a list of entries", lambda v: isinstance(v, list | dict)),
-    "spec": ("a list of entries", lambda v: isinstance(v, list | dict)),
-    "rule": ("a string or null", _is_text_or_null),
-    "reasons": ("a list", lambda v: isinstance(v, list)),
-    "memory_kind": ("a string or null", _is_text_or_null),
-    "units": (
-        "null or a list of positive integers",
-        lambda v: v is None or (isinstance(v, list) and all(_is_count(unit) and unit for unit in v)),
-    ),
-    "strategies": ("a list", lambda v: isinstance(v, list)),
-}
-
-
-def checked_row(number: int, row: Any) -> dict[str, Any]:
-    """`row`, once every field of it is there and of its kind."""
-    if not isinstance(row, dict):
-        raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")
-    for field, (what, is_valid) in _ROW.items():
-        if field not in row:
-            raise PlanFormatError(f"row {number} has no `{field}`.")
-        if not is_valid(row[field]):
-            raise PlanFormatError(f"row {number}: `{field}` is {row[field]!r:.60}; it must be {what}.")
-    return row
-
-
 @ft.lru_cache(maxsize=256)
 def encode_dtype(dtype: Any) -> str:
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -196,72 +163,60 @@ def key_dtype(implementation: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
 
-def encode_structure(treedef: Any) -> Any:
-    """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
-    return _encode_structure(treedef, {})
+class _Field(NamedTuple):
+    """What a field of a row holds in JSON, in words and as a test, and how it is read and written."""
+
+    what: str
+    is_valid: Callable[[Any], bool]
+    decode: Callable[[Any], Any]
+    encode: Callable[[Any], Any] = encode_entry
 
 
-def _encode_structure(treedef: Any, seen: dict[Any, Any]) -> Any:
-    data = treedef.node_data()
-    if data is None:
-        return "leaf" if treedef.num_leaves else None
-    if treedef not in seen:  # layers and experts repeat: one value stands for all that are alike
-        kind, aux = data
-        seen[treedef] = _encode_node(kind, aux, [_encode_structure(child, seen) for child in treedef.children()])
-    return seen[treedef]
+def _encode_each(encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda values: [encode(value) for value in values]
 
 
-def _encode_node(kind: type, aux: Any, children: list[Any]) -> Any:
-    if kind is dict:
-        return {"dict": [[_encode_key(key), child] for key, child in zip(aux, children, strict=True)]}
-    if kind is list or kind is tuple:
-        return {kind.__name__: children}
-    if kind is type(None):
-        return None
-    return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
+def _decode_each(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda values: tuple(decode(value) for value in values)
 
 
-def _encode_key(key: Any) -> Any:
-    return key if isinstance(key, str) else {type(key).__name__: repr(key)}
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
-def decode_structure(data: Any, paths: list[str]) -> Any:
-    """The tree that `data` describes, with at each leaf its index; nodes of other libraries become dicts."""
-    return _decode_structure(data, paths, 0, "")[0]
+_SPEC = _Field("a list of entries", lambda v: isinstance(v, list | dict), decode_spec, encode_spec)
+_TEXT = _Field("a string or null", lambda v: v is None or isinstance(v, str), decode_entry)
 
 
-def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> tuple[Any, int]:
-    if data is None:
-        return None, index
-    if data == "leaf":
-        return index, index + 1
-    ((kind, parts), *_) = data.items()
-    if kind in ("list", "tuple"):
-        items = []
-        for position, part in enumerate(parts):
-            item, index = _decode_structure(part, paths, index, f"{prefix}{position}/")
-            items.append(item)
-        return (tuple(items) if kind == "tuple" else items), index
-    named: dict[Any, Any] = {}
-    for position, part in enumerate(parts if kind == "dict" else data["children"]):
-        key, part = part if kind == "dict" else (None, part)
-        key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)
-        child, after = _decode_structure(part, paths, index, f"{prefix}{key}/")
-        # An attribute without leaves has no path that says its name.
-        if kind == "dict" or after > index:
-            named[key] = child
-        index = after
-    return named, index
+_ROW = {
+    "shape": _Field("a list of sizes", lambda v: isinstance(v, list) and all(map(_is_count, v)), tuple),
+    "dtype": _Field("a dtype's name", lambda v: isinstance(v, str), decode_dtype, encode_dtype),
+    "names": _Field("null or a list of logical names", lambda v: v is None or isinstance(v, list), decode_entry),
+    "requested": _SPEC,
+    "spec": _SPEC,
+    "rule": _TEXT,
+    "reasons": _Field("a list", _is_list, _decode_each(decode_reason), _encode_each(encode_reason)),
+    "memory_kind": _TEXT,
+    "units": _Field(
+        "null or a list of positive integers",
+        lambda v: v is None or (isinstance(v, list) and all(_is_count(unit) and unit for unit in v)),
+        lambda v: None if v is None else tuple(v),
+    ),
+    "strategies": _Field("a list", _is_list, _decode_each(decode_strategy), _encode_each(encode_strategy)),
+}
 
 
-def _decode_key(key: Any) -> Any:
-    if isinstance(key, str):
-        return key
-    ((kind, text),) = key.items()
-    return int(text) if kind == "int" else text
+def encode_row(row: Row) -> dict[str, Any]:
+    return {name: field.encode(value) for (name, field), value in zip(_ROW.items(), row, strict=True)}
 
 
-def _key_at(paths: list[str], index: int, prefix: str, position: int) -> str:
-    """The attribute under which a node of another library holds the leaf `index`, read off the leaf's path."""
-    path = paths[index] if index < len(paths) else ""
-    return path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)
+def decode_row(number: int, row: Any) -> Row:
+    """A row, once every field of it is there and of its kind."""
+    if not isinstance(row, dict):
+        raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")
+    for name, field in _ROW.items():
+        if name not in row:
+            raise PlanFormatError(f"row {number} has no `{name}`.")
+        if not field.is_valid(row[name]):
+            raise PlanFormatError(f"row {number}: `{name}` is {row[name]!r:.60}; it must be {field.what}.")
+    return Row(**{name: field.decode(row[name]) for name, field in _ROW.items()})

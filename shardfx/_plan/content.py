@@ -4,21 +4,39 @@ import collections
 import dataclasses
 import functools as ft
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import PlanFormatError, PlanMismatchError
-from .._ground.text import plural
+from .._ground.text import between_numbers, joined, plural
 from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from . import plan_json
 from .leaf import LeafPlan, Row, canonical_dtype, named_sharding
 from .skeleton import Skeleton
+
+
+_ZEROS = str.maketrans("123456789", "000000000")
+# A digit that is part of a name, as in `fc1`, tells paths apart.
+_IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
+
+
+class Group(NamedTuple):
+    """Arrays that are planned alike, and whose paths differ in numbers only; the number of their row, and the row."""
+
+    paths: tuple[str, ...]
+    number: int
+    row: Row
+
+    @property
+    def where(self) -> str:
+        return joined(self.paths)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -85,6 +103,21 @@ class Content:
     def leaf(self, path: str, number: int) -> LeafPlan:
         """The LeafPlan of the array at `path`, whose row has this number."""
         return LeafPlan(path, *self.rows[number], *self.byte_counts[number])
+
+    @ft.cached_property
+    def groups(self) -> "tuple[Group, ...]":
+        """The arrays in the tree's order, those of repeated layers together: what every way to show a plan goes by."""
+        found: dict[Any, list[str]] = {}
+        # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
+        between: dict[str, tuple[str, ...]] = {}
+        for path, number in self.numbered:
+            if number >= 0:
+                template = path.translate(_ZEROS)
+                parts = between.get(template)
+                if parts is None:
+                    parts = between[template] = () if _IN_A_NAME.search(template) else between_numbers(template)
+                found.setdefault((parts or between_numbers(path), number), []).append(path)
+        return tuple(Group(tuple(paths), number, self.rows[number]) for (_, number), paths in found.items())
 
     @ft.cached_property
     def byte_counts(self) -> tuple[tuple[int, int], ...]:

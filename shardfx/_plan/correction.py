@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -15,7 +15,6 @@ from .._ground.spec import (
     canonical_entry,
     entries_of,
     entry_axes,
-    shard_counts,
     trimmed,
     unreduced_kind,
     with_reductions,
@@ -117,7 +116,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes, min_bytes: int) -> De
     """[`shardfx.correct`][] of checked arguments."""
     entries, sizes = _fitted(spec, leaf.shape), axes.sizes
     if min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
-        if found := _too_small(leaf, asked, min_bytes):
+        if found := too_small(leaf, asked, min_bytes):
             return Decision(PartitionSpec(), found)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept, reasons = [], []
@@ -136,23 +135,6 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes, min_bytes: int) -> De
         kept.append(entry)
     like, found = _reductions(spec, sizes)
     return Decision(trimmed(kept, like), (*reasons, *found))
-
-
-class Fit(NamedTuple):
-    """What a spec becomes for all arrays of one rank whose sizes are multiples of `cuts`."""
-
-    decision: Decision
-    cuts: tuple[int, ...]
-
-
-def fit(spec: PartitionSpec, rank: int, units: tuple[int, ...] | None, axes: Axes) -> Fit:
-    """What [`shardfx.correct`][] makes of a spec wherever no size stands in its way: it is worked out once."""
-    # Anything divides a size of 0, so nothing is dropped on account of it.
-    leaf = Leaf((0,) * rank, None, units)
-    decision = corrected(spec, leaf, axes, 0)
-    counts = shard_counts(decision.spec, rank, axes.sizes)
-    pairs = zip(counts, _units(leaf), strict=True)
-    return Fit(decision, tuple(count * unit if count > 1 else 1 for count, unit in pairs))
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -200,7 +182,7 @@ def looks_apart(dim: int, shape: Sequence[int], unit: int) -> bool:
     return unit in shape[dim + 1 :]
 
 
-def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
+def too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
     size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
     return (reason(Code.small, None, axes, size=size, limit=min_bytes),) if size < min_bytes else ()
 
@@ -303,37 +285,52 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
     it uses, and axes that the mesh lacks, are left out with a reason.
     """
-    axes, shape, sizes, units = strategy.axes, leaf.shape, mesh.sizes, _units(leaf)
-    if found := _too_small(leaf, axes, strategy.min_bytes):
+    axes, sizes, entries, units = strategy.axes, mesh.sizes, [*_fitted(spec, leaf.shape)], _units(leaf)
+    if found := too_small(leaf, axes, strategy.min_bytes):
         return Decision(spec, found)
-    entries, units = _fitted(spec, shape), _units(leaf)
-    used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
+    used = {axis for entry in entries for axis in entry_axes(entry)}
     absent = tuple(axis for axis in axes if axis not in sizes)
     taken = tuple(axis for axis in axes if axis in used)
     free = tuple(axis for axis in axes if axis in sizes and axis not in used)
     reasons = [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
     if taken:
         reasons.append(reason(Code.duplicate, None, taken, what=_names(taken)))
-    if not free:
+    open_dims = [dim for dim in range(len(entries)) if dim not in strategy.skip]
+    if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
-    choices = [
-        (math.prod(sizes[axis] for axis in kept), size, -dim, kept)
-        for dim, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True))
-        if entry is None and dim not in strategy.skip and (kept := _divisors(free, size, unit, sizes))
-    ]
-    others = [size for dim, size in enumerate(shape) if dim not in strategy.skip]
-    if shape and not others:
-        return Decision(spec, tuple(reasons))
-    count, size, dim, kept = max(choices, default=(1, max(others, default=1), 0, ()))
+    dims = [dim for dim in open_dims if entries[dim] is None]
+    dim, kept = roomiest(free, entries, leaf.shape, units, sizes, dims) or (None, ())
     if len(kept) < len(free):
-        unit = _units(leaf)[-dim if kept else shape.index(size)] if shape else 1
-        reasons.append(_indivisible(free, kept, -dim if kept else None, size, unit, sizes))
-    if not kept:
+        told = max(open_dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
+        size, unit = (1, 1) if told is None else (leaf.shape[told], units[told])
+        reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
+    if dim is None:
         return Decision(spec, tuple(reasons))
-    changed = (
-        (*entries[:-dim], canonical_entry(kept), *entries[-dim + 1 :]) if dim else (canonical_entry(kept), *entries[1:])
-    )
-    return Decision(trimmed(changed, spec), tuple(reasons))
+    entries[dim] = canonical_entry(kept)
+    return Decision(trimmed(entries, spec), tuple(reasons))
+
+
+def roomiest(
+    axes: tuple[str, ...],
+    entries: Sequence[Any],
+    shape: tuple[int, ...],
+    units: tuple[int, ...],
+    sizes: Mapping[str, int],
+    dims: Iterable[int],
+) -> tuple[int, tuple[str, ...]] | None:
+    """Of `dims` the one that some of `axes` cut furthest, and these axes; `None` where none cuts any.
+
+    Of several one that nothing shards, then the one of the largest shards, then the first. A dimension that is sharded
+    is cut further within its shards.
+    """
+    choices = []
+    for dim in dims:
+        left = shape[dim] // math.prod(sizes[axis] for axis in entry_axes(entries[dim]))
+        if kept := _divisors(axes, left, units[dim], sizes):
+            count = math.prod(sizes[axis] for axis in kept)
+            choices.append((count, entries[dim] is None, left, -dim, kept))
+    *_, dim, kept = max(choices, default=(0, ()))
+    return (-dim, kept) if kept else None
 
 
 def _names(axes: tuple[str, ...]) -> str:

@@ -1,6 +1,8 @@
 """How two plans differ, as lines of text."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from .leaf import LeafPlan
 from .shard_plan import ShardPlan, check_plan
@@ -34,11 +36,7 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     check_plan("b", b)
     if a.digest == b.digest:
         return ()
-    lines = list(plan_lines(a, b))
-    there, here = b.content.by_path, a.content.by_path
-    for leaf in a.leaves:
-        lines += _leaf_differences(leaf, there.get(leaf.path))
-    lines += [f"leaf `{path}` is only in the other plan" for path in there if path not in here]
+    lines = [*plan_lines(a, b), *[line for pair in pairs(a, b) for line in _lines(pair)]]
     return tuple(lines) or (OTHER_TREES,)
 
 
@@ -59,18 +57,28 @@ def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     )
 
 
-def fields_that_differ(leaf: LeafPlan, other: LeafPlan) -> tuple[str, ...]:
-    """The names of the fields of two leaves that are not equal."""
-    if leaf == other:
-        return ()
-    names = (field.name for field in dataclasses.fields(LeafPlan))
-    return tuple(name for name in names if vars(leaf)[name] != vars(other)[name])
+class Pair(NamedTuple):
+    """An array of either plan with that of the same path in the other, and the names of the fields that differ."""
+
+    path: str
+    before: LeafPlan | None
+    after: LeafPlan | None
+    fields: tuple[str, ...]
 
 
-def _leaf_differences(leaf: LeafPlan, other: LeafPlan | None) -> list[str]:
-    if other is None:
-        return [f"leaf `{leaf.path}` is only in one plan"]
-    return [
-        f"leaf `{leaf.path}`: {name} is {vars(leaf)[name]} in one, {vars(other)[name]} in the other"
-        for name in fields_that_differ(leaf, other)
-    ]
+def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
+    """Each array of either plan, in the order of `a`, then of `b`."""
+    there, here = b.content.by_path, a.content.by_path
+    names = [field.name for field in dataclasses.fields(LeafPlan)]
+    for leaf in a.leaves:
+        other = there.get(leaf.path)
+        same = other is None or leaf == other
+        yield Pair(leaf.path, leaf, other, () if same else tuple(n for n in names if vars(leaf)[n] != vars(other)[n]))
+    yield from (Pair(path, None, leaf, ()) for path, leaf in there.items() if path not in here)
+
+
+def _lines(pair: Pair) -> list[str]:
+    if pair.before is None or pair.after is None:
+        return [f"leaf `{pair.path}` is only in {'one' if pair.after is None else 'the other'} plan"]
+    one, other = vars(pair.before), vars(pair.after)
+    return [f"leaf `{pair.path}`: {name} is {one[name]} in one, {other[name]} in the other" for name in pair.fields]

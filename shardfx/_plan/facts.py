@@ -12,10 +12,8 @@ from .._ground.reason import Code, Reason
 from .._ground.spec import entries_of
 from .._ground.text import (
     array_text,
-    between_numbers,
     bytes_text,
     entry_text,
-    joined,
     printable,
     spec_text,
 )
@@ -63,14 +61,10 @@ class Facts(NamedTuple):
 
 def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
     """The arrays in the tree's order, repeated layers as one row."""
-    groups: dict[Any, list[str]] = {}
-    for path, number in content.numbered:
-        if number >= 0:
-            groups.setdefault((between_numbers(path), number), []).append(path)
     rows = []
-    for (_, number), paths in groups.items():
-        leaf, count = content.leaf(paths[0], number), len(paths)
-        rows.append(ReportRow(joined(paths), count, leaf, leaf.bytes * count, leaf.bytes_per_device * count))
+    for group in content.groups:
+        leaf, count = content.leaf(group.paths[0], group.number), len(group.paths)
+        rows.append(ReportRow(group.where, count, leaf, leaf.bytes * count, leaf.bytes_per_device * count))
     return tuple(rows)
 
 

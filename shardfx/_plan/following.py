@@ -30,10 +30,8 @@ from .complaints import (
     unused_rules,
 )
 from .correction import axes_of
-from .decide import Request, row_of
-from .further import further
+from .decide import Request, asked_by_target, further, row_of
 from .leaf import LeafPlan, Row, memory_kind_pairs
-from .requests import asked_by_target
 from .shard_plan import ShardPlan, check_plan
 from .skeleton import Skeleton
 

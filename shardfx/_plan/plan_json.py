@@ -13,7 +13,7 @@ from ..topology._mesh import MeshSpec
 from . import codec
 from .correction import correct
 from .leaf import MEMORY_KINDS, Row
-from .skeleton import Skeleton
+from .skeleton import Skeleton, decode_structure
 
 
 _FORMAT = "shardfx.plan"
@@ -37,7 +37,7 @@ def payload(
         "mesh": codec.encode_mesh(mesh),
         "axes": codec.encode_rules(axes),
         "mode": mode,
-        "rows": [_encode_row(row) for row in rows],
+        "rows": [codec.encode_row(row) for row in rows],
         "leaves": [list(pair) for pair in leaves],
         "structure": structure,
     }
@@ -47,35 +47,15 @@ def written(payload: dict[str, Any]) -> str:
     return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
 
 
-def _encode_row(row: Row) -> dict[str, Any]:
-    return {name: codec.encode_entry(value) for name, value in row._asdict().items()} | {
-        "dtype": codec.encode_dtype(row.dtype),
-        "requested": codec.encode_spec(row.requested),
-        "spec": codec.encode_spec(row.spec),
-        "reasons": [codec.encode_reason(why) for why in row.reasons],
-        "strategies": [codec.encode_strategy(strategy) for strategy in row.strategies],
-    }
-
-
-def _decode_row(data: dict[str, Any], mesh: MeshSpec) -> Row:
-    spec, shape = codec.decode_spec(data["spec"]), tuple(data["shape"])
-    if data["memory_kind"] not in (None, *MEMORY_KINDS):
-        raise PlanFormatError(f"memory kind {data['memory_kind']!r} is none of {', '.join(MEMORY_KINDS)}.")
-    valid = correct(spec, shape, mesh)
-    if valid.spec != spec:
-        raise PlanFormatError(f"the spec {spec} is invalid for shape {shape} on mesh {mesh}: {valid.reasons[0]}.")
-    return Row(
-        spec=spec,
-        shape=shape,
-        dtype=codec.decode_dtype(data["dtype"]),
-        names=None if data["names"] is None else codec.decode_entry(data["names"]),
-        requested=codec.decode_spec(data["requested"]),
-        rule=data["rule"],
-        reasons=tuple(codec.decode_reason(why) for why in data["reasons"]),
-        memory_kind=data["memory_kind"],
-        units=None if data["units"] is None else tuple(data["units"]),
-        strategies=tuple(codec.decode_strategy(strategy) for strategy in data["strategies"]),
-    )
+def _row(number: int, data: Any, mesh: MeshSpec) -> Row:
+    row = codec.decode_row(number, data)
+    if row.memory_kind not in (None, *MEMORY_KINDS):
+        raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")
+    valid = correct(row.spec, row.shape, mesh)
+    if valid.spec != row.spec:
+        reason = valid.reasons[0]
+        raise PlanFormatError(f"the spec {row.spec} is invalid for shape {row.shape} on mesh {mesh}: {reason}.")
+    return row
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -115,13 +95,13 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
     mesh = codec.decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
-    rows = [_decode_row(codec.checked_row(number, row), mesh) for number, row in enumerate(data["rows"])]
+    rows = [_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
     if not all(isinstance(path, str) for path in paths) or not all(
         type(i) is int and -1 <= i < len(rows) for i in index
     ):
         raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
-    order, treedef = jax.tree.flatten(codec.decode_structure(data["structure"], paths))
+    order, treedef = jax.tree.flatten(decode_structure(data["structure"], paths))
     if sorted(order) != list(range(len(paths))):
         raise PlanFormatError(f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}")
     if data["mode"] is not None and not isinstance(data["mode"], str):

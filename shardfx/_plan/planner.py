@@ -1,5 +1,6 @@
 """Match, then resolve, then correct, per leaf: here and nowhere else."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +14,6 @@ from .._ground.tree import Flat, flatten
 from .._rules.axis_rules import AxisRules, check_axis_rules
 from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
 from ..topology._mesh import MeshSpec
-from .boxes import raise_tied
 from .complaints import (
     Decided,
     axes_used,
@@ -29,12 +29,11 @@ from .complaints import (
     unused_rules,
 )
 from .content import Content
-from .correction import axes_of
-from .decide import Asked, Request, row_of
+from .correction import Axes, axes_of
+from .decide import Asked, Request, asked_by_names, asked_by_target, row_of
 from .leaf import Row, canonical_dtype, memory_kind_pairs
-from .names import names_of_leaves
+from .names import names_of_leaves, raise_tied
 from .replanning import refined
-from .requests import asked_by_names, asked_by_target
 from .shard_plan import ShardPlan
 from .skeleton import Skeleton
 
@@ -192,7 +191,7 @@ def drafted(
     rules = _NO_RULES if paths is None else paths
     by_path = Matcher(rules)
     by_kind = Matcher(PathRules((regex, (kind,)) for regex, kind in kinds) if kinds else _NO_RULES)
-    planner = _Planner(mesh_spec, axes, mode, min_bytes, by_path, by_kind, declared=given is flat.names)
+    planner = _Planner(axes_of(mesh_spec), axes, mode, min_bytes, by_path, by_kind, given is flat.names)
     index, rows, errors = planner.columns(flat, given)
     return Draft(mesh_spec, by_path, by_kind, rules.axes, index, rows, errors)
 
@@ -214,26 +213,20 @@ class Matcher:
         return number
 
 
+@dataclasses.dataclass
 class _Planner:
     """What one call of `plan` goes by, and what it has decided so far."""
 
-    def __init__(
-        self,
-        mesh: MeshSpec,
-        axes: AxisRules | None,
-        mode: str | None,
-        min_bytes: int,
-        paths: Matcher,
-        kinds: Matcher,
-        *,
-        declared: bool,
-    ):
-        self.declared = declared
-        self.mesh, self.axes, self.mode, self.min_bytes = axes_of(mesh), axes, mode, min_bytes
-        self.paths, self.kinds, self.rules = paths, kinds, paths.rules
-        self.asked: dict[Any, Asked] = {}
-        self.numbers: dict[Any, int] = {}
-        self.rows: list[Row] = []
+    mesh: Axes
+    axes: AxisRules | None
+    mode: str | None
+    min_bytes: int
+    paths: Matcher
+    kinds: Matcher
+    declared: bool
+    asked: dict[Any, Asked] = dataclasses.field(default_factory=dict)
+    numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
+    rows: list[Row] = dataclasses.field(default_factory=list)
 
     def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[Row], list[tuple[str, Exception]]]:
         """For each leaf the number of its row, the rows, and what cannot be planned. Alike leaves share one."""
@@ -278,11 +271,11 @@ class _Planner:
             shape = tuple(leaf.shape)
             return asked_by_names(names, shape, "names", self.axes, self.mode, declared=self.declared)
         if not leaf.shape:
-            rule = None if number is None else _rule_text(number, self.rules)
+            rule = None if number is None else _rule_text(number, self.paths.rules)
             return Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
         if number is None:
             return Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
-        target, rule = self.rules[number][1], _rule_text(number, self.rules)
+        target, rule = self.paths.rules[number][1], _rule_text(number, self.paths.rules)
         return asked_by_target(target, path, leaf, rule, self.axes, self.mode, stacked)
 
 

@@ -2,21 +2,23 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.html import html_text
 from .._ground.reason import Code, Reason
+from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
 from .._ground.text import first_lines
 from .._rules.axis_rules import AxisRules
 from .._rules.resolution import resolve
 from ..topology._mesh import MeshSpec
-from .correction import axes_of
+from .content import Content
+from .correction import Axes, axes_of
 from .decide import Request, row_of
 from .leaf import LeafPlan, Row
-from .refine import Wish, refined_mesh, renamed, renamed_axes, renamed_entry, wishes
 from .shard_plan import ShardPlan
 
 
@@ -25,15 +27,21 @@ def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPla
     spec = MeshSpec.of(mesh).filled()
     rows, axes = [], axes_of(spec)
     for row in made.content.rows:
-        small = row.requested != row.spec == PartitionSpec() and any(why.code is Code.small for why in row.reasons)
-        if small:  # on one mesh, and so on every other
-            rows.append(row)
-            continue
-        first = _first_reasons(row, made)
-        request = Request(row.names, row.requested, row.rule, row.units, row.strategies, first)
-        rows.append(row_of(request, row.shape, row.dtype, axes, 0, row.memory_kind))
+        kept = _is_small(row) and row.requested != row.spec == PartitionSpec()
+        rows.append(row if kept else row_on(row, made.content, axes))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
+
+
+def _is_small(row: Row) -> bool:
+    """Whether an array is whole as it is small: on one mesh, and so on every other."""
+    return any(why.code is Code.small for why in row.reasons)
+
+
+def row_on(row: Row, content: Content, axes: Axes, min_bytes: int = 0, **changes: Any) -> Row:
+    """The row of an array for which the same is asked, but for `changes`, on other mesh axes."""
+    request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, content))
+    return row_of(request._replace(**changes), row.shape, row.dtype, axes, min_bytes, row.memory_kind)
 
 
 def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
@@ -42,14 +50,12 @@ def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
     asked: dict[Wish, int] = {}
     wishing = []
     for number, row in enumerate(made.content.rows):
-        steps = [step.axes for step in row.strategies]
-        small = any(why.code is Code.small for why in row.reasons)
-        found = () if small else wishes(row.requested, row.spec, row.shape, row.units, steps, made.mesh.shape)
+        found = () if _is_small(row) else _wishes(row, made.mesh.shape)
         wishing.append(bool(found))
         for wish in found:
             saved = made.content.byte_counts[number][1] * (wish.part - 1) // wish.part * counts[number]
             asked[wish] = asked.get(wish, 0) + saved
-    mesh, parts = refined_mesh(made.mesh, asked)
+    mesh, parts = _refined_mesh(made.mesh, asked)
     if not parts:
         return made
     pairs = zip(made.content.rows, wishing, strict=True)
@@ -62,11 +68,9 @@ def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
 def _refined_row(
     row: Row, made: ShardPlan, mesh: MeshSpec, parts: dict[str, tuple[str, ...]], min_bytes: int, wished: bool
 ) -> Row:
-    steps = tuple(dataclasses.replace(step, axes=renamed_axes(step.axes, parts)) for step in row.strategies)
-    requested, first = renamed(row.requested, parts), _first_reasons(row, made)
-    request = Request(row.names, requested, row.rule, row.units, steps, first)
-    again = row_of(request, row.shape, row.dtype, axes_of(mesh), min_bytes, row.memory_kind)
-    same = renamed(row.spec, parts)
+    steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
+    requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
+    again = row_on(row, made.content, axes_of(mesh), min_bytes, spec=requested, strategies=steps)
     # Only an array that asked for a part of an axis may change its layout.
     if wished or again.spec == same:
         return again
@@ -75,18 +79,18 @@ def _refined_row(
 
 def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
     def by_part(rules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        return [(name, renamed_entry(target, parts)) for name, target in rules]
+        return [(name, _renamed_entry(target, parts)) for name, target in rules]
 
     modes = {mode: by_part(rules) for mode, rules in axes.modes}
     return AxisRules(
-        by_part(axes.rules), modes=modes, units=axes.units, aliases=axes.aliases, axes=renamed_axes(axes.axes, parts)
+        by_part(axes.rules), modes=modes, units=axes.units, aliases=axes.aliases, axes=_renamed_axes(axes.axes, parts)
     )
 
 
-def _first_reasons(row: Row, made: ShardPlan) -> tuple[Reason, ...]:
+def _first_reasons(row: Row, content: Content) -> tuple[Reason, ...]:
     """The reasons of a row that came from its rule, not from the mesh it was corrected for."""
-    if row.names is not None and made.axes is not None:
-        return resolve(row.names, made.axes, mode=made.mode).reasons
+    if row.names is not None and content.axes is not None:
+        return resolve(row.names, content.axes, mode=content.mode).reasons
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
 
 
@@ -163,3 +167,93 @@ def _change(before: LeafPlan, after: LeafPlan) -> str:
     spec = f"{before.spec} -> {after.spec}" if before.spec != after.spec else f"{after.spec} stays"
     why = f": {after.reasons[0]}" if after.reasons and after.reasons != before.reasons else ""
     return f"{spec}, {before.bytes_per_device} -> {after.bytes_per_device} bytes per device{why}"
+
+
+class Wish(NamedTuple):
+    """A dimension would take `part` of the devices along `axis`, of which it now takes none."""
+
+    axis: str
+    part: int
+
+
+def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
+    """What an array would still take of the axes that it asked for and did not get, on a mesh of axis `sizes`.
+
+    One wish per axis that could be used in part, at the first dimension that could use it.
+    """
+    used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
+    kept = entries_at(row.spec, len(row.shape))
+    units = row.units or (1,) * len(row.shape)
+    counts = [
+        (1 if size % unit else size // unit) // math.prod(sizes[axis] for axis in entry_axes(entry))
+        for size, unit, entry in zip(row.shape, units, kept, strict=False)
+    ]
+    found: dict[str, int] = {}
+    for count, entry in zip(counts, entries_of(row.requested), strict=False):
+        for axis in entry_axes(entry) if isinstance(entry, str | tuple) else ():
+            part = math.gcd(count, sizes.get(axis, 1))
+            if axis not in used and axis not in found and part > 1:
+                found[axis] = part
+                count //= part
+    free = [count for count, entry in zip(counts, kept, strict=False) if entry is None]
+    for step in row.strategies:
+        for axis in step.axes:
+            part = max((math.gcd(count, sizes.get(axis, 1)) for count in free), default=1)
+            if axis not in used and axis not in found and part > 1:
+                found[axis] = part
+    return tuple(Wish(axis, part) for axis, part in found.items())
+
+
+def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
+    """The mesh with the axes split that wishes ask to be, those first that save most bytes per device.
+
+    With it, for each split axis the names of its parts, slowest first: the `i`-th part of `tensor` is `tensor_i`. Every
+    device keeps its place.
+    """
+    parts: dict[str, tuple[str, ...]] = {}
+    for axis, size, slices in zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True):
+        wanted = {wish.part: saved for wish, saved in asked.items() if wish.axis == axis}
+        chain = _chain(size, slices, sorted(wanted, key=lambda part: (-wanted[part], part)))
+        if len(chain) < 3:
+            continue
+        parts[axis] = _names(axis, len(chain) - 1, mesh.axis_names)
+        factors = [large // small for small, large in zip(chain, chain[1:], strict=False)]
+        mesh = mesh.split(axis, dict(zip(parts[axis], factors, strict=True)))
+    return mesh, parts
+
+
+def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
+    """The spec of the same layout on the refined mesh: each split axis is all of its parts, in order."""
+    entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
+    unreduced, reduced = (_renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced))
+    return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))
+
+
+def _renamed_entry(entry: Any, parts: Mapping[str, tuple[str, ...]]) -> Any:
+    """One entry of a spec, or one target of a rule, on the refined mesh."""
+    if not isinstance(entry, str | tuple):
+        return entry
+    return canonical_entry(_renamed_axes(entry_axes(entry), parts))
+
+
+def _renamed_axes(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Mesh axes, each split one as its parts."""
+    return tuple(part for axis in axes for part in parts.get(axis, (axis,)))
+
+
+def _chain(size: int, slices: int, wanted: Iterable[int]) -> list[int]:
+    """Divisors of `size` from 1 to itself, each dividing the next: products of parts, slowest first."""
+    chain = [1, size]
+    for part in wanted:
+        # A part that does not fit between those before it is cut down until it does; slices stay whole.
+        fitting = [n for n in range(1, part + 1) if part % n == 0 and (n % slices == 0 or slices % n == 0)]
+        best = max(n for n in fitting if all(n % other == 0 or other % n == 0 for other in chain))
+        chain = sorted({*chain, best})
+    return chain
+
+
+def _names(axis: str, count: int, taken: tuple[str, ...]) -> tuple[str, ...]:
+    stem = axis
+    while any(f"{stem}_{i}" in taken for i in range(count)):
+        stem += "_"
+    return tuple(f"{stem}_{i}" for i in range(count))

@@ -19,8 +19,7 @@ from ..topology._mesh import MeshSpec
 from .content import Content, read_json, rows_of, shaped_like
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding
-from .replaced import replaced
-from .single import decision_for, require_pinned
+from .single import decision_for, replaced, require_pinned
 from .skeleton import Skeleton
 
 

@@ -1,6 +1,7 @@
-"""One array under a plan that need not be a leaf of it: a batch, or an activation."""
+"""One array under a plan: a batch or an activation, which is no leaf of it, or a leaf with another target."""
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -10,11 +11,16 @@ from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
+from .._ground.tree import leaves_at
 from .._rules.axis_rules import AxisRules, near
+from .._rules.path_rules import PathRules
 from .._rules.resolution import check_known, one_per_dim, resolve, units_of, unknown_names
 from ..topology._mesh import MeshSpec
+from .complaints import raise_errors
 from .content import Content
-from .correction import correct, counts_units, looks_apart, padded_units
+from .correction import axes_of, correct, looks_apart, padded_units
+from .decide import asked_by_target, row_of, skipping, units_at
+from .leaf import Row
 
 
 Policy: TypeAlias = Literal["raise", "replicate"]
@@ -53,7 +59,7 @@ def decision_for(
         shape = tuple(mesh.size * unit for unit in units)  # every axis divides these sizes
         named = ()
     elif units is not None:
-        units = _units_at(named, shape, units, plan)
+        units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
     found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
     if units is not None and named:
         _refuse_doubt(named, shape, units, found.reasons, plan)
@@ -89,16 +95,6 @@ def _require_whole_units(
 def _sizes_of(name: Any, plan: Content) -> list[int]:
     """The sizes that a logical name has in the plan's arrays."""
     return [size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name]
-
-
-def _units_at(names: tuple[Any, ...], shape: tuple[int, ...], units: tuple[int, ...], plan: Content) -> tuple[int, ...]:
-    """The units of an array: 1 at dimensions that count units, by their size or by the plan's arrays."""
-
-    def unit_of(name: Any, size: int, unit: int) -> int:
-        is_named = unit > 1 and isinstance(name, str)
-        return 1 if is_named and counts_units(size, unit, _sizes_of(name, plan)) else unit
-
-    return tuple(map(unit_of, names, shape, units))
 
 
 def _refuse_doubt(
@@ -187,3 +183,40 @@ def _without_shape(names: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _without(entry: Any, axes: list[str]) -> Any:
     return entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis not in axes)
+
+
+_BY_HAND = "replaced by hand"
+
+
+def replaced(content: Content, where: str, target: Any) -> Content:
+    """See `shardfx.ShardPlan.replace`."""
+    ((_, checked),) = PathRules([(re.escape(where), target)]).rules
+    is_array = [number >= 0 for number in content.index]
+    paths = content.skeleton.paths
+    chosen = leaves_at(where, paths, is_array, f"`replace({where!r}, ...)`: no array of the plan")
+    rows, index, errors = list(content.rows), list(content.index), []
+    for at in chosen:
+        try:
+            rows.append(_row(content, paths[at], content.rows[content.index[at]], checked))
+        except (RuleError, SpecError, UnmatchedError) as error:
+            errors.append((paths[at], error))
+        index[at] = len(rows) - 1
+    raise_errors(errors)
+    return content.replaced(rows=rows, index=index)
+
+
+def _row(content: Content, path: str, row: Row, target: Any) -> Row:
+    mesh = content.mesh
+    request = asked_by_target(target, path, row, _BY_HAND, content.axes, content.mode)
+    if request.units is None and request.names is None:  # what may not be cut apart is so by any spec
+        request = request._replace(units=row.units)
+    whole = {dim for step in row.strategies for dim in step.skip}  # and what is whole is so by any strategy
+    request = request._replace(strategies=skipping(request.strategies, whole))
+    if request.names is not None and content.axes is not None:
+        check_known(request.names, content.axes)
+    made = row_of(request, row.shape, row.dtype, axes_of(mesh), 0, row.memory_kind)
+    check_absent(made.reasons, mesh, content.axes)
+    cut = [why for why in made.reasons if why.code is not Code.scalar]
+    if content.strict and cut:
+        raise SpecError(f"the plan is strict, and {target} would be cut down: {'; '.join(map(str, cut))}")
+    return made

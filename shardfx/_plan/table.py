@@ -3,24 +3,8 @@
 import re
 
 from .._ground.text import Shown, table, wrapped
-from .facts import NUMBERS, Facts, ReportRow, facts_of, report_rows_of
+from .facts import NUMBERS, Facts, facts_of
 from .shard_plan import ShardPlan, check_plan
-
-
-def report_rows(plan: ShardPlan) -> tuple[ReportRow, ...]:
-    """The plan's arrays in the tree's order, repeated layers as one row.
-
-    **Arguments:**
-
-    - `plan`: the plan.
-
-    **Returns:**
-
-    One `ReportRow` for each group of arrays whose paths differ in numbers only, and that agree in
-    everything else: shape, dtype, spec, rule, reasons.
-    """
-    check_plan("plan", plan)
-    return report_rows_of(plan.content)
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:

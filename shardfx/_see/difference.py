@@ -1,7 +1,7 @@
 """How two plans differ: leaves, axes that moved between dimensions, and what it costs to get from one to the other."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from .._ground.errors import LeafTypeError, MeshError, SpecError
 from .._ground.html import html_table
 from .._ground.spec import entries_of, entry_axes
 from .._ground.text import array_text, between_numbers, bytes_text, first_lines, joined, plural, printable, spec_text
-from .._plan.differences import OTHER_TREES, fields_that_differ, plan_lines
+from .._plan.differences import OTHER_TREES, Pair, pairs, plan_lines
 from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._plan.skeleton import Skeleton
@@ -150,46 +150,23 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
     totals = (a.bytes_per_device, b.bytes_per_device)
     if a.digest == b.digest:
         return Diff((), (), totals)
-    plans = plan_lines(a, b)
-    moves = _moves(a, b, all_leaves=a.mesh != b.mesh)
-    groups: dict[Any, list[tuple[LeafPlan | None, LeafPlan | None]]] = {}
-    for before, after in _pairs(a, b):
-        path = (before or after).path  # pyright: ignore[reportOptionalMemberAccess]
-        move = moves.get(path)
-        fields = _fields(before, after)
-        if fields or before is None or after is None or (move is not None and not move.idle):
-            key = (between_numbers(path), _alike(before), _alike(after))
-            groups.setdefault(key, []).append((before, after))
-    leaves = tuple(_leaf_diff(pairs, moves) for pairs in groups.values())
-    if not plans and not leaves:
-        plans = (OTHER_TREES,)
-    return Diff(plans, leaves, totals)
+    plans, moves = plan_lines(a, b), _moves(a, b)
+    numbers = [dict(plan.content.numbered) for plan in (a, b)]
+    groups: dict[Any, list[Pair]] = {}
+    for pair in pairs(a, b):
+        move, in_both = moves.get(pair.path), pair.before is not None and pair.after is not None
+        if pair.fields or not in_both or (move is not None and not move.idle):
+            key = (between_numbers(pair.path), *[rows.get(pair.path) for rows in numbers])
+            groups.setdefault(key, []).append(pair)
+    leaves = tuple(_leaf_diff(alike, moves) for alike in groups.values())
+    return Diff(plans if plans or leaves else (OTHER_TREES,), leaves, totals)
 
 
-def _pairs(a: ShardPlan, b: ShardPlan) -> Iterator[tuple[LeafPlan | None, LeafPlan | None]]:
-    """Each array of either plan with that of the same path in the other, in the order of `a`, then of `b`."""
-    there, here = b.content.by_path, a.content.by_path
-    for leaf in a.leaves:
-        yield leaf, there.get(leaf.path)
-    for leaf in b.leaves:
-        if leaf.path not in here:
-            yield None, leaf
-
-
-def _fields(before: LeafPlan | None, after: LeafPlan | None) -> tuple[str, ...]:
-    return () if before is None or after is None else fields_that_differ(before, after)
-
-
-def _alike(leaf: LeafPlan | None) -> Any:
-    return None if leaf is None else dataclasses.replace(leaf, path="")
-
-
-def _leaf_diff(pairs: Sequence[tuple[LeafPlan | None, LeafPlan | None]], moves: dict[str, LeafMove]) -> LeafDiff:
-    before, after = pairs[0]
-    paths = tuple((one or two).path for one, two in pairs)  # pyright: ignore[reportOptionalMemberAccess]
+def _leaf_diff(alike: Sequence[Pair], moves: dict[str, LeafMove]) -> LeafDiff:
+    _, before, after, fields = alike[0]
+    paths = tuple(pair.path for pair in alike)
     axes = () if before is None or after is None else _axis_moves(before, after)
     wire = sum(moves[path].wire_bytes for path in paths if path in moves)
-    fields = _fields(before, after)
     return LeafDiff(joined(paths), paths, before, after, fields, axes, moves.get(paths[0]), wire)
 
 
@@ -203,7 +180,7 @@ def _dims_of_axes(leaf: LeafPlan) -> dict[str, int]:
     return {axis: dim for dim, entry in enumerate(entries_of(leaf.spec)) for axis in entry_axes(entry)}
 
 
-def _moves(a: ShardPlan, b: ShardPlan, *, all_leaves: bool) -> dict[str, LeafMove]:
+def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
     """How each array is moved that is in both plans, and may lie elsewhere in the second."""
     there = b.content.by_path
     common = [
@@ -211,35 +188,25 @@ def _moves(a: ShardPlan, b: ShardPlan, *, all_leaves: bool) -> dict[str, LeafMov
         for leaf in a.leaves
         if (other := there.get(leaf.path)) is not None
         and (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
-        and (all_leaves or (leaf.spec, leaf.memory_kind) != (other.spec, other.memory_kind))
+        and (a.mesh != b.mesh or (leaf.spec, leaf.memory_kind) != (other.spec, other.memory_kind))
     ]
-    try:
-        return _planned(a, b, common)
-    except (SpecError, MeshError, LeafTypeError):
-        # An array that JAX cannot move says nothing about the others.
-        return {path: move for at in common for path, move in _movable(a, b, at).items()}
-
-
-def _movable(a: ShardPlan, b: ShardPlan, path: str) -> dict[str, LeafMove]:
-    try:
-        return _planned(a, b, [path])
-    except (SpecError, MeshError, LeafTypeError):
-        return {}
+    return _planned(a, b, common)
 
 
 def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, LeafMove]:
-    made = plan_reshard(_of_paths(a, paths), _of_paths(b, paths))
-    return {leaf.path: leaf for leaf in made.leaves}
+    try:
+        return {move.path: move for move in plan_reshard(_of_paths(a, paths), _of_paths(b, paths)).leaves}
+    except (SpecError, MeshError, LeafTypeError):
+        # An array that JAX cannot move says nothing about the others.
+        alone = [_planned(a, b, [path]) for path in paths] if len(paths) > 1 else []
+        return {path: move for one in alone for path, move in one.items()}
 
 
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
     """The plan of a flat tree that has these arrays, in this order."""
     numbers = dict(plan.content.numbered)
-    index, skeleton = (
-        [numbers[path] for path in paths],
-        Skeleton(tuple(paths), jax.tree.structure([*range(len(paths))])),
-    )
-    return ShardPlan(plan.content.replaced(index=index, skeleton=skeleton))
+    skeleton = Skeleton(tuple(paths), jax.tree.structure([*paths]))
+    return ShardPlan(plan.content.replaced(index=[numbers[path] for path in paths], skeleton=skeleton))
 
 
 _HEADER = ("path", "arrays", "shape", "before", "after", "bytes/device", "what", "wire/device", "how")

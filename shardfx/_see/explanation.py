@@ -10,7 +10,7 @@ from typing import Any
 from .._ground.errors import UnknownPathError
 from .._ground.html import html_table
 from .._ground.reason import Code, Reason
-from .._ground.spec import array_bytes, entries_of, entry_axes
+from .._ground.spec import array_bytes, entries_at, entries_of, entry_axes
 from .._ground.text import (
     array_text,
     between_numbers,
@@ -139,9 +139,8 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
     """
     check_plan("plan", plan)
     leaf = _found(plan, path)
-    entries = _padded(entries_of(leaf.spec), len(leaf.shape))
-    asked = _padded(entries_of(leaf.requested), len(leaf.shape))
-    names = _padded(leaf.names or (), len(leaf.shape))
+    entries, asked = (entries_at(spec, len(leaf.shape)) for spec in (leaf.spec, leaf.requested))
+    names = leaf.names or (None,) * len(leaf.shape)
     units = leaf.units or (1,) * len(leaf.shape)
     tried = () if leaf.names is None or plan.axes is None else attempts(leaf.names, plan.axes, plan.mode)
     used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
@@ -191,11 +190,6 @@ def _found(plan: ShardPlan, where: str) -> LeafPlan:
 
 
 _MOST_GROUPS = 4
-
-
-def _padded(entries: Iterable[Any], rank: int) -> tuple[Any, ...]:
-    given = tuple(entries)[:rank]
-    return (*given, *[None] * (rank - len(given)))
 
 
 def _free(left: int, used: dict[str, int], mesh: MeshSpec) -> tuple[str, ...]:

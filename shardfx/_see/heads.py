@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec
-
-from .._ground.spec import entries_of, shard_counts, trimmed
+from .._ground.spec import entries_at, entries_of, shard_counts, trimmed
+from .._plan.content import Group
 from .._rules.axis_rules import AxisRules
 from .._rules.strategies import atomic
 from .finding import Finding, Severity
-from .subject import Group, Subject
+from .subject import Subject
 
 
 _ROLES = {
@@ -84,13 +83,10 @@ def _cut_within(subject: Subject, group: Group, dim: int) -> Iterator[Finding]:
         f"dim {rank + dim} of size {row.shape[dim]} is the elements of one head, and is cut into {count} pieces; dim "
         f"{rank + dim - 1} of {heads} heads is whole, and could be cut so"
     )
-    if subject.flat is not None and subject.is_named(group.paths[0]):
-        names = row.names or (None,) * rank
-        fix = subject.renamed(group.paths, _without(names, rank + dim))
-    else:
-        entries = [*entries_of(row.spec), *[None] * rank][:rank]
-        entries[dim - 1], entries[dim] = entries[dim], None
-        fix = subject.ruled(group.paths, trimmed(entries))
+    entries = [*entries_at(row.spec, rank)]
+    entries[dim - 1], entries[dim] = entries[dim], None
+    names = _without(row.names or (None,) * rank, rank + dim)
+    fix = subject.mended(group.paths, names, trimmed(entries))
     yield Finding("cut-head", "warning", group.where, 0, message, fix)
 
 
@@ -181,16 +177,14 @@ def _whole_heads(subject: Subject, group: Group, dim: int, unit: int) -> str:
     row, rank = group.row, len(group.row.shape)
     units = tuple(unit if at == dim else 1 for at in range(rank))
     name = None if row.names is None else row.names[dim]
-    named = subject.flat is None or subject.is_named(group.paths[0])
-    if named and subject.flat is not None and isinstance(name, str) and subject.axes is not None:
+    if subject.is_named(group.paths[0]) and isinstance(name, str) and subject.axes is not None:
         try:
             subject.axes.merge(AxisRules(units={name: unit}))
         except ValueError:  # the name has a unit already, of another width
             return subject.renamed(group.paths, _without(row.names or (), dim))
         return f"axes = axes.merge(AxisRules(units={{{name!r}: {unit}}}))"
-    asked = subject.row_with(group.paths[0]) if subject.refine else row
-    target: Any = atomic(PartitionSpec() if asked is None else trimmed(entries_of(asked.requested)[:rank]), units)
-    return subject.ruled(group.paths, target)
+    spec = trimmed(entries_of(subject.plain_row(group).requested)[:rank])
+    return subject.ruled(group.paths, atomic(spec, units))
 
 
 def _without(names: tuple[Any, ...], dim: int) -> tuple[Any, ...]:

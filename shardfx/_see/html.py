@@ -4,7 +4,8 @@ import base64
 import hashlib
 import html
 import importlib.resources
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._ground.text import bytes_text, printable
@@ -13,7 +14,6 @@ from ..chips import Chip
 from ..cost._fit import Fit
 from ..cost._traffic_rows import Traffic
 from .finding import Finding
-from .packed import embedded, packed
 from .page_data import report_data
 
 
@@ -108,3 +108,103 @@ def _summary(data: Mapping[str, Any]) -> str:
         f"{totals['arrays']:,} arrays, {bytes_text(totals['bytes'])}, on mesh {mesh['text']} "
         f"({mesh['devices']:,} devices): {bytes_text(totals['bytes_per_device'])} per device."
     )
+
+
+# A page stays below 2 MB: these leave over what its own text needs.
+_ROW_CHARACTERS = 1_300_000
+_LIST_CHARACTERS = 150_000
+_MOST_GROUPS = 12
+_WHOLE = ("format", "title", "digest", "verdict", "mesh", "totals", "chip", "fit")
+
+
+def embedded(value: Any) -> str:
+    """JSON of which no character can end the `<script>` that holds it, in ASCII."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+
+
+def packed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What `report_data` returned, with its text made printable, in a form of bounded size.
+
+    Rows that are planned alike share a kind: what they have in common, with the bytes of one array. A row is four
+    values: how many characters its path shares with the path before it, the rest of its path, how many arrays it stands
+    for, and the number of its kind. Where there are too many rows, those with the fewest bytes per device are left out,
+    and `more` says what they are in all. Findings and traffic are cut at their end.
+    """
+    traffic = data["traffic"]
+    rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])
+    findings, more_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
+    if traffic is not None:
+        kept, more = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
+        traffic = {**traffic, "rows": kept, "more": len(more)}
+    sums = {name: sum(row[name] for row in left) for name in ("arrays", "bytes", "bytes_per_device")}
+    others = {name: _shown(data[name]) for name in _WHOLE}
+    return {
+        **others,
+        **rows,
+        "more": {"rows": len(left), **sums},
+        "memory": _shown(_largest(data["memory"])),
+        "findings": findings,
+        "more_findings": len(more_findings),
+        "traffic": traffic,
+    }
+
+
+def _shown(value: Any) -> Any:
+    """The value with every string made printable: a name cannot turn the text around, and can be encoded."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {_shown(name): _shown(item) for name, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_shown(item) for item in value]
+    return value
+
+
+def _within(
+    characters: int,
+    rows: Sequence[Any],
+    pack: Callable[[Sequence[Any]], Any] = list,
+    weight: Callable[[Any], int] | None = None,
+) -> tuple[Any, list[Any]]:
+    """As many rows as fit, packed, in their order: the heaviest, or the first; then those that are left out."""
+    numbers = range(len(rows))
+    ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))
+    count = len(rows)
+    while True:
+        kept = sorted(ranked[:count])
+        made = pack([rows[number] for number in kept])
+        size = len(embedded(made))
+        if size <= characters or not count:
+            return made, [rows[number] for number in ranked[count:]]
+        count = min(count - 1, int(0.95 * count * characters / size))
+
+
+def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    kinds: dict[str, int] = {}
+    lines, before = [], ""
+    for row in rows:
+        kind = {name: value for name, value in row.items() if name not in ("path", "arrays")}
+        for name in ("bytes", "bytes_per_device"):
+            kind[name] //= row["arrays"]
+        path = printable(row["path"])
+        common = _common(before, path)
+        lines.append([common, path[common:], row["arrays"], kinds.setdefault(json.dumps(kind), len(kinds))])
+        before = path
+    return {"kinds": [_shown(json.loads(kind)) for kind in kinds], "rows": lines}
+
+
+def _common(first: str, second: str) -> int:
+    """How many UTF-16 units both begin with, as JavaScript counts them; none where that is not plain."""
+    pairs = zip(first, second, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return same if first[:same].isascii() else 0
+
+
+def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The groups with the most bytes, and the rest as one."""
+    if len(groups) <= _MOST_GROUPS + 1:
+        return list(groups)
+    rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])
+    others = {"group": f"{len(groups) - _MOST_GROUPS} others", "memory_kind": None, "bytes_per_device": rest}
+    return [*groups[:_MOST_GROUPS], others]

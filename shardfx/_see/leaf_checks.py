@@ -1,22 +1,22 @@
 """What can be said of each leaf as it is planned: held whole, or cut less than asked."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from jax.sharding import PartitionSpec
+import functools as ft
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from .._ground.reason import Code, Reason
-from .._ground.spec import canonical_entry, entries_of, entry_axes, pinned
-from .._ground.text import bytes_text
+from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, pinned
+from .._ground.text import bytes_text, plural
+from .._plan.content import Group
+from .._plan.correction import axes_of
 from .._plan.leaf import Row
-from .._rules.axis_rules import AxisRules
+from .._plan.replanning import row_on
 from .._rules.resolution import attempts
-from .._rules.strategies import Fsdp
-from .causes import Short, by_cause, mesh_code, other_sizes
+from ..topology._mesh import MeshSpec
 from .code import code_of
 from .finding import Finding
-from .mistakes import fallbacks
-from .subject import Group, Subject
+from .mistakes import axes_to_cut, cutting
+from .subject import Subject, asked_by
 
 
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
@@ -31,9 +31,13 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     for group in subject.groups_of(whole):
         size = subject.content.byte_counts[group.number][0]
         if not _is_cut_short(group.row):  # that is said by `corrected`, with the reason
-            message = f"every device holds all {bytes_text(size)} of it, as {group.asks}"
+            message = f"every device holds all {bytes_text(size)} of it, as {_asks(group)}"
             fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
             yield Finding("replicated", "warning", group.where, subject.excess(group), message, fix)
+
+
+def _asks(group: Group) -> str:
+    return f"{asked_by(group)} {'ask' if group.row.rule == 'names' else 'asks'}"
 
 
 def _is_cut_short(row: Row) -> bool:
@@ -42,40 +46,17 @@ def _is_cut_short(row: Row) -> bool:
 
 def _sharded(subject: Subject, group: Group) -> str | None:
     """Code that shards these leaves over an axis; `None` if there is none that can cut them."""
-    path, row = group.paths[0], group.row
-    if subject.flat is None or not subject.is_named(path) and row.names is None:
-        for over in fallbacks(subject, len(row.shape)):
-            if any(_divides(subject, over, dim, size) for dim, size in enumerate(row.shape)):
-                return subject.ruled(group.paths, over)
+    row = group.row
+    if any(why.code is Code.small for why in row.reasons):
         return None
-    for rule in _axis_rules_for(subject, row):
-        code, axes = _before_others(subject, rule)
-        made = subject.row_with(path, axes=axes)
-        if made is not None and entries_of(made.spec):
-            return code
+    if not subject.is_named(group.paths[0]):
+        over = cutting(subject, row.shape, row.units)
+        return None if over is None else subject.ruled(group.paths, over)
+    for dim, over in axes_to_cut(subject, row.shape, row.units):
+        if row.names is not None and isinstance(name := row.names[dim], str):
+            rule = f"[({name!r}, {over.axes[0]!r})]"  # before all others: the array has no axis that could block it
+            return f"axes = axes.prepend({rule if subject.mode is None else f'modes={{{subject.mode!r}: {rule}}}'})"
     return None
-
-
-def _axis_rules_for(subject: Subject, row: Row) -> Iterator[tuple[str, str]]:
-    """Rules that would shard a dimension of a named array over an axis that divides it, the largest axis first."""
-    for over in fallbacks(subject, len(row.shape)):
-        for dim, (name, size) in enumerate(zip(row.names or (), row.shape, strict=False)):
-            if isinstance(name, str) and _divides(subject, over, dim, size):
-                yield name, over.axes[0]
-
-
-def _divides(subject: Subject, over: Fsdp, dim: int, size: int) -> bool:
-    return dim not in over.skip and size > 0 and size % subject.mesh.axis_size(over.axes) == 0
-
-
-def _before_others(subject: Subject, rule: tuple[str, str]) -> tuple[str, AxisRules]:
-    """`rule` before all others: as code, and as rules."""
-    assert subject.axes is not None
-    name, axis = rule
-    if subject.mode is None:
-        return f"axes = axes.prepend([({name!r}, {axis!r})])", subject.axes.prepend([rule])
-    modes = {subject.mode: [rule]}
-    return f"axes = axes.prepend(modes={{{subject.mode!r}: [({name!r}, {axis!r})]}})", subject.axes.prepend(modes=modes)
 
 
 # Why a leaf is cut less than its rule asks for, other than that somebody has said so.
@@ -85,20 +66,86 @@ _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Leaves that are cut less than their rule asks for; under `strict` all that have a reason."""
     rows = {n: why for n, row in enumerate(subject.rows) if row.reasons and (why := _shortfall(subject, row))}
-    found = (Short(group, rows[group.number], _corrected(subject, group, rows)) for group in subject.groups_of([*rows]))
-    yield from by_cause(subject, found, _shortfall)
+    sizes = ft.lru_cache(maxsize=64)(ft.partial(_other_sizes, subject))
+    causes: dict[Any, list[tuple[Group, Finding]]] = {}
+    for group in subject.groups_of([*rows]):
+        found, axes = _corrected(subject, group, rows[group.number], sizes), _axes(rows[group.number])
+        is_size = all(why.code in (Code.indivisible, Code.unit) for why in rows[group.number])
+        causes.setdefault((found.severity, axes) if is_size and len(axes) == 1 else group, []).append((group, found))
+    for cause, shorts in causes.items():
+        if isinstance(cause, Group) or len(shorts) < _TOGETHER:
+            yield from (found for _, found in shorts)
+        else:
+            yield _together(subject, cause[1][0], shorts, sizes)
 
 
-def _corrected(subject: Subject, group: Group, rows: Mapping[int, tuple[Reason, ...]]) -> Finding:
+# So many arrays, or groups of alike ones, that are cut less than asked for one mesh axis are told as one finding.
+_TOGETHER = 3
+_SHOWN = 3
+_Sizes: TypeAlias = Callable[[str], tuple[int, ...]]
+
+
+def _axes(reasons: tuple[Reason, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axis for why in reasons for axis in why.axes))
+
+
+def _together(subject: Subject, axis: str, shorts: Sequence[tuple[Group, Finding]], sizes: _Sizes) -> Finding:
+    groups = [group for group, _ in shorts]
+    count = sum(len(group.paths) for group in groups)
+    shown = [f"`{group.where}` {group.row.shape}" for group in groups[:_SHOWN]]
+    more = [f"{len(groups) - len(shown)} more"] if len(groups) > len(shown) else []
+    size = subject.content.mesh.shape.get(axis, 1)
+    what = f"{plural(count, 'array')} are not divisible by `{axis}` ({size}) as asked"
+    if all(why.code is Code.unit for group in groups for why in _shortfall(subject, group.row)):
+        what = f"`{axis}` ({size}) would cut inside units of {plural(count, 'array')}"
+    message = f"{what}: {', '.join([*shown, *more])}"
+    fixes = list(dict.fromkeys(found.fix for _, found in shorts))
+    if others := sizes(axis):
+        message += f"; `{axis}` of {' or '.join(map(str, others))} would divide all of them"
+    fix = _mesh_code(subject, axis, others[0]) if others and fixes != ["refine = True"] else "\n".join(fixes)
+    lost, severity = sum(found.bytes for _, found in shorts), shorts[0][1].severity
+    return Finding("corrected", severity, f"mesh axis {axis!r}", lost, message, fix)
+
+
+# From half to twice the size of an axis; so many of either, and of so many rows.
+_MOST_TRIED, _MOST_ROWS = 16, 300
+
+
+def _other_sizes(subject: Subject, axis: str) -> tuple[int, ...]:
+    """Sizes of a mesh axis under which no array is cut less than asked but for other axes: one smaller, one larger."""
+    mesh, size = subject.mesh, subject.mesh.shape.get(axis, 1)
+    rows = [row for row in subject.rows if not {*_axes(_shortfall(subject, row))} - {axis}]
+    if subject.is_plan or subject.refine or any(count > 1 for count in mesh.dcn_sizes) or len(rows) > _MOST_ROWS:
+        return ()
+    smaller = range(size - 1, max(1, -(-size // 2) - 1), -1)
+    found = []
+    for tried in (smaller, range(size + 1, 2 * size + 1)):
+        for other in tried[:_MOST_TRIED]:
+            axes = axes_of(_resized(mesh, axis, other))
+            if not any(_shortfall(subject, row_on(row, subject.content, axes, subject.min_bytes)) for row in rows):
+                found.append(other)
+                break
+    return tuple(found)
+
+
+def _mesh_code(subject: Subject, axis: str, size: int) -> str:
+    return f"mesh = {_resized(subject.mesh, axis, size)!r}"
+
+
+def _resized(mesh: MeshSpec, axis: str, size: int) -> MeshSpec:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return MeshSpec({**mesh.shape, axis: size}, axis_types=types)
+
+
+def _corrected(subject: Subject, group: Group, reasons: tuple[Reason, ...], sizes: _Sizes) -> Finding:
     """The finding about one group of arrays."""
-    reasons = rows[group.number]
     cost = _cost(subject, group)
     # Units are declared for meshes that have more devices along an axis than there are units.
     foreseen = all(why.code is Code.unit for why in reasons)
     severity = "error" if subject.strict else "info" if foreseen else "warning"
     told = "; ".join(map(str, reasons))
-    message = f"cut less than {group.asks} for: {told}"
-    return Finding("corrected", severity, group.where, cost, message, _as_it_is(subject, group))
+    message = f"cut less than {_asks(group)} for: {told}"
+    return Finding("corrected", severity, group.where, cost, message, _as_it_is(subject, group, reasons, sizes))
 
 
 def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
@@ -107,13 +154,9 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
     found = [why for why in row.reasons if why.code in _CUT]
     if subject.refine:
         # The mesh has been split so that the dimension takes as much as divides it: there is no more to have.
-        found = [why for why in found if why.dim is None or not _has_axes(row.spec, why.dim)]
+        whole = [dim for dim, entry in enumerate(entries_at(row.spec, len(row.shape))) if not entry_axes(entry)]
+        found = [why for why in found if why.dim is None or why.dim in whole]
     return tuple(found)
-
-
-def _has_axes(spec: PartitionSpec, dim: int) -> bool:
-    entries = entries_of(spec)
-    return dim < len(entries) and bool(entry_axes(entries[dim]))
 
 
 def _cost(subject: Subject, group: Group) -> int:
@@ -128,54 +171,26 @@ def _cost(subject: Subject, group: Group) -> int:
     return max(0, share - -(-whole // asked)) * len(group.paths)
 
 
-def _as_it_is(subject: Subject, group: Group) -> str:
+def _as_it_is(subject: Subject, group: Group, reasons: tuple[Reason, ...], sizes: _Sizes) -> str:
     """Code under which the leaf is asked for no more than it can have, or can have more."""
-    row, path = group.row, group.paths[0]
+    row, axes = group.row, _axes(reasons)
     if not subject.strict and _more_if_refined(subject, group):
         return "refine = True"
-    if subject.flat is None or not subject.is_named(path):
-        # A leaf that got nothing may be cut over another axis.
-        others = () if entries_of(row.spec) else fallbacks(subject, len(row.shape))
-        given = row if not subject.refine else subject.row_with(path)  # in the words of the mesh before it was refined
-        for target in others:
-            if _suffices(subject, path, target):
-                return subject.ruled(group.paths, target)
-        if resized := _resized(subject, group):
-            return resized
-        if given is not None and _suffices(subject, path, given.spec):
-            return subject.ruled(group.paths, given.spec)
-        return "strict = False"
-    for code, made in _with_less(subject, group):
-        if made is not None and not _shortfall(subject, made):
-            return code
-    return "strict = False" if subject.strict else subject.renamed(group.paths, ())
-
-
-def _suffices(subject: Subject, path: str, target: Any) -> bool:
-    """Whether the array at `path` gets all that this target asks for; taken for granted of a ready plan."""
-    if subject.flat is None:
-        return True
-    made = subject.row_with(path, paths=subject.prepended(path, target))
-    return made is not None and not _shortfall(subject, made)
-
-
-def _resized(subject: Subject, group: Group) -> str | None:
-    """Code for a mesh under which these and all other arrays are cut as asked; `None` if there is none near."""
-    axes = {axis for why in _shortfall(subject, group.row) for axis in why.axes}
-    others = [one for one in subject.groups if one.row.requested != PartitionSpec() or one.row.strategies]
-    if len(axes) != 1 or len(others) > _MOST_RESIZED:
-        return None
-    (axis,) = axes
-    sizes = other_sizes(subject, axis, [group, *others], _shortfall)
-    return mesh_code(subject, axis, sizes[0]) if sizes else None
-
-
-# Each of these is planned again, for a few sizes of the axis.
-_MOST_RESIZED = 100
+    if subject.is_named(group.paths[0]):
+        # Rules that ask for less leave room for others: only a new plan tells whether these fit.
+        fits = (code for code, made in _with_less(subject, group) if made is not None and not _shortfall(subject, made))
+        return next(fits, "strict = False" if subject.strict else subject.renamed(group.paths, ()))
+    is_small = any(why.code is Code.small for why in reasons)
+    # A leaf that got nothing may be cut over another axis.
+    if not entries_of(row.spec) and not is_small and (over := cutting(subject, row.shape, row.units)) is not None:
+        return subject.ruled(group.paths, over)
+    if len(axes) == 1 and (others := sizes(axes[0])):
+        return _mesh_code(subject, axes[0], others[0])
+    return subject.ruled(group.paths, subject.plain_row(group).spec)
 
 
 def _more_if_refined(subject: Subject, group: Group) -> bool:
-    if subject.refine or subject.flat is None:
+    if subject.refine or subject.is_plan:
         return False
     content = subject.refined
     at = content.skeleton.paths.index(group.paths[0])
@@ -185,12 +200,11 @@ def _more_if_refined(subject: Subject, group: Group) -> bool:
 
 def _with_less(subject: Subject, group: Group) -> Iterator[tuple[str, Row | None]]:
     """Code that asks for less for a named leaf, and the row that it then has."""
-    path, axes = group.paths[0], subject.axes
-    row = (subject.row_with(path) if subject.refine else None) or group.row
+    path, axes, row = group.paths[0], subject.axes, subject.plain_row(group)
     assert axes is not None
     dims = {why.dim for why in row.reasons if why.dim is not None and why.code is not Code.scalar}
     names = tuple(None if dim in dims else name for dim, name in enumerate(row.names or ()))
-    entries = (*entries_of(row.spec), *[None] * len(row.shape))
+    entries = entries_at(row.spec, len(row.shape))
     alone = any(other is not row and _shares(other, row, dims) for other in subject.rows)
     keeps = any(entries[dim] is not None for dim in dims)
     renamed = (subject.renamed(group.paths, names), subject.row_with(path, names=names))

@@ -22,10 +22,8 @@ from .finding import Finding, Findings, Severity, findings_of
 from .heads import cut_heads
 from .leaf_checks import corrected, replicated
 from .mistakes import absent, uncovered_leaves, unknown_names, unplannable, unused_findings
-from .named import contradicted_names
-from .rule_checks import dead_rules, unused_axes
-from .stacks import uneven_layers
-from .states import optimizer_states
+from .rule_checks import contradicted_names, dead_rules, unused_axes
+from .states import optimizer_states, uneven_layers
 from .subject import Subject
 
 
@@ -107,7 +105,7 @@ def lint(
         draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
     index = [max(number, -1) for number in draft.numbers] if draft.errors else draft.numbers
     content = Content(draft.mesh, None, axes, mode, draft.rows, index, Skeleton(flat.paths, flat.treedef))
-    subject = Subject(content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
+    subject = Subject(content, content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
     rules: Severity = "error" if unmatched == "raise" else "warning"
     found += unplannable(subject, draft)
     found += uncovered_leaves(subject, draft, rules)
@@ -123,7 +121,9 @@ def lint(
 
 def _of_plan(plan: ShardPlan) -> Subject:
     content = plan.content
-    return Subject(content, plan.mesh, None, None, None, plan.axes, plan.mode, 0, plan.strict, False)
+    return Subject(
+        content, content, plan.mesh, flatten(()), (), None, plan.axes, plan.mode, 0, plan.strict, False, True
+    )
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:

@@ -34,7 +34,6 @@ _HINTED = 40
 
 def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """The leaves that cannot be planned, those of repeated layers together."""
-    assert subject.flat is not None
     if not draft.errors:
         return
     flat, groups = subject.flat, {}
@@ -44,29 +43,25 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
             groups.setdefault((between_numbers(flat.paths[at]), text), []).append(at)
     for (_, text), places in groups.items():
         paths = [flat.paths[at] for at in places]
-        size = sum(subject.lost(tuple(flat.leaves[at].shape), flat.leaves[at].dtype, 1) for at in places)
+        size = sum(subject.lost(tuple(flat.leaves[at].shape), flat.leaves[at].dtype) for at in places)
         yield Finding("unplannable", "error", joined(paths), size, text, _plannable(subject, places, paths))
 
 
 def _plannable(subject: Subject, places: Sequence[int], paths: Sequence[str]) -> str:
     """Code under which these leaves can be planned, as near to what was meant as can be told."""
-    assert subject.flat is not None and subject.given is not None
     leaf, names = subject.flat.leaves[places[0]], subject.given[places[0]]
     if names is not None:
         if subject.axes is None:
             wanted = dict.fromkeys(name for given in subject.given for name in members_of(given))
             return f"axes = AxisRules([{', '.join(f'({name!r}, None)' for name in wanted)}])"
-        for other in _other_names(tuple(names), len(leaf.shape)):
-            if subject.row_with(paths[0], names=other) is not None:
-                return subject.renamed(paths, other)
-        return subject.renamed(paths, ())
+        other = _other_names(tuple(names), len(leaf.shape))
+        return subject.renamed(paths, () if subject.row_with(paths[0], names=other) is None else other)
     number = next((n for n, pattern in enumerate(subject.patterns) if pattern.search(paths[0])), None)
     target = None if number is None or subject.paths is None else bare(subject.paths.rules[number][1])
-    rank = len(leaf.shape)
-    for other in (*_other_targets(target, rank), *fallbacks(subject, rank)):
-        if code_of(other) is not None and _is_planned(subject, paths[0], other):
-            return subject.ruled(paths, other)
-    return subject.ruled(paths, replicate)
+    other = _other_target(target, len(leaf.shape))
+    if other is not None and code_of(other) is not None and _is_planned(subject, paths[0], other):
+        return subject.ruled(paths, other)
+    return subject.ruled(paths, cutting(subject, tuple(leaf.shape)) or replicate)
 
 
 def _is_planned(subject: Subject, path: str, target: Any) -> bool:
@@ -81,43 +76,41 @@ def _is_planned(subject: Subject, path: str, target: Any) -> bool:
 _STACKED_RANK = 3
 
 
-def fallbacks(subject: Subject, rank: int) -> Iterator[Fsdp]:
-    """The strategy over each mesh axis of more than one device, the largest axis first, for arrays of this rank."""
+def axes_to_cut(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None) -> Iterator[tuple[int, Fsdp]]:
+    """Each dimension with a strategy over one mesh axis that cuts it between units, the largest axis first."""
     sizes = subject.mesh.shape
     for axis in sorted(sizes, key=lambda axis: -sizes[axis]):
-        if sizes[axis] > 1:
-            yield fsdp(axis, skip=0) if rank >= _STACKED_RANK else fsdp(axis)
+        over = fsdp(axis, skip=0) if len(shape) >= _STACKED_RANK else fsdp(axis)
+        for dim, (size, unit) in enumerate(zip(shape, units or (1,) * len(shape), strict=True)):
+            if sizes[axis] > 1 and size > 0 and dim not in over.skip and size % (unit * sizes[axis]) == 0:
+                yield dim, over
 
 
-def _other_names(names: tuple[Any, ...], rank: int) -> Iterator[tuple[Any, ...]]:
-    """Names of the right length that say as much of `names` as they can."""
-    if ... not in names and len(names) < rank:
-        yield (..., *names)
+def cutting(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Fsdp | None:
+    """The strategy over one mesh axis that cuts an array of this shape; `None` where none does."""
+    return next((over for _, over in axes_to_cut(subject, shape, units)), None)
+
+
+def _other_names(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """Names of the right length, each once, that say as much of `names` as they can."""
     if len(names) > rank:
-        yield tuple(name for name in names if name is not ...)[:rank]
-        yield names[len(names) - rank :]
-    seen: dict[Any, None] = {}
-    once = [None if name in seen else seen.setdefault(name, name) for name in names]
-    yield tuple(once)
+        names = tuple(name for name in names if name is not ...)[:rank]
+    once = [None if name in names[:at] else name for at, name in enumerate(names)]
+    return (..., *once) if len(names) < rank and ... not in names else tuple(once)
 
 
-def _other_targets(target: Any, rank: int) -> Iterator[Any]:
-    """Targets that fit an array of this rank and say as much of `target` as they can."""
+def _other_target(target: Any, rank: int) -> Any:
+    """A target that fits an array of this rank and says as much of `target` as it can; `None` where none does."""
     first, rest = (target.steps[0], target.steps[1:]) if isinstance(target, Pipeline) else (target, ())
     inner = first.target if isinstance(first, Atomic) else first
-    if isinstance(inner, PartitionSpec):
-        others: list[Any] = [trimmed(entries_of(inner)[:rank])]
-    elif isinstance(inner, tuple):
-        others = list(_other_names(inner, rank))
-    else:
-        return
-    for other in others:
-        yield Pipeline((other, *rest)) if rest else other
+    if not isinstance(inner, PartitionSpec | tuple):
+        return None
+    other = trimmed(entries_of(inner)[:rank]) if isinstance(inner, PartitionSpec) else _other_names(inner, rank)
+    return Pipeline((other, *rest)) if rest else other
 
 
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Leaves that no rule covers."""
-    assert subject.flat is not None
     groups: dict[Any, list[Any]] = {}
     for leaf in uncovered(Decided(subject.flat, draft.numbers, draft.rows)):
         groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
@@ -126,20 +119,9 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
         paths, row = [leaf.path for leaf in leaves], leaves[0].row
         like = near(paths[0], patterns) if number < _HINTED else ""
         message = f"no rule covers {_arrays(len(paths))} of shape {row.shape}{like}, so every device holds all of it"
-        size = subject.lost(row.shape, row.dtype, len(paths))
-        target = next(
-            (
-                over
-                for over in fallbacks(subject, len(row.shape))
-                if (got := _with(subject, paths[0], over)) and entries_of(got.spec)
-            ),
-            replicate,
-        )
+        size = subject.lost(row.shape, row.dtype) * len(paths)
+        target = cutting(subject, row.shape) or replicate
         yield Finding("unmatched", severity, joined(paths), size, message, subject.ruled(paths, target, last=True))
-
-
-def _with(subject: Subject, path: str, target: Any) -> Any:
-    return subject.row_with(path, paths=PathRules([(subject.regex([path]), target)]))
 
 
 def _arrays(count: int) -> str:
@@ -160,9 +142,7 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
             numbers.setdefault(name, []).append(number)
     for name, rows in numbers.items():
         leaves = [at for at, number in enumerate(draft.numbers) if number in rows]
-        size = sum(
-            subject.lost(draft.rows[draft.numbers[at]].shape, draft.rows[draft.numbers[at]].dtype, 1) for at in leaves
-        )
+        size = sum(subject.lost(row.shape, row.dtype) for row in (draft.rows[draft.numbers[at]] for at in leaves))
         path = subject.content.skeleton.paths[leaves[0]]
         meant = next(iter(nearest(name, axes.names)), None)
         fix = f"axes = axes.extend([({name!r}, None)])"
@@ -175,7 +155,6 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Mesh axes of rules that the mesh lacks and that nobody declares."""
-    assert subject.flat is not None
     known = subject.mesh.axis_names
     decided = Decided(subject.flat, draft.numbers, draft.rows)
     found = absent_axes(decided, subject.mesh, subject.axes, draft.declared)
@@ -233,7 +212,6 @@ def unused_findings(
     subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
 ) -> Iterator[Finding]:
     """Path rules, and memory kinds, that decide about no leaf."""
-    assert subject.flat is not None
     rules = draft.paths.rules
     for why in unused_rules(rules, draft.paths.used, subject.flat, subject.given, NAMES):
         where = f"paths[{why.number}] {rules[why.number][0]!r}"
@@ -249,7 +227,6 @@ def unused_findings(
 
 def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """Rules that may be without an array, but are not: others before them take all that they match."""
-    assert subject.flat is not None
     rules, used = draft.paths.rules, draft.paths.used
     spare = [n for n, (_, target) in enumerate(rules) if isinstance(target, Optional) and n not in used]
     # One path of each group tells which of them match at all; a preset has many that do not.
@@ -261,25 +238,14 @@ def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
     plain = [(regex, target.target if isinstance(target, Optional) else target) for regex, target in rules]
     for why in unused_rules(plain, others, subject.flat, subject.given, NAMES):
         where = f"paths[{why.number}] {rules[why.number][0]!r}"
-        if not subject.are_wider(why.arrays):
+        if not any(wide for number, wide in subject.rules_for(why.arrays).items() if number is not None):
             continue  # what takes these arrays is for them alone: rules of one's own, put before those of a preset
         yield Finding("shadowed-rule", "info", where, 0, f"the rule {unused_text(why)}", _used(subject, why))
 
 
 def _used(subject: Subject, why: Unused) -> str:
     """Code that moves a shadowed rule before the others where these keep some leaves; else that takes it out."""
-    assert subject.paths is not None
-    if why.arrays and not all(map(subject.is_named, why.arrays)):
-        moved = PathRules([subject.paths.rules[why.number], *subject.paths.drop(why.number).rules])
-        if _all_used_before(subject) <= _all_used_before(subject, moved, why.number):
-            return f"paths = paths.prepend([paths.rules[{why.number}]]).drop({why.number + 1})"
+    takers = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
+    if takers and all(takers.values()):
+        return f"paths = paths.prepend([paths.rules[{why.number}]]).drop({why.number + 1})"
     return f"paths = paths.drop({why.number})"
-
-
-def _all_used_before(subject: Subject, rules: PathRules | None = None, moved: int | None = None) -> frozenset[int]:
-    """The numbers of the rules that decide about a leaf; of rules of which one was moved to the front, the old ones."""
-    assert subject.flat is not None and subject.given is not None
-    used = subject.first_rules(subject.paths if rules is None else rules)
-    if moved is None:
-        return frozenset(used)
-    return frozenset(moved if n == 0 else n - 1 if n <= moved else n for n in used)

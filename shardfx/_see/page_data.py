@@ -66,7 +66,7 @@ def report_data(
         "memory": _memory(rows) if fit is None else _memory_of_step(fit),
         "fit": None if fit is None else _fit(fit),
         "chip": hardware,
-        "findings": [_finding(finding) for finding in found],
+        "findings": [dataclasses.asdict(finding) for finding in found],
         "traffic": None if traffic is None else _traffic(traffic),
     }
 
@@ -205,33 +205,17 @@ def _chip(chip: Chip) -> dict[str, Any]:
     return {"name": chip.name, "hbm_bytes": chip.hbm_bytes, "usable_hbm_bytes_per_device": usable}
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    return dataclasses.asdict(finding)
+_SUMS = ("devices", "wire_bytes", "dcn_bytes", "unsure_bytes")
+_SENT = ("kind", "windowed", "wire_bytes", "dcn_bytes", "calls", "dtype", "group_size", "leaf", "note")
 
 
 def _traffic(traffic: Traffic) -> dict[str, Any]:
-    return {
-        "devices": traffic.devices,
-        "wire_bytes": traffic.wire_bytes,
-        "dcn_bytes": traffic.dcn_bytes,
-        "unsure_bytes": traffic.unsure_bytes,
-        "rows": [_traffic_row(row) for row in traffic.rows],
-    }
+    rows = [_traffic_row(row) for row in traffic.rows]
+    return {**{name: getattr(traffic, name) for name in _SUMS}, "rows": rows}
 
 
 def _traffic_row(row: TrafficRow) -> dict[str, Any]:
     source = row.source
-    return {
-        "kind": row.kind,
-        "windowed": row.windowed,
-        "axes": list(row.axes),
-        "wire_bytes": row.wire_bytes,
-        "dcn_bytes": row.dcn_bytes,
-        "calls": row.calls,
-        "dtype": row.dtype,
-        "group_size": row.group_size,
-        "leaf": row.leaf,
-        "source": None if source is None else f"{source.file}:{source.line}",
-        "function": None if source is None else source.function,
-        "note": row.note,
-    }
+    place = (None, None) if source is None else (f"{source.file}:{source.line}", source.function)
+    told = {name: getattr(row, name) for name in _SENT}
+    return {**told, "axes": list(row.axes), "source": place[0], "function": place[1]}

@@ -1,10 +1,17 @@
-"""What can be said of rules by themselves, and against the axes of a mesh."""
+"""What can be said of rules by themselves, against the axes of a mesh, and against the sizes that their names have."""
 
-from collections.abc import Iterator
+import collections
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 from .._ground.spec import entry_axes
-from .._ground.text import entry_text
+from .._ground.text import between_numbers, entry_text
 from .._plan.complaints import axes_used, misspelled_axes
+from .._plan.content import Group
+from .._plan.leaf import Row
+from .._rules.axis_rules import AxisRules, alias_chain
 from .finding import Finding, Severity
 from .subject import Subject
 
@@ -65,3 +72,139 @@ def _declared(subject: Subject) -> tuple[str, ...]:
 
 def _used(subject: Subject) -> dict[str, None]:
     return axes_used(subject.rows, () if subject.paths is None else subject.paths.rules, subject.axes)
+
+
+def contradicted_names(subject: Subject) -> Iterator[Finding]:
+    """Names that stand on sizes that cannot be one axis: neither divides the other.
+
+    A name may stand for axes that are alike, as the inner widths of dense layers and of experts are. So these are none:
+    a size on which leaves of one module agree, and on which no other name stands; and a name that no mesh axis cuts.
+    """
+    counts: _Counts = {}
+    for number, row in enumerate(subject.rows):
+        if row.names is not None:
+            for name, size in zip(row.names, row.shape, strict=False):
+                if isinstance(name, str) and size:
+                    counts.setdefault(name, collections.Counter())[size] += subject.uses[number]
+    swapped = {number: other for number, row in enumerate(subject.rows) if (other := _swapped(row, counts)) is not None}
+    for number, other in swapped.items():  # what they say of sizes is no evidence
+        _recount(counts, subject.rows[number], other, subject.uses[number])
+    usual = _usual(counts)
+    odd = {
+        name: [size for size in sizes if sizes[size] and not _one_axis(size, usual[name])]
+        for name, sizes in counts.items()
+        if len(sizes) > 1 and _is_cut(name, subject.axes)
+    }
+    agreed = {(name, size) for name, size in _agreed(subject, odd) if not _is_of_another(name, size, counts)}
+    odd = {name: [size for size in sizes if (name, size) not in agreed] for name, sizes in odd.items()}
+    for number, row in enumerate(subject.rows):
+        if number in swapped:
+            for group in subject.groups_of([number]):
+                message = (
+                    f"the names {row.names} stand on shape {row.shape}; elsewhere these names have the sizes that they "
+                    f"would have here in the order {swapped[number]}"
+                )
+                fix = subject.mended(group.paths, swapped[number], swapped[number])
+                yield Finding("contradicted-name", "warning", group.where, subject.excess(group), message, fix)
+            continue
+        for name, size in _contradictions(row.names, row.shape, odd):
+            told = f"{name!r} is {size} here, and {usual[name]} elsewhere; neither divides the other"
+            message = f"{told}, so one name stands for two axes; give one of them a name of its own"
+            for group in subject.groups_of([number]):
+                where = f"{group.where}, name {name!r}"
+                yield Finding("contradicted-name", "warning", where, 0, message, _own_name(subject, group, name, size))
+
+
+def _one_axis(one: int, other: int) -> bool:
+    return one % other == 0 or other % one == 0
+
+
+def _is_cut(name: str, axes: AxisRules | None) -> bool:
+    """Whether a rule of any mode maps the name to a mesh axis."""
+    if axes is None:
+        return False
+    of = alias_chain(name, axes)[-1]
+    return any(entry_axes(target) for _, rules in ((None, axes.rules), *axes.modes) for to, target in rules if to == of)
+
+
+def _is_of_another(name: str, size: int, counts: Mapping[str, Mapping[int, int]]) -> bool:
+    """Whether another name stands on this size, as where two have changed places."""
+    return any(size in sizes for other, sizes in counts.items() if other != name)
+
+
+# What ends the path of a projection: the leaf of a module that is one matrix.
+_LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
+
+
+def _agreed(subject: Subject, odd: Mapping[str, list[int]]) -> set[tuple[str, int]]:
+    """The names and sizes on which several projections of one module agree."""
+    found: dict[tuple[str, str, int], tuple[str, ...]] = {}
+    agreed: set[tuple[str, int]] = set()
+    for number, row in enumerate(subject.rows):
+        for name, size in _contradictions(row.names, row.shape, odd):
+            for group in subject.groups_of([number]):
+                module, _, projection = _LAST.sub("", group.paths[0]).rpartition("/")
+                parts = between_numbers(projection)
+                if module and found.setdefault((module, name, size), parts) != parts:
+                    agreed.add((name, size))
+    return agreed
+
+
+def _contradictions(
+    names: tuple[Any, ...] | None, shape: tuple[int, ...], odd: Mapping[str, list[int]]
+) -> list[tuple[str, int]]:
+    pairs = zip(names or (), shape, strict=False)
+    return [(name, size) for name, size in pairs if isinstance(name, str) and size in odd.get(name, ())]
+
+
+_Counts: TypeAlias = dict[str, collections.Counter[int]]
+
+
+def _usual(counts: _Counts) -> dict[str, int]:
+    return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
+
+
+def _recount(counts: _Counts, row: Row, other: tuple[Any, ...], uses: int) -> None:
+    for name, size in _pairs(row.names or (), row.shape):
+        counts[name][size] -= uses
+    for name, size in _pairs(other, row.shape):
+        counts[name][size] += uses
+
+
+def _pairs(names: tuple[Any, ...], shape: tuple[int, ...]) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in zip(names, shape, strict=False) if isinstance(name, str) and size]
+
+
+def _swapped(row: Row, counts: _Counts) -> tuple[Any, ...] | None:
+    """The names in another order, for which far more of the other arrays speak; `None` if there is none."""
+    names = row.names or ()
+    given = _pairs(names, row.shape)
+    if len(names) > 4 or all(counts[name].most_common(1)[0][0] == size for name, size in given):
+        return None
+    best = max(itertools.permutations(names), key=lambda other: _support(_pairs(other, row.shape), counts))
+    wanted = _pairs(best, row.shape)
+    if all(counts[name].most_common(1)[0][0] == size for name, size in wanted):
+        return best
+    apart = any(not _one_axis(size, counts[name].most_common(1)[0][0]) for name, size in given)
+    return best if apart and _support(wanted, counts) > _CLEARLY * _support(given, counts) else None
+
+
+# How much more must speak for another order than for the given one.
+_CLEARLY = 1.5
+
+
+def _support(pairs: list[tuple[str, int]], counts: _Counts) -> int:
+    """How often the names have these sizes in the tree; nothing if one of them never does."""
+    found = [counts[name][size] for name, size in pairs]
+    return sum(found) if all(found) else 0
+
+
+def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
+    """Code that gives the leaves another name with the same rules; in a plan, which keeps its rules, their spec."""
+    if subject.is_plan:
+        return subject.ruled(group.paths, group.row.spec)
+    other = f"{name}_{size}"
+    names = tuple(other if one == name else one for one in group.row.names or ())
+    known = subject.axes is not None and other in subject.axes.names
+    alias = [] if known else [f"axes = axes.with_alias({other!r}, of={name!r})"]
+    return "\n".join([subject.mended(group.paths, names, names), *alias])

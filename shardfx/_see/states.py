@@ -1,22 +1,22 @@
-"""States of an optimizer that are sharded less than their parameters, or than each other."""
+"""Leaves that are sharded otherwise than those beside them: states of an optimizer, and layers of one stack."""
 
 import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from .._ground.reason import Code
-from .._ground.spec import entries_of, entry_axes, trimmed
-from .._ground.text import bytes_text
-from .._plan.decide import Request
-from .._plan.further import further
+from .._ground.spec import entries_at, entries_of, entry_axes, trimmed
+from .._ground.text import between_numbers, bytes_text, spec_text
+from .._plan.content import Group
+from .._plan.decide import Request, further
 from .._plan.leaf import Row
 from .._rules.strategies import fsdp
 from .finding import Finding
-from .subject import Group, Subject
+from .subject import Subject, asked_by
 
 
 class _State(NamedTuple):
@@ -125,7 +125,7 @@ def _state(
 def _following(shape: tuple[int, ...], param: Row, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """The spec of a parameter for a state that has some of its dimensions, or one more before them; else `None`."""
     rank = len(param.shape)
-    entries = (*entries_of(param.spec), *[None] * rank)[:rank]
+    entries = entries_at(param.spec, rank)
     if shape[-rank:] == param.shape and len(shape) <= rank + 1:
         return trimmed((None,) * (len(shape) - rank) + entries)
     if not shape or len(shape) >= rank or shape == (1,) or rank > _MOST_DIMENSIONS:
@@ -187,3 +187,41 @@ def _finding(subject: Subject, states: list[_State], message: str, specs: dict[i
     where = states[0].group.where if len(states) == 1 else states[0].root
     text = f"{message}; it costs each device {bytes_text(saved)}" if saved > 0 else message
     return Finding("optimizer-state", "warning", where, max(saved, 0), text, "\n".join(lines))
+
+
+def uneven_layers(subject: Subject) -> Iterator[Finding]:
+    """Leaves whose paths differ in numbers only, with one shape and dtype, of which a few are sharded differently."""
+    stacks: dict[Any, list[Group]] = {}
+    for group in subject.groups:
+        # A number at the end of a path is no layer's: rows and columns of a square matrix are `w/0` and `w/1`.
+        last = group.paths[0].rpartition("/")[2]
+        key = (between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype)
+        stacks.setdefault(key, []).append(group)
+    for groups in stacks.values():
+        by_spec: dict[Any, list[Group]] = {}
+        for group in groups:
+            by_spec.setdefault(group.row.spec, []).append(group)
+        if len(by_spec) > 1:
+            # Most layers, or else those of which a device holds less, are taken to be what was meant.
+            most = max(by_spec.values(), key=lambda same: (_count(same), -_share(subject, same[0])))
+            for group in (group for same in by_spec.values() if same is not most for group in same):
+                yield _uneven(subject, group, most)
+
+
+def _count(groups: list[Group]) -> int:
+    return sum(len(group.paths) for group in groups)
+
+
+def _share(subject: Subject, group: Group) -> int:
+    return subject.content.byte_counts[group.number][1]
+
+
+def _uneven(subject: Subject, group: Group, most: list[Group]) -> Finding:
+    like = most[0]
+    more = max(0, _share(subject, group) - _share(subject, like)) * len(group.paths)
+    message = (
+        f"sharded as {spec_text(entries_of(group.row.spec))} by {asked_by(group)}, while {_count(most)} of the same "
+        f"stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {asked_by(like)}"
+    )
+    fix = subject.mended(group.paths, like.row.names, subject.plain_row(like).spec)
+    return Finding("uneven-layers", "warning", group.where, more, message, fix)

@@ -5,14 +5,14 @@ import dataclasses
 import functools as ft
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .._ground.spec import array_bytes
-from .._ground.text import between_numbers, joined
+from .._ground.text import between_numbers
 from .._ground.tree import Flat
-from .._plan.content import Content
+from .._plan.content import Content, Group
 from .._plan.leaf import Row
 from .._plan.planner import drafted
 from .._plan.replanning import refined
@@ -24,48 +24,25 @@ from ..topology._mesh import MeshSpec
 from .code import code_of, regex_of
 
 
-_ZEROS = str.maketrans("123456789", "000000000")
-# A digit that is part of a name, as in `fc1`, tells paths apart.
-_IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
-
-
-class Group(NamedTuple):
-    """Leaves that are planned alike, and whose paths differ in numbers only."""
-
-    paths: tuple[str, ...]
-    number: int
-    row: Row
-
-    @property
-    def where(self) -> str:
-        return joined(self.paths)
-
-    @property
-    def asked_by(self) -> str:
-        return "its names" if self.row.rule == "names" else str(self.row.rule)
-
-    @property
-    def asks(self) -> str:
-        return "its names ask" if self.row.rule == "names" else f"{self.row.rule} asks"
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """What `lint` looks at. `mesh` is the given one, that of `content` may be refined.
+    """What `lint` looks at. `plain` is planned on the given `mesh`; `content` may be on one with axes that are split.
 
-    `flat` and `given` (the names of each leaf) are `None` where a ready plan is checked, which has no rules by path.
+    A ready plan, `is_plan`, has no rules by path; `flat` and `given`, the names of each leaf, are empty then.
     """
 
     content: Content
+    plain: Content
     mesh: MeshSpec
-    flat: Flat | None
-    given: Sequence[Any] | None
+    flat: Flat
+    given: Sequence[Any]
     paths: PathRules | None
     axes: AxisRules | None
     mode: str | None
     min_bytes: int
     strict: bool
     refine: bool
+    is_plan: bool = False
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -75,28 +52,9 @@ class Subject:
     def patterns(self) -> tuple[re.Pattern[str], ...]:
         return () if self.paths is None else compiled(self.paths)
 
-    def first_rules(self, rules: PathRules | None) -> dict[int, None]:
-        """The numbers of those of `rules` that decide about a leaf."""
-        assert self.flat is not None and self.given is not None
-        patterns = () if rules is None else compiled(rules)
-        columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
-        found = [first_match(path, patterns) for path, names, shaped in columns if shaped and names is None]
-        return dict.fromkeys(number for number in found if number is not None)
-
-    @ft.cached_property
+    @property
     def groups(self) -> tuple[Group, ...]:
-        """The arrays, those of repeated layers together."""
-        found: dict[Any, list[str]] = {}
-        # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
-        between: dict[str, Any] = {}
-        for path, number in self.content.numbered:
-            if number >= 0:
-                template = path.translate(_ZEROS)
-                parts = between.get(template)
-                if parts is None:
-                    parts = between[template] = () if _IN_A_NAME.search(template) else between_numbers(template)
-                found.setdefault((parts or between_numbers(path), number), []).append(path)
-        return tuple(Group(tuple(paths), number, self.rows[number]) for (_, number), paths in found.items())
+        return self.content.groups
 
     @ft.cached_property
     def uses(self) -> tuple[int, ...]:
@@ -120,10 +78,14 @@ class Subject:
         whole, share = self.content.byte_counts[group.number]
         return (share - -(-whole // self.mesh.size)) * len(group.paths)
 
-    def lost(self, shape: tuple[int, ...], dtype: Any, count: int) -> int:
-        """How many bytes each device holds of replicated arrays beyond an even share of them."""
+    def lost(self, shape: tuple[int, ...], dtype: Any) -> int:
+        """How many bytes each device holds of a replicated array beyond an even share of it."""
         whole = array_bytes(shape, dtype)
-        return (whole - -(-whole // self.mesh.size)) * count
+        return whole - -(-whole // self.mesh.size)
+
+    def plain_row(self, group: Group) -> Row:
+        """The row of these leaves on the given mesh, in whose axes a fix is written."""
+        return self.plain.rows[self.plain.index[self._places[group.paths[0]]]]
 
     @ft.cached_property
     def _alike(self) -> collections.Counter[tuple[str, ...]]:
@@ -137,7 +99,6 @@ class Subject:
         self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: Any = None
     ) -> Row | None:
         """The row that the leaf at `path` would have under other rules or names; `None` if it could not be planned."""
-        assert self.flat is not None and self.given is not None
         at = self._places[path]
         leaf = self.flat.leaves[at]
         columns = (self.flat.templates[at],), (None,), (self.flat.stacked[at],)
@@ -152,54 +113,37 @@ class Subject:
         """The same leaves where mesh axes are split as `plan(..., refine=True)` does."""
         return refined(ShardPlan(self.content), self.min_bytes).content
 
-    def prepended(self, path: str, target: Any) -> PathRules:
-        """The path rules after one for this leaf alone."""
-        return (self.paths or PathRules(())).prepend([(f"^{re.escape(path)}$", target)])
-
     def is_named(self, path: str) -> bool:
         """Whether the leaf at `path` has names of its own, which win over path rules."""
-        if self.given is None or self.flat is None:
-            return False
-        return self.given[self._places[path]] is not None
+        return not self.is_plan and self.given[self._places[path]] is not None
 
     def ruled(self, paths: Sequence[str], target: Any, *, last: bool = False) -> str:
         """Code that gives leaves without names of their own this target, before all rules or after them.
 
         A rule that is for these leaves alone gets the target itself: it would have nothing left to do.
         """
-        rule = f"({self.regex(paths)!r}, {code_of(target)})"
-        alone = self._rule_for(paths)
-        if alone is not None and self.paths is not None:
-            was = self.paths.rules[alone][1]
-            return (
-                f"paths = paths.replace({alone}, {code_of(optional(target) if isinstance(was, Optional) else target)})"
-            )
-        if self.flat is None:
-            return f"tree = tree.replace({self.regex(paths)!r}, {code_of(target)})"
+        ((number, wide), *others) = self.rules_for(paths).items()
+        if self.paths is not None and number is not None and not wide and not others:
+            is_optional = isinstance(self.paths.rules[number][1], Optional)
+            return f"paths = paths.replace({number}, {code_of(optional(target) if is_optional else target)})"
+        rule = f"{self.regex(paths)!r}, {code_of(target)}"
+        if self.is_plan:
+            return f"tree = tree.replace({rule})"
         if self.paths is None:
-            return f"paths = PathRules([{rule}])"
-        return f"paths = paths.{'extend' if last else 'prepend'}([{rule}])"
+            return f"paths = PathRules([({rule})])"
+        return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
-    def _rule_for(self, paths: Sequence[str]) -> int | None:
-        """The number of the rule that decides about these leaves and no others."""
-        if self.flat is None or self.given is None:
-            return None
-        numbers = {self._deciding.get(path) for path in paths}
-        if len(numbers) > 1 or None in numbers:
-            return None
-        (number,) = numbers
-        return number if self._decided[number] == len(set(paths)) else None
+    def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
+        """The numbers of the rules that decide about these leaves, and whether each decides about others too.
 
-    def are_wider(self, paths: Sequence[str]) -> bool:
-        """Whether one of the rules that decide about these leaves decides about others too."""
-        own = dict.fromkeys(paths)
-        numbers = dict.fromkeys(self._deciding[path] for path in paths if path in self._deciding)
-        return any(number in numbers and path not in own for path, number in self._deciding.items())
+        `None` stands for what decides about leaves that no rule is for.
+        """
+        own = collections.Counter(self._deciding.get(path) for path in dict.fromkeys(paths))
+        return {number: self._decided[number] > count for number, count in own.items()}
 
     @ft.cached_property
     def _deciding(self) -> dict[str, int | None]:
         """By the path of each leaf without names of its own, the number of the rule that decides about it."""
-        assert self.flat is not None and self.given is not None
         columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
         return {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
 
@@ -209,8 +153,17 @@ class Subject:
 
     @ft.cached_property
     def _places(self) -> dict[str, int]:
-        return {} if self.flat is None else {path: at for at, path in enumerate(self.flat.paths)}
+        return {path: at for at, path in enumerate(self.content.skeleton.paths)}
+
+    def mended(self, paths: Sequence[str], names: Any, target: Any) -> str:
+        """Code that gives leaves with names of their own these, and others the target."""
+        return self.renamed(paths, names) if self.is_named(paths[0]) else self.ruled(paths, target)
 
     def renamed(self, paths: Sequence[str], names: Any) -> str:
         """Code that gives leaves other names."""
         return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
+
+
+def asked_by(group: Group) -> str:
+    """What asked for the sharding of these leaves."""
+    return "its names" if group.row.rule == "names" else str(group.row.rule)

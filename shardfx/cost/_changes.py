@@ -10,8 +10,7 @@ import numpy as np
 from .._ground.errors import ProgramError
 from .._ground.spec import entries_of, entry_axes
 from .._ground.tree import flatten
-from .._plan.decide import Request
-from .._plan.further import further
+from .._plan.decide import Request, further
 from .._rules.strategies import Fsdp
 from .._step import argument_names, step_of
 from .._step.lines import Frame

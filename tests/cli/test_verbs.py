@@ -19,7 +19,7 @@ from test_cli import ROOT, VERBS, failure, run
 
 import shardfx
 from shardfx import ShardPlan
-from shardfx._cli._data import data_of
+from shardfx._cli._screen import data_of
 from shardfx._cli.group import _VERBS, shardfx_
 
 

@@ -2,20 +2,17 @@
 
 import contextlib
 import copy
-import json
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from shardfx import (
@@ -30,7 +27,6 @@ from shardfx import (
     explain,
     filter_jit,
     follow,
-    fsdp,
     gather,
     lint,
     match,
@@ -40,11 +36,10 @@ from shardfx import (
     shard,
     topology,
 )
-from shardfx._plan import differences, renamed, report_rows
+from shardfx._plan import differences, renamed
 from shardfx.errors import (
     LeafTypeError,
     MeshError,
-    PlanFormatError,
     PlanMismatchError,
     RuleError,
     SpecError,
@@ -343,7 +338,6 @@ def test_what_is_no_plan(as_users_run_it):
         (lambda: constrain(x, None, cast(Any, None)), "plan", "NoneType"),
         (lambda: shard(tree, made.shardings), "plan", "dict"),
         (lambda: report(tree), "plan", "dict"),
-        (lambda: report_rows(tree), "plan", "dict"),
         (lambda: differences(tree, made), "a", "dict"),
         (lambda: differences(made, tree), "b", "dict"),
         (lambda: diff(tree, made), "a", "dict"),
@@ -488,145 +482,6 @@ def test_a_plan_without_devices():
     assert message(PlanMismatchError, lambda: shard(TREE, made)).endswith(wanted)
     assert message(PlanMismatchError, lambda: filter_jit(gather, in_shardings=(made,))(TREE)).endswith(wanted)  # pyright: ignore[reportArgumentType]
     assert message(PlanMismatchError, lambda: constrain(jnp.ones(4), P("data"), made)).endswith(wanted)
-
-
-# --- JSON
-
-
-MADE = plan(
-    {
-        "w": jnp.ones((6, 8)),
-        "layers": [jnp.ones((4,), jnp.int4), None, "x"],
-        "keys": jax.random.split(jax.random.key(0), 4),
-        "scalar": jnp.ones(()),
-        "by_number": {1: jnp.ones((3, 4, 5))},
-        "module": eqx.nn.Linear(4, 4, key=jax.random.key(0)),
-    },
-    MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2}),
-    paths=PathRules(
-        [
-            ("^w", ("a", "b")),
-            ("layers", fsdp("data", min_bytes=2)),
-            ("keys", P("gone")),
-            ("by_number/1", atomic(P(None, "tensor"), (1, 2, 1))),
-            ("scalar|module", ()),
-        ],
-        axes=["gone"],
-    ),
-    axes=AxisRules(
-        [("a", ("data", "tensor")), ("b", None)], modes={"m": [("a", P.UNCONSTRAINED)]}, units={"a": 3}
-    ).with_alias("c", "a"),
-    memory_kinds=[("^w", "pinned_host")],
-)
-JSON = json.loads(MADE.to_json())
-
-
-def edited(change: Callable[[Any], Any]) -> str:
-    data = copy.deepcopy(JSON)
-    del data["digest"]
-    change(data)
-    return json.dumps(data)
-
-
-def test_json_that_was_cut_off():
-    whole = MADE.to_json()
-    for length in (0, 1, 10, len(whole) // 2, len(whole) - 1):
-        found = message(PlanFormatError, lambda length=length: ShardPlan.from_json(whole[:length]))
-        assert found.startswith("this is no whole JSON text (") and found.endswith("was the file truncated?")
-        assert f" of {length})" in found
-
-
-def test_json_of_a_newer_version():
-    assert message(PlanFormatError, lambda: ShardPlan.from_json(edited(lambda d: d.update(version=2)))) == (
-        "the plan has version 2, and this shardfx reads version 1; update shardfx, or write the plan again."
-    )
-
-
-def test_json_that_is_something_else():
-    for other in ("{}", "[1, 2]", "null", '"shardfx.plan"', '{"format": "other"}'):
-        assert message(PlanFormatError, lambda other=other: ShardPlan.from_json(other)) == (
-            "this JSON is no plan: its `format` is not 'shardfx.plan'; write plans with `plan.to_json()`."
-        )
-
-
-@pytest.mark.parametrize(
-    "change, wanted",
-    [
-        (
-            lambda d: d["rows"][0].update(spec=["tensor", "tensor"]),
-            "the spec P('tensor', 'tensor') is invalid for shape (3, 4, 5) on mesh data=2(dcn=2),tensor=4: dim 0:",
-        ),
-        (lambda d: d["rows"][0].update(spec=["stage"]), "dim 0: the mesh has no axis `stage`"),
-        (lambda d: d["rows"][0].update(dtype="float13"), "dtype 'float13' is unknown to this version of JAX."),
-        (lambda d: d["rows"][0].pop("shape"), "row 0 has no `shape`."),
-        (lambda d: d["rows"][0].update(shape=[-4]), "row 0: `shape` is [-4]; it must be a list of sizes."),
-        (lambda d: d["rows"][0].update(shape=["4"]), "row 0: `shape` is ['4']; it must be a list of sizes."),
-        (lambda d: d["rows"][0].update(rule=7), "row 0: `rule` is 7; it must be a string or null."),
-        (lambda d: d["rows"][0].update(units=[0]), "row 0: `units` is [0]; it must be null or a list of positive"),
-        (lambda d: d["rows"][0].update(memory_kind="tape"), "memory kind 'tape' is none of device, pinned_host"),
-        (lambda d: d["rows"].__setitem__(0, 3), "row 0 is 3; it must be an object."),
-        (lambda d: d["rows"][0].update(strategies=[["data", 4]]), "['data', 4] is no strategy; it must be [list of"),
-        (lambda d: d["rows"][0].update(reasons=[["small", -1, [], ""]]), "is no reason; it must be [code, dimension"),
-        (lambda d: d["leaves"][0].__setitem__(1, 99), "`leaves` must hold pairs of a path and the number of a row"),
-        (lambda d: d["leaves"].pop(), "`structure` has"),
-        (lambda d: d["mesh"][0].__setitem__(1, 0), "mesh axis `data` has size 0"),
-        (lambda d: d["mesh"][0].__setitem__(1, -1), "the mesh has an axis of unknown size"),
-        (lambda d: d["mesh"][0].__setitem__(1, 2**62), "has more devices than JAX can number"),
-        (lambda d: d.update(mesh={}), "`mesh` must hold a list [name, size, axis type, slices] for each axis."),
-        (lambda d: d.update(mode=3), "`mode` is 3; it must be a string or null"),
-    ],
-)
-def test_json_edited_to_be_invalid(change, wanted):
-    assert wanted in message(PlanFormatError, lambda: ShardPlan.from_json(edited(change)))
-
-
-def test_json_edited_to_be_another_plan_is_noticed_by_its_digest():
-    def change(data):
-        data["rows"][0].update(spec=[None, "data"])
-        data["digest"] = JSON["digest"]
-
-    assert message(PlanFormatError, lambda: ShardPlan.from_json(edited(change))) == (
-        "the plan's JSON was edited: its digest is not that of its content; write it with `plan.to_json()`, or take "
-        "out its `digest` to accept the edit."
-    )
-
-
-def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be edited."""
-    if path:
-        yield path
-    for key, below in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        yield from places(below, (*path, key))
-
-
-PLACES = [path for path in places(JSON) if path[0] != "digest"]
-VALUES: list[Any] = [None, True, 0, 1, -1, 2**70, 1.5, float("nan"), "", "a", "data", "float32", "leaf", [], [1], ["a"]]
-VALUES += [[["a"]], [None], {}, {"a": 1}, {"unconstrained": True}, {"atomic": "a", "unit": 0}, {"dict": []}]
-
-
-@given(st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(VALUES)), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=500)
-def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
-    def change(data):
-        for path, value in edits:
-            node = data
-            for key in path[:-1]:
-                if not (isinstance(node, dict) and key in node or isinstance(node, list) and key in range(len(node))):
-                    return
-                node = node[key]
-            if isinstance(node, dict) or isinstance(node, list) and path[-1] in range(len(node)):
-                node[path[-1]] = copy.deepcopy(value)
-
-    try:
-        made = ShardPlan.from_json(edited(change))
-    except PlanFormatError:
-        return
-    again = ShardPlan.from_json(made.to_json())
-    assert again == made and again.leaves == made.leaves
-    assert len(jax.tree.leaves(made.structs)) == len(made.leaves)
-    assert len(jax.tree.leaves(made.shardings)) == len(made.leaves)
-    assert 0 <= made.bytes_per_device <= made.bytes_total
-    assert all(str(why) == why.message or why.dim is not None for leaf in made.leaves for why in leaf.reasons)
 
 
 @pytest.mark.parametrize(

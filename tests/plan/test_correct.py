@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import Code, MeshSpec, correct, fsdp
-from shardfx._ground.spec import entries_of
-from shardfx._plan.correction import Leaf, axes_of, corrected, fit, spread
+from shardfx._ground.spec import entries_of, entry_axes
 from shardfx.errors import SpecError
 
 
@@ -20,8 +19,11 @@ U = P.UNCONSTRAINED
 MESH = MeshSpec({"data": 2, "tensor": 4, "one": 1})
 
 
-def added(spec, shape, axes, units=None, min_bytes=0):
-    return spread(spec, Leaf(shape, jnp.float32, units), axes_of(MESH), fsdp(axes, min_bytes))
+def added(spec, shape, axes, units=None, min_bytes=0, mesh=MESH):
+    """What `fsdp` makes of an array that a spec has sharded."""
+    target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes, min_bytes)
+    tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    return sfx.plan(tree, mesh, paths=sfx.PathRules([("w", target)], axes=("gone",)))["w"]
 
 
 def codes(decision):
@@ -97,7 +99,7 @@ def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
     mesh = MeshSpec({"x": axis})
     for decision in (
         correct(P("x"), (size,), mesh, units=(unit,)),
-        spread(P(), Leaf((size,), jnp.float32, (unit,)), axes_of(mesh), fsdp("x")),
+        added(P(), (size,), "x", (unit,), mesh=mesh),
     ):
         (why,) = decision.reasons
         advised = re.search(r"axes whose product divides (\d+)", why.message)
@@ -186,19 +188,23 @@ ENTRIES = st.sampled_from(
 
 
 @given(
-    st.lists(st.tuples(ENTRIES, st.integers(0, 32), st.sampled_from([1, 2, 3])), max_size=3),
+    st.lists(st.tuples(ENTRIES, st.integers(0, 32), st.sampled_from([1, 2, 3])), min_size=1, max_size=3),
     st.sampled_from([AxisType.Auto, AxisType.Explicit]),
     st.booleans(),
 )
-def test_a_fit_holds_for_every_shape_that_it_cuts_evenly(dims, kind, has_units):
-    mesh = axes_of(MeshSpec({"data": 2, "tensor": 4, "one": 1}, axis_types=kind))
+def test_arrays_that_share_a_rule_are_cut_as_each_alone(dims, kind, has_units):
+    """The second and third array of a rule are not corrected anew where nothing stands in the way of the first."""
+    mesh = MeshSpec({"data": 2, "tensor": 4, "one": 1}, axis_types=kind)
     spec, shape = P(*[entry for entry, _, _ in dims]), tuple(size for _, size, _ in dims)
+    used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
+    assume(len(used) == len(set(used)))  # no rule has an axis twice
     units = tuple(unit for _, _, unit in dims) if has_units else None
-    found = fit(spec, len(shape), units, mesh)
-    exact = corrected(spec, Leaf(shape, None, units), mesh, 0)
-    even = tuple(size * cut for size, cut in zip(shape, found.cuts, strict=True))
-    assert corrected(spec, Leaf(even, None, units), mesh, 0) == found.decision
-    assert (exact == found.decision) or any(size % cut for size, cut in zip(shape, found.cuts, strict=True))
+    shapes = [tuple(size * times for size in shape) for times in (1, 8 * 6, 5)]
+    tree = [jax.ShapeDtypeStruct(one, jnp.float32) for one in shapes]
+    rules = sfx.PathRules([(".", spec if units is None else sfx.atomic(spec, units))], axes=("gone",))
+    for leaf in sfx.plan(tree, mesh, paths=rules).leaves:
+        alone = correct(spec, leaf.shape, mesh, units=units)
+        assert (leaf.spec, leaf.reasons) == (alone.spec, alone.reasons)
 
 
 def test_spread_takes_the_largest_free_dimension_that_divides():

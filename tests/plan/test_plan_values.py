@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -17,6 +19,7 @@ from shardfx import (
     MeshSpec,
     PathRules,
     ShardPlan,
+    atomic,
     fsdp,
     plan,
     replicate,
@@ -86,44 +89,120 @@ def test_a_plan_is_read_by_path():
 DEEP: Any = []
 for _ in range(300):
     DEEP = [DEEP]
-HOSTILE = [
+HOSTILE: list[Any] = [
+    *[0, 1, 2**70, "data", "float32", [1], ["a"], [["a"]]],
     *[None, True, -1, 1.5, 10**30, 2**63, "", "a", "\ud800", "leaf", DEEP, [], {}, [[]], [None], ["a", "a"]],
     *[{"a": 1}, {"dict": []}, {"list": [None]}, {"node": "x", "children": []}, {"int": "9" * 5000}],
     *[{"unconstrained": True}, {"atomic": "m", "unit": 0}, [["a", 2, "Auto", 1]], float("nan"), float("inf")],
 ]
 
 
-def spots(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where in a JSON value something else could stand."""
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [path, *[spot for key, value in inner for spot in spots(value, (*path, key))]]
+RICH = plan(
+    {
+        "w": jnp.ones((6, 8)),
+        "layers": [jnp.ones((4,), jnp.int4), None, "x"],
+        "keys": jax.random.split(jax.random.key(0), 4),
+        "scalar": jnp.ones(()),
+        "by_number": {1: jnp.ones((3, 4, 5))},
+        "module": eqx.nn.Linear(4, 4, key=jax.random.key(0)),
+    },
+    MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2}),
+    paths=PathRules(
+        [
+            ("^w", ("a", "b")),
+            ("layers", fsdp("data", min_bytes=2)),
+            ("keys", P("gone")),
+            ("by_number/1", atomic(P(None, "tensor"), (1, 2, 1))),
+            ("scalar|module", ()),
+        ],
+        axes=["gone"],
+    ),
+    axes=AxisRules(
+        [("a", ("data", "tensor")), ("b", None)], modes={"m": [("a", P.UNCONSTRAINED)]}, units={"a": 3}
+    ).with_alias("c", "a"),
+    memory_kinds=[("^w", "pinned_host")],
+)
+JSON = json.loads(RICH.to_json())
 
 
-def edited(data: Any, path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    changed = copy.copy(data)
-    changed[path[0]] = edited(data[path[0]], path[1:], value)
-    return changed
+def edited(change: Callable[[Any], Any]) -> str:
+    """The text of that plan after a change, without its digest."""
+    data = copy.deepcopy(JSON)
+    del data["digest"]
+    change(data)
+    return json.dumps(data)
 
 
-PAYLOAD = {key: value for key, value in json.loads(MADE.to_json()).items() if key != "digest"}
+@pytest.mark.parametrize(
+    "change, wanted",
+    [
+        (lambda d: d["rows"][0].update(spec=[3]), "3 is no entry of a spec"),
+        (lambda d: d.update(version=2), "the plan has version 2, and this shardfx reads version 1; update shardfx"),
+        (lambda d: d.update(strict=1), "`strict` is 1; it must be true or left out"),
+        (lambda d: d.update(digest=JSON["digest"], mode="m"), "edited: its digest is not that of its content"),
+        (
+            lambda d: d["rows"][0].update(spec=["tensor", "tensor"]),
+            "the spec P('tensor', 'tensor') is invalid for shape (3, 4, 5) on mesh data=2(dcn=2),tensor=4: dim 0:",
+        ),
+        (lambda d: d["rows"][0].update(spec=["stage"]), "dim 0: the mesh has no axis `stage`"),
+        (lambda d: d["rows"][0].update(dtype="float13"), "dtype 'float13' is unknown to this version of JAX."),
+        (lambda d: d["rows"][0].pop("shape"), "row 0 has no `shape`."),
+        (lambda d: d["rows"][0].update(shape=[-4]), "row 0: `shape` is [-4]; it must be a list of sizes."),
+        (lambda d: d["rows"][0].update(shape=["4"]), "row 0: `shape` is ['4']; it must be a list of sizes."),
+        (lambda d: d["rows"][0].update(rule=7), "row 0: `rule` is 7; it must be a string or null."),
+        (lambda d: d["rows"][0].update(units=[0]), "row 0: `units` is [0]; it must be null or a list of positive"),
+        (lambda d: d["rows"][0].update(memory_kind="tape"), "memory kind 'tape' is none of device, pinned_host"),
+        (lambda d: d["rows"].__setitem__(0, 3), "row 0 is 3; it must be an object."),
+        (lambda d: d["rows"][0].update(strategies=[["data", 4]]), "['data', 4] is no strategy; it must be [list of"),
+        (lambda d: d["rows"][0].update(reasons=[["small", -1, [], ""]]), "is no reason; it must be [code, dimension"),
+        (lambda d: d["leaves"][0].__setitem__(1, 99), "`leaves` must hold pairs of a path and the number of a row"),
+        (lambda d: d["leaves"].pop(), "`structure` has"),
+        (lambda d: d["mesh"][0].__setitem__(1, 0), "mesh axis `data` has size 0"),
+        (lambda d: d["mesh"][0].__setitem__(1, -1), "the mesh has an axis of unknown size"),
+        (lambda d: d["mesh"][0].__setitem__(1, 2**62), "has more devices than JAX can number"),
+        (lambda d: d.update(mesh={}), "`mesh` must hold a list [name, size, axis type, slices] for each axis."),
+        (lambda d: d.update(mode=3), "`mode` is 3; it must be a string or null"),
+    ],
+)
+def test_json_edited_to_be_invalid(change, wanted):
+    with pytest.raises(PlanFormatError, match=re.escape(wanted)):
+        ShardPlan.from_json(edited(change))
 
 
-@settings(max_examples=400)
-@given(st.lists(st.tuples(st.sampled_from(spots(PAYLOAD)), st.sampled_from(HOSTILE)), min_size=1, max_size=2))
-def test_an_edited_plan_is_valid_or_a_format_error(edits):
-    data = PAYLOAD
-    for path, value in edits:
-        try:
-            data = edited(data, path, value)
-        except (KeyError, TypeError, IndexError):
-            continue  # an earlier edit has taken the place away
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something can be edited."""
+    if path:
+        yield path
+    for key, below in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(below, (*path, key))
+
+
+PLACES = [path for path in places(JSON) if path[0] != "digest"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(HOSTILE)), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=500)
+def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
+    def change(data):
+        for path, value in edits:
+            node = data
+            for key in path[:-1]:
+                if not (isinstance(node, dict) and key in node or isinstance(node, list) and key in range(len(node))):
+                    return
+                node = node[key]
+            if isinstance(node, dict) or isinstance(node, list) and path[-1] in range(len(node)):
+                node[path[-1]] = copy.deepcopy(value)
+
     try:
-        read = ShardPlan.from_json(json.dumps(data))
+        made = ShardPlan.from_json(edited(change))
     except PlanFormatError:
         return
-    assert ShardPlan.from_json(read.to_json()) == read and report(read) and len(read.leaves) == len(read)
+    again = ShardPlan.from_json(made.to_json())
+    assert again == made and again.leaves == made.leaves and report(made)
+    assert len(jax.tree.leaves(made.structs)) == len(made.leaves)
+    assert len(jax.tree.leaves(made.shardings)) == len(made.leaves)
+    assert 0 <= made.bytes_per_device <= made.bytes_total
+    assert all(str(why) == why.message or why.dim is not None for leaf in made.leaves for why in leaf.reasons)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +215,11 @@ def test_an_edited_plan_is_valid_or_a_format_error(edits):
         ('{"format": 1e400}', "not JSON compliant"),
         ('"\ud800"', "surrogates not allowed"),
         (r'{"format": "\ud800"}', "surrogates not allowed"),
-        ("", "no whole JSON text"),
+        ("", r"no whole JSON text \(.* of 0\); was the file truncated\?"),
+        (RICH.to_json()[:-1], r"no whole JSON text \(.*\); was the file truncated\?"),
         ("\ufeff{}", "no whole JSON text"),
         ("\x00", "no whole JSON text"),
-        ("[1]", "this JSON is no plan"),
-        ('{"format": "shardfx.plan", "version": 2}', "this shardfx reads version 1"),
+        *[(other, "is no plan: its `format` is not 'shardfx.plan'; write") for other in ("{}", "[1]", "null", '"a"')],
         ('{"format": "shardfx.plan", "version": 1}', "the plan's JSON is invalid: KeyError: 'mesh'"),
     ],
 )

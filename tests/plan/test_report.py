@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, follow, fsdp, plan, replicate, report
 from shardfx._ground.text import bytes_text
-from shardfx._plan import report_rows
+from shardfx._plan.facts import report_rows_of
 from shardfx.presets import models
 
 
@@ -24,7 +24,7 @@ MESH = MeshSpec({"data": 2, "tensor": 4})
 def test_repeated_layers_are_one_row():
     layer = {"w": struct(8, 16), "b": struct(16)}
     made = plan({"layers": [layer] * 32, "head": struct(8, 8)}, MESH, paths=PathRules([(".*", fsdp("tensor"))]))
-    rows = {row.path: row for row in report_rows(made)}
+    rows = {row.path: row for row in report_rows_of(made.content)}
     assert list(rows) == ["head", "layers/{0..31}/b", "layers/{0..31}/w"]
     assert rows["layers/{0..31}/w"].count == 32
     assert rows["layers/{0..31}/w"].bytes == 32 * 8 * 16 * 4
@@ -35,7 +35,7 @@ def test_repeated_layers_are_one_row():
 def test_arrays_that_are_planned_differently_are_not_joined():
     tree = [struct(8), struct(8), struct(6), struct(8)]
     made = plan(tree, MESH, paths=PathRules([("1", P()), (".*", P("tensor"))]))
-    assert [(row.path, row.count) for row in report_rows(made)] == [("{0,3}", 2), ("1", 1), ("2", 1)]
+    assert [(row.path, row.count) for row in report_rows_of(made.content)] == [("{0,3}", 2), ("1", 1), ("2", 1)]
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def test_arrays_that_are_planned_differently_are_not_joined():
 )
 def test_ranges(numbers, text):
     tree = {"layers": {str(number): {"w": struct(8)} for number in numbers}}
-    (row,) = report_rows(plan(tree, MESH, paths=PathRules([(".*", P())])))
+    (row,) = report_rows_of(plan(tree, MESH, paths=PathRules([(".*", P())])).content)
     assert row.path == text
 
 
 def test_several_numbers_in_one_path():
     tree = {"h": [{"experts": [{"w": struct(8)}] * 3}] * 2}
-    (row,) = report_rows(plan(tree, MESH, paths=PathRules([(".*", P())])))
+    (row,) = report_rows_of(plan(tree, MESH, paths=PathRules([(".*", P())])).content)
     assert row.path == "h/{0..1}/experts/{0..2}/w" and row.count == 6
 
 
 def test_numbers_that_are_part_of_a_name_stay():
     tree = {"fc1": struct(8), "fc2": struct(8), "h.0.w": struct(8), "h.1.w": struct(8), "block_0": struct(8)}
-    rows = report_rows(plan(tree, MESH, paths=PathRules([(".*", P())])))
+    rows = report_rows_of(plan(tree, MESH, paths=PathRules([(".*", P())])).content)
     assert [row.path for row in rows] == ["block_0", "fc1", "fc2", "h.{0..1}.w"]
 
 
@@ -71,7 +71,7 @@ def test_numbers_that_are_part_of_a_name_stay():
 def test_rows_cover_every_array_once(leaves):
     tree = {f"{name}/{number}": struct(size) for name, number, size in leaves}
     made = plan(tree, MESH, paths=PathRules([(".*", P("tensor"))]), unmatched="replicate")
-    rows = report_rows(made)
+    rows = report_rows_of(made.content)
     assert sum(row.count for row in rows) == len(made.leaves)
     assert sum(row.bytes for row in rows) == made.bytes_total
     assert sum(row.bytes_per_device for row in rows) == made.bytes_per_device
@@ -108,7 +108,7 @@ def test_the_state_of_repeated_layers_is_grouped_as_they_are():
     layer = {"w": struct(8, 16), "norm": struct(16)}
     rules = PathRules([("w", P("data", "tensor")), ("norm", P())])
     made = follow(optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules))
-    assert [(row.path, row.count, row.leaf.rule) for row in report_rows(made)] == [
+    assert [(row.path, row.count, row.leaf.rule) for row in report_rows_of(made.content)] == [
         ("0/count", 1, None),
         ("0/mu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
         ("0/mu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),
@@ -119,7 +119,7 @@ def test_the_state_of_repeated_layers_is_grouped_as_they_are():
 
 def test_a_star_in_a_path_is_no_number():
     made = plan({"h": {"*": struct(8), "0": struct(8), "1": struct(8)}}, MESH, paths=PathRules([(".*", P())]))
-    assert [row.path for row in report_rows(made)] == ["h/*", "h/{0..1}"]
+    assert [row.path for row in report_rows_of(made.content)] == ["h/*", "h/{0..1}"]
 
 
 def test_a_reason_is_told_once():

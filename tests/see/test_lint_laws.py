@@ -108,3 +108,62 @@ def test_every_kind_of_finding_is_planted():
     from shardfx._see.finding import CODES
 
     assert {code for planted in PLANTED.values() for code, _ in planted.found} == set(CODES)
+
+
+SMALL = MeshSpec({"fsdp": 2, "tensor": 2})
+MLP_AXES = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("kv", None)])
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def mlp(width: int, down: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    return {"up": f32(96, width), "down": f32(down or width, 96)}
+
+
+UP_AND_DOWN = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+LAYERS = {"layers": [mlp(256)] * 3}
+NAMED = {"layers": [UP_AND_DOWN] * 3}
+
+# A tree, its names, and where a contradiction is found.
+CASES = {
+    "experts of another width": ({**LAYERS, "shared": mlp(100)}, {**NAMED, "shared": UP_AND_DOWN}, []),
+    "a tower of another width": (
+        {**LAYERS, "eyes": {"up": f32(90, 200), "down": f32(200, 90)}},
+        {**NAMED, "eyes": UP_AND_DOWN},
+        [],
+    ),
+    "a name that no axis cuts": (
+        {**LAYERS, "q": f32(96, 192), "v": f32(96, 128)},
+        {**NAMED, "q": ("embed", "kv"), "v": ("embed", "kv")},
+        [],
+    ),
+    "a product that does not fit": (
+        {**LAYERS, "odd": mlp(256, 250)},
+        {**NAMED, "odd": UP_AND_DOWN},
+        ["odd/down, name 'mlp'"],
+    ),
+    "a table under another's name": (
+        {**LAYERS, "embed": f32(1000, 96)},
+        {**NAMED, "embed": ("mlp", "embed")},
+        ["embed, name 'mlp'"],
+    ),
+    "two tables under another's name": (
+        {**LAYERS, "embed": f32(1000, 96), "head": f32(96, 1000)},
+        {**NAMED, "embed": ("mlp", "embed"), "head": ("embed", "mlp")},
+        ["embed, name 'mlp'", "head, name 'mlp'"],
+    ),
+    "an alias": (
+        {**LAYERS, "embed": f32(1000, 96), "more": f32(300, 96)},
+        {**NAMED, "embed": ("wide", "embed"), "more": ("wide", "embed")},
+        ["more, name 'wide'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
+    tree, names, expected = CASES[case]
+    found = sfx.lint(tree, SMALL, names=names, axes=MLP_AXES.with_alias("wide", of="mlp"))
+    assert [one.where for one in found if one.code == "contradicted-name"] == expected, str(found)

@@ -16,9 +16,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, fsdp, html_report, plan
-from shardfx._plan import report_rows
+from shardfx._plan.facts import report_rows_of
 from shardfx._see import Finding, report_data
-from shardfx._see.packed import packed
+from shardfx._see.html import packed
 from shardfx.cost import Fit, Traffic, fit
 from shardfx.errors import ChipError
 
@@ -70,7 +70,7 @@ def test_the_rows_are_those_of_the_report():
         {"layers": [layer] * 3, "n": struct()}, MESH, paths=PathRules([("w", P("data", "tensor")), (".*", P())])
     )
     data = report_data(made, title="three layers")
-    rows = report_rows(made)
+    rows = report_rows_of(made.content)
     assert [row["path"] for row in data["rows"]] == [row.path for row in rows]
     assert [row["bytes_per_device"] for row in data["rows"]] == [row.bytes_per_device for row in rows]
     assert data["totals"] == {
@@ -197,7 +197,7 @@ def test_every_file_of_the_page_is_in_it():
 
 def test_the_picture_in_the_readme_shows_what_is_said_of_it():
     made = draw_report.planned()
-    rows = {row.path.rpartition("layers/")[2]: row for row in report_rows(made)}
+    rows = {row.path.rpartition("layers/")[2]: row for row in report_rows_of(made.content)}
     key, query, out = (rows[f"{{0..47}}/self_attn/{name}_proj/weight"] for name in ("k", "q", "o"))
     assert key.leaf.spec == P(None, "fsdp") and key.leaf.reasons[0].code.name == "unit"
     assert key.bytes_per_device > query.bytes_per_device + out.bytes_per_device

@@ -9,11 +9,9 @@ from jax.sharding import AxisType
 
 from shardfx import MeshSpec
 
-from .._data import as_json
-from .._screen import JSON, terminal_width, write
-from .._types import Whole
+from .._screen import JSON, as_json, terminal_width, verb, write
 from .._usage import UsageError, calling
-from .._verb import verb
+from .._words import Whole
 
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

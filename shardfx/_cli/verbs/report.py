@@ -6,13 +6,10 @@ from shardfx import chips, html_report
 from shardfx._see import report_data
 from shardfx.cost import Fit, Traffic, fit as fit_of, traffic as traffic_of
 
-from .._asked import Asked, asks_for_a_plan, inputs_of, plan_of
-from .._checked import findings_of
-from .._data import as_json
-from .._screen import JSON, working, write
-from .._step import MOST_DEVICES, Step, compiled, estimated, load_step
+from .._asked import Asked, asks_for_a_plan, findings_of, inputs_or_plan, plan_of
+from .._screen import JSON, as_json, verb, working, write
+from .._step import MOST_DEVICES, Step, chip_of, compiled, estimated, load_step
 from .._usage import UsageError, calling
-from .._verb import verb
 
 
 @verb(
@@ -47,8 +44,7 @@ def report(
     """
     if html_file is None and json_file is None:
         raise UsageError("Missing option '--html'; say where the page goes, as in --html plan.html")
-    hardware = None if chip is None else calling("reading --chip", lambda: chips.find(chip))
-    inputs = None if asked.rules is None and asked.mesh is None else inputs_of(asked)
+    hardware, inputs = None if chip is None else chip_of(chip), inputs_or_plan(asked)
     made = plan_of(asked, inputs)
     with working("checking the plan"):
         found = calling("checking", lambda: findings_of(asked, inputs))

@@ -12,30 +12,16 @@ from shardfx.cost import TrafficRow
 from ..._ground.text import bytes_text, table
 from ..._step.lines import place_text
 from ...auto._asked import device_count
-from .._data import as_json
 from .._load import attribute
-from .._screen import JSON, require_writable, show, working, write
+from .._screen import JSON, answer, require_writable, verb, working, write
 from .._step import emulate, load_bare_step
-from .._types import Whole
 from .._usage import UsageError, calling
-from .._values import literals, whole_number
-from .._verb import verb
+from .._words import Whole, whole_number
 
 
-_FIELDS = (
-    *("roles", "by", "seconds", "compute_seconds", "exposed_seconds", "hidden_seconds", "wire_bytes", "memory_bytes"),
-    *(
-        "unsure_bytes",
-        "limit_bytes",
-        "fits",
-        "constrained",
-        "donated",
-        "results",
-        "state_over",
-        "states",
-        "reasons",
-        "notes",
-    ),
+_FIELDS = tuple(
+    "roles by seconds compute_seconds exposed_seconds hidden_seconds wire_bytes memory_bytes unsure_bytes limit_bytes "
+    "fits constrained donated results state_over states reasons notes".split()
 )
 
 
@@ -96,26 +82,18 @@ def search(
     """
     hardware = _hardware(target, devices, chip)
     require_writable(code_file, json_file)
-    function, args = load_bare_step(step, None if kwargs is None else literals(kwargs, "kwargs"))
+    function, args = load_bare_step(step, kwargs)
     also = [_axis_rules(name) for name in rules]
     if verify is not None:
-        emulate(calling("reading --target", lambda: _count(hardware)))
+        emulate(calling("reading --target", lambda: device_count(hardware["devices"], hardware["chip"])))
     with working(f"searching for {step}") as work:
-        more = {
-            "slices": slices,
-            "verify": verify,
-            "cache": cache,
-            "closely": closely,
-            "progress": work.tell,
-            "also": also,
-        }
-        found = calling("searching", lambda: search_of(function, *args, keep=keep, **hardware, **more))
-    if json_file != "-":
-        show("\n\n".join([_table(found), *map(str, found)]))
+        more = {"slices": slices, "verify": verify, "cache": cache, "closely": closely}
+        given = {"keep": keep, "also": also, "progress": work.tell, **hardware, **more}
+        found = calling("searching", lambda: search_of(function, *args, **given))
+    text = "\n\n".join([_table(found), *map(str, found)])
+    answer(json_file, lambda: text, lambda: [_data(one) for one in found])
     if code_file is not None:
         write(found[0].code().removesuffix("\n"), code_file)
-    if json_file is not None:
-        write(as_json([_data(one) for one in found]), json_file)
     return 0 if found[0].fits else 1
 
 
@@ -130,11 +108,6 @@ def _hardware(target: str | None, devices: str | None, chip: str | None) -> dict
     if number is not None and chip is None:
         raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
     return {"devices": devices if number is None else number, "chip": chip}
-
-
-def _count(hardware: dict[str, Any]) -> int:
-    """How many devices there are to compile for."""
-    return device_count(hardware["devices"], hardware["chip"])
 
 
 def _axis_rules(name: str) -> AxisRules:

@@ -1,6 +1,4 @@
-"""MaxText's own rules: nothing is found in them, mistakes among them are, and checking takes milliseconds."""
-
-import time
+"""MaxText's own rules: nothing is found in them, and mistakes among them are."""
 
 import pytest
 
@@ -39,28 +37,13 @@ def _trimmed(spec):
 
 
 @pytest.mark.parametrize("which", MESHES)
-@pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_nothing_is_found_in_maxtexts_rules(which, model):
-    tree, names = maxtext_model.deepseek() if model == "deepseek" else maxtext_model.mixtral(4)
+@pytest.mark.parametrize(
+    "make", [maxtext_model.deepseek, lambda: maxtext_model.mixtral(4)], ids=["deepseek", "mixtral"]
+)
+def test_nothing_is_found_in_maxtexts_rules(which, make):
+    tree, names = make()
     found = sfx.lint(tree, maxtext_model.mesh(**MESHES[which]), names=names, axes=maxtext_model.AXES)
     assert found == (), str(found)
-
-
-def test_the_largest_rule_set_is_checked_in_milliseconds():
-    tree, names = maxtext_model.mixtral(100)
-    axes, mesh = maxtext_model.AXES, maxtext_model.mesh(**MESHES["all that training uses"])
-    assert (len(axes.rules), len(mesh.axis_names)) == (76, 12)
-    assert sfx.lint(tree, mesh, names=names, axes=axes) == ()
-    spent, planned = [], []
-    for _ in range(7):
-        start = time.process_time()
-        sfx.lint(tree, mesh, names=names, axes=axes)
-        spent.append(time.process_time() - start)
-        start = time.process_time()
-        sfx.plan(tree, mesh, names=names, axes=axes)
-        planned.append(time.process_time() - start)
-    # Type checks in tests and other programs cost most of this; `python -m benchmarks` has the time without them.
-    assert min(spent) < 0.25 and min(spent) < 5 * min(planned), (spent, planned)
 
 
 def test_mistakes_in_a_large_set_are_found_among_its_rules():

@@ -1,7 +1,8 @@
-"""`shardfx convert`: a checkpoint into another one, with other names, shapes, dtypes or files."""
+"""`shardfx convert` and `shardfx clean`: a checkpoint into another one, and what saves that were killed left."""
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,11 +13,9 @@ from shardfx import MeshSpec, PathRules, TreeMap, checkpoint, plan, replicate
 
 from ..._convert import Struct, bound, tree_structs
 from ..._ground.text import array_text, bytes_text, plural, table
-from .._data import as_json
 from .._load import attribute, load_model
-from .._screen import JSON, show, write
+from .._screen import JSON, answer, verb
 from .._usage import UsageError, calling
-from .._verb import verb
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -66,26 +65,21 @@ def convert(
         leaves = calling("mapping", lambda: _mapped(relation, structs, wanted))
     if not dry_run:
         _write(index, structs, target, relation, wanted, dtype, overwrite)
-    if json_file != "-":
-        _show(leaves, target, dry_run)
-    if json_file is not None:
-        arrays = [{"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
-        write(as_json({"written": None if dry_run else target, "bytes": _bytes(leaves), "arrays": arrays}), json_file)
+    size = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
+    arrays = [{"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
+    told = {"written": None if dry_run else target, "bytes": size, "arrays": arrays}
+    end = f" would be written to {target}." if dry_run else f", written to {target}."
+    answer(json_file, lambda: _text(leaves, size) + end, lambda: told)
 
 
 def _map(name: str) -> TreeMap:
     if os.path.isfile(name) and not name.endswith(".py"):
-        return calling(f"reading {name!r}", lambda: TreeMap.from_json(_text(name)))
+        return calling(f"reading {name!r}", lambda: TreeMap.from_json(Path(name).read_text(encoding="utf-8")))
     found = attribute(name)
     found = calling(f"`{name}()`", found) if callable(found) else found
     if not isinstance(found, TreeMap):
         raise UsageError(f"`{name}` is {found!r:.60}; it must be a TreeMap, or a function that makes one")
     return found
-
-
-def _text(file: str) -> str:
-    with open(file, encoding="utf-8") as opened:
-        return opened.read()
 
 
 def _mapped(relation: TreeMap, structs: Any, wanted: Any) -> dict[str, Struct]:
@@ -112,12 +106,35 @@ def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, kind)
 
 
-def _bytes(leaves: dict[str, Struct]) -> int:
-    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
-
-
-def _show(leaves: dict[str, Struct], target: str, dry_run: bool) -> None:
+def _text(leaves: dict[str, Struct], size: int) -> str:
     cells = [(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()]
-    show("\n".join(table([("path", "array"), *cells], right=set())))
-    text = f"{plural(len(leaves), 'array')}, {bytes_text(_bytes(leaves))}"
-    show(f"\n{text} would be written to {target}." if dry_run else f"\n{text}, written to {target}.")
+    lines = table([("path", "array"), *cells], right=set())
+    return "\n".join([*lines, "", f"{plural(len(leaves), 'array')}, {bytes_text(size)}"])
+
+
+@verb(examples=("shardfx clean .", "shardfx clean . --remove"))
+@click.argument("directory", metavar="DIRECTORY")
+@click.option("--remove", is_flag=True, help="Remove what is found.")
+@click.option(
+    "--older-than",
+    "older_than_seconds",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Only what nothing was written to for so long.",
+)
+@JSON
+def clean(directory: str, remove: bool, older_than_seconds: float, json_file: str | None) -> None:
+    """List or remove what saves that were killed left in DIRECTORY.
+
+    A save writes to .NAME.partial-... and renames it at the end. One that was killed leaves this behind.
+    """
+    found = calling(
+        f"looking at {directory!r}",
+        lambda: checkpoint.left_over(directory, older_than_seconds=older_than_seconds, remove=remove),
+    )
+    cells = [(one.path, bytes_text(one.nbytes), f"{one.age_seconds / 3600:.1f} h") for one in found]
+    lines = table([("removed" if remove else "left over", "bytes", "age"), *cells], right={"bytes", "age"})
+    text = "\n".join(lines) if found else "nothing is left over"
+    answer(json_file, lambda: text, lambda: list(found))

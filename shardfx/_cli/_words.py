@@ -1,0 +1,171 @@
+"""The words of a command line: numbers, keyword arguments, TPU slices, and the names that a shell can complete."""
+
+import ast
+import difflib
+import inspect
+import itertools
+import types
+from typing import Any, NamedTuple
+
+import click
+from click.shell_completion import CompletionItem
+
+from shardfx import AxisRules, MeshSpec, PathRules, chips, presets
+from shardfx.errors import ChipError, MeshError
+
+from .._ground.text import printable
+from ._usage import UsageError
+
+
+def literals(text: str | None, flag: str) -> dict[str, Any]:
+    """Reads `depth=4, name="x"`: keyword arguments whose values are Python literals.
+
+    **Arguments:**
+
+    - `text`: as between the brackets of a call; `None` for none.
+    - `flag`: where it was given, for messages.
+
+    **Returns:**
+
+    The values by name.
+
+    **Raises:**
+
+    `UsageError` that says which part is none.
+    """
+    if text is None:
+        return {}
+    form = f"--{flag} {text!r:.200} is not of the form NAME=VALUE, ..., as in --{flag} 'depth=4, name=\"small\"'"
+    try:
+        call = ast.parse(f"call({text}\n)", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(form) from error
+    # Text with a bracket of its own could close the call: then this is another expression than the one written.
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise UsageError(form)
+    found: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in found:
+            raise UsageError(form)
+        try:
+            found[keyword.arg] = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError, RecursionError) as error:
+            name, value = keyword.arg, keyword.value
+            what = "no literal (a number, a string in quotes, a bool, None, or a tuple of them)"
+            hint = f"; write a string as {name}={value.id!r}" if isinstance(value, ast.Name) else ""
+            raise UsageError(f"--{flag}: {name}={ast.unparse(value):.60} is {what}{hint}") from error
+    return found
+
+
+def whole_number(text: str) -> int | None:
+    """The number that `text` writes in at most 18 digits, or `None`: Python converts no text of thousands."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
+
+
+class Whole(click.ParamType):
+    """A whole number of at most 18 digits; Python converts no text of thousands."""
+
+    name = "N"
+
+    def __init__(self, *, positive: bool = False):
+        self.positive = positive
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = value if isinstance(value, int) else whole_number(value)
+        if number is None or (self.positive and not number):
+            what = "positive integer" if self.positive else "whole number"
+            self.fail(f"{value!r:.60} is no {what} of at most 18 digits", param, ctx)
+        return number
+
+
+class ModelName(click.ParamType):
+    """A model: a shell completes the names of published ones, and files."""
+
+    name = "model"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [*_starting(presets.models.names(), incomplete), CompletionItem(incomplete, type="file")]
+
+
+class RulesName(click.ParamType):
+    """Rules: a shell completes strategies and ready sets."""
+
+    name = "rules"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return _starting((*presets.models.strategies(), *rule_set_names()), incomplete)
+
+
+def _starting(names: tuple[str, ...], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def near(name: str, known: tuple[str, ...]) -> str:
+    """ "; did you mean 'x' or 'y'?", or "" where nothing is like it."""
+    found = difflib.get_close_matches(name.lower(), known, n=3)
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def rule_set_names() -> tuple[str, ...]:
+    """The rule sets in `shardfx.presets` that need no arguments."""
+    return tuple(name for name in sorted(vars(presets)) if _is_rule_set(vars(presets)[name]))
+
+
+def _is_rule_set(value: Any) -> bool:
+    if inspect.isfunction(value):
+        value = inspect.signature(value).return_annotation
+        return value in (PathRules, AxisRules, tuple[PathRules, AxisRules])
+    return isinstance(value, PathRules | AxisRules)
+
+
+class Slice(NamedTuple):
+    """A TPU slice: its name, and its devices as JAX would describe them."""
+
+    name: str
+    devices: tuple[types.SimpleNamespace, ...]
+
+
+def parse_slice(text: str) -> Slice:
+    """Reads `tpu:v5p:8x8x8`.
+
+    **Arguments:**
+
+    - `text`: as [`shardfx.chips.parse_slice`][] takes it.
+
+    **Returns:**
+
+    The slice.
+
+    **Raises:**
+
+    `UsageError` that says which part is wrong, and what may stand there.
+    """
+    try:
+        made = chips.parse_slice(text)
+    except (MeshError, ChipError) as error:
+        raise UsageError(f"--target: {error}") from error
+    if not made.chip.torus_dims:
+        raise UsageError(f"--target {text!r:.60}: a switch joins its chips, so there is no order to choose")
+    places = itertools.product(*[range(size) for size in reversed(made.extents)], range(made.chip.devices_per_chip))
+    devices = tuple(
+        types.SimpleNamespace(
+            id=number,
+            process_index=0,
+            platform="tpu",
+            device_kind=made.chip.kinds[0],
+            coords=(*reversed(place[:-1]), 0)[:3] if made.chip.torus_dims < 3 else (*reversed(place[:-1]),),
+            core_on_chip=place[-1],
+            slice_index=0,
+        )
+        for number, place in enumerate(places)
+    )
+    return Slice(made.name, devices)
+
+
+def order_text(target: Slice, mesh: MeshSpec) -> str:
+    """In what order the mesh would take the slice's devices, and how far apart neighbours then are."""
+    order = mesh.order(target.devices)
+    hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
+    told = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
+    first = f"On {target.name}: {len(target.devices):,} devices, ordered by {order.method}; mean hops: {told}."
+    return "\n".join(map(printable, [first, *order.reasons]))

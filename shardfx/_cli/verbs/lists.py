@@ -1,0 +1,55 @@
+"""`shardfx chips` and `shardfx models`: the accelerators and the published models that a command line may name."""
+
+import functools as ft
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from shardfx import chips as known, presets
+
+from ..._ground.text import table
+from .._screen import JSON, answer, terminal_width, verb
+from .._usage import UsageError, calling
+
+
+_NUMBERS = ("layers", "embed", "heads", "kv_heads", "head_dim", "hidden", "experts", "vocab")
+# What a narrow terminal does without, in this order.
+_SPARE = ("--rules", "head_dim", "vocab", "kv_heads", "heads")
+
+
+@verb(examples=("shardfx chips", "shardfx chips v5p --json"))
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@JSON
+def chips(names: tuple[str, ...], json_file: str | None) -> None:
+    """List accelerators: memory, arithmetic, links.
+
+    NAME is one as people write it, v5p or "NVIDIA H200". --json has the source of every number.
+    """
+    found = calling("reading NAME", lambda: tuple(known.find(name) for name in names)) or known.CHIPS
+    answer(json_file, lambda: known.table(found, width=terminal_width()), lambda: list(found))
+
+
+@verb(examples=("shardfx models", "shardfx models qwen3 --json"))
+@click.argument("text", default="", metavar="[TEXT]")
+@JSON
+def models(text: str, json_file: str | None) -> None:
+    """List the published models.
+
+    With TEXT, those that have it in their names.
+    The numbers are those that --kwargs may change, as in --kwargs layers=2.
+    """
+    published = presets.models
+    named = {name: published.config(name) for name in published.names() if text.lower() in name}
+    if not named:
+        raise UsageError(f"no published model has {text!r} in its name")
+    rows = {name: {**config, "strategies": list(published.strategies(name))} for name, config in named.items()}
+    cells = [("model", *_NUMBERS, "--rules"), *[(name, *_cells(row)) for name, row in rows.items()]]
+    lines = ft.partial(table, cells, right=set(_NUMBERS), width=terminal_width(), spare=_SPARE)
+    answer(json_file, lambda: "\n".join(lines()), lambda: rows)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    # Where every feed-forward block is an expert, its size is theirs.
+    numbers = {**row, "hidden": row.get("hidden", row.get("expert_hidden", ""))}
+    return (*(str(numbers.get(name, "")) for name in _NUMBERS), " ".join(row["strategies"]))

@@ -1,0 +1,151 @@
+"""`shardfx plan`, `explain`, `lint` and `diff`: a plan, why it is so, what is wrong with it, how it differs."""
+
+import dataclasses
+import re
+
+import click
+
+import shardfx as sfx
+
+from .._asked import Asked, asks_for_a_plan, findings_of, inputs_or_plan, plan_of
+from .._screen import JSON, answer, data_of, show, terminal_width, verb, working, write
+from .._usage import UsageError, calling
+from .._words import ModelName, RulesName, Whole, order_text
+
+
+# The first of several layers, as a plan's table names them: `layers/{0..125}/up`.
+_RANGE = re.compile(r"\{(\d{1,18})[\d.,]*\}")
+_SEVERITIES = click.Choice(["error", "warning", "info"])
+
+
+@verb(
+    examples=(
+        "shardfx plan llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp",
+        "shardfx plan mixtral-8x7b --mesh expert=8,fsdp=-1 --target tpu:v5e:4x4 --rules ep --json plan.json",
+    )
+)
+@asks_for_a_plan()
+@click.option("--only", metavar="REGEX", help="Show the arrays whose paths it finds, and their totals.")
+@click.option("--width", type=Whole(positive=True), help="Columns of text; the terminal's, else no limit.")
+@JSON
+def plan(asked: Asked, only: str | None, width: int | None, json_file: str | None) -> None:
+    """Print how every array of a model is sharded on a mesh, and why.
+
+    Allocates nothing and needs no device: the mesh need not exist here.
+
+    {MODEL}
+    """
+    inputs = inputs_or_plan(asked)
+    made = plan_of(asked, inputs)
+    if json_file == "-":
+        write(made.to_json(), json_file)
+        return
+    shown = made if only is None else calling("--only", lambda: made.select(only))
+    show(sfx.report(shown, width=width or terminal_width()))
+    if inputs is not None and inputs.target is not None:
+        show(f"\n{order_text(inputs.target, made.mesh)}")
+    if json_file is not None:
+        write(made.to_json(), json_file)
+
+
+@verb(
+    examples=(
+        "shardfx explain llama3-405b 'model/layers/{0..125}/mlp/up_proj/weight' --mesh tensor=3 --rules tp",
+        "shardfx explain my_model:make layer_0/up --mesh fsdp=3,tensor=2 --rules my_model:BOTH",
+    )
+)
+@asks_for_a_plan()
+@click.argument("path", metavar="PATH")
+@JSON
+def explain(asked: Asked, path: str, json_file: str | None) -> None:
+    """Say why one array is sharded as it is, and what would change it.
+
+    PATH is the array's, as `shardfx plan` names it, or a regex that finds it alone, as k_proj; of several layers,
+    {0..31}, the first is taken.
+
+    {MODEL}
+    """
+    made = plan_of(asked)
+    named = path if path in made else _RANGE.sub(r"\1", path)
+    found = calling("explaining", lambda: sfx.explain(made, named))
+    answer(json_file, lambda: str(found), lambda: found)
+
+
+@verb(
+    examples=(
+        "shardfx lint llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp",
+        "shardfx lint my_model:make --mesh fsdp=4,tensor=3 --rules my_model:BOTH --json",
+    ),
+    exits="0; 1 if there are findings of the severity of --fail-on or a worse one",
+)
+@asks_for_a_plan()
+@click.option("--fail-on", type=_SEVERITIES, default="warning", show_default=True, help="Exit with 1 for these.")
+@click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings of this code; may be repeated.")
+@click.option(
+    "--replicated-bytes", type=Whole(), default=2**26, show_default=True, help="From which size on whole arrays count."
+)
+@click.option("--head-dim", type=Whole(positive=True), help="Of attention heads, where the model does not tell.")
+@JSON
+def lint(
+    asked: Asked,
+    fail_on: str,
+    ignore: tuple[str, ...],
+    replicated_bytes: int,
+    head_dim: int | None,
+    json_file: str | None,
+) -> int:
+    """Find all that is wrong with a model's rules, and how to mend it.
+
+    What `plan` would refuse is an error; what is most likely a mistake, a warning.
+
+    {MODEL}
+    """
+    given = inputs_or_plan(asked)
+    limits = {"replicated_bytes": replicated_bytes, "head_dim": head_dim}
+    found = calling("checking", lambda: findings_of(asked, given, **limits).without(*ignore))
+    answer(json_file, lambda: str(found), lambda: list(found))
+    return 1 if found.worst(fail_on) else 0  # pyright: ignore[reportArgumentType]
+
+
+@verb(
+    examples=(
+        "shardfx diff llama3-8b --mesh fsdp=8 --rules fsdp --to-mesh fsdp=4,tensor=2 --to-rules fsdp_tp",
+        "shardfx diff my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --to-rules '.*->fsdp(fsdp)' --json",
+    ),
+    exits="0; 1 with --exit-code if the plans differ",
+)
+@asks_for_a_plan()
+@click.argument("to", type=ModelName(), required=False, metavar="[OTHER]")
+@click.option("--to-mesh", metavar="MESH", help="The second plan's; the first's by default.")
+@click.option("--to-rules", type=RulesName(), metavar="RULES", help="The second plan's; the first's by default.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
+@JSON
+def diff(
+    asked: Asked,
+    to: str | None,
+    to_mesh: str | None,
+    to_rules: str | None,
+    exit_code: bool,
+    json_file: str | None,
+) -> int:
+    """Compare two plans: what differs, and what it costs to move.
+
+    The second plan is of OTHER, or of MODEL again, on another mesh or by other rules.
+
+    {MODEL}
+    """
+    if to is None and to_mesh is None and to_rules is None:
+        raise UsageError("there is one plan; name another, or give --to-mesh or --to-rules")
+    first, second = plan_of(asked), plan_of(_second(asked, to, to_mesh, to_rules))
+    with working("comparing the plans"):
+        found = calling("comparing", lambda: sfx.diff(first, second))
+    answer(json_file, lambda: str(found), lambda: {"wire_bytes": found.wire_bytes, **data_of(found)})
+    return 1 if exit_code and found else 0
+
+
+def _second(asked: Asked, to: str | None, mesh: str | None, rules: str | None) -> Asked:
+    # A size of -1 is filled in the first mesh; the second is written out, or has the same devices.
+    other = dataclasses.replace(asked, model=to or asked.model)
+    if to is not None and mesh is None and rules is None and to.endswith(".json"):
+        return dataclasses.replace(other, mesh=None, rules=None)
+    return dataclasses.replace(other, mesh=mesh or asked.mesh, rules=rules or asked.rules)

@@ -1,0 +1,144 @@
+"""`shardfx traffic` and `shardfx fit`: what a step sends, and whether it fits the memory of a chip."""
+
+from typing import Any
+
+import click
+
+from shardfx import ShardPlan, cost
+
+from .._asked import Asked, asks_for_a_plan, plan_of
+from .._screen import JSON, answer, data_of, terminal_width, verb, working
+from .._step import Step, chip_of, compiled, estimated, load_step
+from .._usage import UsageError, calling
+
+
+_STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its arguments: trees of
+    ShapeDtypeStructs with shardings, as `plan.structs`. A parameter called `mesh` gets --mesh as a MeshSpec."""
+
+
+@verb(
+    examples=(
+        "shardfx traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2",
+        "shardfx traffic my_model:train_step --mesh data=16,fsdp=64,tensor=8 --how estimate --json traffic.json",
+    )
+)
+@click.argument("step", metavar="MODULE:STEP")
+@click.option("--mesh", metavar="MESH", help="The function's argument `mesh`, as in data=2,fsdp=4.")
+@click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
+@click.option(
+    "--how",
+    type=click.Choice(["compile", "estimate", "compare"]),
+    default="compile",
+    show_default=True,
+    help="Compile for emulated CPU devices; estimate, for any mesh, without compiling; or do both, and say where the "
+    "compiler sends more.",
+)
+@click.option(
+    "--compiler",
+    type=click.Choice(["tpu", "gpu", "cpu"]),
+    help="Whose compiler the estimate is for; by default that of what is compiled for, else a TPU's.",
+)
+@click.option("--target", metavar="tpu:KIND:AxBxC", help="Compile for this TPU slice; needs the extra `aot`.")
+@click.option("--cache", metavar="DIR", help="Keep what was compiled for --target in this directory.")
+@click.option("--chip", metavar="CHIP", help="Say how long it takes over the links of this one; see `shardfx chips`.")
+@JSON
+def traffic(
+    step: str,
+    mesh: str | None,
+    kwargs: str | None,
+    how: str,
+    compiler: str | None,
+    target: str | None,
+    cache: str | None,
+    chip: str | None,
+    json_file: str | None,
+) -> None:
+    """List what a step sends, and the line that causes it.
+
+    {STEP} Nothing runs. What the step donates, and how its results lie, `jax.jit` or `filter_jit` says.
+    """
+    if target is not None and how == "estimate":
+        raise UsageError("--target is what is compiled for; with --how estimate leave it out")
+    hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
+    with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}") as work:
+        program = None if how == "estimate" else compiled(loaded, target, cache, work.tell)
+        found = _found(loaded, program, how, compiler or _habits(how, target))
+    sent = found.compiled if how == "compare" else found
+    timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
+    text = str(found) if how == "compare" else found.text(terminal_width())
+    sums = ("extra_bytes",) if how == "compare" else ("wire_bytes", "dcn_bytes", "unsure_bytes")
+    told = {name: getattr(found, name) for name in sums} | data_of(found)
+    if timed is not None:
+        text, told = f"{text}\n\n{timed}", {**told, "seconds": data_of(timed)}
+    answer(json_file, lambda: text, lambda: told)
+
+
+traffic.help = (traffic.help or "").replace("{STEP}", _STEP_HELP)
+
+
+def _habits(how: str, target: str | None) -> str:
+    return "cpu" if how == "compare" and target is None else "tpu"
+
+
+def _found(step: Step, program: Any, how: str, compiler: Any) -> Any:
+    if how == "estimate":
+        return estimated(step, compiler)
+    sent = calling("reading the program", lambda: cost.traffic(program, step.mesh))
+    if how == "compile":
+        return sent
+    return calling("comparing", lambda: cost.compare(estimated(step, compiler), sent))
+
+
+@verb(
+    examples=(
+        "shardfx fit llama3-70b --mesh fsdp=64,tensor=4 --rules fsdp_tp --optimizer optax:adamw --chip v5e",
+        "shardfx fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2 --chip v5p --json",
+    ),
+    exits="0 if a step fits; 1 if it does not, or where no step was counted",
+)
+@asks_for_a_plan(model_is_needed=False)
+@click.option(
+    "--chip", metavar="CHIP", help="As v5e or h100, see `shardfx chips`; by default that of --target, else v5p."
+)
+@click.option("--step", metavar="MODULE:STEP", help="In the place of MODEL: a step; see `shardfx traffic`.")
+@click.option("--compile", "compiles", is_flag=True, help="Compile the step for --target: the compiler's own numbers.")
+@JSON
+def fit(asked: Asked, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
+    """Say whether a step fits a chip, and which changes would make it fit.
+
+    Of a step, what is live at the worst moment is counted. Of a model, what its arrays take and those of --optimizer;
+    that alone says not whether a step of it fits.
+
+    {MODEL}
+    """
+    hardware = chip_of(chip or asked.target or "v5p")
+    if compiles and (step is None or asked.target is None):
+        raise UsageError("--compile needs --step MODULE:STEP, and --target that says what to compile for")
+    if (step is None) == (asked.model is None):
+        raise UsageError("give a MODEL, as llama3-8b, or --step MODULE:STEP")
+    if step is None:
+        made = plan_of(asked)
+        found = calling("counting", lambda: cost.fit(_parts(made), chip=hardware))
+    else:
+        found = _of_step(asked, step, hardware, compiles)
+    answer(json_file, lambda: calling("trying changes", found.explain), lambda: _data(found))
+    return 0 if found.fits and found.how != "arguments" else 1
+
+
+def _parts(made: ShardPlan) -> ShardPlan:
+    """The plan of a model alone as one of several: what is called `model` are parameters."""
+    return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
+
+
+def _of_step(asked: Asked, name: str, chip: Any, compiles: bool) -> cost.Fit:
+    loaded = load_step(name, asked.kwargs, asked.mesh)
+    with working(f"tracing {name}") as work:
+        program = compiled(loaded, asked.target, tell=work.tell) if compiles else None
+        given = {"compiled": program, "chip": chip, "mesh": loaded.mesh}
+        return calling("counting memory", lambda: cost.fit(loaded.function, *loaded.args, **given))
+
+
+def _data(found: cost.Fit) -> dict[str, Any]:
+    names = ("fits", "is_close", "peak_bytes", "usable_bytes", "headroom_bytes", "how", "batch", "largest_batch")
+    tables = ("rows", "largest", "changes", "notes")
+    return {name: data_of(getattr(found, name)) for name in (*names, *tables)} | {"chip_name": found.chip.name}
