@@ -10,7 +10,8 @@ from shardfx import MeshSpec, correct, plan, presets, resolve
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, SpecError
 from shardfx.presets import Layout, eformer, infer_mode, t5x
-from shardfx.presets.eformer import (
+from shardfx.presets.layouts import AttnKVSharding, ColumnWise, HiddenStateSharding, UnifiedExpertColumnWise
+from shardfx.presets.tokens import (
     BATCH,
     DP,
     EMBED,
@@ -33,10 +34,6 @@ from shardfx.presets.eformer import (
     TOKENS,
     TP,
     VOCAB,
-    AttnKVSharding,
-    ColumnWise,
-    HiddenStateSharding,
-    UnifiedExpertColumnWise,
 )
 
 
@@ -244,7 +241,7 @@ def test_composites_join_and_none_in_them_is_nothing():
 
 
 def test_layouts_are_all_there():
-    layouts = {name: value for name, value in vars(inspect.getmodule(eformer)).items() if isinstance(value, Layout)}
+    layouts = {name: value for name, value in vars(presets.layouts).items() if isinstance(value, Layout)}
     assert len(layouts) == 17
     for name, layout in layouts.items():
         assert resolve(layout.axes, eformer(), unmatched="raise").reasons == (), name
