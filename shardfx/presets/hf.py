@@ -297,22 +297,8 @@ def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> P
     return _preset("t5", {"dim": head_dim}, fsdp, tensor)
 
 
-PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType(
-    {
-        "bert": bert,
-        "deepseek_v3": deepseek_v3,
-        "gemma": gemma,
-        "gpt2": gpt2,
-        "llama": llama,
-        "mistral": mistral,
-        "mixtral": mixtral,
-        "qwen2": qwen2,
-        "qwen3": qwen3,
-        "qwen3_moe": qwen3_moe,
-        "starcoder2": starcoder2,
-        "t5": t5,
-    }
-)
+_ALL = (bert, deepseek_v3, gemma, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, starcoder2, t5)
+PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType({one.__name__: one for one in _ALL})
 
 
 def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:

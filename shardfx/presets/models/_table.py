@@ -1,8 +1,8 @@
 """Every model by name: its family, and the numbers of its config.
 
 The numbers are those of the checkpoints' own config.json; of GPT-3 those of its paper (arXiv:2005.14165, table 2.1), of
-T5 those of t5x's gin files, of ViT those of big_vision's models/vit.py. There is one llama3-405b, Llama 3.1's. big_vision
-tells ViT "g" from "G"; the others call the large one "bigG".
+T5 those of t5x's gin files, of ViT those of big_vision's models/vit.py. There is one llama3-405b, Llama 3.1's.
+big_vision tells ViT "g" from "G"; the others call the large one "bigG".
 """
 
 from collections.abc import Iterator, Mapping
