@@ -289,8 +289,8 @@ class Jitted(Generic[P, R]):
         except (TypeError, ValueError, AttributeError) as error:
             self._explain(error, call)
             raise
-        arrays = [*self._own_arrays(), *self._taken(call, lists)]
-        results = self._returned(traced.out_info)
+        arrays = (*self._own_arrays(), *self._taken(call, lists))
+        results = tuple(self._returned(traced.out_info))
         return Traced(ft.partial(self._run_compiled, call.static), traced, arrays, results, self._mesh())
 
     def _mesh(self) -> MeshSpec | None:

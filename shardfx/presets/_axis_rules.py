@@ -84,40 +84,21 @@ def eformer(
         assert resolve(names, rules, mode="decode").spec == P(("fsdp", "dp"), None, "model")
         ```
     """
+    given = {**locals()}
     # One mesh axis may play both parts.
-    batch = tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis)))
-    sequence, tensor = sequence_parallel_axis, tensor_parallel_axis
-    rules = {
-        tokens.BATCH: _given(batch_axis, batch),
-        tokens.LENGTH: _given(sequence_axis, sequence),
-        tokens.QUERY_LENGTH: _given(query_sequence_axis, sequence),
-        tokens.KV_LENGTH: _given(key_sequence_axis, sequence),
-        tokens.EMBED: _given(hidden_state_axis, tensor),
-        tokens.HEAD: _given(head_axis, tensor),
-        tokens.KV_HEAD: _given(kv_head_axis, tensor),
-        tokens.MLP_INTERMEDIATE: _given(mlp_intermediate_axis, tensor),
-        tokens.VOCAB: _given(vocab_axis, tensor),
-        tokens.EXPERT: _given(expert_axis, expert_parallel_axis),
-        tokens.EXPERT_GATE: expert_gate_axis,
-        tokens.HEAD_DIM: attention_dim_axis,
-        tokens.KV_HEAD_DIM: attention_kv_dim_axis,
-        tokens.BIAS_HEAD_SEQ: bias_head_sequence_axis,
-        tokens.BIAS_KV_SEQ: bias_key_sequence_axis,
-        tokens.DATA_PARALLEL: data_parallel_axis,
-        tokens.FULLY_SHARDED_DATA_PARALLEL: fully_sharded_data_parallel_axis,
-        tokens.TENSOR_PARALLEL: tensor_parallel_axis,
-        tokens.SEQUENCE_PARALLEL: sequence_parallel_axis,
-        tokens.EXPERT_PARALLEL: expert_parallel_axis,
+    usual: dict[str, Any] = {
+        "batch_axis": tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))),
+        **dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), sequence_parallel_axis),
+        **dict.fromkeys(("hidden_state_axis", "head_axis", "kv_head_axis"), tensor_parallel_axis),
+        **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), tensor_parallel_axis),
+        "expert_axis": expert_parallel_axis,
     }
-    generation = {
-        tokens.BATCH: _given(decode_batch_axis, rules[tokens.BATCH]),
-        tokens.QUERY_LENGTH: decode_query_sequence_axis,
-        tokens.KV_LENGTH: _given(decode_key_sequence_axis, rules[tokens.KV_LENGTH]),
-        tokens.HEAD: _given(decode_head_axis, rules[tokens.HEAD]),
-        tokens.KV_HEAD: _given(decode_kv_head_axis, rules[tokens.KV_HEAD]),
-        tokens.HEAD_DIM: decode_attention_dim_axis,
-        tokens.KV_HEAD_DIM: decode_attention_kv_dim_axis,
-    }
+    rules, generation = dict[str, Any](), dict[str, Any]()
+    for field, token in tokens.TOKENS.items():
+        rules[token] = usual.get(field) if given[field] is NOT_GIVEN else given[field]
+        if f"decode_{field}" in given:
+            own = given[f"decode_{field}"]
+            generation[token] = rules[token] if own is NOT_GIVEN else own
     decode = _generation_rules(rules, generation)
     modes = {tokens.MODE_TRAIN: (), tokens.MODE_PREFILL: (), tokens.MODE_DECODE: decode, tokens.MODE_INSERT: decode}
     made = AxisRules(rules, modes=modes)
@@ -139,10 +120,6 @@ def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list
             # The rules of a mode come first, so tokens that have priority over a changed one are said again.
             found.append((token, rules[token]))
     return found
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is NOT_GIVEN else value
 
 
 _SHARDED = (("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None), ("joined_kv", "model"))
