@@ -93,8 +93,7 @@ def rules_of(
     rules: Rules = []
     for target, paths in cut.items():
         apart = [*others, *[path for path in rows if path not in paths]]
-        ends = dict.fromkeys(_end(path, apart) for path in paths)
-        rules.append((f"(^|[./])({'|'.join(ends)})$", target))
+        rules.append((_regex([_end(path, apart) for path in paths]), target))
     return rules
 
 
@@ -122,7 +121,17 @@ def _end(path: str, others: Sequence[str]) -> str:
     """
     for count in range(2, path.count(".") + 2):
         for number in (r"\{[^}]*\}|\d+", r"\{[^}]*\}"):
-            end, *apart = (".".join(re.sub(number, r"\\d+", one).split(".")[-count:]) for one in (path, *others))
-            if end not in apart:
+            one, *apart = (re.sub(number, r"\\d+", each) for each in (path, *others))
+            end = ".".join(one.split(".")[-count:])
+            if not any(other.endswith(end) for other in apart):
                 return end
     return re.sub(r"\{[^}]*\}", r"\\d+", path)
+
+
+def _regex(ends: Sequence[str]) -> str:
+    """A regex for these ends of paths; "norm.weight" stands for "layernorm.weight" too."""
+    short = [end for end in dict.fromkeys(ends) if not any(end != one and end.endswith(one) for one in ends)]
+    heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
+    if len(short) == 1:
+        return f"{short[0]}$"
+    return f"({'|'.join(heads)}).{lasts[0]}$" if len({*lasts}) == 1 else f"({'|'.join(short)})$"

@@ -65,8 +65,8 @@ CASES: dict[str, tuple[Callable[[], Arguments], list[tuple[str, str]]]] = {
     "a wide rule first": (
         lambda: model("qwen3-8b", "fsdp_tp", FSDP_TP, ("self_attn", fsdp("fsdp"))),
         [
-            ("shadowed-rule", "paths[3] '(^|[./])(q_proj.weight|k_proj.weight|v_proj.weight)$'"),
-            ("shadowed-rule", "paths[4] '(^|[./])(o_proj.weight)$'"),
+            ("shadowed-rule", "paths[3] '(q_proj|k_proj|v_proj).weight$'"),
+            ("shadowed-rule", "paths[4] 'o_proj.weight$'"),
         ],
     ),
     "a misspelled axis": (
