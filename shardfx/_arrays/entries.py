@@ -247,7 +247,7 @@ def donated(donate: Any, signature: inspect.Signature) -> Donated:
     return Donated(frozenset(names.index(one) if isinstance(one, str) else one for one in chosen))
 
 
-def bound(signature: inspect.Signature, name: str, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def bound(fn: Any, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """The arguments of a call as the function gets them: keyword arguments by position, and with defaults.
 
     **Raises:**
@@ -257,20 +257,10 @@ def bound(signature: inspect.Signature, name: str, args: Any, kwargs: Any) -> tu
     try:
         found = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}() {_misfit(signature, args, kwargs, str(error))}") from None
+        inner = inspect.unwrap(fn, stop=lambda one: hasattr(one, "__signature__"))
+        if inspect.isfunction(inner) and not hasattr(inner, "__signature__"):
+            # Its arguments do not fit, so that no line of it runs.
+            inner(*args, **kwargs)
+        raise TypeError(f"{name}(): {error}") from None
     found.apply_defaults()
     return found.args, found.kwargs
-
-
-def _misfit(signature: inspect.Signature, args: Any, kwargs: Any, text: str) -> str:
-    names = positional_names(signature)
-    if text == "too many positional arguments":
-        return f"takes {len(names)} positional argument{'s' * (len(names) != 1)} but {len(args)} were given"
-    if not text.startswith("missing"):
-        return text if text.startswith("got") else f"got {text}"
-    parameters = [one for one in signature.parameters.values() if one.default is one.empty]
-    missing = [one.name for one in parameters if one.name in names and one.name not in [*names[: len(args)], *kwargs]]
-    kind = "positional" if missing else "keyword-only"
-    missing = missing or [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in kwargs]
-    listed = " and ".join(map(repr, missing))
-    return f"missing {len(missing)} required {kind} argument{'s' * (len(missing) != 1)}: {listed}"

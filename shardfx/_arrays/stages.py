@@ -34,6 +34,7 @@ class TracedArray:
     name: str = ""
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced(Generic[P, R]):
     """A function that is traced for arguments of some shapes.
 
@@ -45,16 +46,11 @@ class Traced(Generic[P, R]):
     - `mesh`: of the first plan among its shardings, with the slices that it spans; `None` without plans.
     """
 
-    def __init__(
-        self,
-        call: Any,
-        traced: jax.stages.Traced,
-        arrays: Sequence[TracedArray],
-        results: Sequence[TracedArray],
-        mesh: MeshSpec | None,
-    ):
-        self._call, self.traced, self.arrays, self.results = call, traced, tuple(arrays), tuple(results)
-        self.mesh = mesh
+    _call: Any
+    traced: jax.stages.Traced
+    arrays: tuple[TracedArray, ...]
+    results: tuple[TracedArray, ...]
+    mesh: MeshSpec | None
 
     @property
     def jaxpr(self) -> Any:
@@ -85,11 +81,13 @@ class Traced(Generic[P, R]):
         return Lowered(self._call, self.traced.lower(lowering_platforms=named), self.argument_paths)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Generic[P, R]):
     """A function that is lowered for arguments of some shapes."""
 
-    def __init__(self, call: Any, lowered: jax.stages.Lowered, argument_paths: dict[str, str]):
-        self._call, self.lowered, self.argument_paths = call, lowered, argument_paths
+    _call: Any
+    lowered: jax.stages.Lowered
+    argument_paths: dict[str, str]
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The text of the program as it goes to the compiler."""
@@ -104,11 +102,13 @@ class Lowered(Generic[P, R]):
         return Compiled(self._call, self.lowered.compile(compiler_options), self.argument_paths)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Generic[P, R]):
     """A function that is compiled for arguments of some shapes, and for the static ones that it was lowered with."""
 
-    def __init__(self, call: Any, compiled: jax.stages.Compiled, argument_paths: dict[str, str]):
-        self._call, self.compiled, self.argument_paths = call, compiled, argument_paths
+    _call: Any
+    compiled: jax.stages.Compiled
+    argument_paths: dict[str, str]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(self.compiled, args, kwargs)

@@ -74,18 +74,18 @@ class Static:
 
     **Arguments:**
 
-    - `form`: where arrays and other leaves are among all leaves.
+    - `positions`: where the leaves that are no arrays, and each list of arrays, are among all leaves.
     - `treedef`: the structure of this very tree: one that is equal may hold other data.
     - `values`: the leaves that are no arrays.
     - `data`: what the nodes hold.
     """
 
-    __slots__ = ("form", "treedef", "values", "_parts", "_key", "_hash")
+    __slots__ = ("positions", "treedef", "values", "_parts", "_key", "_hash")
 
-    def __init__(self, form: Any, treedef: Any, values: Sequence[Any], data: Sequence[Any]):
-        self.form, self.treedef, self.values, self._parts = form, treedef, values, [*values, *data]
+    def __init__(self, positions: list[list[int]], treedef: Any, values: Sequence[Any], data: Sequence[Any]):
+        self.positions, self.treedef, self.values, self._parts = positions, treedef, values, [*values, *data]
         compared = tuple([None if isinstance(one, float | complex) and one != one else one for one in values])
-        self._key = (form.statics, compared, mark(self._parts), treedef)
+        self._key = (tuple(positions[0]), compared, mark(self._parts), treedef)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
@@ -100,14 +100,6 @@ class Static:
         """Whether these are its values and data, by their identity."""
         return len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
 
-    def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
-        """The tree again, with these arrays."""
-        leaves: list[Any] = [None] * self.treedef.num_leaves
-        for positions, found in zip((self.form.statics, *self.form.groups), (self.values, *lists), strict=True):
-            for at, leaf in zip(positions, found, strict=True):
-                leaves[at] = leaf
-        return jax.tree.unflatten(self.treedef, leaves)
-
     def difference(self, given: "Static") -> str:
         """How another call differs, in words."""
         if self.treedef != given.treedef:
@@ -115,3 +107,12 @@ class Static:
         pairs = zip(self._parts, given._parts, strict=False)
         then, now = next((pair for pair in pairs if mark(pair[0]) != mark(pair[1]) or pair[0] != pair[1]), ("", ""))
         return f"{then!r:.60} then, {now!r:.60} now"
+
+
+def joined(treedef: Any, positions: Sequence[Sequence[int]], lists: Sequence[Sequence[Any]]) -> Any:
+    """The tree whose leaves are in these lists, each at the positions of its list."""
+    leaves: list[Any] = [None] * treedef.num_leaves
+    for own, found in zip(positions, lists, strict=True):
+        for at, leaf in zip(own, found, strict=True):
+            leaves[at] = leaf
+    return treedef.unflatten(leaves)

@@ -5,7 +5,7 @@ given to `plan`, `load`, `save` or `reshard`.
 """
 
 from . import layouts as layouts, maps as maps, models as models, tokens as tokens
-from .eformer import eformer as eformer
+from ._axis_rules import eformer as eformer, t5x as t5x
 from .hf import (
     bert as bert,
     deepseek_v3 as deepseek_v3,
@@ -21,4 +21,3 @@ from .hf import (
     t5 as t5,
 )
 from .layouts import Layout as Layout, infer_mode as infer_mode
-from .t5x import t5x as t5x

@@ -7,21 +7,11 @@ the other dimension. Fused heads are only cut between heads.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
-
-from jax.sharding import PartitionSpec as P
+from typing import Final
 
 from .._rules.path_rules import PathRules
-from .._rules.strategies import Fsdp, Replicate, atomic, fsdp as fsdp_strategy, optional, replicate
-
-
-# One mesh axis, several, for example `("data", "fsdp")`, or none: `()`.
-Axes = str | tuple[str, ...]
-Rules = list[tuple[str, Any]]
-
-# In the patterns below "." stands for any character, so that they match the names of a checkpoint
-# ("model.layers.0.mlp.up_proj.weight") and the paths of a nested tree ("model/layers/0/mlp/up_proj/weight").
-# No pattern tells one digit from another, as far as the names allow it: then a plan matches each kind of layer once.
+from .._rules.strategies import optional
+from ._row_rules import Axes, rows_for_rules, rules_of
 
 
 def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -51,7 +41,7 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
         print(made.leaves[0].spec, made.leaves[0].reasons[0])
         ```
     """
-    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
+    return _preset("llama", {"dim": head_dim}, fsdp, tensor)
 
 
 def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -72,7 +62,7 @@ def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
         assert made.leaves[0].spec == P("tensor", "fsdp")
         ```
     """
-    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
+    return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
 
 
 def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -93,16 +83,7 @@ def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
         assert made.leaves[0].spec == P("fsdp", "tensor")
         ```
     """
-    return _path_rules(
-        [
-            *_attention(head_dim, fsdp, tensor),
-            (r"experts.\d+.w2.weight$", P(fsdp, tensor)),
-            (r"experts.\d+.w\d.weight$", P(tensor, fsdp)),
-            (r"block_sparse_moe.gate.weight$", P(None, fsdp)),
-        ],
-        fsdp,
-        tensor,
-    )
+    return _preset("mixtral", {"dim": head_dim}, fsdp, tensor)
 
 
 def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -123,8 +104,7 @@ def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
         assert made.leaves[0].spec == P()
         ```
     """
-    rules = [*_decoder(head_dim, fsdp, tensor), _head_bias(r"[qkv]_proj.bias$", head_dim, tensor)]
-    return _path_rules(rules, fsdp, tensor)
+    return _preset("qwen2", {"dim": head_dim}, fsdp, tensor)
 
 
 def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -145,7 +125,7 @@ def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
         assert made.leaves[0].spec == P("fsdp")
         ```
     """
-    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
+    return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
 
 
 def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -166,7 +146,7 @@ def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tenso
         assert made.leaves[0].spec == P(None, "fsdp")
         ```
     """
-    return _path_rules([*_decoder(head_dim, fsdp, tensor), (r"mlp.gate.weight$", P(None, fsdp))], fsdp, tensor)
+    return _preset("qwen3_moe", {"dim": head_dim}, fsdp, tensor)
 
 
 def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -189,7 +169,7 @@ def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
         assert made.leaves[0].spec == P("fsdp", "tensor")
         ```
     """
-    return _path_rules(_decoder(head_dim, fsdp, tensor), fsdp, tensor)
+    return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
 
 
 def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -210,19 +190,7 @@ def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tens
         assert made.leaves[0].spec == P("fsdp", "tensor")
         ```
     """
-    return _path_rules(
-        [
-            (r"(embed_tokens|lm_head).weight$", P(tensor, fsdp)),
-            (r"[qkv]_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
-            (r"o_proj.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
-            (r"c_fc.weight$", P(tensor, fsdp)),
-            (r"c_proj.weight$", P(fsdp, tensor)),
-            _head_bias(r"[qkv]_proj.bias$", head_dim, tensor),
-            (r"(norm.weight|bias)$", _anywhere(fsdp)),
-        ],
-        fsdp,
-        tensor,
-    )
+    return _preset("starcoder2", {"dim": head_dim}, fsdp, tensor)
 
 
 def deepseek_v3(
@@ -259,23 +227,8 @@ def deepseek_v3(
         assert made.leaves[0].spec == P("tensor", "fsdp")
         ```
     """
-    query, both = qk_nope_head_dim + qk_rope_head_dim, qk_nope_head_dim + v_head_dim
-    # The fp8 checkpoint has beside each weight one scale per block of 128 x 128, under the same name.
-    weight = r".weight(_scale_inv)?$"
-    return _path_rules(
-        [
-            (r"(embed_tokens|lm_head|shared_head.head).weight$", P(tensor, fsdp)),
-            (r"q_b_proj" + weight, atomic(P(tensor, fsdp), (query, 1))),
-            (r"kv_b_proj" + weight, atomic(P(tensor, fsdp), (both, 1))),
-            (r"(q_a_proj|kv_a_proj_with_mqa|mlp.gate)" + weight, P(None, fsdp)),
-            (r"o_proj" + weight, atomic(P(fsdp, tensor), (1, v_head_dim))),
-            (r"(gate|up)_proj" + weight, P(tensor, fsdp)),
-            (r"(down|eh)_proj" + weight, P(fsdp, tensor)),
-            (r"(norm.weight|e_score_correction_bias)$", _anywhere(fsdp)),
-        ],
-        fsdp,
-        tensor,
-    )
+    sizes = {"dim": qk_nope_head_dim + qk_rope_head_dim, "both_dim": qk_nope_head_dim + v_head_dim}
+    return _preset("deepseek", {**sizes, "value_dim": v_head_dim}, fsdp, tensor)
 
 
 def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -299,20 +252,7 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
         assert made.leaves[0].spec == P("fsdp", "tensor")
         ```
     """
-    return _path_rules(
-        [
-            (r"wte.weight$|lm_head.weight$", P(tensor, fsdp)),
-            (r"c_attn.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
-            (r"attn.c_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
-            (r"c_fc.weight$", P(fsdp, tensor)),
-            (r"mlp.c_proj.weight$", P(tensor, fsdp)),
-            _head_bias(r"c_attn.bias$", head_dim, tensor),
-            # `attn.bias` and `attn.masked_bias` are causal masks that early checkpoints hold.
-            (r"(wpe|ln_\w+).weight$|bias$", _anywhere(fsdp)),
-        ],
-        fsdp,
-        tensor,
-    )
+    return _preset("gpt", {"dim": head_dim}, fsdp, tensor)
 
 
 def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -333,23 +273,7 @@ def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
         assert made.leaves[0].spec == P("tensor", "fsdp")
         ```
     """
-    return _path_rules(
-        [
-            (r"word_embeddings.weight$|decoder.weight$", P(tensor, fsdp)),
-            (r"self.(query|key|value).weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
-            (r"attention.output.dense.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
-            (r"(intermediate|pooler|transform).dense.weight$", P(tensor, fsdp)),
-            (r"output.dense.weight$", P(fsdp, tensor)),
-            _head_bias(r"self.(query|key|value).bias$", head_dim, tensor),
-            # Early checkpoints call LayerNorm's parameters `gamma` and `beta`, and hold `position_ids`.
-            (
-                r"(position|type)_embeddings.weight$|LayerNorm.\w+$|bias$|position_ids$|seq_relationship.weight$",
-                _anywhere(fsdp),
-            ),
-        ],
-        fsdp,
-        tensor,
-    )
+    return _preset("bert", {"dim": head_dim}, fsdp, tensor)
 
 
 def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
@@ -370,67 +294,16 @@ def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> P
         assert made.leaves[0].spec == P("tensor", "fsdp")
         ```
     """
-    return _path_rules(
-        [
-            (r"(shared|embed_tokens|lm_head).weight$", P(tensor, fsdp)),
-            (r"Attention.[qkv].weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
-            (r"Attention.o.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
-            (r"relative_attention_bias.weight$", P(None, tensor)),
-            (r"DenseReluDense.wi\w*.weight$", P(tensor, fsdp)),
-            (r"DenseReluDense.wo.weight$", P(fsdp, tensor)),
-            (r"layer_norm.weight$", _anywhere(fsdp)),
-        ],
-        fsdp,
-        tensor,
-    )
+    return _preset("t5", {"dim": head_dim}, fsdp, tensor)
 
 
-PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType(
-    {
-        "bert": bert,
-        "deepseek_v3": deepseek_v3,
-        "gemma": gemma,
-        "gpt2": gpt2,
-        "llama": llama,
-        "mistral": mistral,
-        "mixtral": mixtral,
-        "qwen2": qwen2,
-        "qwen3": qwen3,
-        "qwen3_moe": qwen3_moe,
-        "starcoder2": starcoder2,
-        "t5": t5,
-    }
-)
+_ALL = (bert, deepseek_v3, gemma, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, starcoder2, t5)
+PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType({one.__name__: one for one in _ALL})
 
 
-def _path_rules(rules: Rules, fsdp: Axes, tensor: Axes) -> PathRules:
+def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:
     """Rules of which a model, or the part of one, may have no use for some, and a mesh no axis for others."""
-    axes = (*((fsdp,) if isinstance(fsdp, str) else fsdp), *((tensor,) if isinstance(tensor, str) else tensor))
-    return PathRules([(regex, optional(target)) for regex, target in rules], axes=axes)
-
-
-def _attention(head_dim: int, fsdp: Axes, tensor: Axes) -> Rules:
-    return [
-        (r"(embed_tokens|lm_head).weight$", P(tensor, fsdp)),
-        (r"[qkv]_proj.weight$", atomic(P(tensor, fsdp), (head_dim, 1))),
-        (r"o_proj.weight$", atomic(P(fsdp, tensor), (1, head_dim))),
-        # Early checkpoints of Llama hold the frequencies of the rotary embedding.
-        (r"norm.weight$|rotary_emb.inv_freq$", _anywhere(fsdp)),
-    ]
-
-
-def _decoder(head_dim: int, fsdp: Axes, tensor: Axes) -> Rules:
-    return [
-        *_attention(head_dim, fsdp, tensor),
-        (r"(gate|up)_proj.weight$", P(tensor, fsdp)),
-        (r"down_proj.weight$", P(fsdp, tensor)),
-    ]
-
-
-def _head_bias(pattern: str, head_dim: int, tensor: Axes) -> tuple[str, Any]:
-    return pattern, atomic(P(tensor), (head_dim,))
-
-
-def _anywhere(fsdp: Axes) -> Fsdp | Replicate:
-    """For what no matrix product divides: norms, biases, small tables."""
-    return fsdp_strategy(fsdp) if fsdp else replicate
+    rows = rows_for_rules(family, {"qkv_bias": family == "qwen2"})
+    rules = [(regex, optional(target)) for regex, target in rules_of(rows, sizes, fsdp, tensor)]
+    axes = [(one,) if isinstance(one, str) else one for one in (fsdp, tensor)]
+    return PathRules(rules, axes=(*axes[0], *axes[1]))

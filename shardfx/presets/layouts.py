@@ -4,24 +4,7 @@ import dataclasses
 from typing import Any, Final
 
 from .._ground.errors import RuleError, SpecError
-from .tokens import (
-    BATCH,
-    DP,
-    EMBED,
-    EMPTY,
-    EP,
-    FSDP,
-    HEAD,
-    HEAD_DIM,
-    KV_HEAD,
-    KV_HEAD_DIM,
-    KV_LENGTH,
-    MODE_DECODE,
-    MODE_TRAIN,
-    QUERY_LENGTH,
-    SP,
-    TP,
-)
+from . import tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,31 +65,31 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
         ```
     """
     if dim is None:
-        return MODE_TRAIN
+        return tokens.MODE_TRAIN
     if isinstance(dim, bool):
         raise RuleError(f"`infer_mode({shape}, {dim})`: the dimension is an int, not a bool; use {int(dim)}.")
     if shape is None:
         raise RuleError(f"`infer_mode(None, {dim})`: the mode depends on the size of dim {dim}; pass the shape.")
     if not -len(shape) <= dim < len(shape):
         raise SpecError(f"`infer_mode({shape}, {dim})`: the shape has no dim {dim}; use one below {len(shape)}.")
-    return MODE_DECODE if shape[dim] == 1 else MODE_TRAIN
+    return tokens.MODE_DECODE if shape[dim] == 1 else tokens.MODE_TRAIN
 
 
 # eformer's DynamicShardingAxes under their own names.
-HiddenStateSharding: Final = Layout((BATCH, QUERY_LENGTH, EMBED), mode_dim=1)
-AttnQSharding: Final = Layout((BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), mode_dim=1)
-AttnKVSharding: Final = Layout((BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM), mode_dim=1)
-RowWise: Final = Layout((TP, (FSDP, SP)))
-SRowWise: Final = Layout((TP,))
-ColumnWise: Final = Layout(((FSDP, SP), TP))
-SColumnWise: Final = Layout(((FSDP, SP),))
-Replicated: Final = Layout((EMPTY,))
-ExpertColumnWise: Final = Layout((EP, FSDP, TP))
-ExpertRowWise: Final = Layout((EP, TP, FSDP))
-ExpertColumnWiseAlt: Final = Layout((EP, (FSDP, SP), TP))
-ExpertRowWiseAlt: Final = Layout((EP, TP, (FSDP, SP)))
-UnifiedExpertColumnWise: Final = Layout(((FSDP, SP, EP), EMPTY, TP))
-UnifiedExpertRowWise: Final = Layout(((FSDP, SP, EP), TP, EMPTY))
-ExpertActivations: Final = Layout((DP, SP, EP, TP))
-ExpertActivationsAlt: Final = Layout((DP, SP, (TP, FSDP)))
-ExpertTensorParallel: Final = Layout((TP, EMPTY, EMPTY))
+HiddenStateSharding: Final = Layout((tokens.BATCH, tokens.QUERY_LENGTH, tokens.EMBED), mode_dim=1)
+AttnQSharding: Final = Layout((tokens.BATCH, tokens.QUERY_LENGTH, tokens.HEAD, tokens.HEAD_DIM), mode_dim=1)
+AttnKVSharding: Final = Layout((tokens.BATCH, tokens.KV_LENGTH, tokens.KV_HEAD, tokens.KV_HEAD_DIM), mode_dim=1)
+RowWise: Final = Layout((tokens.TP, (tokens.FSDP, tokens.SP)))
+SRowWise: Final = Layout((tokens.TP,))
+ColumnWise: Final = Layout(((tokens.FSDP, tokens.SP), tokens.TP))
+SColumnWise: Final = Layout(((tokens.FSDP, tokens.SP),))
+Replicated: Final = Layout((tokens.EMPTY,))
+ExpertColumnWise: Final = Layout((tokens.EP, tokens.FSDP, tokens.TP))
+ExpertRowWise: Final = Layout((tokens.EP, tokens.TP, tokens.FSDP))
+ExpertColumnWiseAlt: Final = Layout((tokens.EP, (tokens.FSDP, tokens.SP), tokens.TP))
+ExpertRowWiseAlt: Final = Layout((tokens.EP, tokens.TP, (tokens.FSDP, tokens.SP)))
+UnifiedExpertColumnWise: Final = Layout(((tokens.FSDP, tokens.SP, tokens.EP), tokens.EMPTY, tokens.TP))
+UnifiedExpertRowWise: Final = Layout(((tokens.FSDP, tokens.SP, tokens.EP), tokens.TP, tokens.EMPTY))
+ExpertActivations: Final = Layout((tokens.DP, tokens.SP, tokens.EP, tokens.TP))
+ExpertActivationsAlt: Final = Layout((tokens.DP, tokens.SP, (tokens.TP, tokens.FSDP)))
+ExpertTensorParallel: Final = Layout((tokens.TP, tokens.EMPTY, tokens.EMPTY))

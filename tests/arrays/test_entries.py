@@ -98,9 +98,7 @@ def test_a_call_that_does_not_fit_the_signature_fails_as_in_python(args, kwargs)
         step(*args, **kwargs)
     with pytest.raises(TypeError) as ours:
         filter_jit(step)(*args, **kwargs)
-    # Python also counts the keyword-only arguments that were given.
-    plain_text = str(plain.value).replace(" positional arguments (and 1 keyword-only argument)", "")
-    assert str(ours.value) == plain_text
+    assert str(ours.value) == str(plain.value)
     with pytest.raises(TypeError, match=r"step\(\)"):
         filter_jit(step).lower(*args, **kwargs)
 

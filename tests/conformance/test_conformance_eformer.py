@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools as ft
-import inspect
 import json
 import re
 import subprocess
@@ -33,6 +32,7 @@ from shardfx import (
     gather,
     hosts,
     plan,
+    presets,
     resolve,
     shard,
     shardings_of,
@@ -49,7 +49,8 @@ from shardfx.errors import (
 )
 from shardfx.interop.eformer import axis_names_of
 from shardfx.presets import eformer, infer_mode
-from shardfx.presets.eformer import GENERATION_MODES, TOKENS, Layout
+from shardfx.presets.layouts import Layout
+from shardfx.presets.tokens import GENERATION_MODES, TOKENS
 
 
 U = P.UNCONSTRAINED
@@ -108,8 +109,8 @@ def test_every_public_symbol_is_on_the_page_for_those_who_come_from_eformer():
         apply_logical_sharding DynamicShardingAxes NOT_GIVEN EMPTY_VAL EMPTY MODE_TRAIN MODE_DECODE MODE_PREFILL
         MODE_INSERT GENERATION_MODES
     """.split()
-    own = [name for name, value in vars(inspect.getmodule(eformer)).items() if isinstance(value, Layout)]
-    own += [name for name, value in vars(inspect.getmodule(eformer)).items() if value in TOKENS.values()]
+    own = [name for name, value in vars(presets.layouts).items() if isinstance(value, Layout)]
+    own += [name for name, value in vars(presets.tokens).items() if value in TOKENS.values()]
     assert len(own) == 17 + 25
     assert [name for name in [*symbols, *own] if not re.search(rf"\b{name}\b", page)] == []
 
@@ -524,7 +525,7 @@ def test_replace(vector):
 # --- PartitionManager
 
 
-LAYOUTS = {name: value for name, value in vars(inspect.getmodule(eformer)).items() if isinstance(value, Layout)}
+LAYOUTS = {name: value for name, value in vars(presets.layouts).items() if isinstance(value, Layout)}
 
 
 def layout_of(given):

@@ -4,14 +4,22 @@ import re
 import catalogue
 import jax
 import pytest
+from catalogue import leaf
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, match, plan
 from shardfx.presets import hf
-from shardfx.presets.models._parts import dense, leaf, scale_and_bias, weight
 
 
 MODELS = {name: model for name, model in catalogue.MODELS.items() if model.preset is not None}
+
+
+def weight(*shape):
+    return {"weight": leaf(*shape)}
+
+
+def dense(*shape):
+    return {"weight": leaf(*shape), "bias": leaf(shape[0])}
 
 
 def rules_for(model: catalogue.Model, **kwargs: str) -> PathRules:
@@ -124,7 +132,7 @@ def test_what_early_checkpoints_hold_beside_the_parameters_has_rules():
     bert["cls"] = {
         "predictions": {
             "bias": leaf(30522),
-            "transform": {"dense": dense(768, 768), "LayerNorm": scale_and_bias(768)},
+            "transform": {"dense": dense(768, 768), "LayerNorm": dense(768)},
             "decoder": dense(30522, 768),
         },
         "seq_relationship": dense(2, 768),

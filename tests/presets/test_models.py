@@ -164,7 +164,7 @@ def test_no_rule_is_hidden_by_another(name, how):
     paths = [path for path, _ in catalogue.paths_of(tree)]
     for index, (regex, _) in enumerate(rules.rules):
         found = [path for path in paths if re.search(regex, path)]
-        assert (index in used) or not found or "experts" in rules.rules[0][0], regex
+        assert index in used or not found, regex
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"])
@@ -184,7 +184,7 @@ def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
 
 def test_rules_for_experts_need_experts_in_one_array():
     mesh, rules = MeshSpec({"expert": 8}), models.rules_for("mixtral-8x7b", "ep")
-    with pytest.raises((RuleError, UnmatchedError), match=r"'experts\.w\[13\]\.weight\$', matches no path"):
+    with pytest.raises((RuleError, UnmatchedError), match=r"'\(experts\.w1\|experts\.w3\)\.weight\$', matches no path"):
         plan(few_layers("mixtral-8x7b"), mesh, paths=rules)
 
 

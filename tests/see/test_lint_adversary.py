@@ -64,7 +64,10 @@ CASES: dict[str, tuple[Callable[[], Arguments], list[tuple[str, str]]]] = {
     ),
     "a wide rule first": (
         lambda: model("qwen3-8b", "fsdp_tp", FSDP_TP, ("self_attn", fsdp("fsdp"))),
-        [("shadowed-rule", "paths[2] '[qkv]_proj.weight$'"), ("shadowed-rule", "paths[3] 'o_proj.weight$'")],
+        [
+            ("shadowed-rule", "paths[3] '(q_proj|k_proj|v_proj).weight$'"),
+            ("shadowed-rule", "paths[4] 'o_proj.weight$'"),
+        ],
     ),
     "a misspelled axis": (
         lambda: model("gemma2-2b", "fsdp_tp", FSDP_TP, ("embed_tokens", P("tesnor", "fsdp"))),

@@ -5,6 +5,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ..._convert import From
 from ..._convert.patterns import sum_of
@@ -157,51 +158,6 @@ def _cut(made: From, span: Range, dim: int) -> From:
     return whole.split(dim, -1, span.step).at(span.start - first, dim=dim + 1)
 
 
-class _Way:
-    """An expression on its way, and the axes that each of its dimensions is made of."""
-
-    def __init__(self, made: From, dims: Sequence[Group]):
-        self.made, self.dims = made, list(dims)
-
-    def split(self, kept: Sequence[Group], sizes: Sizes) -> None:
-        """Groups that the target does not have become dimensions of their own."""
-        for group in [group for group in self.dims if len(group) > 1 and group not in kept]:
-            dim = self.dims.index(group)
-            rest = [sizes.before(axis, f"`{self.made}`") for axis in group[1:]]
-            self.made = self.made.split(dim, -1, *rest)
-            self.dims[dim : dim + 1] = [(axis,) for axis in group]
-
-    def at(self, index: int | str, axis: str) -> None:
-        """One entry along an axis."""
-        dim = self.dims.index((axis,))
-        self.made = self.made.at(index, dim=dim)
-        del self.dims[dim]
-
-    def sorted(self, order: Sequence[Group]) -> None:
-        """The dimensions in this order."""
-        places = [self.dims.index(group) for group in order]
-        if places != sorted(places):
-            turned = len(places) > 1 and places == sorted(places, reverse=True)
-            self.made = self.made.T if turned else self.made.transpose(*places)
-        self.dims = list(order)
-
-    def stack(self, axis: str, order: Sequence[Group], count: int | None) -> None:
-        """One array for all numbers of an axis of the path, at its place in an order."""
-        dim = sum(group in self.dims for group in order[: order.index((axis,))])
-        self.made = self.made.stack(axis, dim=dim, count=count)
-        self.dims.insert(dim, (axis,))
-
-    def split_off(self, span: Range) -> None:
-        """A part of an axis."""
-        self.made = _cut(self.made, span, self.dims.index((span.axis,)))
-
-    def resize(self, axis: str, sizes: Sizes) -> None:
-        """Zeros behind an axis, or its first entries, where the target has another size."""
-        before, size, dim = sizes.source.get(axis, 0), sizes.resized(axis), self.dims.index((axis,))
-        if size is not None:
-            self.made = self.made.pad_to(size, dim=dim) if size > before else self.made.slice(0, size, dim=dim)
-
-
 def _apart(place: Place, other: Place, apart: Mapping[str, Group]) -> Place:
     """A place whose axes are taken apart as the other's are."""
 
@@ -212,42 +168,127 @@ def _apart(place: Place, other: Place, apart: Mapping[str, Group]) -> Place:
     return place._replace(dims=tuple(tuple(one for axis in group for one in parts(axis)) for group in place.dims))
 
 
-def _taken(source: Place, want: Place, sizes: Sizes) -> From:
-    source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
-    made, stacked = _opened(source, want, sizes)
-    entry = want.range if want.range is not None and not want.range.step else None
-    if entry is not None and entry.axis in source.in_path:
-        source = source._replace(in_path=tuple(axis for axis in source.in_path if axis != entry.axis))
-    way = _Way(made, source.dims)
+class _Change(NamedTuple):
+    """How the axes of a place become those of another.
+
+    **Arguments:**
+
+    - `more`: the axes that only the target has, which are repetitions.
+    - `taken`: the axes of which the target has one entry, or one array for each, in the order in which they go.
+    - `stacked`: the axes of the source's path that become dimensions.
+    - `groups`: the axes of each dimension of the target, without `more`.
+    - `kept`: the groups that lie in one dimension on both sides, and stay so.
+    """
+
+    more: list[str]
+    taken: dict[str, int | str]
+    stacked: list[str]
+    groups: list[Group]
+    kept: list[Group]
+
+    @property
+    def order(self) -> list[Group]:
+        """The dimensions before the axes of a group are merged."""
+        return [one for group in self.groups for one in ([group] if group in self.kept else [(n,) for n in group])]
+
+
+def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
     here, there = (*source.axes, *source.in_path), (*want.axes, *want.in_path)
+    entry = want.range if want.range is not None and not want.range.step else None
+    chosen = {entry.axis: entry.start} if entry is not None and entry.axis in here else {}
     more = [axis for axis in want.axes if axis not in here]
-    cores = [tuple(axis for axis in group if axis not in more) for group in want.dims]
-    less = [axis for axis in here if axis not in there and (entry is None or axis != entry.axis)]
+    less = [axis for axis in here if axis not in there and axis not in chosen]
     if less and more or any(axis in want.in_path for axis in there if axis not in here):
         raise MapError(
             f"`{want.kind}` has other axes in both layouts: {' '.join(here)} in `{source.path}`, {' '.join(there)} in "
             f"`{want.path}`. Only one of them may have more, which are repetitions."
         )
+    absent = next((axis for axis in less if axis in source.in_path), None)
+    if absent is not None:
+        raise MapError(f"`{source.path}` has `{{{absent}}}`, an axis that the target does not have.")
+    groups = [tuple(axis for axis in group if axis not in more) for group in want.dims]
     # What lies in one dimension on both sides stays so, unless something in it is padded.
-    joined = [group for group in cores if len(group) > 1 and group in source.dims]
-    kept = [group for group in joined if all(sizes.resized(axis) is None for axis in group)]
-    way.split(kept, sizes)
-    for axis in [axis for axis in source.axes if axis in want.in_path]:
-        way.resize(axis, sizes)
-        way.at(axis, axis)
-    if entry is not None and entry.axis in source.axes:
-        way.at(entry.start, entry.axis)
-    for axis in less:
-        _without(way, source, axis)
-    order = [one for core in cores for one in ([core] if core in kept else [(axis,) for axis in core])]
-    way.sorted([group for group in order if group in way.dims])
-    for axis in reversed([axis for axis in source.in_path if axis not in want.in_path and axis in there]):
-        way.stack(axis, order, stacked.get(axis))
+    joined = [group for group in groups if len(group) > 1 and group in source.dims]
+    into_path = {axis: axis for axis in source.axes if axis in want.in_path}
+    return _Change(
+        more=more,
+        taken={**into_path, **chosen, **dict.fromkeys(less, 0)},
+        stacked=[axis for axis in source.in_path if axis in want.axes],
+        groups=groups,
+        kept=[group for group in joined if all(sizes.resized(axis) is None for axis in group)],
+    )
+
+
+class _Way:
+    """An expression on its way, and the axes that each of its dimensions is made of."""
+
+    def __init__(self, made: From, dims: Sequence[Group], sizes: Sizes):
+        self.made, self.dims, self.sizes = made, list(dims), sizes
+
+    def split(self, kept: Sequence[Group]) -> None:
+        """Groups that the target does not have become dimensions of their own."""
+        for group in [group for group in self.dims if len(group) > 1 and group not in kept]:
+            dim = self.dims.index(group)
+            rest = [self.sizes.before(axis, f"`{self.made}`") for axis in group[1:]]
+            self.made = self.made.split(dim, -1, *rest)
+            self.dims[dim : dim + 1] = [(axis,) for axis in group]
+
+    def at(self, axis: str, index: int | str) -> None:
+        """One entry along an axis; the axis's own name stands for any, of as many as the target has."""
+        if index == axis:
+            self.resize(axis)
+        self.made = self.made.at(index, dim=self.dims.index((axis,)))
+        self.dims.remove((axis,))
+
+    def sort(self, order: Sequence[Group]) -> None:
+        """The dimensions in this order, in which there may be others."""
+        self.dims, before = [group for group in order if group in self.dims], self.dims
+        places = [before.index(group) for group in self.dims]
+        if places != sorted(places):
+            turned = len(places) > 1 and places == sorted(places, reverse=True)
+            self.made = self.made.T if turned else self.made.transpose(*places)
+
+    def stack(self, axis: str, order: Sequence[Group], count: int | None) -> None:
+        """One array for all numbers of an axis of the path, at its place in an order."""
+        dim = sum(group in self.dims for group in order[: order.index((axis,))])
+        self.made = self.made.stack(axis, dim=dim, count=count)
+        self.dims.insert(dim, (axis,))
+
+    def resize(self, axis: str) -> None:
+        """Zeros behind an axis, or its first entries, where the target has another size."""
+        before, size, dim = self.sizes.source.get(axis, 0), self.sizes.resized(axis), self.dims.index((axis,))
+        if size is not None:
+            self.made = self.made.pad_to(size, dim=dim) if size > before else self.made.slice(0, size, dim=dim)
+
+    def merge(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
+        """The axes of a group become one dimension."""
+        dim = 0
+        for group in groups:
+            if len(group) > 1 and group not in kept:
+                self.made = self.made.merge(dim, len(group))
+            dim += bool(group)
+
+
+def _taken(source: Place, want: Place, sizes: Sizes) -> From:
+    """A kind of weight from one place of the source, as a place of the target has it."""
+    source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
+    made, counts = _opened(source, want, sizes)
+    if want.range is not None and not want.range.step:
+        source = source._replace(in_path=tuple(axis for axis in source.in_path if axis != want.range.axis))
+    change = _change(source, want, sizes)
+    way, order = _Way(made, source.dims, sizes), change.order
+    way.split(change.kept)
+    for axis, index in change.taken.items():
+        way.at(axis, index)
+    way.sort(order)
+    for axis in reversed(change.stacked):
+        way.stack(axis, order, counts.get(axis))
     for (axis,) in [group for group in order if len(group) == 1]:
-        way.resize(axis, sizes)
-    if want.range is not None and entry is None and want.range.axis not in source.in_path:
-        way.split_off(want.range)
-    return _counted(_repeated(_merged(way.made, cores, kept), want, more, sizes), want.entry)
+        way.resize(axis)
+    if want.range is not None and want.range.step and want.range.axis not in source.in_path:
+        way.made = _cut(way.made, want.range, way.dims.index((want.range.axis,)))
+    way.merge(change.groups, change.kept)
+    return _counted(_repeated(way.made, want, change.more, sizes), want.entry)
 
 
 def _counted(made: From, entry: Entry) -> From:
@@ -255,21 +296,6 @@ def _counted(made: From, entry: Entry) -> From:
     if isinstance(entry, Counted):
         made = made.times(entry.times) if entry.times != 1 else made
         made = made.plus(entry.plus) if entry.plus else made
-    return made
-
-
-def _without(way: _Way, source: Place, axis: str) -> None:
-    if axis in source.in_path:
-        raise MapError(f"`{source.path}` has `{{{axis}}}`, an axis that the target does not have.")
-    way.at(0, axis)
-
-
-def _merged(made: From, cores: Sequence[Group], kept: Sequence[Group]) -> From:
-    dim = 0
-    for core in cores:
-        if len(core) > 1 and core not in kept:
-            made = made.merge(dim, len(core))
-        dim += bool(core)
     return made
 
 

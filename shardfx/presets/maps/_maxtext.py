@@ -1,5 +1,6 @@
 """The layout of MaxText's parameters, as its own converter makes them out of checkpoints under Hugging Face's names."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,49 +11,15 @@ from ..._ground.errors import MapError
 from ._hugging_face import hugging_face, text_config
 from ._layout import TreeLayout
 from ._places import Counted, Entry
-from ._targets import Stack, stacks_of
+from ._targets import SCANNED, Stack, stacks_of
 
 
-_MAXTEXT = {
-    "embedding": ("token_embedder/embedding", "vocab embed"),
-    "norm": ("decoder/decoder_norm/scale", "embed"),
-    "head": ("decoder/logits_dense/kernel", "embed vocab"),
-    "attention_norm": ("pre_self_attention_layer_norm/scale", "embed"),
-    "mlp_norm": ("post_self_attention_layer_norm/scale", "embed"),
-    "query": ("self_attention/query/kernel", "embed heads dim"),
-    "key": ("self_attention/key/kernel", "embed kv_heads dim"),
-    "value": ("self_attention/value/kernel", "embed kv_heads dim"),
-    "out": ("self_attention/out/kernel", "heads dim embed"),
-    "query_bias": ("self_attention/query/bias", "heads dim"),
-    "key_bias": ("self_attention/key/bias", "kv_heads dim"),
-    "value_bias": ("self_attention/value/bias", "kv_heads dim"),
-    "query_norm": ("self_attention/query_norm/scale", "dim"),
-    "key_norm": ("self_attention/key_norm/scale", "dim"),
-    "latent_out": ("self_attention/out/kernel", "heads value_dim embed"),
-    "query_a": ("self_attention/wq_a/kernel", "embed query_latent"),
-    "query_a_norm": ("self_attention/q_norm/scale", "query_latent"),
-    "query_b": ("self_attention/wq_b/kernel", "query_latent heads dim"),
-    "kv_a": ("self_attention/wkv_a/kernel", "embed latent_and_rope"),
-    "kv_a_norm": ("self_attention/kv_norm/scale", "latent"),
-    "kv_b": ("self_attention/wkv_b/kernel", "latent heads both_dim"),
-    "gate": ("mlp/wi_0/kernel", "embed hidden"),
-    "up": ("mlp/wi_1/kernel", "embed hidden"),
-    "down": ("mlp/wo/kernel", "hidden embed"),
-    "router": ("{moe}/gate/kernel", "embed experts"),
-    "router_bias": ("{moe}/gate/bias", "experts"),
-    "expert_gate": ("{moe}/wi_0", "experts embed hidden"),
-    "expert_up": ("{moe}/wi_1", "experts embed hidden"),
-    "expert_down": ("{moe}/wo", "experts hidden embed"),
-    "shared_gate": ("DeepSeekMoeBlock_0/shared_experts/wi_0/kernel", "embed shared_hidden"),
-    "shared_up": ("DeepSeekMoeBlock_0/shared_experts/wi_1/kernel", "embed shared_hidden"),
-    "shared_down": ("DeepSeekMoeBlock_0/shared_experts/wo/kernel", "shared_hidden embed"),
-}
 # In Gemma's blocks, where these have other names.
 _GEMMA = {
-    "attention_norm": ("pre_self_attention_norm/scale", "embed"),
-    "attention_post_norm": ("post_self_attention_norm/scale", "embed"),
-    "mlp_norm": ("pre_ffw_norm/scale", "embed"),
-    "mlp_post_norm": ("post_ffw_norm/scale", "embed"),
+    "attention_norm": "pre_self_attention_norm/scale",
+    "attention_post_norm": "post_self_attention_norm/scale",
+    "mlp_norm": "pre_ffw_norm/scale",
+    "mlp_post_norm": "post_ffw_norm/scale",
 }
 # How many layers of Gemma 3 are one block that is scanned: five that see a window, and one that sees all.
 _PATTERN = 6
@@ -112,7 +79,8 @@ def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_r
     theirs = hugging_face(config, ahead="drop")
     sizes = dict(theirs.sizes)
     moe, rows = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"), dict[str, Entry]()
-    names = _MAXTEXT | _GEMMA if family in _GEMMAS else _MAXTEXT
+    names = {kind: one.maxtext for kind, one in SCANNED.items() if one.maxtext != "-"}
+    names |= _GEMMA if family in _GEMMAS else {}
     absent = [kind for kind in theirs.kinds if kind not in names]
     if absent:
         raise MapError(
@@ -120,7 +88,7 @@ def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_r
             "(`attention_bias`, `mlp_bias`); write a `TreeLayout` for your own model."
         )
     for (kind, layers, axis), suffix in _scanned(config):
-        name, axes = names[kind]
+        name, axes = names[kind], re.sub("[()]", "", SCANNED[kind].axes)
         if interleaved_rope and kind in ("query", "key"):
             axes = axes.replace("dim", "(half two)")
         first, *others = axes.split(" ", 1)

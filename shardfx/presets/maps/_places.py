@@ -152,6 +152,11 @@ class Place(NamedTuple):
         return tuple(axis for group in self.dims for axis in group)
 
 
+def groups_of(axes: str) -> list[str]:
+    """The dimensions that the axes of a line stand for: `["embed", "(heads dim)"]`."""
+    return re.findall(r"\([^)]*\)|\S+", axes)
+
+
 _LINE = re.compile(r"\s*(\w+)\s*:(.*)", re.DOTALL)
 _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?::([1-9]\d*))?|(\d+))\])?)\s*")
 

@@ -18,54 +18,63 @@ class Stack(NamedTuple):
     axis: str
 
 
-# Per kind its name, and its axes without that of the layers.
-_STACKED = {
-    "embedding": ("embedding", "vocab embed"),
-    "positions": ("positions", "positions embed"),
-    "types": ("types", "types embed"),
-    "norm": ("norm/scale", "embed"),
-    "norm_bias": ("norm/bias", "embed"),
-    "head": ("head", "embed vocab"),
-    "attention_norm": ("attention_norm/scale", "embed"),
-    "attention_norm_bias": ("attention_norm/bias", "embed"),
-    "attention_post_norm": ("attention_post_norm/scale", "embed"),
-    "mlp_norm": ("mlp_norm/scale", "embed"),
-    "mlp_norm_bias": ("mlp_norm/bias", "embed"),
-    "mlp_post_norm": ("mlp_post_norm/scale", "embed"),
-    "query": ("attention/query", "embed (heads dim)"),
-    "key": ("attention/key", "embed (kv_heads dim)"),
-    "value": ("attention/value", "embed (kv_heads dim)"),
-    "out": ("attention/out", "(heads dim) embed"),
-    "query_bias": ("attention/query_bias", "(heads dim)"),
-    "key_bias": ("attention/key_bias", "(kv_heads dim)"),
-    "value_bias": ("attention/value_bias", "(kv_heads dim)"),
-    "out_bias": ("attention/out_bias", "embed"),
-    "query_norm": ("attention/query_norm", "dim"),
-    "key_norm": ("attention/key_norm", "dim"),
-    "latent_out": ("attention/out", "(heads value_dim) embed"),
-    "query_a": ("attention/query_a", "embed query_latent"),
-    "query_a_norm": ("attention/query_a_norm", "query_latent"),
-    "query_b": ("attention/query_b", "query_latent (heads dim)"),
-    "kv_a": ("attention/kv_a", "embed latent_and_rope"),
-    "kv_a_norm": ("attention/kv_a_norm", "latent"),
-    "kv_b": ("attention/kv_b", "latent (heads both_dim)"),
-    "gate": ("mlp/gate", "embed hidden"),
-    "up": ("mlp/up", "embed hidden"),
-    "down": ("mlp/down", "hidden embed"),
-    "gate_bias": ("mlp/gate_bias", "hidden"),
-    "up_bias": ("mlp/up_bias", "hidden"),
-    "down_bias": ("mlp/down_bias", "embed"),
-    "router": ("mlp/router", "embed experts"),
-    "router_bias": ("mlp/router_bias", "experts"),
-    "expert_gate": ("mlp/experts/gate", "experts embed hidden"),
-    "expert_up": ("mlp/experts/up", "experts embed hidden"),
-    "expert_down": ("mlp/experts/down", "experts hidden embed"),
-    "pooler": ("pooler/weight", "embed pooled"),
-    "pooler_bias": ("pooler/bias", "pooled"),
-    "shared_gate": ("mlp/shared/gate", "embed shared_hidden"),
-    "shared_up": ("mlp/shared/up", "embed shared_hidden"),
-    "shared_down": ("mlp/shared/down", "shared_hidden embed"),
-}
+class Scanned(NamedTuple):
+    """A kind of weight where programs scan over the layers: its axes without that of the layers, and its names."""
+
+    axes: str
+    name: str
+    maxtext: str
+
+
+# Per kind its axes, its name in a tree of `stacked`, and MaxText's name for it, which has no heads side by side.
+_SCANNED = """
+embedding            vocab embed               embedding                  token_embedder/embedding
+positions            positions embed           positions                  -
+types                types embed               types                      -
+norm                 embed                     norm/scale                 decoder/decoder_norm/scale
+norm_bias            embed                     norm/bias                  -
+head                 embed vocab               head                       decoder/logits_dense/kernel
+attention_norm       embed                     attention_norm/scale       pre_self_attention_layer_norm/scale
+attention_norm_bias  embed                     attention_norm/bias        -
+attention_post_norm  embed                     attention_post_norm/scale  -
+mlp_norm             embed                     mlp_norm/scale             post_self_attention_layer_norm/scale
+mlp_norm_bias        embed                     mlp_norm/bias              -
+mlp_post_norm        embed                     mlp_post_norm/scale        -
+query                embed (heads dim)         attention/query            self_attention/query/kernel
+key                  embed (kv_heads dim)      attention/key              self_attention/key/kernel
+value                embed (kv_heads dim)      attention/value            self_attention/value/kernel
+out                  (heads dim) embed         attention/out              self_attention/out/kernel
+query_bias           (heads dim)               attention/query_bias       self_attention/query/bias
+key_bias             (kv_heads dim)            attention/key_bias         self_attention/key/bias
+value_bias           (kv_heads dim)            attention/value_bias       self_attention/value/bias
+out_bias             embed                     attention/out_bias         -
+query_norm           dim                       attention/query_norm       self_attention/query_norm/scale
+key_norm             dim                       attention/key_norm         self_attention/key_norm/scale
+latent_out           (heads value_dim) embed   attention/out              self_attention/out/kernel
+query_a              embed query_latent        attention/query_a          self_attention/wq_a/kernel
+query_a_norm         query_latent              attention/query_a_norm     self_attention/q_norm/scale
+query_b              query_latent (heads dim)  attention/query_b          self_attention/wq_b/kernel
+kv_a                 embed latent_and_rope     attention/kv_a             self_attention/wkv_a/kernel
+kv_a_norm            latent                    attention/kv_a_norm        self_attention/kv_norm/scale
+kv_b                 latent (heads both_dim)   attention/kv_b             self_attention/wkv_b/kernel
+gate                 embed hidden              mlp/gate                   mlp/wi_0/kernel
+up                   embed hidden              mlp/up                     mlp/wi_1/kernel
+down                 hidden embed              mlp/down                   mlp/wo/kernel
+gate_bias            hidden                    mlp/gate_bias              -
+up_bias              hidden                    mlp/up_bias                -
+down_bias            embed                     mlp/down_bias              -
+router               embed experts             mlp/router                 {moe}/gate/kernel
+router_bias          experts                   mlp/router_bias            {moe}/gate/bias
+expert_gate          experts embed hidden      mlp/experts/gate           {moe}/wi_0
+expert_up            experts embed hidden      mlp/experts/up             {moe}/wi_1
+expert_down          experts hidden embed      mlp/experts/down           {moe}/wo
+pooler               embed pooled              pooler/weight              -
+pooler_bias          pooled                    pooler/bias                -
+shared_gate          embed shared_hidden       mlp/shared/gate            DeepSeekMoeBlock_0/shared_experts/wi_0/kernel
+shared_up            embed shared_hidden       mlp/shared/up              DeepSeekMoeBlock_0/shared_experts/wi_1/kernel
+shared_down          shared_hidden embed       mlp/shared/down            DeepSeekMoeBlock_0/shared_experts/wo/kernel
+"""
+SCANNED = {kind: Scanned(*row) for kind, *row in (re.split("  +", line) for line in _SCANNED.strip().splitlines())}
 
 
 def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
@@ -100,7 +109,7 @@ def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
     """
     rows: dict[str, Entry] = {}
     for kind, layers, axis in stacks_of(config):
-        name, axes = _STACKED[kind]
+        axes, name, _ = SCANNED[kind]
         rows[f"{prefix}{layers}/{name}" if layers else f"{prefix}{name}"] = f"{kind}: {axis} {axes}"
     return TreeLayout(rows, sizes=dict(hugging_face(config, ahead="drop").sizes))
 

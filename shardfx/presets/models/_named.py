@@ -1,40 +1,28 @@
 """A model's shapes by its name."""
 
 import difflib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 
 from ..._ground.errors import RuleError
 from ..._ground.text import quoted
-from . import _decoders, _llama4, _others
-from ._parts import Tree, leaf
+from ..maps._families import rows_of, sight_of, with_experts_stacked
+from ._shapes import Tree, sizes_of, tree_of
 from ._table import TABLE, Row
 
 
-_MAKERS: Final[Mapping[str, Callable[..., Tree]]] = MappingProxyType(
+# The options of a family that its models' configs need not say.
+_OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = MappingProxyType(
     {
-        "bert": _others.bert,
-        "deepseek": _decoders.deepseek,
-        "gemma": _decoders.llama,
-        "gemma3": _decoders.gemma3,
-        "gpt": _others.gpt,
-        "gpt_oss": _decoders.gpt_oss,
-        "llama": _decoders.llama,
-        "llama4": _llama4.llama4,
-        "mistral": _decoders.llama,
-        "mixtral": _decoders.mixtral,
-        "qwen2": _decoders.llama,
-        "qwen3": _decoders.llama,
-        "qwen3_moe": _decoders.qwen_moe,
-        "qwen3_next": _decoders.qwen_next,
-        "starcoder2": _decoders.starcoder2,
-        "t5": _others.t5,
-        "vit": _others.vit,
+        **dict.fromkeys(
+            ("llama", "mistral", "qwen2", "qwen3", "gemma"),
+            {"tied": False, "qkv_bias": False, "qk_norm": False, "four_norms": False},
+        ),
+        "gemma3": {"tied": True, "qk_norm": True, "four_norms": True},
+        "starcoder2": {"tied": True},
     }
 )
 
@@ -121,9 +109,12 @@ def tree(name: str, *, dtype: Any = jnp.bfloat16, stack_experts: bool = False, *
     """
     row = row_of(name)
     _check_changes(name, row, changes)
-    made = _MAKERS[row.family](**{**row.config, **changes})
-    made = _with_stacked_experts(made) if stack_experts else made
-    return made if dtype == jnp.bfloat16 else jax.tree.map(lambda struct: _cast(struct, dtype), made)
+    form = {**_OPTIONS.get(row.family, {}), **row.config, **changes}
+    rows = {**rows_of(row.family, form), **sight_of(row.family)}
+    if stack_experts:
+        alone = {path: entry for path, entry in rows.items() if "{experts}" not in path}
+        rows = alone | with_experts_stacked(rows)
+    return tree_of(rows, sizes_of(form), dtype)
 
 
 def row_of(name: str) -> Row:
@@ -136,31 +127,13 @@ def row_of(name: str) -> Row:
 
 
 def _check_changes(name: str, row: Row, changes: Mapping[str, Any]) -> None:
-    known = inspect.signature(_MAKERS[row.family]).parameters
+    known = {**row.config, **_OPTIONS.get(row.family, {})}
     for given, value in changes.items():
         if given not in known:
             near = difflib.get_close_matches(given, known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(known)}."
             raise RuleError(f"`{name}` has no number {quoted(given)}; {hint}")
-        kind = known[given].annotation
+        kind = type(known[given])
         # A bool is an int to Python, but no number of layers.
         if type(value) is not kind or value < 0:
             raise RuleError(f"`{name}`: `{given}={value!r:.60}` is no {'bool' if kind is bool else 'whole number'}.")
-
-
-def _with_stacked_experts(tree: Tree) -> Tree:
-    made = {}
-    for key, value in tree.items():
-        if key == "experts" and "0" in value:
-            made[key] = _stacked(value["0"], len(value))
-        else:
-            made[key] = _with_stacked_experts(value) if isinstance(value, dict) else value
-    return made
-
-
-def _stacked(expert: Tree, count: int) -> Tree:
-    return jax.tree.map(lambda one: leaf(count, *one.shape, dtype=one.dtype), expert)
-
-
-def _cast(struct: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
-    return leaf(*struct.shape, dtype=struct.dtype if struct.dtype == jnp.float32 else dtype)

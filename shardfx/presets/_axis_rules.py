@@ -1,69 +1,15 @@
-"""eformer's `PartitionAxis` as AxisRules.
+"""Logical axis rules of others as values: eformer's `PartitionAxis`, and T5X's standard rules.
 
-`shardfx.presets.eformer` is the function. Its tokens are values of `shardfx.presets.tokens`, its layouts those of
-`shardfx.presets.layouts`; `from shardfx.presets.eformer import BATCH` and `presets.eformer.BATCH` find both.
+The tokens of `shardfx.presets.eformer` are in `shardfx.presets.tokens`, its layouts in `shardfx.presets.layouts`.
 """
 
 import enum
+from collections.abc import Iterable
 from typing import Any, Final
 
+from .._ground.errors import RuleError
 from .._rules.axis_rules import AxisRules, axes_in
-from . import tokens as tokens
-from .layouts import (
-    AttnKVSharding as AttnKVSharding,
-    AttnQSharding as AttnQSharding,
-    ColumnWise as ColumnWise,
-    ExpertActivations as ExpertActivations,
-    ExpertActivationsAlt as ExpertActivationsAlt,
-    ExpertColumnWise as ExpertColumnWise,
-    ExpertColumnWiseAlt as ExpertColumnWiseAlt,
-    ExpertRowWise as ExpertRowWise,
-    ExpertRowWiseAlt as ExpertRowWiseAlt,
-    ExpertTensorParallel as ExpertTensorParallel,
-    HiddenStateSharding as HiddenStateSharding,
-    Layout as Layout,
-    Replicated as Replicated,
-    RowWise as RowWise,
-    SColumnWise as SColumnWise,
-    SRowWise as SRowWise,
-    UnifiedExpertColumnWise as UnifiedExpertColumnWise,
-    UnifiedExpertRowWise as UnifiedExpertRowWise,
-    infer_mode as infer_mode,
-)
-from .tokens import (
-    BATCH as BATCH,
-    BIAS_HEAD_SEQ as BIAS_HEAD_SEQ,
-    BIAS_KV_SEQ as BIAS_KV_SEQ,
-    DATA_PARALLEL as DATA_PARALLEL,
-    DP as DP,
-    EMBED as EMBED,
-    EMPTY as EMPTY,
-    EP as EP,
-    EXPERT as EXPERT,
-    EXPERT_GATE as EXPERT_GATE,
-    EXPERT_PARALLEL as EXPERT_PARALLEL,
-    FSDP as FSDP,
-    FULLY_SHARDED_DATA_PARALLEL as FULLY_SHARDED_DATA_PARALLEL,
-    GENERATION_MODES as GENERATION_MODES,
-    HEAD as HEAD,
-    HEAD_DIM as HEAD_DIM,
-    KV_HEAD as KV_HEAD,
-    KV_HEAD_DIM as KV_HEAD_DIM,
-    KV_LENGTH as KV_LENGTH,
-    LENGTH as LENGTH,
-    MLP_INTERMEDIATE as MLP_INTERMEDIATE,
-    MODE_DECODE as MODE_DECODE,
-    MODE_INSERT as MODE_INSERT,
-    MODE_PREFILL as MODE_PREFILL,
-    MODE_TRAIN as MODE_TRAIN,
-    QUERY_LENGTH as QUERY_LENGTH,
-    SEQUENCE_PARALLEL as SEQUENCE_PARALLEL,
-    SP as SP,
-    TENSOR_PARALLEL as TENSOR_PARALLEL,
-    TOKENS as TOKENS,
-    TP as TP,
-    VOCAB as VOCAB,
-)
+from . import tokens
 
 
 class _Unset(enum.Enum):
@@ -138,42 +84,23 @@ def eformer(
         assert resolve(names, rules, mode="decode").spec == P(("fsdp", "dp"), None, "model")
         ```
     """
+    given = {**locals()}
     # One mesh axis may play both parts.
-    batch = tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis)))
-    sequence, tensor = sequence_parallel_axis, tensor_parallel_axis
-    rules = {
-        BATCH: _given(batch_axis, batch),
-        LENGTH: _given(sequence_axis, sequence),
-        QUERY_LENGTH: _given(query_sequence_axis, sequence),
-        KV_LENGTH: _given(key_sequence_axis, sequence),
-        EMBED: _given(hidden_state_axis, tensor),
-        HEAD: _given(head_axis, tensor),
-        KV_HEAD: _given(kv_head_axis, tensor),
-        MLP_INTERMEDIATE: _given(mlp_intermediate_axis, tensor),
-        VOCAB: _given(vocab_axis, tensor),
-        EXPERT: _given(expert_axis, expert_parallel_axis),
-        EXPERT_GATE: _given(expert_gate_axis, None),
-        HEAD_DIM: _given(attention_dim_axis, None),
-        KV_HEAD_DIM: _given(attention_kv_dim_axis, None),
-        BIAS_HEAD_SEQ: _given(bias_head_sequence_axis, None),
-        BIAS_KV_SEQ: _given(bias_key_sequence_axis, None),
-        DATA_PARALLEL: data_parallel_axis,
-        FULLY_SHARDED_DATA_PARALLEL: fully_sharded_data_parallel_axis,
-        TENSOR_PARALLEL: tensor_parallel_axis,
-        SEQUENCE_PARALLEL: sequence_parallel_axis,
-        EXPERT_PARALLEL: expert_parallel_axis,
+    usual: dict[str, Any] = {
+        "batch_axis": tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))),
+        **dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), sequence_parallel_axis),
+        **dict.fromkeys(("hidden_state_axis", "head_axis", "kv_head_axis"), tensor_parallel_axis),
+        **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), tensor_parallel_axis),
+        "expert_axis": expert_parallel_axis,
     }
-    generation = {
-        BATCH: _given(decode_batch_axis, rules[BATCH]),
-        QUERY_LENGTH: _given(decode_query_sequence_axis, None),
-        KV_LENGTH: _given(decode_key_sequence_axis, rules[KV_LENGTH]),
-        HEAD: _given(decode_head_axis, rules[HEAD]),
-        KV_HEAD: _given(decode_kv_head_axis, rules[KV_HEAD]),
-        HEAD_DIM: _given(decode_attention_dim_axis, None),
-        KV_HEAD_DIM: _given(decode_attention_kv_dim_axis, None),
-    }
+    rules, generation = dict[str, Any](), dict[str, Any]()
+    for field, token in tokens.TOKENS.items():
+        rules[token] = usual.get(field) if given[field] is NOT_GIVEN else given[field]
+        if f"decode_{field}" in given:
+            own = given[f"decode_{field}"]
+            generation[token] = rules[token] if own is NOT_GIVEN else own
     decode = _generation_rules(rules, generation)
-    modes = {MODE_TRAIN: (), MODE_PREFILL: (), MODE_DECODE: decode, MODE_INSERT: decode}
+    modes = {tokens.MODE_TRAIN: (), tokens.MODE_PREFILL: (), tokens.MODE_DECODE: decode, tokens.MODE_INSERT: decode}
     made = AxisRules(rules, modes=modes)
     # A mesh has some of the five axes; eformer passes over those that it lacks.
     return made.extend(axes=[axis for _, axis in axes_in(made)])
@@ -195,9 +122,52 @@ def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list
     return found
 
 
-def _given(value: Any, default: Any) -> Any:
-    return default if value is NOT_GIVEN else value
+_SHARDED = (("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None), ("joined_kv", "model"))
+_REPLICATED = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")
+# What `embed` may use, by how many dimensions of activations and of parameters are sharded.
+_EMBED = {(1, 1): (None,), (2, 1): ("model",), (1, 2): ("data",), (2, 2): ("model", "data")}
 
 
-# In this package the function has the name of its module, so it carries the tokens: `presets.eformer.TOKENS`.
-vars(eformer).update({name: value for name, value in vars(tokens).items() if name.isupper()})
+def t5x(
+    activation_dims: int = 1, parameter_dims: int = 1, additional_rules: Iterable[Any] | AxisRules = ()
+) -> AxisRules:
+    """The rules of `t5x.partitioning.standard_logical_axis_rules`, for mesh axes "data" and "model".
+
+    **Arguments:**
+
+    - `activation_dims`: 1 shards activations by batch alone, 2 by `embed` too.
+    - `parameter_dims`: 1 shards parameters over "model", 2 over "data" too, as FSDP and ZeRO-3 do.
+    - `additional_rules`: pairs, or AxisRules, that come last. Standard rules have priority over them; use
+        `.prepend(...)` on the result to override one.
+
+    **Returns:**
+
+    AxisRules, with 13 rules (14 for 2 and 2) and the additional ones.
+
+    **Raises:**
+
+    `RuleError` for other numbers of dimensions.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import resolve
+        from shardfx.presets import t5x
+
+        rules = t5x(activation_dims=2, parameter_dims=2)
+        assert resolve(("batch", "length", "embed"), rules).spec == P("data", None, "model")
+        assert resolve(("embed", "mlp"), rules).spec == P("data", "model")
+        ```
+    """
+    if (activation_dims, parameter_dims) not in _EMBED:
+        raise RuleError(
+            f"`t5x(activation_dims={activation_dims!r}, parameter_dims={parameter_dims!r})`: T5X shards one or "
+            "two dimensions of each; use 1 or 2."
+        )
+    embed = [("embed", target) for target in _EMBED[activation_dims, parameter_dims]]
+    # T5X puts a replicated `embed` behind `vocab`. The place cannot matter, but the lists stay the same.
+    rest = [_SHARDED[0], *embed, *_SHARDED[1:]] if embed == [("embed", None)] else [*_SHARDED, *embed]
+    added = additional_rules if isinstance(additional_rules, AxisRules) else AxisRules(additional_rules)
+    standard = AxisRules([("batch", "data"), *rest, *((name, None) for name in _REPLICATED)], axes=("data", "model"))
+    return standard.extend(added.rules, modes=added.modes, axes=added.axes)

@@ -1,0 +1,137 @@
+"""Path rules from the rows of a family: what is cut over which mesh axis follows from the names of the axes."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from .._rules.strategies import Fsdp, Replicate, atomic, fsdp as fsdp_strategy, replicate
+from .maps._families import Form, Rows, rows_of, sight_of
+from .maps._places import Place, places_of
+
+
+# One mesh axis, several, for example `("data", "fsdp")`, or none: `()`.
+Axes = str | tuple[str, ...]
+Rules = list[tuple[str, Any]]
+
+# The projections into heads, up and gate are cut by rows, the ones back by columns; `fsdp` cuts the other dimension.
+_ACROSS = (
+    *("vocab", "heads", "kv_heads", "hidden", "both_hidden", "shared_hidden", "pooled"),
+    *("linear_key_heads", "linear_value_heads", "vision_heads", "vision_hidden", "vision_out_units"),
+)
+_ALONG = ("embed", "two_embeds", "vision_embed", "adapted", "adapter_out")
+# Compressed queries, keys and values belong to no head.
+_LATENT = ("latent", "query_latent")
+_WHOLE = ("experts", "dim", "latent_and_rope", "buckets", "one", "ahead_embed")
+# What divides an array of one dimension as it divides the matrix beside it.
+_ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
+
+# What checkpoints hold beside a model's own rows: masks, frequencies, heads for pretraining, layers that predict ahead.
+_ROTARY: Rows = {"layers.{layers}.self_attn.rotary_emb.inv_freq": "frequencies: half"}
+_BESIDE: Mapping[str, Rows] = {
+    "bert": {
+        "embeddings.position_ids": "numbers: positions",
+        "embeddings.LayerNorm.gamma": "norm: embed",
+        "embeddings.LayerNorm.beta": "norm: embed",
+        "cls.predictions.bias": "head_bias: vocab",
+        "cls.predictions.transform.dense.weight": "transform: pooled embed",
+        "cls.predictions.transform.dense.bias": "transform_bias: pooled",
+        "cls.predictions.decoder.weight": "head: vocab embed",
+        "cls.predictions.decoder.bias": "head_bias: vocab",
+        "cls.seq_relationship.weight": "next: types embed",
+        "cls.seq_relationship.bias": "next_bias: types",
+    },
+    "deepseek": {
+        "layers.{layers}.eh_proj.weight": "ahead: embed hidden",
+        "layers.{layers}.enorm.weight": "norm: embed",
+        "layers.{layers}.hnorm.weight": "norm: embed",
+        "layers.{layers}.shared_head.norm.weight": "norm: embed",
+        "layers.{layers}.shared_head.head.weight": "head: vocab embed",
+    },
+    "gpt": {
+        "lm_head.weight": "head: vocab embed",
+        "h.{layers}.attn.bias": "mask: positions",
+        "h.{layers}.attn.masked_bias": "mask: positions",
+    },
+    "t5": {
+        "encoder.embed_tokens.weight": "embedding: vocab embed",
+        "encoder.block.{layers}.layer.1.DenseReluDense.wi.weight": "up: hidden embed",
+    },
+}
+
+
+def rows_for_rules(family: str, form: Form) -> Rows:
+    """All rows that models of a family may have, and what their checkpoints hold beside them."""
+    every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
+    rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
+    rows |= sight_of(family) | _BESIDE.get(family, _ROTARY)
+    if family != "deepseek":
+        return rows
+    # The fp8 checkpoint has beside each weight one scale per block of 128 x 128, under the same name.
+    return {path.replace(".weight", ".weight(_scale_inv)?"): entry for path, entry in rows.items()}
+
+
+def rules_of(
+    rows: Rows, sizes: Mapping[str, Any], fsdp: Axes, tensor: Axes, *, expert: Axes = (), others: Sequence[str] = ()
+) -> Rules:
+    """One rule for all rows that are cut alike.
+
+    **Arguments:**
+
+    - `sizes`: of the axes that stand behind another one in one dimension: a cut may not go through them.
+    - `fsdp`, `tensor`, `expert`: the mesh axes; `expert` cuts the dimension of experts of stacked ones.
+    - `others`: paths of which no rule may find one.
+    """
+    over = dict.fromkeys(_ACROSS, tensor) | dict.fromkeys(_ALONG, fsdp) | dict.fromkeys(_WHOLE)
+    cut: dict[Any, list[str]] = {}
+    for path, entry in rows.items():
+        place = places_of(path, entry)[0]
+        own = over | {"experts": expert} if place.kind.startswith("expert_") else over
+        cut.setdefault(_target(place, own, sizes, fsdp), []).append(path)
+    rules: Rules = []
+    for target, paths in cut.items():
+        apart = [*others, *[path for path in rows if path not in paths]]
+        rules.append((_regex([_end(path, apart) for path in paths]), target))
+    return rules
+
+
+def _target(place: Place, over: Mapping[str, Axes | None], sizes: Mapping[str, Any], fsdp: Axes) -> Any:
+    first = [group[0] for group in place.dims]
+    # Latents are cut where nothing else is.
+    over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}
+    if not set(first) <= over.keys() or len(first) == 1 and first[0] not in _ALONE:
+        return _anywhere(fsdp)
+    units = tuple(math.prod(sizes[axis] for axis in group[1:]) for group in place.dims)
+    spec = P(*[over[axis] for axis in first])
+    return atomic(spec, units) if max(units) > 1 else spec
+
+
+def _anywhere(fsdp: Axes) -> Fsdp | Replicate:
+    """For what no matrix product divides: norms, biases, small tables."""
+    return fsdp_strategy(fsdp) if fsdp else replicate
+
+
+def _end(path: str, others: Sequence[str]) -> str:
+    """The shortest end of a path that none of the others has, as a regex in which numbers stand for any, if they may.
+
+    "." stands for any character, so that it matches the names of a checkpoint ("model.layers.0.mlp.up_proj.weight")
+    and the paths of a nested tree ("model/layers/0/mlp/up_proj/weight").
+    """
+    for count in range(2, path.count(".") + 2):
+        for number in (r"\{[^}]*\}|\d+", r"\{[^}]*\}"):
+            one, *apart = (re.sub(number, r"\\d+", each) for each in (path, *others))
+            end = ".".join(one.split(".")[-count:])
+            if not any(other.endswith(end) for other in apart):
+                return end
+    return re.sub(r"\{[^}]*\}", r"\\d+", path)
+
+
+def _regex(ends: Sequence[str]) -> str:
+    """A regex for these ends of paths; "norm.weight" stands for "layernorm.weight" too."""
+    short = [end for end in dict.fromkeys(ends) if not any(end != one and end.endswith(one) for one in ends)]
+    heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
+    if len(short) == 1:
+        return f"{short[0]}$"
+    return f"({'|'.join(heads)}).{lasts[0]}$" if len({*lasts}) == 1 else f"({'|'.join(short)})$"
