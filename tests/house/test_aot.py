@@ -24,6 +24,7 @@ from shardfx.errors import MeshError, OutOfMemoryError
 from shardfx.interop import tpu
 
 
+pytestmark = pytest.mark.aot
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed: pip install 'shardfx[aot]'")
 

@@ -20,6 +20,7 @@ import jax
 import pytest
 
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "shardfx").rglob("*.py"))

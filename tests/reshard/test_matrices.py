@@ -241,6 +241,7 @@ def test_modules_keep_what_is_no_array():
     assert found.activation is linear.activation
 
 
+@pytest.mark.processes
 def test_four_processes(tmp_path):
     outcomes = _processes.run("unit", 4, 2, tmp_path, worker=Path(matrices_worker.__file__))
     assert [one.result for one in outcomes] == ["right"] * 4, outcomes[0].log
