@@ -1,3 +1,5 @@
+import os
+
 import equinox as eqx
 import hypothesis
 import jax
@@ -11,9 +13,10 @@ hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 # One process with eight emulated devices; tests that need more processes or devices start their own.
 jax.config.update("jax_num_cpu_devices", 8)
-# Machine code of a program that runs once need not be fast. What XLA makes of the program, its collectives and its
-# buffers among it, is the same.
+# Machine code of a program that runs once need not be fast, here and in the processes that tests start. What XLA makes
+# of the program, its collectives and its buffers among it, is the same.
 jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # These run the code of optax, flax and others, which adds numbers of two dtypes.
 _STANDARD_PROMOTION = {
     *("test_aot", "test_benchmarks", "test_benchmarks_gpu", "test_benchmarks_reshard", "test_cli", "test_demo"),

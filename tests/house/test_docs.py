@@ -92,7 +92,11 @@ def scratch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: str(p.relative_to(ROOT)))
+# testing/test_recipes.py runs the page of recipes.
+RUN = [page for page in PAGES if blocks(page.read_text()) and page.name != "recipes.md"]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(ROOT)))
 def test_page(page, scratch):
     assert len(jax.devices()) >= 8
     run(blocks(page.read_text()), str(page))
