@@ -18,8 +18,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Three quarters of a compilation are XLA's newer emitter of fused loops. JAX 0.12 has no other.
-if jax.__version_info__ < (0, 12):
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 12) else ""
 # These run the code of optax, flax and others, which adds numbers of two dtypes.
 _STANDARD_PROMOTION = {
     *("test_aot", "test_benchmarks", "test_benchmarks_gpu", "test_benchmarks_reshard", "test_cli", "test_demo"),
