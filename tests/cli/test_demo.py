@@ -22,7 +22,6 @@ from shardfx._cli.demo.train import (
     start_sharded,
     start_unsharded,
 )
-
 from shardfx.testing import CheckedStep
 
 

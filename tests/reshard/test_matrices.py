@@ -1,13 +1,11 @@
 """Functions of whole matrices under plans that cut them: values, traffic, owners, and what cannot be mapped."""
 
-from pathlib import Path
 from typing import Any
 
 import _processes
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matrices_worker
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
@@ -243,5 +241,5 @@ def test_modules_keep_what_is_no_array():
 
 @pytest.mark.processes
 def test_four_processes(tmp_path):
-    outcomes = _processes.run("unit", 4, 2, tmp_path, worker=Path(matrices_worker.__file__))
+    outcomes = _processes.run("matrices", 4, 2, tmp_path)
     assert [one.result for one in outcomes] == ["right"] * 4, outcomes[0].log
