@@ -1,4 +1,6 @@
+import gc
 import os
+import resource
 
 import equinox as eqx
 import hypothesis
@@ -41,3 +43,12 @@ def _promotion(request: pytest.FixtureRequest):
     name = request.module.__name__.rpartition(".")[2]
     with jax.numpy_dtype_promotion("standard" if name in _STANDARD_PROMOTION else "strict"):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounded_memory():
+    """Compiled programs serve later modules until the process has held 3 GiB; then each module drops its own."""
+    yield
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 3 * 2**20:
+        jax.clear_caches()
+        gc.collect()
