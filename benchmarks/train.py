@@ -25,6 +25,7 @@ from shardfx._cli.demo.train import (
     start_unsharded,
 )
 
+from . import _matrices
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Skip, Value
 from ._runner import Options
 
@@ -61,6 +62,8 @@ def cases(options: Options) -> list[Entry]:
             limits=(Limit("speedup.jax.jit", at_least=0.9),),
         ),
     ]
+    if count > 1:
+        entries += _matrices.cases(options.devices, 4 if options.quick else 1)
     for name, layout in layouts.items():
         if count == 1 and name != "dp":
             entries.append(Skip(name, "there is one device"))

@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
@@ -17,7 +17,8 @@ from .._plan import plan as plan_of
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._rules.path_rules import PathRules
 from .mover import reshard
-from .stacks import Other, Stack, Where, stacks_of
+from .owners import Layout
+from .stacks import Exchange, Other, Stack, Where, exchanges_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,11 +28,11 @@ class MappedMatrices:
     **Arguments:**
 
     - `plan`: how the arrays of the tree lie, before and afterwards.
-    - `stacks`: which matrices go to their owners together.
+    - `exchanges`: which matrices go to their owners together.
     """
 
     plan: ShardPlan
-    stacks: tuple[Stack, ...]
+    exchanges: tuple[Exchange, ...]
     _fn: Callable[..., Any]
     _others: Mapping[int, Other]
     _state: Callable[[Any], Any] | None
@@ -46,10 +47,12 @@ class MappedMatrices:
             other(array) if (other := self._others.get(at)) is not None else array for at, array in enumerate(arrays)
         ]
         new_states = {}
-        for stack in self.stacks:
-            own = None if self._state is None else states[stack.name]
-            results, new_states[stack.name] = _mapped(self._fn, stack, [arrays[p.at] for p in stack.parts], own, mesh)
-            for part, result in zip(stack.parts, results, strict=True):
+        for exchange in self.exchanges:
+            names, parts = [one.name for one in exchange.stacks], [p for one in exchange.stacks for p in one.parts]
+            own = [None if self._state is None else states[name] for name in names]
+            results, kept = _mapped(self._fn, exchange, [arrays[part.at] for part in parts], own, mesh)
+            new_states.update(zip(names, kept, strict=True))
+            for part, result in zip(parts, results, strict=True):
                 made[part.at] = result
         column = iter(made)
         leaves = [next(column) if yes else leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True)]
@@ -61,20 +64,24 @@ class MappedMatrices:
         if self._state is None:
             raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")
         init = self._state
-        return {
-            one.name: jax.vmap(lambda _, one=one: init(jnp.zeros(one.parts[0].matrix, one.parts[0].dtype)))(
-                jnp.zeros(len(one.order))
-            )
-            for one in self.stacks
-        }
+        sizes = self.plan.mesh.shape
+        made = {}
+        for exchange, number, stack in self._stacks():
+            slots = exchange.starts(number).size * math.prod(sizes[axis] for axis in exchange.cut)
+            first = stack.parts[0]
+            made[stack.name] = jax.vmap(lambda _, one=first: init(jnp.zeros(one.matrix, one.dtype)))(jnp.zeros(slots))
+        return made
 
     @property
     def states(self) -> ShardPlan:
         """The plan of the states: each lies with the owner of its matrix."""
         shapes = jax.eval_shape(self.init)
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
-        rules = [(f"^{one.name}(/|$)", PartitionSpec(one.axes)) for one in self.stacks]
+        rules = [(f"^{one.name}(/|$)", PartitionSpec((*by.cut, *by.axes))) for by, _, one in self._stacks()]
         return plan_of(shapes, mesh, paths=PathRules(rules), strict=True)
+
+    def _stacks(self) -> list[tuple[Exchange, int, Stack]]:
+        return [(by, number, one) for by in self.exchanges for number, one in enumerate(by.stacks)]
 
     def _check(self, flat: Any) -> None:
         columns = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
@@ -100,8 +107,9 @@ def map_matrices(
     """A function that applies `fn` to every matrix of a tree whole, each on one device, for use inside a jitted step.
 
     Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are cut, XLA gathers every
-    matrix on every device, and each device computes all of them. Here matrices of one shape, dtype and layout become a
-    stack. One all-to-all deals its matrices to owners, each owner computes its own, and another brings them back.
+    matrix on every device, and each device computes all of them. Here one all-to-all deals the matrices to owners,
+    large ones first, so that all owners get about as much. Each owner computes its own. Another all-to-all brings them
+    back. Matrices of different shapes and layouts share an all-to-all where it then sends less.
 
     Arrays come and go as the plan lays them out. An array of two dimensions is a matrix. Leading dimensions that the
     plan's names call layers, stages, blocks or experts count matrices. Vectors and scalars stay as they are.
@@ -117,7 +125,7 @@ def map_matrices(
         through as it lies. `None`: it stays as it is.
     - `state`: from a matrix to the state that `fn` takes with it and returns. The result then is a function from a tree
         and states to both; `.init()` makes the states, and `.states` is their plan. States stay with the owners.
-    - `memory_limit_bytes`: per device, for two stacks' parts and a matrix. Stacks become smaller to keep it.
+    - `memory_limit_bytes`: per device, for what it sends and receives at a time. More all-to-alls take less.
 
     **Returns:**
 
@@ -146,8 +154,8 @@ def map_matrices(
     """
     check_plan("plan", plan)
     over = (over,) if isinstance(over, str) else over
-    stacks, others = stacks_of(plan, over, where or {}, memory_limit_bytes)
-    return MappedMatrices(plan, stacks, fn, others, state)
+    exchanges, others = exchanges_of(plan, over, where or {}, memory_limit_bytes)
+    return MappedMatrices(plan, exchanges, fn, others, state)
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[Any]) -> Any:
@@ -157,38 +165,6 @@ def _mesh_of(plan: ShardPlan, arrays: Sequence[Any]) -> Any:
         if not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types):
             return mesh
     return plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
-
-
-def _mapped(
-    fn: Callable[..., Any], stack: Stack, arrays: Sequence[Any], states: Any, mesh: Any
-) -> tuple[list[Any], Any]:
-    """The arrays of a stack after `fn`, and the new states."""
-    first = stack.parts[0]
-    here = NamedSharding(mesh, PartitionSpec(first.cut or None, *(axes or None for axes in first.entries)))
-    owned = NamedSharding(mesh, PartitionSpec(stack.axes))
-    dealt = np.array(stack.order)
-    # A cut dimension comes first and stays whole in each device's part: the parts of several arrays lie beside it.
-    dim = 1 if first.cut else 0
-    flat = [
-        jnp.reshape(one, (part.many[0], -1, *part.rest) if dim else (part.number, *part.rest))
-        for one, part in zip(arrays, stack.parts, strict=True)
-    ]
-    sizes = [one.shape[dim] for one in flat]
-    whole = flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=dim)
-    whole = jnp.reshape(whole, (-1, *first.rest)) if dim else whole
-    is_dealt = not np.array_equal(dealt, np.arange(len(whole)))
-    if is_dealt:
-        # Rows that no matrix fills are the first one's: no device looks at them.
-        whole = whole[np.maximum(dealt, 0)]
-    moved = reshard(_laid(whole, here), owned, src=None if _is_typed(mesh) else here)
-    results, states = _owned(fn, moved, dealt >= 0, states, owned, first.matrix)
-    back = reshard(results, here, src=None if _is_typed(mesh) else owned)
-    if is_dealt:
-        back = back[np.argsort(np.where(dealt < 0, len(dealt), dealt), kind="stable")[: int((dealt >= 0).sum())]]
-    back = jnp.reshape(back, (first.many[0], -1, *first.rest)) if dim else back
-    ends = np.cumsum(sizes)[:-1].tolist()
-    pieces = [back] if len(sizes) == 1 else jnp.split(back, ends, axis=dim)
-    return [jnp.reshape(one, array.shape) for one, array in zip(pieces, arrays, strict=True)], states
 
 
 def _is_typed(mesh: Any) -> bool:
@@ -201,31 +177,62 @@ def _laid(x: Any, sharding: NamedSharding) -> Any:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _owned(
-    fn: Callable[..., Any], stacked: Any, valid: np.ndarray, states: Any, sharding: NamedSharding, matrix: Any
-) -> tuple[Any, Any]:
-    """Each owner's matrices one after the other, in a loop; a slot without a matrix costs nothing."""
+def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
+    x = _laid(x, src)
+    return x if src.spec == dst.spec else reshard(x, dst, src=None if _is_typed(dst.mesh) else src)
 
-    def one(slot: Any) -> Any:
-        x, is_there, state = slot
-        given = (x.reshape(matrix),) if state is None else (x.reshape(matrix), state)
-        same = given[0] if state is None else given
+
+def _mapped(
+    fn: Callable[..., Any], exchange: Exchange, arrays: Sequence[Any], states: Any, mesh: Any
+) -> tuple[list[Any], Any]:
+    """The arrays of an exchange after `fn`, and the new states: one program of each device."""
+    parts = [part for stack in exchange.stacks for part in stack.parts]
+    layout = Layout(exchange, dict(mesh.shape))
+    here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
+    specs = [part.spec(part.laid) for part in parts]
+    there = [NamedSharding(mesh, spec) for spec in specs]
+    whole = [jnp.reshape(one, (*part.many, *part.rest)) for one, part in zip(arrays, parts, strict=True)]
+
+    def owned(arrays: list[Any], states: Any) -> Any:
+        column = iter(arrays)
+        rows = [layout.rows(stack, [next(column) for _ in stack.parts]) for stack in exchange.stacks]
+        held = layout.sent(layout.packed(rows))
+        made = []
+        for number, own in enumerate(states):
+            held, state = _owned(fn, layout, number, held, own)
+            made.append(state)
+        rows = layout.unpacked(layout.sent(held))
+        return [
+            one for stack, own in zip(exchange.stacks, rows, strict=True) for one in layout.arrays(stack, own)
+        ], made
+
+    owners = PartitionSpec((*exchange.cut, *exchange.axes))
+    run = jax.shard_map(owned, mesh=mesh, in_specs=(specs, owners), out_specs=(specs, owners), check_vma=False)
+    results, states = run([*map(_moved, whole, here, there)], states)
+    back = map(_moved, results, there, here)
+    return [jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)], states
+
+
+def _owned(fn: Callable[..., Any], layout: Layout, number: int, owned: Any, states: Any) -> tuple[Any, Any]:
+    """What a device owns after `fn` of the matrices of one stack, and their states, one after the other in a loop."""
+    starts, stack = layout.exchange.starts(number), layout.exchange.stacks[number]
+
+    def turn(owned: Any, slot: Any) -> Any:
+        start, state = slot
 
         def called() -> Any:
+            pieces = jax.lax.dynamic_slice_in_dim(owned, start, stack.width, axis=1)
+            matrix = layout.whole(stack, pieces)
+            given = (matrix,) if state is None else (matrix, state)
             made = fn(*given)
-            _check_result(made, same)
-            return made
+            _check_result(made, matrix if state is None else given)
+            made, new = (made, None) if state is None else made
+            return jax.lax.dynamic_update_slice_in_dim(owned, layout.pieces(stack, made), start, axis=1), new
 
-        made = called() if valid.all() else jax.lax.cond(is_there, called, lambda: same)
-        made, state = (made, None) if state is None else made
-        return made.reshape(x.shape), state
+        # A slot without a matrix costs nothing.
+        return called() if starts.min() >= 0 else jax.lax.cond(start >= 0, called, lambda: (owned, state))
 
-    def here(x: Any, is_there: Any, states: Any) -> Any:
-        return jax.lax.map(one, (x, is_there, states))
-
-    spec = sharding.spec
-    run = jax.shard_map(here, mesh=sharding.mesh, in_specs=(spec, spec, spec), out_specs=(spec, spec), check_vma=False)
-    return run(stacked, _laid(jnp.asarray(valid), sharding), states)
+    return jax.lax.scan(turn, owned, (layout.mine(starts), states))
 
 
 def _check_result(made: Any, same: Any) -> None:

@@ -1,12 +1,16 @@
-"""Which arrays of a plan are matrices, which of them share a stack, and which device owns which: all before tracing."""
+"""Which arrays of a plan are matrices, which device owns which, and what travels together: all before tracing."""
 
+import heapq
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Int
 
 from .._ground.errors import LeafTypeError, MoveError, RuleError, SpecError
 from .._ground.spec import entries_of, entry_axes
@@ -29,7 +33,7 @@ class Matrices(NamedTuple):
     - `at`: the number of the array in the plan.
     - `many`, `rest`: the sizes of its leading dimensions, and of the others.
     - `cut`: the mesh axes that cut the first leading dimension.
-    - `entries`: the axes that cut each of the others.
+    - `entries`, `laid`: the axes that cut each of the others in the plan, and when they travel.
     - `matrix`: rows and columns.
     """
 
@@ -38,6 +42,7 @@ class Matrices(NamedTuple):
     rest: tuple[int, ...]
     cut: tuple[str, ...]
     entries: tuple[tuple[str, ...], ...]
+    laid: tuple[tuple[str, ...], ...]
     matrix: tuple[int, int]
     dtype: Any
 
@@ -46,20 +51,22 @@ class Matrices(NamedTuple):
         """How many they are."""
         return math.prod(self.many)
 
+    def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+        """Of the array with all its leading dimensions."""
+        return PartitionSpec(self.cut or None, *[None] * (len(self.many) - 1), *(axes or None for axes in entries))
+
 
 class Stack(NamedTuple):
-    """Matrices that go to their owners together: alike in shape, dtype and layout.
+    """Matrices that are alike in shape, dtype and layout.
 
     - `parts`: the arrays that they come from.
-    - `axes`: the mesh axes whose devices own them.
-    - `slots`: how many matrices an owner has room for.
-    - `order`: for each slot of each owner the number of its matrix, or -1.
+    - `piece`: the shape of what a device has of one matrix.
+    - `width`: how many units that is.
     """
 
     parts: tuple[Matrices, ...]
-    axes: tuple[str, ...]
-    slots: int
-    order: tuple[int, ...]
+    piece: tuple[int, ...]
+    width: int
 
     @property
     def name(self) -> str:
@@ -68,10 +75,42 @@ class Stack(NamedTuple):
         return f"{one.at}_{'x'.join(map(str, one.matrix))}_{np.dtype(one.dtype).name}"
 
 
-def stacks_of(
+class Exchange(NamedTuple):
+    """Stacks of one dtype whose matrices go to their owners together, in one all-to-all.
+
+    - `stacks`: what travels.
+    - `cut`: the mesh axes that cut the dimension that counts matrices. These matrices stay where they are along them.
+    - `axes`: the mesh axes whose devices share out the matrices.
+    - `unit`: the shape of what is counted on the wire: a device's piece of a matrix, or some elements of a row.
+    - `holds`: for each owner its matrices in order, each as the number of its stack and its own number in that.
+    """
+
+    stacks: tuple[Stack, ...]
+    cut: tuple[str, ...]
+    axes: tuple[str, ...]
+    unit: tuple[int, ...]
+    holds: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def width(self) -> int:
+        """How many units a device sends to each owner."""
+        return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.holds)
+
+    def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
+        """Where each matrix of a stack begins in what its owner receives from a device; -1 for a slot without one."""
+        rows: list[list[int]] = []
+        for own in self.holds:
+            stacks = [stack for stack, _ in own]
+            starts = np.cumsum([0, *[self.stacks[stack].width for stack in stacks]])
+            rows.append([int(starts[at]) for at, stack in enumerate(stacks) if stack == number])
+        slots = max(map(len, rows))
+        return np.array([[*row, *[-1] * (slots - len(row))] for row in rows])
+
+
+def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
-) -> tuple[tuple[Stack, ...], dict[int, Other]]:
-    """The stacks of a plan's matrices, and what each other array that changes goes through, by its number."""
+) -> tuple[tuple[Exchange, ...], dict[int, Other]]:
+    """The exchanges of a plan's matrices, and what each other array that changes goes through, by its number."""
     found, others = _sorted_out(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
@@ -80,13 +119,14 @@ def stacks_of(
     elif unknown := [axis for axis in over if axis not in sizes]:
         raise SpecError(f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)}; name some of these.")
     groups: dict[Any, list[Matrices]] = {}
-    for one in found:
-        key = (one.rest, one.matrix, one.dtype, one.entries, one.cut, one.many[0] if one.cut else 0)
-        groups.setdefault(key, []).append(one)
-    loads = np.zeros(math.prod(sizes[axis] for axis in over))
-    # Large products first: what is left over goes to the owners that have done least.
-    order = sorted(groups.values(), key=lambda parts: (-_cost(parts), parts[0].at))
-    made = [_stack(some, tuple(over), sizes, loads) for parts in order for some in _within(parts, over, sizes, limit)]
+    # Large products first: what is left over goes to the owners that have least.
+    for one in sorted(found, key=lambda one: (-_cost(one), one.at)):
+        groups.setdefault((one.dtype, one.cut), []).append(one)
+    made: list[Exchange] = []
+    for (_, cut), arrays in groups.items():
+        dealer = _Dealer(cut, tuple(axis for axis in over if axis not in cut), sizes)
+        together = dealer.apart([*map(dealer.laid, arrays)])
+        made += [dealer.dealt(some) for own in together for some in dealer.within(own, limit)]
     return tuple(made), others
 
 
@@ -151,52 +191,108 @@ def _matrices(at: int, leaf: LeafPlan, dims: Dims) -> Matrices:
             f"`{leaf.path}`: `{leaf.spec}` cuts a second dimension that counts matrices; cut the first alone."
         )
     matrix = math.prod(rest[:rows]), math.prod(rest[rows:])
-    return Matrices(at, lead or (1,), rest, entries[0] if many else (), tuple(entries[many:]), matrix, leaf.dtype)
+    own = tuple(entries[many:])
+    return Matrices(at, lead or (1,), rest, entries[0] if many else (), own, own, matrix, leaf.dtype)
 
 
-def _cost(parts: Sequence[Matrices]) -> float:
+def _cost(one: Matrices) -> float:
     """Multiplications of one product of a matrix with itself turned."""
-    rows, columns = parts[0].matrix
+    rows, columns = one.matrix
     return float(rows) * columns * min(rows, columns)
 
 
-def _within(
-    parts: list[Matrices], over: Sequence[str], sizes: Mapping[str, int], limit: int | None
-) -> Iterator[list[Matrices]]:
-    """Some of the arrays at a time, so that a device's part of two stacks and one matrix stay within the limit."""
-    one = math.prod(parts[0].matrix) * np.dtype(parts[0].dtype).itemsize
-    owners = math.prod(sizes[axis] for axis in over)
-    some: list[Matrices] = []
-    for part in parts:
-        needed = [(2 * -(-sum(p.number for p in group) // owners) + 1) * one for group in ([part], [*some, part])]
-        if limit is not None and needed[0] > limit:
-            raise MoveError(
-                f"`memory_limit_bytes={limit}`: {part.number} matrices of {part.matrix[0]} x {part.matrix[1]} on "
-                f"{owners} owners need {needed[0]} bytes; allow as much, or name more axes in `over`."
-            )
-        if limit is not None and some and needed[1] > limit:
-            yield some
-            some = []
-        some = [*some, part]
-    yield some
+def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
+    """Arrays whose matrices have one shape and one layout."""
+    found: dict[Any, list[Matrices]] = {}
+    for one in arrays:
+        found.setdefault((one.rest, one.matrix, one.laid), []).append(one)
+    return found
 
 
-def _stack(parts: list[Matrices], over: tuple[str, ...], sizes: Mapping[str, int], loads: np.ndarray) -> Stack:
-    """Deals the matrices of a stack to owners: as many to each, and what is left to those that have done least."""
-    count, cut = sum(part.number for part in parts), parts[0].cut
-    if cut:
-        # The dimension that counts is cut already. Its owners are what divides the number, these axes first.
-        axes = cut
-        for axis in over:
-            if axis not in axes and count % math.prod(sizes[one] for one in (*axes, axis)) == 0:
-                axes = (*axes, axis)
-        slots = count // math.prod(sizes[axis] for axis in axes)
-        return Stack(tuple(parts), axes, slots, tuple(range(count)))
-    owners = len(loads)
-    whole, left = divmod(count, owners)
-    own = np.full(owners, whole)
-    own[np.argsort(loads, kind="stable")[:left]] += 1
-    loads += own * _cost(parts)
-    slots, first = int(own.max()), np.concatenate([[0], np.cumsum(own)[:-1]])
-    order = [int(first[at]) + slot if slot < own[at] else -1 for at in range(owners) for slot in range(slots)]
-    return Stack(tuple(parts), over, slots, tuple(order))
+class _Dealer:
+    """Deals matrices to the owners along some mesh axes."""
+
+    def __init__(self, cut: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
+        self.cut, self.axes, self.sizes = cut, axes, sizes
+        self.owners = self.size(axes)
+        self.loads = [0.0] * self.owners
+
+    def size(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def count(self, one: Matrices) -> int:
+        """How many matrices of an array the owners share out."""
+        return one.number // self.size(self.cut)
+
+    def laid(self, one: Matrices) -> Matrices:
+        """The matrices of an array cut along all axes of their owners, as far as sizes divide, and along no other."""
+        entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
+        for axis in self.axes:
+            dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
+            if not any(axis in own for own in entries) and (dim := next(dims, None)) is not None:
+                entries[dim].append(axis)
+        return one._replace(laid=tuple(map(tuple, entries)))
+
+    def piece(self, one: Matrices) -> tuple[int, ...]:
+        return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.laid, strict=True))
+
+    def dealt(self, arrays: Sequence[Matrices]) -> Exchange:
+        """Each matrix to the owner that has least, the widest first."""
+        widest = sorted(arrays, key=lambda one: (-math.prod(self.piece(one)), -_cost(one)))
+        alike = [(tuple(parts), self.piece(parts[0])) for parts in _alike(widest).values()]
+        pieces = {piece for _, piece in alike}
+        # The largest unit that all pieces are made of: compilers lay out whole rows with less work than elements.
+        unit = pieces.pop() if len(pieces) == 1 else (math.gcd(*(piece[-1] for piece in pieces)),)
+        stacks = tuple(Stack(parts, piece, math.prod(piece) // math.prod(unit)) for parts, piece in alike)
+        holds: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
+        waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
+        heapq.heapify(waiting)
+        for number, stack in enumerate(stacks):
+            for matrix in range(sum(map(self.count, stack.parts))):
+                width, load, owner = waiting[0]
+                holds[owner].append((number, matrix))
+                self.loads[owner] = load + _cost(stack.parts[0])
+                heapq.heapreplace(waiting, (width + stack.width, self.loads[owner], owner))
+        return Exchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)))
+
+    def total(self, arrays: Sequence[Matrices]) -> int:
+        """How many elements a device sends to each owner where these arrays travel together."""
+        if not arrays:
+            return 0
+        made = _Dealer(self.cut, self.axes, self.sizes).dealt(arrays)
+        return made.width * math.prod(made.unit)
+
+    def apart(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
+        """Arrays that travel together so that no device sends more than it must: small ones fill where large ones end.
+
+        What fills nothing goes for itself, which takes less memory.
+        """
+        left, total = _alike(arrays), self.total(arrays)
+        for kind, own in [*left.items()]:
+            others = [one for other, parts in left.items() if other != kind for one in parts]
+            if (rest := self.total(others)) + self.total(own) <= total:
+                yield own
+                del left[kind]
+                total = rest
+        if left:
+            yield [one for parts in left.values() for one in parts]
+
+    def within(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
+        """Some of the arrays at a time, so that a device's part of two exchanges and one matrix stay within a limit."""
+        some: list[Matrices] = []
+        limit = sys.maxsize if limit is None else limit
+        for one in arrays:
+            if self.needed([one]) > limit:
+                raise MoveError(
+                    f"`memory_limit_bytes={limit}`: {self.count(one)} matrices of {one.matrix[0]} x {one.matrix[1]} on "
+                    f"{self.owners} owners need {self.needed([one])} bytes; allow as much, or name more axes in `over`."
+                )
+            if some and self.needed([*some, one]) > limit:
+                yield some
+                some = []
+            some = [*some, one]
+        yield some
+
+    def needed(self, arrays: Sequence[Matrices]) -> int:
+        elements = 2 * self.owners * self.total(arrays) + max(math.prod(one.matrix) for one in arrays)
+        return elements * np.dtype(arrays[0].dtype).itemsize

@@ -2,8 +2,9 @@
 
 libtpu simplifies a program first, and XLA's partitioner on a host does not. It writes the largest values as a sort or a
 custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex numbers as
-three of real ones, and equal operations once. Read off the programs behind each pass of libtpu 0.0.42 for v5e, as
-`XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"` writes them.
+three of real ones, a roll of an array of a stack as the larger of two padded parts, and equal operations once. Read off
+the programs behind each pass of libtpu 0.0.42 for v5e, as `XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"`
+writes them.
 """
 
 import itertools
@@ -27,6 +28,7 @@ def rewritten(module: bytes, context: Any) -> bytes:
     """The bytecode of a StableHLO module with these operations as libtpu writes them."""
     with context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
+        _inline_rolls(parsed)
         found: list[Any] = []
 
         def look(op: Any) -> Any:
@@ -45,6 +47,90 @@ def rewritten(module: bytes, context: Any) -> bytes:
             op.erase()
         passmanager.PassManager.parse("builtin.module(func.func(cse))").run(parsed.operation)
         return bytecode(parsed)
+
+
+def _inline_rolls(module: Any) -> None:
+    """Opens the calls of `jnp.roll`: libtpu inlines all calls first, and writes some rolls in another way."""
+    functions = {ir.StringAttr(one.attributes["sym_name"]).value: one for one in module.body.operations}
+    calls: list[Any] = []
+
+    def look(op: Any) -> Any:
+        if op.name == "func.call" and _called(op).startswith("_roll_static"):
+            calls.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    for call in calls:
+        block = functions[_called(call)].regions[0].blocks[0]
+        known = dict(zip(block.arguments, call.operands, strict=True))
+        *body, last = (one.operation for one in block.operations)
+        for inner in body:
+            made = ir.Operation.create(
+                inner.name,
+                results=[one.type for one in inner.results],
+                operands=[known[one] for one in inner.operands],
+                attributes={name: inner.attributes[name] for name in inner.attributes},
+                loc=call.location,
+                ip=ir.InsertionPoint(call),
+            )
+            known |= dict(zip(inner.results, made.results, strict=True))
+        for old, new in zip(call.results, last.operands, strict=True):
+            old.replace_all_uses_with(known[new])
+        call.erase()
+
+
+def _called(call: Any) -> str:
+    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+
+
+def _is_first_rows(op: Any) -> bool:
+    """Whether a slice takes the first rows of one array of a stack."""
+    outer = _sliced(op.operands[0])
+    if outer is None:
+        return False
+    shape, inner, made = (
+        list(ir.RankedTensorType(one.type).shape) for one in (outer.results[0], op.operands[0], op.results[0])
+    )
+    starts = [*ir.DenseI64ArrayAttr(op.attributes["start_indices"])]
+    return shape == [1, *inner] and not any(starts) and made[1:] == inner[1:]
+
+
+def _sliced(value: Any) -> Any:
+    """The slice that a value is a reshape of, or `None`."""
+    reshape = _maker(value)
+    made = _maker(reshape.operands[0]) if reshape is not None and reshape.name == "stablehlo.reshape" else None
+    return made if made is not None and made.name == "stablehlo.slice" else None
+
+
+def _first_rows(op: Any) -> list[Any]:
+    """One slice of the stack, and then the reshape."""
+    outer = _sliced(op.operands[0])
+    names = ("start_indices", "limit_indices", "strides")
+    start, stop, step = ([*ir.DenseI64ArrayAttr(outer.attributes[name])] for name in names)
+    stop[1] = start[1] + ir.RankedTensorType(op.results[0].type).shape[0]
+    return [stablehlo.reshape(op.results[0].type, stablehlo.slice(outer.operands[0], start, stop, step))]
+
+
+def _is_of_rows(op: Any) -> bool:
+    """Whether an array of a stack is put together again of its rows, so that it is no roll for a partitioner."""
+    return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
+
+
+def _of_rows(op: Any) -> list[Any]:
+    """The larger of both parts, each with the least number where the other one is."""
+    made = ir.RankedTensorType(op.results[0].type)
+    dim = ir.IntegerAttr(op.attributes["dimension"]).value
+    least = stablehlo.ConstantOp(
+        ir.DenseElementsAttr.get_splat(ir.RankedTensorType.get([], made.element_type), _least(made.element_type))
+    )
+    parts, before = [], 0
+    for operand in op.operands:
+        size = ir.RankedTensorType(operand.type).shape[dim]
+        low, high = [0] * made.rank, [0] * made.rank
+        low[dim], high[dim] = before, made.shape[dim] - before - size
+        parts.append(stablehlo.pad(operand, least.result, low, high, [0] * made.rank))
+        before += size
+    return [stablehlo.MaxOp(*parts).result]
 
 
 def _top_k(op: Any) -> list[Any]:
@@ -192,6 +278,10 @@ def _maker(value: Any) -> Any:
     return None if isinstance(value.owner, ir.Block) else value.owner
 
 
+def _least(element: Any) -> Any:
+    return ir.FloatAttr.get(element, -math.inf) if isinstance(element, ir.FloatType) else ir.IntegerAttr.get(element, 0)
+
+
 def _integer(value: int) -> Any:
     return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
 
@@ -202,5 +292,7 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = {
     "stablehlo.fft": (lambda op: True, _fft),
     "stablehlo.dot_general": (lambda op: _is_complex(op.results[0]), _complex_dot),
     "stablehlo.broadcast_in_dim": (_is_column_of_count, _column_of_count),
+    "stablehlo.slice": (_is_first_rows, _first_rows),
+    "stablehlo.concatenate": (_is_of_rows, _of_rows),
     "stablehlo.select": (_is_of_count, lambda op: [op.operands[2]]),
 }

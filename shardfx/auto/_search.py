@@ -1,5 +1,6 @@
 """The mesh and rules that a step is fastest under, chosen among all that fit."""
 
+import concurrent.futures
 import dataclasses
 import functools as ft
 import itertools
@@ -206,13 +207,22 @@ class _Written:
 
     def add(self, ones: Sequence[Candidate]) -> None:
         """Partitions these; what XLA refuses is left out."""
-        for one in ones:
-            self.tried.append(one)
-            self.tell(f"partitioning candidate {len(self.tried)}: {one.title}")
-            try:
-                self.pairs.append((one, _in_memory(self.pricer, one, self.states)))
-            except ProgramError as error:
-                self.refused = self.refused or error
+        # XLA works in another process: one program is read here while it partitions the next.
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            for one, made in zip(ones, pool.map(self.read, ones), strict=True):
+                self.tried.append(one)
+                self.tell(f"partitioned candidate {len(self.tried)}: {one.title}")
+                if isinstance(made, ProgramError):
+                    self.refused = self.refused or made
+                else:
+                    self.pairs.append((one, made))
+
+    def read(self, one: Candidate) -> Candidate | ProgramError:
+        """A candidate as its program says, or why there is none."""
+        try:
+            return _in_memory(self.pricer, one, self.states)
+        except ProgramError as error:
+            return error
 
     @property
     def ranked(self) -> list[tuple[Candidate, Candidate]]:

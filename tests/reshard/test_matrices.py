@@ -1,5 +1,7 @@
 """Functions of whole matrices under plans that cut them: values, traffic, owners, and what cannot be mapped."""
 
+import math
+import random
 from typing import Any
 
 import _processes
@@ -82,15 +84,46 @@ def test_muon_sends_two_all_to_alls_and_no_more():
     whole = sum(one.nbytes for one in tree.values())
     assert {row.kind for row in traffic.rows} == {"all-to-all"}
     assert traffic.wire_bytes <= 0.22 * whole
-    assert [stack.slots for stack in mapped.stacks] == [1, 2]
+    assert [one.starts(0).shape[1] for one in mapped.exchanges] == [1, 2]
 
 
 def test_what_is_left_over_goes_to_those_that_have_done_least():
     made = plan(matrices(3) | {f"u{at}": one for at, one in enumerate(matrices(5, (16, 16)).values())},
                 built({"fsdp": 8}), paths=FSDP)  # fmt: skip
     mapped = map_matrices(unit, made)
-    owners = [{at // stack.slots for at, one in enumerate(stack.order) if one >= 0} for stack in mapped.stacks]
-    assert [len(one) for one in owners] == [3, 5] and owners[0].isdisjoint(owners[1])
+    (exchange,) = mapped.exchanges
+    assert [len(own) for own in exchange.holds] == [1] * 8
+    assert exchange.width * exchange.unit[0] == 16 * 32 // 8
+
+
+def test_small_matrices_fill_what_large_ones_leave():
+    """Four shapes of a decoder of 32 layers on 64 owners: no device receives much more than its share."""
+    shapes = {"gate": (1024, 256), "up": (1024, 256), "down": (256, 1024), "q": (256, 256), "o": (256, 256)}
+    tree = {
+        f"{at}/{name}": jax.ShapeDtypeStruct(shape, "float32") for at in range(32) for name, shape in shapes.items()
+    }
+    made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 8}), paths=PathRules([(".*", P("fsdp", "tensor"))]))
+    mapped = map_matrices(orthogonal, made)
+    sent = sum(one.width * math.prod(one.unit) * 64 for one in mapped.exchanges)
+    assert sent * 4 * 64 <= 1.15 * sum(leaf.bytes for leaf in made.leaves)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_layout_and_any_owners(seed):
+    rng = random.Random(seed)
+    sizes = rng.choice([{"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 3}])
+    tree, rules, where, wanted = {}, [], {}, {}
+    for at in range(4):
+        many, rest = rng.choice([(), (6,), (12, 2)]), rng.choice([(6, 12), (24, 24), (5, 7), (2, 3, 24)])
+        axes = rng.sample([*sizes], len(sizes))
+        entries = [axes.pop() if axes and size % sizes[axes[-1]] == 0 and rng.random() < 0.7 else None for size in rest]
+        tree[f"w{at}"] = x = jax.random.normal(jax.random.key(at), (*many, *rest))
+        rules.append((f"^w{at}$", P(*[None] * len(many), *entries)))
+        where[f"^w{at}$"] = len(many), len(rest) - 1
+        wanted[f"w{at}"] = jax.vmap(unit)(x.reshape(-1, math.prod(rest[:-1]), rest[-1])).reshape(x.shape)
+    over = rng.choice([None, rng.sample([*sizes], 1)])
+    result, _, _ = check(unit, tree, built(sizes), rules=PathRules(rules, axes=(*sizes,)), where=where, over=over)
+    same(result, wanted)
 
 
 def test_leading_dimensions_with_names_count_matrices():
@@ -110,7 +143,7 @@ def test_a_dimension_that_counts_may_be_cut():
     tree = {"up": jax.random.normal(key, (8, 16, 32)), "down": jax.random.normal(key, (8, 32, 16))}
     result, mapped, traffic = check(unit, tree, built({"ep": 2, "fsdp": 4}), rules=None, names=names, axes=axes)
     same(result, jax.tree.map(jax.vmap(unit), tree))
-    assert {stack.axes for stack in mapped.stacks} == {("ep", "fsdp")}
+    assert {(one.cut, one.axes) for one in mapped.exchanges} == {(("ep",), ("fsdp",))}
     assert "ep" not in {axis for row in traffic.rows for axis in row.axes or ()}
 
 
@@ -181,9 +214,9 @@ def test_a_limit_makes_stacks_smaller():
     tree, mesh = matrices(32), built({"fsdp": 8})
     made = plan(tree, mesh, paths=FSDP)
     one = 16 * 32 * 4
-    assert len(map_matrices(unit, made).stacks) == 1
+    assert len(map_matrices(unit, made).exchanges) == 1
     few = map_matrices(unit, made, memory_limit_bytes=5 * one)
-    assert [stack.slots for stack in few.stacks] == [2, 2]
+    assert [one.starts(0).shape[1] for one in few.exchanges] == [2, 2]
     same(jax.jit(few)(sfx.shard(tree, made)), {name: unit(one) for name, one in tree.items()})
     with pytest.raises(MoveError, match=f"1 matrices of 16 x 32 on 8 owners need {3 * one} bytes"):
         map_matrices(unit, made, memory_limit_bytes=one)
@@ -194,10 +227,10 @@ def test_an_empty_tree_and_other_owners():
     made = plan(tree, mesh, paths=FSDP)
     same(jax.jit(map_matrices(unit, made))(tree), tree)
     made = plan(matrices(8), mesh, paths=FSDP)
-    assert map_matrices(unit, made).stacks[0].axes == ("fsdp",)
-    assert map_matrices(unit, made, over=("data", "fsdp")).stacks[0].slots == 1
+    assert map_matrices(unit, made).exchanges[0].axes == ("fsdp",)
+    assert map_matrices(unit, made, over=("data", "fsdp")).exchanges[0].starts(0).shape == (8, 1)
     axes = AxisRules([("batch", ("data", "fsdp"))])
-    assert map_matrices(unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)).stacks[0].axes == ("data", "fsdp")
+    assert map_matrices(unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)).exchanges[0].axes == ("data", "fsdp")
 
 
 MESH = MeshSpec({"fsdp": 8})
@@ -226,7 +259,7 @@ def test_another_tree_and_another_result_are_errors():
     with pytest.raises(LeafTypeError, match="return the same shapes, dtypes"):
         jax.eval_shape(map_matrices(lambda one: one.T, made), made.structs)
     whole = plan({"w": jnp.zeros((8, 8), jnp.int32)}, MESH, paths=FSDP)
-    assert map_matrices(unit, whole, where={"w": None}).stacks == ()
+    assert map_matrices(unit, whole, where={"w": None}).exchanges == ()
     with pytest.raises(LeafTypeError, match="pass `map_matrices"):
         map_matrices(unit, made).init()
 

@@ -57,3 +57,18 @@ def test_rows_of_an_index_are_seen_as_rows():
     cache, places = struct((32, 96, 8), "data"), struct((32,), "data", dtype=jnp.int32)
     step = lambda cache, places, new: cache.at[jnp.arange(32), places].set(new)
     assert sent(step, cache, places, struct((32, 8), "data")) == []
+
+
+@pytest.mark.parametrize(
+    "roll, kinds",
+    [
+        (lambda x: jnp.roll(x[1], 1, 0), {"all-reduce": 384, "collective-permute": 256}),
+        (lambda x: jnp.roll(x[1], 1, 1), {"collective-permute": 128}),
+        (lambda x: jnp.roll(x, 1, 1), {"collective-permute": 2304}),
+        (lambda x: jnp.roll(x[3], (2, -3), (0, 1)), {"all-reduce": 768, "collective-permute": 896}),
+    ],
+)
+def test_rows_of_a_stack_that_are_rolled_are_the_larger_of_both_parts(roll, kinds):
+    found = estimate(jax.jit(roll), struct((9, 128, 256), None, "data", "model"), compiler="tpu")
+    assert found.by("kind") == kinds
+    assert all(row.source.function.endswith("<lambda>") for row in found.rows)

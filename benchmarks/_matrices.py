@@ -1,0 +1,84 @@
+"""Newton and Schulz on whole matrices that are cut: each on one owner, beside what XLA makes of them as written."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardfx import MeshSpec, PathRules, ShardPlan, fsdp, map_matrices, plan, shard
+from shardfx.cost import traffic
+
+from ._case import Case, Entry, Finding, Limit, Race, Rival, Value
+
+
+_OURS, _WRITTEN = "shardfx.map_matrices", "jax.jit, as written"
+_LAYERS = 8
+
+
+def cases(devices: Sequence[Any], scale: int) -> list[Entry]:
+    """A race of one update, and what each device receives; sizes are divided by `scale`."""
+    tree = _tree(scale)
+    mesh = MeshSpec({"fsdp": len(devices)}).build(devices)
+    planned = plan(tree, mesh, paths=PathRules([(".*", fsdp("fsdp"))]), unused="allow")
+    name = f"Newton-Schulz of {3 * _LAYERS} matrices, fsdp={len(devices)}"
+    return [
+        Case(name, ft.partial(_race, tree, planned), limits=(Limit(f"speedup.{_WRITTEN}", at_least=3),)),
+        Finding(f"bytes of {name}", ft.partial(_sent, planned), (Limit("received over the parameters", at_most=0.36),)),
+    ]
+
+
+def orthogonal(matrix: jax.Array) -> jax.Array:
+    """Five steps of Newton and Schulz, as Muon takes them."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / (jnp.linalg.norm(x) + 1e-8)
+
+    def turned(_: Any, x: jax.Array) -> jax.Array:
+        product = x @ x.T
+        return 3.4445 * x + (-4.775 * product + 2.0315 * product @ product) @ x
+
+    x = jax.lax.fori_loop(0, 5, turned, x)
+    return x.T if is_tall else x
+
+
+def _tree(scale: int) -> dict[str, jax.Array]:
+    shapes = {"q": (256, 256), "k": (256, 256), "up": (256, 1024)}
+    keys = jax.random.split(jax.random.key(0), 3 * _LAYERS)
+    sizes = [(f"{at}/{name}", shape) for at in range(_LAYERS) for name, shape in shapes.items()]
+    return {
+        name: jax.random.normal(key, (rows // scale, columns // scale))
+        for key, (name, (rows, columns)) in zip(keys, sizes, strict=True)
+    }
+
+
+def _programs(planned: ShardPlan) -> dict[str, Any]:
+    functions: dict[str, Callable[[Any], Any]] = {_OURS: map_matrices(orthogonal, planned), _WRITTEN: ft.partial(jax.tree.map, orthogonal)}
+    layout = planned.shardings
+    return {name: jax.jit(one, in_shardings=(layout,), out_shardings=layout) for name, one in functions.items()}
+
+
+def _race(tree: Any, planned: ShardPlan) -> Race:
+    programs = _programs(planned)
+    placed = shard(tree, planned)
+    wanted = jax.tree.map(orthogonal, tree)
+
+    def check(_: Any, result: Any) -> None:
+        jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, wanted)
+
+    return Race(
+        rivals=tuple(Rival(name, lambda name=name: programs[name], check) for name in (_OURS, _WRITTEN)),
+        fresh=lambda: placed,
+        facts={"matrices": len(tree)},
+    )
+
+
+def _sent(planned: ShardPlan) -> dict[str, Value]:
+    whole = sum(leaf.bytes for leaf in planned.leaves)
+    sent = {
+        name: traffic(one.lower(planned.structs).compile()).wire_bytes / whole
+        for name, one in _programs(planned).items()
+    }
+    return {"received over the parameters": sent[_OURS], f"received over the parameters, {_WRITTEN}": sent[_WRITTEN]}
