@@ -55,7 +55,10 @@ def _tree(scale: int) -> dict[str, jax.Array]:
 
 
 def _programs(planned: ShardPlan) -> dict[str, Any]:
-    functions: dict[str, Callable[[Any], Any]] = {_OURS: map_matrices(orthogonal, planned), _WRITTEN: ft.partial(jax.tree.map, orthogonal)}
+    functions: dict[str, Callable[[Any], Any]] = {
+        _OURS: map_matrices(orthogonal, planned),
+        _WRITTEN: ft.partial(jax.tree.map, orthogonal),
+    }
     layout = planned.shardings
     return {name: jax.jit(one, in_shardings=(layout,), out_shardings=layout) for name, one in functions.items()}
 

@@ -38,13 +38,7 @@ def run(task, count, devices, folder, *, worker=WORKER, deadline_seconds=120.0, 
     """
     port, folder = free_port(), Path(folder)
     search = os.pathsep.join([str(WORKER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "PYTHONHASHSEED": "random",
-        "PYTHONPATH": search,
-    }
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "random", "PYTHONPATH": search}
     started, children, logs = time.monotonic(), [], []
     ended: dict[int, float] = {}
     try:

@@ -27,6 +27,7 @@ from shardfx import (
     fsdp,
     gather,
     hosts,
+    map_matrices,
     plan,
     shard,
 )
@@ -234,7 +235,19 @@ def survives():
         print(f"failed after {time.monotonic() - started:.1f} s", flush=True)
 
 
-TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives, alone)}
+def matrices():
+    """A function of whole matrices, mapped over sharded ones; see `reshard/test_matrices.py`."""
+    tree = {f"w{at}": np.arange(at, at + 8 * 16, dtype=np.float32).reshape(8, 16) for at in range(5)}
+    made = plan(tree, MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules([(".*", fsdp("fsdp"))]))
+    mapped = map_matrices(lambda one: one / jnp.linalg.norm(one), made)
+    result = jax.jit(mapped, out_shardings=made.shardings)(shard(tree, made))
+    for name, one in tree.items():
+        for piece in result[name].addressable_shards:
+            np.testing.assert_allclose(piece.data, (one / np.linalg.norm(one))[piece.index], rtol=1e-5)
+    return "right"
+
+
+TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives, alone, matrices)}
 
 
 def main(task, index, count, devices, port, folder, *, heartbeat_seconds=10, shutdown_seconds=20):

@@ -14,6 +14,7 @@ import shardfx
 from shardfx import PathRules, checkpoint
 
 
+pytestmark = pytest.mark.processes
 WORKER = Path(__file__).parents[1].joinpath("checkpoint_worker.py")
 
 

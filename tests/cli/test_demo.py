@@ -22,6 +22,7 @@ from shardfx._cli.demo.train import (
     start_sharded,
     start_unsharded,
 )
+from shardfx.testing import CheckedStep
 
 
 RUN = Run(steps=4, batch_size=8, length=32)
@@ -40,11 +41,9 @@ def unsharded(text):
 @pytest.mark.parametrize(
     "layout, axis_types",
     [
-        ("data=2,fsdp=2,tensor=2", AxisType.Auto),
-        ("data=2,fsdp=2,tensor=2", AxisType.Explicit),
         # The batch of 8 is not divided by 3, the 2 key and value heads are not divided by 4.
-        ("data=3", AxisType.Explicit),
-        ("fsdp=2,tensor=4", AxisType.Explicit),
+        ("data=3,fsdp=2", AxisType.Explicit),
+        ("fsdp=2,tensor=4", AxisType.Auto),
     ],
 )
 def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
@@ -77,22 +76,6 @@ def test_making_the_model_needs_no_whole_copy():
     memory = init.lower(jax.random.key(0)).compile().memory_analysis()
     assert memory.output_size_in_bytes == pytest.approx(plans.model.bytes_per_device, abs=256)
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < plans.model.bytes_total
-
-
-def test_every_layout_gives_the_same_loss(text):
-    model = Transformer(key=jax.random.key(1))
-    tokens = jnp.asarray(batch(text, 0, size=8, length=33, seed=0))
-    expected = float(eqx.filter_jit(loss)(model, tokens))
-    for layout in (
-        "data=8,fsdp=1,tensor=1",
-        "data=1,fsdp=8,tensor=1",
-        "data=1,fsdp=4,tensor=2",
-        "data=2,fsdp=1,tensor=4",
-    ):
-        plans = make_plans(MeshSpec.parse(layout).build(jax.devices()), RUN)
-        placed = shard(model, plans.model), shard(tokens, plans.batch)
-        found = eqx.filter_jit(loss)(*placed, plans.model)
-        assert float(found) == pytest.approx(expected, abs=1e-5), layout
 
 
 def test_the_plan_keeps_heads_whole():
@@ -176,8 +159,9 @@ def test_show_on_one_device(capsys):
 
 
 def test_show_notices_curves_that_differ(capsys, monkeypatch):
-    other = Run(steps=2, batch_size=8, length=32, seed=1)
-    monkeypatch.setattr(screen, "start_unsharded", lambda run: start_unsharded(other))
+    curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * TOLERANCE]])
+    monkeypatch.setattr(screen, "train", lambda *args, **how: next(curves))
+    monkeypatch.setattr(screen.testing, "check_step", lambda *args: CheckedStep(()))
     assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32)).agree
     assert "THE CURVES DIFFER" in capsys.readouterr().out
     assert TOLERANCE < 1e-3
@@ -185,7 +169,7 @@ def test_show_notices_curves_that_differ(capsys, monkeypatch):
 
 def test_the_demo_trains_under_what_a_search_finds(text, unsharded):
     run = dataclasses.replace(RUN, steps=2)
-    plans, found = train.search_plans(jax.devices(), run, lambda told: None, closely=1)
+    plans, found = train.search_plans(jax.devices()[:2], run, lambda told: None, closely=1)
     by_hand = {names for one in found for _, names in one.roles}
     assert ("batch", "embed") in by_hand, "the rules by hand were tried too"
     assert [one.by for one in found] == ["run"] * len(found) and len(found) > 1

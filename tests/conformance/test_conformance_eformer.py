@@ -4,16 +4,10 @@ A "conform" vector gives what was measured. A "deviate" one gives what is stated
 docs/migrating_eformer.md says the same for readers.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools as ft
-import json
 import re
-import subprocess
-import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance.vectors import U, entry, outcome, parametrized, raises, read
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import shardfx
@@ -45,7 +40,6 @@ from shardfx.errors import (
     PlanMismatchError,
     RuleError,
     SpecError,
-    UnmatchedError,
 )
 from shardfx.interop.eformer import axis_names_of
 from shardfx.presets import eformer, infer_mode
@@ -53,8 +47,7 @@ from shardfx.presets.layouts import Layout
 from shardfx.presets.tokens import GENERATION_MODES, TOKENS
 
 
-U = P.UNCONSTRAINED
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "eformer.json").read_text())
+VECTORS = read("eformer.json")
 MESH = MeshSpec({"dp": 2, "tp": 4})
 # Every axis that a vector names, of size 1: a mesh on which nothing has to be corrected.
 ONE = MeshSpec(dict.fromkeys(("dp", "tp", "x", "y", "model", "data", "fsdp", "sp"), 1))
@@ -75,9 +68,8 @@ RUN: set[str] = set()
 
 def vectors(*functions):
     chosen = [v for v in VECTORS if v["function"] in functions and v["id"] not in SKIPPED]
-    assert chosen, functions
     RUN.update(v["id"] for v in chosen)
-    return pytest.mark.parametrize("vector", [pytest.param(v, id=v["id"]) for v in chosen])
+    return parametrized(chosen)
 
 
 def test_every_vector_is_run_or_named_with_a_reason():
@@ -113,14 +105,6 @@ def test_every_public_symbol_is_on_the_page_for_those_who_come_from_eformer():
     own += [name for name, value in vars(presets.tokens).items() if value in TOKENS.values()]
     assert len(own) == 17 + 25
     assert [name for name in [*symbols, *own] if not re.search(rf"\b{name}\b", page)] == []
-
-
-class Raises(types.SimpleNamespace):
-    """What a deviation gives where it raises."""
-
-
-def raises(error, match):
-    return Raises(error=error, match=match)
 
 
 # id -> (what shardfx gives, why not what the original gives)
@@ -231,21 +215,6 @@ def decoded(value) -> Any:
     return [decoded(item) for item in value] if isinstance(value, list) else value
 
 
-def entry(value) -> Any:
-    return U if value == "<UNCONSTRAINED>" else tuple(value) if isinstance(value, list) else value
-
-
-@contextlib.contextmanager
-def outcome(vector) -> Iterator[Any]:
-    """Yields what is expected; where that is an error, demands it of the block."""
-    wanted = expected(vector)
-    if isinstance(wanted, Raises):
-        with pytest.raises(wanted.error, match=wanted.match):
-            yield None
-    else:
-        yield wanted
-
-
 def meshes(vector) -> Any:
     given = vector["inputs"].get("mesh")
     kind = AxisType.Explicit if vector["inputs"].get("mesh_axis_types") == "Explicit" else AxisType.Auto
@@ -264,7 +233,7 @@ def test_get_corrected_named_sharding(vector):
     given, mesh = vector["inputs"], meshes(vector)
     spec = P(*map(entry, given["spec"]["spec"]))
     ambient = jax.set_mesh(built(mesh)) if "mesh_context" in given else contextlib.nullcontext()
-    with ambient, outcome(vector) as wanted:
+    with ambient, outcome(expected(vector)) as wanted:
         decision = correct(spec, tuple(given["shape"]), mesh)
         assert decision.spec == wanted
         # B4, B6, B10: whatever was lost has a reason.
@@ -284,7 +253,7 @@ def test_with_sharding_constraint(vector):
     # eformer passes over axes that the mesh lacks.
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     ambient = jax.set_mesh(built(mesh)) if given.get("mesh_context") == "jax.set_mesh" else contextlib.nullcontext()
-    with ambient, outcome(vector) as wanted:
+    with ambient, outcome(expected(vector)) as wanted:
         if "tree" in given and given["tree"]:
             value = {"a": array}
             result = jax.tree.map(lambda leaf: constrain(leaf, spec, made), value)["a"]
@@ -315,7 +284,7 @@ def test_names_of_specs(vector):
 @vectors("constraints.get_axes_size_in_mesh")
 def test_axes_size(vector):
     names = vector["inputs"]["axis_names"]
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         assert meshes(vector).axis_size(names if isinstance(names, str) else tuple(names)) == wanted
 
 
@@ -324,7 +293,7 @@ def test_sizes_and_indices_inside_shard_map(vector):
     names = vector["inputs"]["axis_names"]
     names = tuple(names) if isinstance(names, list) else names
     size = vector["function"].endswith("get_mesh_axis_size")
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         if size and not isinstance(wanted, list):
             assert MESH.axis_size(names) == wanted
             return
@@ -348,7 +317,7 @@ def test_match_partition_rules(vector):
     # Elements become bytes: int8 leaves have as many of one as of the other. `None` stood for an environment variable.
     smallest = given.get("min_size", 0)
     strict = given.get("strict", True) and vector["id"] != "eformer-0089"
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         made = plan(
             tree,
             ONE,
@@ -366,13 +335,6 @@ def leaves(tree) -> Any:
     if "shape" in tree:
         return jax.ShapeDtypeStruct(tuple(tree["shape"]), "int8")
     return tree["python"] if "python" in tree else {key: leaves(item) for key, item in tree.items()}
-
-
-def test_unmatched_leaves_are_named():
-    # eformer-0084, -0090: the error of the original, with every leaf in it.
-    tree = {"a": {"bias": jnp.ones(4)}, "b": jnp.ones(8), "weight": jnp.ones(4)}
-    with pytest.raises(UnmatchedError, match=r"(?s)`b`.*`a/bias`"):
-        plan(tree, ONE, paths=PathRules([("weight", P("tp"))]))
 
 
 def test_matching_checks_divisibility_where_there_is_a_mesh():
@@ -397,7 +359,7 @@ def test_analysis(vector):
 def test_patterns(vector):
     given = vector["inputs"]
     tree = {name: jax.ShapeDtypeStruct((8, 8), "int8") for name in given["names"]}
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         rules = PathRules.parse(given["pattern"]).rules if given["pattern"] else ()
         default = [(".*", decoded(given["default_spec"]))] if "default_spec" in given else []
         made = plan(tree, ONE, paths=PathRules([*rules, *default]), unmatched="replicate")
@@ -420,7 +382,7 @@ def test_shardings_are_read_off_structs_and_arrays_without_a_mesh(vector):
 @vectors("constraints.get_partition_spec")
 def test_specs_of(vector):
     array = jnp.ones((8, 8))
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         if wanted is not None:
             array = jax.device_put(array, NamedSharding(built(MESH), P("dp", None)))
         others = {key: value for key, value in vector["inputs"]["tree"].items() if key != "a"}
@@ -493,7 +455,7 @@ KEEP = {"eformer-0194", "eformer-0202", "eformer-0204"}
 def test_resolve_axis(vector):
     given = vector["inputs"]
     modes = given.get("modes") or [given["mode"]]
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         rules = registered(eformer(**fields(given["paxis"])), given.get("registry", ()))
         unmatched = "keep" if vector["id"] in KEEP else "raise"
         specs = [
@@ -548,7 +510,7 @@ def test_manager_resolve(vector):
     if vector["id"] == "eformer-0254":
         given.pop("axes")
     layout, shape = layout_of(given), given.get("shape")
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         mode = infer_mode(shape and tuple(shape), layout.mode_dim)
         spec = resolve(layout.axes, eformer(**fields(given.get("paxis", {}))), mode=mode, unmatched="raise").spec
         assert spec == canonical(wanted if isinstance(wanted, P) else P(*wanted))
@@ -605,7 +567,7 @@ def test_host_mesh_shape(vector):
     axes = {f"axis{i}": size for i, size in enumerate(shape)}
     devices = np.empty(np.prod(shape), object)
     devices[:] = [Device(i, i // local) for i in range(len(devices))]
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         grid = hosts.grid_of(Mesh(devices.reshape(shape), tuple(axes)))
         assert [size // grid.num_chunks[axis] for axis, size in axes.items()] == wanted
 
@@ -635,30 +597,6 @@ def test_unreduced_axes_are_kept():
     assert correct(P("dp", unreduced=frozenset({"tp"})), (8, 8), MESH).spec == P("dp", unreduced=frozenset({"tp"}))
 
 
-def test_names_are_in_the_same_order_under_every_hash_seed():
-    # B17: eformer's order is that of a set.
-    code = (
-        "from shardfx.interop.eformer import axis_names_of; from jax.sharding import PartitionSpec as P; "
-        "print(axis_names_of([P('fsdp', 'tp'), P(('sp', 'dp'), 'tp')]))"
-    )
-    for seed in ("0", "1"):
-        out = subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True)
-        assert out.stdout == "('fsdp', 'tp', 'sp', 'dp')\n", out.stderr
-
-
-def test_small_arrays_are_sharded_unless_a_size_is_given():
-    # B19: eformer documents one default and has another.
-    rules = PathRules([("x", P("dp"))])
-    assert plan({"x": jnp.ones(8)}, MESH, paths=rules)["x"].spec == P("dp")
-    assert plan({"x": jnp.ones(8)}, MESH, paths=rules, min_bytes=33)["x"].spec == P()
-
-
-def test_overlapping_axes_never_make_an_invalid_spec():
-    # B27: eformer's automatic spec can be P(("dp", "tp"), "dp").
-    for spec in (P(("dp", "tp"), "dp"), P("dp", "dp")):
-        NamedSharding(MESH.abstract(), correct(spec, (8, 8), MESH).spec)
-
-
 def test_replicated_arrays_stay_replicated_on_another_mesh():
     # B28: eformer's conversion to another strategy shards what was P(), and loses factors.
     tree = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
@@ -666,11 +604,3 @@ def test_replicated_arrays_stay_replicated_on_another_mesh():
     for mesh in (MESH, MeshSpec({"dp": 2, "fsdp": 2, "tp": 2}), MeshSpec({"fsdp": 8})):
         made = plan(tree, mesh, paths=rules)
         assert made["a"].spec == P() and made["b"].bytes_per_device * 8 == made["b"].bytes
-
-
-def test_resolved_the_same_in_every_thread():
-    # B31, B84: eformer and flax look for rules in the thread or the process.
-    rules = eformer(tensor_parallel_axis="model")
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        eformer()
-        assert pool.submit(resolve, ("__HEAD__",), rules).result().spec == P("model")

@@ -6,10 +6,7 @@ docs/migrating_flax.md says the same for readers.
 
 import contextlib
 import functools as ft
-import json
 import re
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from conformance.vectors import U, entry, outcome, parametrized, raises, read
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -37,8 +35,7 @@ from shardfx.errors import PlanMismatchError, RuleError, SpecError, UnmatchedErr
 from shardfx.interop import flax as interop
 
 
-U = P.UNCONSTRAINED
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "flax.json").read_text())
+VECTORS = read("flax.json")
 XY = MeshSpec({"x": 2, "y": 4})
 SKIPPED = {
     "flax-0094": "rules in a thread-local; here they are an argument",
@@ -47,14 +44,6 @@ SKIPPED = {
     "flax-0112": "the mesh of jax.set_mesh; here it is an argument",
 }
 RUN: set[str] = set()
-
-
-class Raises(types.SimpleNamespace):
-    """What a deviation gives where it raises."""
-
-
-def raises(error, match):
-    return Raises(error=error, match=match)
 
 
 # id -> (what shardfx gives, why not what flax gives)
@@ -107,9 +96,8 @@ def test_every_public_symbol_is_on_the_page_for_those_who_come_from_flax():
 
 def vectors(*functions):
     chosen = [v for v in VECTORS if v["function"] in functions and v["id"] not in SKIPPED]
-    assert chosen, functions
     RUN.update(v["id"] for v in chosen)
-    return pytest.mark.parametrize("vector", [pytest.param(v, id=v["id"]) for v in chosen])
+    return parametrized(chosen)
 
 
 def test_every_vector_is_run_or_named_with_a_reason():
@@ -118,10 +106,6 @@ def test_every_vector_is_run_or_named_with_a_reason():
     assert set(ids) == RUN | set(SKIPPED)
     assert set(SKIPPED) <= {v["id"] for v in VECTORS if v["tag"] == "context"}
     assert set(DEVIATIONS) == {v["id"] for v in VECTORS if v["tag"] == "deviate"}
-
-
-def entry(value) -> Any:
-    return U if value == "<UNCONSTRAINED>" else tuple(value) if isinstance(value, list) else value
 
 
 def spec_of(entries) -> P:
@@ -141,15 +125,9 @@ def measured(given) -> Any:
     return given if entries is None else spec_of(entries)
 
 
-@contextlib.contextmanager
-def outcome(vector) -> Iterator[Any]:
-    """Yields what is expected, measured or stated above; where that is an error, demands it of the block."""
-    wanted = DEVIATIONS[vector["id"]][0] if vector["id"] in DEVIATIONS else measured(vector["expected"])
-    if isinstance(wanted, Raises):
-        with pytest.raises(wanted.error, match=wanted.match):
-            yield None
-    else:
-        yield wanted
+def expected(vector) -> Any:
+    """What shardfx must give: measured, or stated above."""
+    return DEVIATIONS[vector["id"]][0] if vector["id"] in DEVIATIONS else measured(vector["expected"])
 
 
 # --- rules
@@ -165,7 +143,7 @@ def test_logical_to_mesh_axes(vector):
         assert made.leaves[0].names is vector["expected"] is None
         return
     names = P("a", "b") if names == "PartitionSpec('a','b')" else [entry(name) for name in names]
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         decision = resolve(names, AxisRules(rules))
         assert decision.spec == wanted
     if vector["id"] == "flax-0028":
@@ -177,7 +155,7 @@ def test_logical_to_mesh_axes(vector):
 def test_from_sharding_rules(vector):
     names = [entry(name) for name in vector["inputs"]["sharding"]]
     rules = AxisRules.last_wins(rules_of(vector))
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         wanted = wanted if isinstance(wanted, P) or wanted is None else spec_of(wanted)
         assert resolve(names, rules, unmatched="keep").spec == wanted
         # With a mesh the same is said by rules that `plan` takes.
@@ -188,7 +166,7 @@ def test_from_sharding_rules(vector):
 
 @vectors("core.spmd.composite_rules")
 def test_composite_rules(vector):
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         merged = interop.composite_rules(rules_of(vector, "rule1"), rules_of(vector, "rule2"))
         assert merged.rules == tuple((name, entry(target)) for name, target in wanted)
         assert merged == AxisRules(rules_of(vector, "rule1")).merge(AxisRules(rules_of(vector, "rule2")))
@@ -199,7 +177,7 @@ def test_rules_of_the_model_and_of_a_variable(vector):
     given = vector["inputs"]
     names = ["a"] if given["sharding"] == "list ['a']" else given["sharding"] or []
     rules = interop.composite_rules(rules_of(vector, "context_rules"), rules_of(vector, "sharding_rules"))
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         assert resolve(names, AxisRules.last_wins(rules.rules), unmatched="keep").spec == wanted
         if vector["function"] == "core.spmd.get_pspec":
             return
@@ -232,7 +210,7 @@ def test_shard_value(vector):
     made = plan(x, place, paths=PathRules([("", P())]), axes=axes, unmatched="replicate")
     sharding = (*sharding, ...) if isinstance(sharding, tuple) and 0 < len(sharding) < x.ndim else sharding
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         if kinds == ["Manual", "Manual"]:
             body = lambda x: constrain(x, sharding, made)
             out = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=wanted, out_specs=wanted))(x)
@@ -261,7 +239,7 @@ def test_with_logical_constraint(vector):
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     # Without names, or without rules to read them by, flax leaves the array as it is; that is said by None.
     names = tuple(map(entry, given["names"])) if given.get("names") and given["rules"] else None
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         if given.get("fallback") == "RAISE_ERROR":
             assert names is not None
             decision = resolve(names, axes, unmatched="raise")
@@ -279,7 +257,7 @@ def test_with_logical_constraint(vector):
 @vectors("linen.spmd.logical_to_mesh")
 def test_logical_to_mesh(vector):
     tree = {key: tuple(v["spec"] if isinstance(v, dict) else v) for key, v in vector["inputs"]["tree"].items()}
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         made = plan({key: jnp.ones((8, 8)) for key in tree}, XY, names=tree, axes=AxisRules(rules_of(vector)))
         plain = {key: spec if isinstance(spec, P) else spec_of(spec["spec"]) for key, spec in wanted.items()}
         assert made.specs == plain
@@ -292,21 +270,21 @@ def test_logical_to_mesh(vector):
 def test_add_axis(vector):
     given = vector["inputs"]
     names = tuple(given["names"])
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         assert list(interop.add_axis(names, given["index"], given["partition_name"])) == wanted
 
 
 @vectors("core.meta.Partitioned.remove_axis")
 def test_remove_axis(vector):
     given = vector["inputs"]
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         assert list(interop.remove_axis(tuple(given["names"]), given["index"], given["partition_name"])) == wanted
 
 
 @vectors("core.meta add_axis(4) then remove_axis(4)")
 def test_remove_axis_undoes_padding(vector):
     names = tuple(vector["inputs"]["names"])
-    with outcome(vector) as wanted:
+    with outcome(expected(vector)) as wanted:
         assert list(interop.remove_axis(interop.add_axis(names, 4, "layers"), 4, "layers")) == wanted
 
 

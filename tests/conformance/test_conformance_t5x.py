@@ -1,15 +1,14 @@
 """Every vector measured on T5X's partitioning module."""
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from _devices import chips, objects
+from conformance.vectors import parametrized, read
 from jax.sharding import Mesh, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, constrain, hosts, plan, resolve, topology
@@ -17,13 +16,11 @@ from shardfx._ground.spec import canonical, entry_axes
 from shardfx.presets import t5x
 
 
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "t5x.json").read_text())
+VECTORS = read("t5x.json")
 
 
 def vectors(*functions):
-    chosen = [vector for vector in VECTORS if vector["function"] in functions]
-    assert chosen, functions
-    return pytest.mark.parametrize("vector", chosen, ids=[vector["id"] for vector in chosen])
+    return parametrized([vector for vector in VECTORS if vector["function"] in functions])
 
 
 @vectors("bounds_from_last_device")

@@ -9,6 +9,7 @@ import pytest
 from shardfx import hosts, plan
 
 
+pytestmark = pytest.mark.processes
 # JAX notices a process that is gone by its missing heartbeats, for which the worker allows ten seconds.
 NOTICED_SECONDS = 45.0
 

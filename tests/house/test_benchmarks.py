@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import __main__ as command, _census, _plots, _report
+from benchmarks import __main__ as command, _plots, _report
 from benchmarks._case import Apart, Case, Finding, Limit, Race, Rival, Skip, memcpy
 from benchmarks._progress import Progress
 from benchmarks._runner import Options, Record, run_suite
@@ -56,22 +56,6 @@ def test_values_of_a_race(capsys):
     assert "[1/1] test: copy" in capsys.readouterr().err
 
 
-def test_a_second_clock_and_a_bound_on_the_time():
-    calls, ticks = [], iter(range(1000))
-    rivals = (Rival("shardfx", lambda: calls.append), Rival("theirs", lambda: lambda _: next(ticks)))
-    made = Race(rivals, lambda: 0, block=False, also=lambda: float(next(ticks)), most_seconds=0.0)
-    (record,) = run_suite(
-        [Case("bounded", lambda: made)],
-        Options(quick=True, repeats=50, devices=[], flags=OPTIONS.flags),
-        Progress("test", 1),
-    )
-    # The first call, a round that warms caches, and three that count.
-    assert len(calls) == 5
-    # Between two ticks of the second clock theirs ticks once itself.
-    assert number(record, "processor_seconds.shardfx") == 1 and number(record, "processor_seconds.theirs") == 2
-    assert number(record, "processor_speedup.theirs") == 2
-
-
 def test_a_wrong_rival_is_dropped_and_a_wrong_own_result_fails():
     [dropped, failed] = run(
         Case("theirs is wrong", lambda: race(theirs=lambda b: b + b"!")),
@@ -96,18 +80,6 @@ def test_findings_skips_and_failures_have_their_lines():
     assert "- count: rows <= 10: **does not hold** (1,234)" in text
     assert "- tpu: tpu (no TPU compiler)" in text
     assert "- lost: OSError: no disk" in text
-
-
-def test_what_several_cases_skip_for_one_reason_has_one_line():
-    def refused():
-        raise ValueError("Received incompatible devices. Got argument x on 8 of them")
-
-    def with_refused():
-        ours = race()
-        return Race((ours.rivals[0], Rival("jit", refused)), ours.fresh)
-
-    records = run(Case("a", with_refused), Case("b", with_refused))
-    assert "- a; b: jit (ValueError: Received incompatible devices)" in _report.table(records)
 
 
 def devices_here(options: Options):
@@ -167,22 +139,6 @@ def test_a_plot_shows_every_race_and_is_xml():
     assert wins.speedups["theirs"] > 1 > loses.speedups["theirs"]
     page = _report.page(full)
     assert "| ours wins" in page and "## full: test" in page and "results/full.json" in page
-
-
-def test_a_histogram_counts_what_the_census_counted():
-    values = {"pairs": 3, "XLA: pairs at 0x": 1, "XLA: pairs above 2x, up to 4x": 2, "shardfx: pairs at 0x": 3}
-    made = document(run(Finding("census of 3 pairs", lambda: values)))
-    drawn = _plots.memory({"full": {**made, "quick": False}})
-    assert drawn is not None
-    titles = [title.text for title in xml.etree.ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}title")]
-    assert titles[1:] == [
-        "XLA, none: 1 of 3",
-        "shardfx, none: 3 of 3",
-        "XLA, 2 to 4: 2 of 3",
-        "shardfx, 2 to 4: 0 of 3",
-    ]
-    assert set(_census._spread("XLA", [0.0, 3.0, 99.0]).values()) == {0, 1}
-    assert _census._spread("XLA", [3.0])["XLA: pairs above 2x, up to 4x"] == 1
 
 
 @pytest.mark.parametrize("name", list(command.SUITES))

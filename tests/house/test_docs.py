@@ -20,6 +20,7 @@ import jax
 import pytest
 
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "shardfx").rglob("*.py"))
@@ -91,7 +92,11 @@ def scratch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: str(p.relative_to(ROOT)))
+# testing/test_recipes.py runs the page of recipes.
+RUN = [page for page in PAGES if blocks(page.read_text()) and page.name != "recipes.md"]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(ROOT)))
 def test_page(page, scratch):
     assert len(jax.devices()) >= 8
     run(blocks(page.read_text()), str(page))

@@ -2,14 +2,12 @@
 
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import _processes
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matrices_worker
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
@@ -274,6 +272,7 @@ def test_modules_keep_what_is_no_array():
     assert found.activation is linear.activation
 
 
+@pytest.mark.processes
 def test_four_processes(tmp_path):
-    outcomes = _processes.run("unit", 4, 2, tmp_path, worker=Path(matrices_worker.__file__))
+    outcomes = _processes.run("matrices", 4, 2, tmp_path)
     assert [one.result for one in outcomes] == ["right"] * 4, outcomes[0].log

@@ -7,6 +7,9 @@ import moving_worker
 import pytest
 
 
+pytestmark = pytest.mark.processes
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def job(request, tmp_path_factory):
     folder, count = tmp_path_factory.mktemp("job"), request.param

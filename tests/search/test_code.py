@@ -17,13 +17,6 @@ from shardfx.cost import traffic
 OPTIMIZER = optax.adamw(1e-3)
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Models of other libraries mix integers and floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def loss(params, x):
     for layer in params:
         x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]

@@ -16,12 +16,6 @@ from shardfx.auto import constrain_step, name_axes
 from shardfx.errors import MeshError
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def filled(tree):
     """Arrays with small numbers in them, the same each time."""
     rng = np.random.default_rng(0)

@@ -17,13 +17,6 @@ from shardfx.auto import name_axes
 from shardfx.errors import LeafTypeError
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Models of other libraries mix integers and floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def sizes(found):
     return {axis.name: axis.size for axis in found.axes}
 

@@ -16,13 +16,6 @@ from shardfx.auto._trace import trace
 from shardfx.errors import MeshError, ProgramError, RuleError, SpecError
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Models of other libraries mix integers and floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def mlp_step(width, hidden, rows, dtype="bfloat16"):
     def loss(p, x):
         return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)

@@ -20,6 +20,7 @@ from shardfx._see import Finding
 from shardfx.cost import traffic
 
 
+pytestmark = pytest.mark.browser
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
     pytest.skip("no `chromium` and `chromedriver` on the path", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""The steps of the page of recipes compute under their plans what they compute on one device."""
+"""The page of recipes runs, and its steps compute under their plans what they compute on one device."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import shardfx as sfx
-from tests.house.test_docs import blocks
+from tests.house.test_docs import blocks, run
 
 
 # Those that train and serve; the rest only makes arrays.
@@ -28,11 +28,9 @@ def test_no_recipe_is_accused(monkeypatch: pytest.MonkeyPatch):
                 checked.append(fn)
             return jitted(*args)
 
+        called.lower = jitted.lower  # pyright: ignore[reportFunctionMemberAccess]
         return called
 
     monkeypatch.setattr(sfx, "filter_jit", checking)
-    namespace: dict[str, Any] = {"__name__": "example"}
-    for block in blocks(PAGE.read_text()):
-        if "filter_jit(" not in block.code or ".lower(" not in block.code:
-            exec(compile("\n" * block.line + block.code, str(PAGE), "exec"), namespace)
+    run(blocks(PAGE.read_text()), str(PAGE))
     assert [fn.__name__ for fn in checked] == [*STEPS]

@@ -28,10 +28,13 @@ CHECKERS = {
 }
 
 
-def lines_with_errors(checker: str, file: Path) -> set[int]:
-    command = [str(Path(sys.executable).parent / CHECKERS[checker][0]), *CHECKERS[checker][1:], str(file)]
+def lines_with_errors(checker: str, files: list[Path]) -> list[set[int]]:
+    """The lines of each file that one run of the checker finds an error on."""
+    name, *options = CHECKERS[checker]
+    command = [str(Path(sys.executable).parent / name), *options, *map(str, files)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    return {int(line) for line in re.findall(rf"{re.escape(file.name)}:(\d+):.*error", said)}
+    found = [re.findall(rf"{re.escape(file.name)}:(\d+):.*error", said) for file in files]
+    return [set(map(int, lines)) for lines in found]
 
 
 def with_wrong_types(source: str) -> tuple[str, set[int]]:
@@ -55,9 +58,9 @@ def main() -> int:
         copy, mistakes = Path(directory) / "wrong.py", Path(directory) / MISTAKES.name
         copy.write_text(wrong)
         mistakes.write_text(MISTAKES.read_text())  # the file itself is left out of what basedpyright looks at
+        files = {SIGNATURES: set(), copy: asserted, mistakes: refused}
         for checker in CHECKERS:
-            for file, expected in ((SIGNATURES, set()), (copy, asserted), (mistakes, refused)):
-                found = lines_with_errors(checker, file)
+            for (file, expected), found in zip(files.items(), lines_with_errors(checker, [*files]), strict=True):
                 as_expected = found == expected
                 failed = failed or not as_expected
                 verdict = "as expected" if as_expected else "NOT as expected"

@@ -75,6 +75,8 @@ def show(
     print(
         f"Training on {text.size:,} bytes of Python's standard library, batches of {run.batch_size} x {run.length}.\n"
     )
+    tokens = shard(batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed), plans.batch)
+    checked = testing.check_step(*started, tokens)
     sharded = train(started, text, run, place=lambda tokens: shard(tokens, plans.batch), show=_progress("sharded", run))
     del started
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
@@ -85,9 +87,6 @@ def show(
     curves_agree = largest <= TOLERANCE
     print(f"Largest difference over {run.steps} steps: {largest:.1e} nats (allowed: {TOLERANCE:.0e}).")
     print("The curves are the same up to rounding." if curves_agree else "THE CURVES DIFFER.")
-    step, model, state = start_sharded(plans, run)
-    tokens = shard(batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed), plans.batch)
-    checked = testing.check_step(step, model, state, tokens)
     print(f"One step under the plan, beside one device in float64 (`check_step`):\n{checked}")
     agree = curves_agree and bool(checked)
     print(f"{time.perf_counter() - begin:.0f} s in all.")
