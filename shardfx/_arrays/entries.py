@@ -257,8 +257,9 @@ def bound(fn: Any, name: str, signature: inspect.Signature, args: Any, kwargs: A
     try:
         found = signature.bind(*args, **kwargs)
     except TypeError as error:
-        inner = inspect.unwrap(fn, stop=lambda one: hasattr(one, "__signature__"))
-        if inspect.isfunction(inner) and not hasattr(inner, "__signature__"):
+        inner = inspect.unwrap(fn)
+        is_own = inspect.isfunction(inner) and "__signature__" not in vars(inner)
+        if is_own and inspect.signature(inner) == signature:
             # Its arguments do not fit, so that no line of it runs.
             inner(*args, **kwargs)
         raise TypeError(f"{name}(): {error}") from None

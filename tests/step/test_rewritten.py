@@ -71,4 +71,4 @@ def test_rows_of_an_index_are_seen_as_rows():
 def test_rows_of_a_stack_that_are_rolled_are_the_larger_of_both_parts(roll, kinds):
     found = estimate(jax.jit(roll), struct((9, 128, 256), None, "data", "model"), compiler="tpu")
     assert found.by("kind") == kinds
-    assert all(row.source.function.endswith("<lambda>") for row in found.rows)
+    assert all(row.source is not None and row.source.function.endswith("<lambda>") for row in found.rows)
