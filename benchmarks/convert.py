@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, plan_reshard, reshard
-from shardfx._reshard.mapped.exchange import program
 from shardfx._reshard.mover import resharded
+from shardfx._reshard.pieces.exchange import program
 from shardfx._reshard.through_map import journey_of
 
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value
