@@ -45,7 +45,7 @@ def test_donated_and_limited_moves(job):
             assert result[name]["right"]
             # Every process counts alike, so that all of them raise, or none.
             assert result[name]["error"] == job[0][name]["error"]
-            assert "the finest; `memory_limit_bytes=10` is too little for it and " in result[name]["error"]
+            assert "`memory_limit_bytes=10` is too little for it and " in result[name]["error"]
 
 
 def test_a_hundred_arrays_between_disjoint_processes(job):

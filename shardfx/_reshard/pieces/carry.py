@@ -84,17 +84,12 @@ def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
     if work.is_elsewhere:
         there = ft.partial(_itself, _made_of(work, []))
     elif work.way == "host":
-        there = coming(wanted(work), work.targets, work.fillings, work.sources, means.shards, _reader(data), means.pool)
+        there = coming(work.struct, work.targets, work.fillings, work.sources, means.shards, _reader(data), means.pool)
     else:
         there = ft.partial(_itself, _by_programs(work, data, means))
     if jnp.issubdtype(work.leaf.dtype, jax.dtypes.prng_key):
         return ft.partial(_keys, there, arrays[work.sources[0]])
     return there
-
-
-def wanted(work: Work) -> jax.ShapeDtypeStruct:
-    """The array that is made, of PRNG keys their bits."""
-    return jax.ShapeDtypeStruct(work.shape, work.dtype, sharding=work.leaf.sharding)
 
 
 def _made_of(work: Work, shards: Sequence[jax.Array]) -> jax.Array:

@@ -237,7 +237,7 @@ def coming(
     def source_of(copy: Copy) -> np.ndarray:
         return shards.raw(names[copy.number], copy.sender)
 
-    views = [view for to, one in pairs for view in _views(to, one.copies, source_of)]
+    views = list(_views([(to, copy) for to, one in pairs for copy in one.copies], source_of))
     tasks = []
     if pool is None or sum(buffer.nbytes for buffer in built) < 2 * _TASK_BYTES:
         _copy_all(views)
@@ -302,6 +302,17 @@ def _shared(
     return parts if sum(kept.values()) <= sum(part.nbytes for part in parts) else None
 
 
+def copied(
+    wanted: jax.ShapeDtypeStruct,
+    targets: Sequence[Box],
+    fillings: Sequence[Filling],
+    shards: Shards,
+    pool: ThreadPoolExecutor | None,
+) -> jax.Array:
+    """As `coming`, of one array as it is."""
+    return coming(wanted, targets, fillings, ("",), shards, _nothing, pool)()
+
+
 Order = Literal["at once", "source", "target", "staged"]
 
 
@@ -312,11 +323,10 @@ def put_together(
     shards: Shards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """As `coming`, of one array as it is, whose shards are deleted as soon as they were read."""
+    """As `copied`, and the source's shards are deleted as soon as they were read."""
     dtype, order = np.dtype(wanted.dtype), order_of(fillings, np.dtype(wanted.dtype).itemsize)
     if order == "at once" or all(one.is_part for one in fillings):
-        there = coming(wanted, targets, fillings, ("",), shards, _nothing, pool)
-        made = there()
+        made = copied(wanted, targets, fillings, shards, pool)
         shards.give_up()
         return made
     # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
@@ -329,15 +339,14 @@ def put_together(
     shards.give_up(but=left)
     for _, group in it.groupby(sorted(rows, key=key), key):
         own = list(group)
-        read_from = lambda copy: shards.raw("", copy.sender)
-        _spread([view for at, copy in own for view in _views(built[at], [copy], read_from)], pool)
+        _spread(list(_views([(built[at], copy) for at, copy in own], lambda copy: shards.raw("", copy.sender))), pool)
         left.subtract(copy.sender for _, copy in own)
         shards.give_up(but=[sender for sender, count in left.items() if count])
     for at, (staged, final) in enumerate(zip(in_row, fillings, strict=True)) if order == "staged" else ():
         new, old = buffers([(built[at].shape, dtype)])[0], as_bytes(built[at])
         pairs = zip(staged, final.copies, strict=True)
         moved = [two._replace(here=one.there, here_strides=one.there_strides) for one, two in pairs]
-        _spread(list(_views(new, moved, lambda _, old=old: old)), pool)
+        _spread(list(_views([(new, copy) for copy in moved], lambda _, old=old: old)), pool)
         built[at] = new
     return _there(wanted, targets, built, ())
 
@@ -408,9 +417,12 @@ def _nothing(path: str, box: Box) -> np.ndarray:
 Views = tuple[np.ndarray, np.ndarray, int | None]
 
 
-def _views(buffer: np.ndarray, copies: Iterable[Copy], source_of: Callable[[Copy], np.ndarray]) -> Iterator[Views]:
-    kind, there = as_bits(buffer.reshape(-1)).dtype, as_bytes(buffer)
-    for one in copies:
+def _views(pairs: Sequence[tuple[np.ndarray, Copy]], source_of: Callable[[Copy], np.ndarray]) -> Iterator[Views]:
+    last, there = None, np.empty(0, np.uint8)
+    kind = as_bits(pairs[0][0].reshape(-1)).dtype if pairs else np.dtype(np.uint8)
+    for buffer, one in pairs:
+        if buffer is not last:
+            last, there = buffer, as_bytes(buffer)
         new = np.ndarray(one.shape, kind, there, one.there, one.there_strides)
         yield new, np.ndarray(one.shape, kind, source_of(one), one.here, one.here_strides), one.along
 

@@ -91,7 +91,12 @@ class Work:
         """How many devices allocate from one memory; those of a mesh without any have memories of their own."""
         return sharers([device for device in self.devices if isinstance(device, jax.Device)])
 
-    @property
+    @ft.cached_property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The array that is made, of PRNG keys their bits."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.leaf.sharding)
+
+    @ft.cached_property
     def is_elsewhere(self) -> bool:
         """Whether this process has no part in it."""
         own = jax.process_index()
