@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._convert import Piece
-from ..._convert.pieces import NOWHERE
+from ..._convert.pieces import NOWHERE, hull, swapped
 from ..._convert.values import chunks, constant, fill, write
 from ..._convert.views import as_bits, source_view, strides_of, target_view
 from ..._ground.boxes import Box, as_box
@@ -48,6 +48,7 @@ class Copy(NamedTuple):
     - `here`, `here_strides`: in bytes, where they begin in the sender's shard, and the steps of each digit there.
     - `there`, `there_strides`: the same in the new shard.
     - `along`: the dimension along which it goes in blocks, if it does.
+    - `index`: what NumPy indexes the new shard and the sender's with, where it is a box of both; faster than strides.
     """
 
     number: int
@@ -58,6 +59,7 @@ class Copy(NamedTuple):
     there: int
     there_strides: tuple[int, ...]
     along: int | None
+    index: tuple[Any, Any] | None
 
     @property
     def elements(self) -> int:
@@ -131,7 +133,17 @@ def _copy_of(
     shape = tuple(f.size for f in piece.factors)
     read = tuple(0 if f.source_dim == NOWHERE else here[1][f.source_dim] * f.source_step for f in piece.factors)
     written = tuple(there[1][f.target_dim] * f.target_step for f in piece.factors)
-    return Copy(number, sender, shape, here[0], read, there[0], written, blocked(shape, written, read))
+    return Copy(number, sender, shape, here[0], read, there[0], written, blocked(shape, written, read), _index(piece))
+
+
+def _index(piece: Piece) -> tuple[Any, Any] | None:
+    dims = [f.target_dim for f in piece.factors if (f.source_dim, f.source_step, f.target_step) == (f.target_dim, 1, 1)]
+    if len({*dims}) < len(piece.factors):
+        return None
+    ends = (hull(piece), hull(swapped(piece)))
+    # The ellipsis makes it a view at rank 0 too.
+    there, here = [(*[slice(start, stop) for start, stop in box], ...) for box in ends]
+    return there, here
 
 
 class Shards:
@@ -168,12 +180,6 @@ class Shards:
             return lambda number: leaf
         # `addressable_shards` makes an object per shard, and a tree of small arrays has many.
         return leaf.addressable_data
-
-    def raw(self, path: str, number: int) -> np.ndarray:
-        """A shard, as memory for views of other shapes."""
-        shard = self.typed(path, number)
-        # Memory of a dtype that NumPy does not know itself it does not lend.
-        return shard if shard.dtype.isbuiltin == 1 else shard.reshape(-1).view(np.uint8)
 
     def forget(self, path: str) -> None:
         """Lets go of an array."""
@@ -233,13 +239,9 @@ def coming(
         return ft.partial(_there, wanted, targets, shared, ())
     built = _memory(targets, np.dtype(wanted.dtype))
     pairs = list(zip(built, fillings, strict=True))
-
-    def source_of(copy: Copy) -> np.ndarray:
-        return shards.raw(names[copy.number], copy.sender)
-
-    views = list(_views([(to, copy) for to, one in pairs for copy in one.copies], source_of))
+    views = list(_views([(to, copy) for to, one in pairs for copy in one.copies], names, shards))
     tasks = []
-    if pool is None or sum(buffer.nbytes for buffer in built) < 2 * _TASK_BYTES:
+    if pool is None or sum(target.nbytes for target, *_ in views) < 2 * _TASK_BYTES:
         _copy_all(views)
     else:
         tasks = [pool.submit(_copy_all, batch) for batch in _batches(views)]
@@ -339,14 +341,14 @@ def put_together(
     shards.give_up(but=left)
     for _, group in it.groupby(sorted(rows, key=key), key):
         own = list(group)
-        _spread(list(_views([(built[at], copy) for at, copy in own], lambda copy: shards.raw("", copy.sender))), pool)
+        _spread(list(_views([(built[at], copy) for at, copy in own], ("",), shards)), pool)
         left.subtract(copy.sender for _, copy in own)
         shards.give_up(but=[sender for sender, count in left.items() if count])
     for at, (staged, final) in enumerate(zip(in_row, fillings, strict=True)) if order == "staged" else ():
         new, old = buffers([(built[at].shape, dtype)])[0], as_bytes(built[at])
         pairs = zip(staged, final.copies, strict=True)
-        moved = [two._replace(here=one.there, here_strides=one.there_strides) for one, two in pairs]
-        _spread(list(_views([(new, copy) for copy in moved], lambda _, old=old: old)), pool)
+        moved = [two._replace(here=one.there, here_strides=one.there_strides, index=None) for one, two in pairs]
+        _spread([_view(new, old, copy) for copy in moved], pool)
         built[at] = new
     return _there(wanted, targets, built, ())
 
@@ -396,7 +398,12 @@ def _in_row(copies: Sequence[Copy], itemsize: int) -> list[Copy]:
     """The copies with the elements of one behind those of another, each in their order."""
     starts = it.accumulate((copy.elements * itemsize for copy in copies), initial=0)
     return [
-        copy._replace(there=start, there_strides=tuple(step * itemsize for step in strides_of(copy.shape)), along=None)
+        copy._replace(
+            there=start,
+            there_strides=tuple(step * itemsize for step in strides_of(copy.shape)),
+            along=None,
+            index=None,
+        )
         for copy, start in zip(copies, starts, strict=False)
     ]
 
@@ -417,14 +424,21 @@ def _nothing(path: str, box: Box) -> np.ndarray:
 Views = tuple[np.ndarray, np.ndarray, int | None]
 
 
-def _views(pairs: Sequence[tuple[np.ndarray, Copy]], source_of: Callable[[Copy], np.ndarray]) -> Iterator[Views]:
-    last, there = None, np.empty(0, np.uint8)
-    kind = as_bits(pairs[0][0].reshape(-1)).dtype if pairs else np.dtype(np.uint8)
+def _views(pairs: Sequence[tuple[np.ndarray, Copy]], names: Sequence[str], shards: Shards) -> Iterator[Views]:
+    sources: dict[tuple[int, int], np.ndarray] = {}
     for buffer, one in pairs:
-        if buffer is not last:
-            last, there = buffer, as_bytes(buffer)
-        new = np.ndarray(one.shape, kind, there, one.there, one.there_strides)
-        yield new, np.ndarray(one.shape, kind, source_of(one), one.here, one.here_strides), one.along
+        source = sources.get(one[:2])
+        if source is None:
+            source = sources[one[:2]] = shards.typed(names[one.number], one.sender)
+        yield _view(buffer, source, one)
+
+
+def _view(buffer: np.ndarray, source: np.ndarray, one: Copy) -> Views:
+    if one.index is not None:
+        return buffer[one.index[0]], source[one.index[1]], None
+    kind = as_bits(buffer.reshape(-1)).dtype
+    new = np.ndarray(one.shape, kind, as_bytes(buffer), one.there, one.there_strides)
+    return new, np.ndarray(one.shape, kind, as_bytes(source), one.here, one.here_strides), one.along
 
 
 def as_bytes(buffer: np.ndarray) -> np.ndarray:
@@ -448,7 +462,10 @@ def _batches(ready: Iterable[Views]) -> Iterator[list[Views]]:
 
 def _copy_all(batch: Sequence[Views]) -> None:
     for target, source, dim in batch:
-        copy_along(target, source, dim)
+        if dim is None:
+            target[...] = source
+        else:
+            copy_along(target, source, dim)
 
 
 def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> None:
