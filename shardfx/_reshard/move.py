@@ -23,7 +23,7 @@ from .ends import (
     sharers,
 )
 from .pieces.work import Work, work_between
-from .steps.live import live_program
+from .steps.program import live_program
 from .steps.redistribute import Redistribution, layout, redistribute
 
 

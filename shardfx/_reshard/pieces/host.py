@@ -48,7 +48,7 @@ class Copy(NamedTuple):
     - `here`, `here_strides`: in bytes, where they begin in the sender's shard, and the steps of each digit there.
     - `there`, `there_strides`: the same in the new shard.
     - `along`: the dimension along which it goes in blocks, if it does.
-    - `index`: what NumPy indexes the new shard and the sender's with, where it is a box of both; faster than strides.
+    - `slices`: what NumPy indexes the new shard and the sender's with, where it is a box of both; faster than strides.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Copy(NamedTuple):
     there: int
     there_strides: tuple[int, ...]
     along: int | None
-    index: tuple[Any, Any] | None
+    slices: tuple[Any, Any] | None
 
     @property
     def elements(self) -> int:
@@ -133,10 +133,10 @@ def _copy_of(
     shape = tuple(f.size for f in piece.factors)
     read = tuple(0 if f.source_dim == NOWHERE else here[1][f.source_dim] * f.source_step for f in piece.factors)
     written = tuple(there[1][f.target_dim] * f.target_step for f in piece.factors)
-    return Copy(number, sender, shape, here[0], read, there[0], written, blocked(shape, written, read), _index(piece))
+    return Copy(number, sender, shape, here[0], read, there[0], written, blocked(shape, written, read), _slices(piece))
 
 
-def _index(piece: Piece) -> tuple[Any, Any] | None:
+def _slices(piece: Piece) -> tuple[Any, Any] | None:
     dims = [f.target_dim for f in piece.factors if (f.source_dim, f.source_step, f.target_step) == (f.target_dim, 1, 1)]
     if len({*dims}) < len(piece.factors):
         return None
@@ -347,7 +347,7 @@ def put_together(
     for at, (staged, final) in enumerate(zip(in_row, fillings, strict=True)) if order == "staged" else ():
         new, old = buffers([(built[at].shape, dtype)])[0], as_bytes(built[at])
         pairs = zip(staged, final.copies, strict=True)
-        moved = [two._replace(here=one.there, here_strides=one.there_strides, index=None) for one, two in pairs]
+        moved = [two._replace(here=one.there, here_strides=one.there_strides, slices=None) for one, two in pairs]
         _spread([_view(new, old, copy) for copy in moved], pool)
         built[at] = new
     return _there(wanted, targets, built, ())
@@ -402,7 +402,7 @@ def _in_row(copies: Sequence[Copy], itemsize: int) -> list[Copy]:
             there=start,
             there_strides=tuple(step * itemsize for step in strides_of(copy.shape)),
             along=None,
-            index=None,
+            slices=None,
         )
         for copy, start in zip(copies, starts, strict=False)
     ]
@@ -434,8 +434,8 @@ def _views(pairs: Sequence[tuple[np.ndarray, Copy]], names: Sequence[str], shard
 
 
 def _view(buffer: np.ndarray, source: np.ndarray, one: Copy) -> Views:
-    if one.index is not None:
-        return buffer[one.index[0]], source[one.index[1]], None
+    if one.slices is not None:
+        return buffer[one.slices[0]], source[one.slices[1]], None
     kind = as_bits(buffer.reshape(-1)).dtype
     new = np.ndarray(one.shape, kind, as_bytes(buffer), one.there, one.there_strides)
     return new, np.ndarray(one.shape, kind, as_bytes(source), one.here, one.here_strides), one.along

@@ -66,8 +66,8 @@ class Work:
     - `devices`: those of both sides. Where an end has no devices all are integers: a device's id, or its place in a
         mesh that has none.
     - `target_devices`, `source_devices`: those of the array, and of each that is read.
-    - `source_shapes`: for "programs", shape and dtype of a shard of each array that is read.
-    - `kind`: for "programs", what arrays have in common whose cuts differ in the names of what they read alone.
+    - `source_shapes`: shape and dtype of a shard of each array that is read.
+    - `kind`: what arrays have in common whose cuts differ in the names of what they read alone.
     """
 
     leaf: Leaf
@@ -182,7 +182,7 @@ class Works:
     @ft.cached_property
     def most_bytes(self) -> int:
         """What the programs of one array may take of a device, if nothing else is asked for."""
-        return max([0, *[work.most_bytes for work in self.works]])
+        return max([0, *[work.most_bytes for work in self.works if work.way != "plain"]])
 
 
 @ft.lru_cache(maxsize=16)
