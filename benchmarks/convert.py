@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, plan_reshard, reshard
-from shardfx._reshard.mapped.exchange import program
 from shardfx._reshard.mover import resharded
+from shardfx._reshard.pieces.exchange import program
 from shardfx._reshard.through_map import journey_of
 
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value
@@ -400,8 +400,9 @@ def _counts(options: Options) -> Mapping[str, Value]:
     layers = 2
     source, target = _trainer(layers, options.devices), _engine(layers, options.devices)
     works = journey_of(_filled(source), target, ENGINE, False).works
+    wire_bytes = sum(work.cuts.wire_bytes for work in works.works)
     bound = _lower_bound(source, target, layers)
-    return {"leaves": len(moved), "programs": programs, "wire_over_lower_bound": works.wire_bytes / bound}
+    return {"leaves": len(moved), "programs": programs, "wire_over_lower_bound": wire_bytes / bound}
 
 
 def _lower_bound(source: ShardPlan, target: ShardPlan, layers: int) -> int:

@@ -1,7 +1,8 @@
 """Live arrays from one sharding, mesh or set of devices to another, in bounded memory.
 
 It may import `_plan` and what is below it. It never chooses where an array shall lie; it is loaded when `reshard` or
-`plan_reshard` is first named. `steps` moves between meshes of the same devices, `tiles` between different devices.
+`plan_reshard` is first named. `steps` moves between meshes of the same devices, `pieces` between different devices
+and between trees.
 """
 
 from .matrices import MappedMatrices as MappedMatrices, map_matrices as map_matrices

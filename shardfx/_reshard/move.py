@@ -7,16 +7,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
-from .._ground.errors import LeafTypeError, SpecError
-from .._ground.spec import array_bytes, bits, entries_of, shard_counts
+from .._ground.boxes import boxes
+from .._ground.spec import array_bytes, bits
 from ..topology._mesh import MeshSpec
-from .steps.live import live_program
+from .ends import (
+    copies_bytes,
+    data_of,
+    has_devices,
+    in_host_memory,
+    named,
+    require_movable,
+    require_reduced,
+    sharers,
+)
+from .pieces.work import Work, work_between
+from .steps.program import live_program
 from .steps.redistribute import Redistribution, layout, redistribute
-from .tiles.transfer import Transfer, after, copies_bytes, in_device_memory, named_boxes, sharers, transfer_of
 
 
 How = Literal["in place", "relabel", "memory kind", "steps", "tiles"]
@@ -36,7 +44,7 @@ class Move:
     - `lost`: devices whose shards are not to be read.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
     - `plan`: the steps, for "steps".
-    - `transfer`: the tile map and its way, for "tiles".
+    - `work`: the pieces and how they travel, for "tiles".
     """
 
     how: How
@@ -47,7 +55,7 @@ class Move:
     lost: tuple[Any, ...] = ()
     copies: bool = True
     plan: Redistribution | None = None
-    transfer: Transfer | None = None
+    work: Work | None = None
 
     @property
     def idle(self) -> bool:
@@ -65,13 +73,19 @@ class Move:
         return array_bytes(self.dst.shard_shape(self.shape), self.dtype)
 
     @ft.cached_property
+    def aside_bytes(self) -> int:
+        """What programs take where an end lies in other memory than they compute in."""
+        if self.plan is None and (self.work is None or self.work.way != "programs"):
+            return 0
+        return copies_bytes(self.shape, self.dtype, self.src, self.dst)
+
+    @ft.cached_property
     def extra_bytes(self) -> int:
         """The most that is needed beside the shards of source and target, in one memory: a device's, or the host's
         where the CPU plays the devices."""
         if self.plan is not None:
-            copies = copies_bytes(self.shape, self.dtype, self.src, self.dst)
-            return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + copies
-        return 0 if self.transfer is None else self.transfer.extra_bytes
+            return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.aside_bytes
+        return 0 if self.work is None else self.work.extra_bytes(self.work.exchanges()) + self.aside_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -109,7 +123,7 @@ def move_of(
 
     - `shape`, `dtype`: of the array.
     - `src`, `dst`: shardings; a move between meshes without devices can be looked at, and not be made.
-    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `transfer.tiles.missing`.
+    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `work.cuts.missing`.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
     - `meshes`: what says how the meshes of the ends span slices, where their devices do not.
 
@@ -140,11 +154,7 @@ def move_of(
             return make("relabel")
         if steps is not None and 0 not in shape:
             return make("steps", plan=steps)
-    with_devices = has_devices(src) and has_devices(dst)
-    made = transfer_of(shape, dtype, src, dst, lost, None if with_devices else "rounds")
-    if made.way == "host" and not copies:
-        made = dataclasses.replace(made, way="rounds")
-    return make("tiles", transfer=made)
+    return make("tiles", work=work_between(shape, dtype, src, dst, lost, copies))
 
 
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
@@ -163,81 +173,24 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
     chosen = {}
     for move, count in moves.items():
         made = chosen[move] = move
-        if move.transfer is None:
+        if move.work is None:
             continue
-        places = {place: sent.get(device, 0) for place, device in enumerate(move.transfer.devices)}
-        before = move.transfer.tiles.sent_before(places)
+        places = {place: sent.get(device, 0) for place, device in enumerate(move.work.devices)}
+        before = move.work.cuts.sent_before(places)
         if before:
-            made = chosen[move] = through(move, before)
-        assert made.transfer is not None
-        for place, size in made.transfer.tiles.sent_bytes.items():
-            device = made.transfer.devices[place]
+            made = chosen[move] = _after(move, before)
+        assert made.work is not None
+        for place, size in made.work.cuts.sent_bytes.items():
+            device = made.work.devices[place]
             sent[device] = sent.get(device, 0) + count * size
     return chosen
 
 
 @ft.lru_cache(maxsize=1024)
-def through(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
+def _after(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
     """A move between device sets after some senders have sent more than other replicas of their shards."""
-    assert move.transfer is not None
-    return dataclasses.replace(move, transfer=after(move.transfer, sent_before))
-
-
-def data_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of the arrays that are moved in the place of typed PRNG keys, and of others."""
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return shape, np.dtype(dtype)
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-    return data.shape, np.dtype(data.dtype)
-
-
-def require_movable(shape: tuple[int, ...], dtype: Any, dst: Sharding) -> None:
-    """Raises for dtypes that JAX moves wrongly, and for shardings that do not divide the shape."""
-    if jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4:
-        raise LeafTypeError(
-            f"arrays of dtype {dtype} cannot be moved: JAX's own jitted reshard corrupts memory with it; "
-            "move `x.astype(jnp.int4)` and convert it back."
-        )
-    if not isinstance(dst, NamedSharding):
-        return
-    if len(entries_of(dst.spec)) > len(shape):
-        raise SpecError(f"{dst.spec} has more entries than the shape {shape}; drop those at the end.")
-    for dim, (size, count) in enumerate(zip(shape, shard_counts(dst.spec, len(shape), dst.mesh.shape), strict=True)):
-        if size % count:
-            raise SpecError(
-                f"dim {dim} of shape {shape} does not divide into the {count} pieces that {dst.spec} wants on mesh "
-                f"{dict(dst.mesh.shape)}; pad it to {-(-size // count) * count}, or take the spec from "
-                "`shardfx.correct(spec, shape, mesh)`."
-            )
-
-
-def require_reduced(*ends: Sharding) -> None:
-    """Raises where devices hold, or should hold, summands in the place of elements."""
-    for end in ends:
-        if isinstance(end, NamedSharding) and end.spec.unreduced:
-            raise SpecError(
-                f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a move neither adds up nor takes "
-                "apart what they hold; add it up first with `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
-            )
-
-
-def has_devices(sharding: Sharding) -> bool:
-    """Whether a sharding says on which devices an array lies."""
-    return not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh)
-
-
-@ft.lru_cache(maxsize=1024)
-def in_host_memory(sharding: Sharding) -> bool:
-    """Whether an array lies in the host's memory, not in its devices'."""
-    if has_devices(sharding):
-        return in_device_memory(sharding) is not sharding
-    return sharding.memory_kind not in (None, "device")
-
-
-def named(sharding: Sharding) -> NamedSharding:
-    """A sharding of which it is known that it names mesh axes."""
-    assert isinstance(sharding, NamedSharding)
-    return sharding
+    ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
+    return dataclasses.replace(move, work=work_between(*ends, sent_before))
 
 
 def shares_memory(move: Move) -> bool:
@@ -265,7 +218,9 @@ def _one_set(*ends: Sharding) -> bool:
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
-    ours, theirs = named_boxes(shape, src, dst)
+    ours, theirs = boxes(src, shape), boxes(dst, shape)
+    if not (has_devices(src) and has_devices(dst)):
+        ours, theirs = ({getattr(device, "id", device): box for device, box in held.items()} for held in (ours, theirs))
     return ours == theirs
 
 

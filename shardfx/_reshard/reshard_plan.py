@@ -19,11 +19,11 @@ from .._ground.tree import flatten
 from .._plan.shard_plan import ShardPlan
 from ..topology._mesh import MeshSpec
 from .destinations import leaf_name, lost_devices, targets
-from .mapped.costs import costs_of
-from .mapped.work import Leaf, Work, works_of
-from .move import Move, balanced, data_of, in_host_memory, move_of, shares_memory
+from .ends import data_of, in_host_memory
+from .move import Move, balanced, move_of, shares_memory
+from .pieces.costs import costs_of, named_links
+from .pieces.work import Leaf, Work, works_of
 from .steps.redistribute import Step
-from .tiles.transfer import Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +259,8 @@ def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -
     planned = works_of(map, *ends, False)
     works, most_bytes = planned.works, planned.most_bytes
     known: dict[Any, dict[str, Any]] = {}
-    copied = {work.leaf.path for work in works_of(map, *ends, True).works if work.way == "copies"}
+    live = works_of(map, *ends, True).works
+    copied = {one.leaf.path for one, two in zip(works, live, strict=True) if one.way != two.way}
     order = sorted(works, key=lambda work: work.way != "plain")
     last = {name: work.leaf.path for work in order for name in work.sources}
     moves = {
@@ -370,22 +371,15 @@ def _costs(move: Move) -> dict[str, Any]:
         wire = {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
         wire["lower_bound_bytes"] = found.lower_bound_bytes
         return {**nothing, **wire, "steps": found.steps, "peak_bytes": max(found.peak_bytes, *ends)}
-    if move.transfer is not None:
-        tiles = move.transfer.tiles
-        wire = -(-tiles.wire_bytes // max(1, move.dst.num_devices))
-        wires = {"wire_bytes": wire, "lower_bound_bytes": wire, "missing": tiles.missing}
+    if move.work is not None:
+        cuts = move.work.cuts
+        wire = -(-cuts.wire_bytes // max(1, move.dst.num_devices))
+        wires = {"wire_bytes": wire, "lower_bound_bytes": wire, "missing": cuts.missing}
         # While pieces of an array are cut and received a device holds two of them beside its shards.
-        beside = 2 * max([0, *tiles.links.values()])
-        return {**nothing, **wires, "links": _named_links(move.transfer), "peak_bytes": sum(ends) + beside}
+        beside = 2 * max([0, *cuts.links.values()])
+        return {**nothing, **wires, "links": named_links(move.work), "peak_bytes": sum(ends) + beside}
     here = [size for end, size in zip((move.src, move.dst), ends, strict=True) if not in_host_memory(end)]
     return {**nothing, "peak_bytes": max([0, *here])}
-
-
-def _named_links(made: Transfer) -> dict[tuple[int, int], int]:
-    ids = [getattr(device, "id", device) for device in made.devices]
-    # Devices of two platforms may share ids; their places tell them apart.
-    names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
-    return {(names[sender], names[receiver]): size for (sender, receiver), size in made.tiles.links.items()}
 
 
 _HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")

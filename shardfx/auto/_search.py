@@ -25,11 +25,13 @@ from ._space import MODEL, Space, by_hand, fastest, near
 
 # Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
 # also traces and lowers it anew; and how many programs there are at least and at most.
-_WRITTEN_SECONDS, _WRITTEN = 20.0, (6, 36)
+_WRITTEN_SECONDS, _WRITTEN = 14.0, (6, 36)
 _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 # Seconds that one program takes: each, for a byte of StableHLO to be partitioned and read, to be constrained, and for a
 # device of XLA's client. Measured; a clock would make two hosts look at different candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
+# XLA works in another process: one program is read while it partitions the next.
+_THREADS = 2
 # How many of the core's best stand beside the ways by hand; how many programs are kept for other sizes, and around
 # how many of the best these are tried.
 _DRAWN, _NEAR, _BEST = 12, 8, 3
@@ -187,9 +189,11 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
         and not (best.fits and min(one.compute_seconds, made.compute_seconds) > _WORTH * best.seconds)
     ][:constrained]
     made: dict[int, Candidate] = {}
-    for number, (one, priced) in enumerate(worth, start=1):
-        tell(f"constraining candidate {number} of {len(worth)}: {one.title}")
-        made[id(priced)] = _better(pricer, priced)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        better = pool.map(ft.partial(_better, pricer), [priced for _, priced in worth])
+        for number, ((one, priced), other) in enumerate(zip(worth, better, strict=True), start=1):
+            tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
+            made[id(priced)] = other
     names = {one.title for one in usual}
     final = [(one.title in names, made.get(id(priced), priced)) for one, priced in pairs]
     found = sorted((one for _, one in final), key=_rank)
@@ -207,8 +211,7 @@ class _Written:
 
     def add(self, ones: Sequence[Candidate]) -> None:
         """Partitions these; what XLA refuses is left out."""
-        # XLA works in another process: one program is read here while it partitions the next.
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             for one, made in zip(ones, pool.map(self.read, ones), strict=True):
                 self.tried.append(one)
                 self.tell(f"partitioned candidate {len(self.tried)}: {one.title}")

@@ -48,12 +48,12 @@ def test_donated_and_limited_moves(job):
             assert result[name]["right"]
             # Every process counts alike, so that all of them raise, or none.
             assert result[name]["error"] == job[0][name]["error"]
-            assert "the finest; `memory_limit_bytes=10` is too little for it and " in result[name]["error"]
+            assert "`memory_limit_bytes=10` is too little for it and " in result[name]["error"]
 
 
 def test_a_hundred_arrays_between_disjoint_processes(job):
     assert [result["many"] for result in job] == [True] * len(job)
-    assert job[0]["way"] == "rounds"
+    assert job[0]["way"] == "programs"
 
 
 def test_errors_come_on_every_process_before_anything_hangs(job):
@@ -78,7 +78,7 @@ def test_every_process_gets_what_a_map_makes_for_it(mapping, name):
 
 def test_processes_give_up_and_refuse_alike(mapping):
     assert [result["disjoint"]["deleted"] for result in mapping] == [True] * 4
-    assert "is too little. Nothing was moved" in mapping[0]["error"]
+    assert "is too little for it and 4 more. Nothing was moved" in mapping[0]["error"]
     assert all(result["error"] == mapping[0]["error"] for result in mapping)
 
 

@@ -14,8 +14,8 @@ from maps import maps, same, written
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard
-from shardfx._reshard.mapped.exchange import program
 from shardfx._reshard.mover import reshard, resharded
+from shardfx._reshard.pieces.exchange import program
 from shardfx._reshard.through_map import journey_of
 from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
 
@@ -152,7 +152,7 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     for work in works.works:
         if work.way == "plain":
             continue
-        assert work.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
+        assert work.cuts.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
 
 
 def lower_bound(work, arrays, tree, sharding):
@@ -223,7 +223,7 @@ def test_layers_and_leaves_of_one_kind_share_a_program():
 
 @both_ways
 def test_the_second_time_nothing_is_planned(move):
-    from shardfx._reshard.mapped.work import works_of
+    from shardfx._reshard.pieces.work import works_of
 
     arrays = trainer()
     tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
@@ -251,12 +251,12 @@ def test_a_limit_on_memory_is_kept(move):
     for path, one in ENGINE.apply(arrays).items():
         same(moved[path], one)
     if move is through_programs:
-        with pytest.raises(MoveError, match="is too little. Nothing was moved; pass `memory_limit_bytes="):
+        with pytest.raises(MoveError, match="is too little for it and . more. Nothing was moved; pass"):
             move(tree, plan, map=ENGINE, memory_limit_bytes=10)
         # Arrays that move as they are are asked before any moves, too.
         as_they_are = TreeMap({path: path for path in arrays})
         turned = shardfx.plan(arrays, mesh(0, 8, 4, 2), paths=RULES)
-        with pytest.raises(MoveError, match="is too little. Nothing was moved; pass `memory_limit_bytes="):
+        with pytest.raises(MoveError, match="is too little for it and . more. Nothing was moved; pass"):
             move(tree, turned, map=as_they_are, memory_limit_bytes=10, donate=True)
         assert not any(leaf.is_deleted() for leaf in tree.values())
 
@@ -275,7 +275,7 @@ def pieces_of(array):
 
 
 def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypatch):
-    from shardfx._reshard.mapped import carry
+    from shardfx._reshard.pieces import carry
 
     arrays = {"w": np.random.default_rng(0).normal(size=(6, 1024, 1024)).astype(np.float32)}
     layers = TreeMap({"w.{i}": From("w").at("i").T})
@@ -322,7 +322,7 @@ def test_a_limit_is_kept_between_other_devices():
     moved = through_programs(tree, plan, map=ENGINE, memory_limit_bytes=100_000)
     for path, one in ENGINE.apply(arrays).items():
         same(moved[path], one)
-    with pytest.raises(MoveError, match="is too little. Nothing was moved; pass `memory_limit_bytes="):
+    with pytest.raises(MoveError, match="is too little for it and . more. Nothing was moved; pass"):
         through_programs(tree, plan, map=ENGINE, memory_limit_bytes=10)
 
 
@@ -455,19 +455,19 @@ def test_what_is_wrong_is_said_before_anything_moves():
 @both_ways
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
-    from shardfx._reshard import through_map
+    from shardfx._reshard import flight
 
     arrays = trainer()
     where = mesh(0, 8, 2, 4)
     tree, plan = trained(where, arrays), engine(where, arrays)
-    begun, count = through_map.begun, iter(range(100))
+    begun, count = flight.begun, iter(range(100))
 
     def fails(work, means):
         if next(count) == 3:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return begun(work, means)
 
-    monkeypatch.setattr(through_map, "begun", fails)
+    monkeypatch.setattr(flight, "begun", fails)
     with pytest.raises(MoveError, match="stopped at leaf `model.layers.1.gate_up`.*after 4 of 10 leaves") as caught:
         move(tree, plan, map=ENGINE, donate=donate)
     whole = ENGINE.apply(arrays)

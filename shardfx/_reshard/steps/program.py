@@ -1,4 +1,4 @@
-"""The steps of a Redistribution as a traced program: one `shard_map` over the source's own mesh.
+"""The steps of a Redistribution as a program, traced or for live arrays: one `shard_map` over the source's own mesh.
 
 Collectives name their groups of devices one by one. So no refined mesh is built, and steps along factors of the
 target's mesh run there, too.
@@ -15,11 +15,11 @@ from jaxtyping import Array, Shaped
 
 from ..._ground.spec import bits
 from ..small_floats import moved, on_bits
-from .ends import abstract, is_explicit
+from .ends import NO_MESH, abstract, is_explicit, labelled, layouts, same_order, untyped
 from .groups import all_to_all, gathered, join, permutation, split, starts
 from .in_parts import cut_on_tpus, in_parts
 from .layout import Layout
-from .redistribute import Step
+from .redistribute import Redistribution, Step
 
 
 def program(
@@ -49,7 +49,50 @@ def program(
     return _mapped(_same, dst.mesh, flat(dst.mesh), dst.spec)(placed(x, NamedSharding(dst.mesh, flat(dst.mesh))))
 
 
-def flat_program(
+def live_program(
+    shape: tuple[int, ...], plan: Redistribution, src: NamedSharding, dst: NamedSharding, *, donate: bool
+) -> Callable[[jax.Array], jax.Array]:
+    """A function that moves live arrays of one shape and sharding; compiled when it is first called.
+
+    **Arguments:**
+
+    - `shape`: of the arrays.
+    - `plan`: the steps from `src` to `dst`, one or more.
+    - `src`, `dst`: where the arrays lie and where they shall lie, on the same devices in any order.
+    - `donate`: whether the function gives up the buffers of its argument.
+
+    **Returns:**
+
+    A function of one array.
+    """
+    here, there = untyped(src), untyped(dst)
+    planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0]}
+    if same_order(here, there):
+        # XLA takes over a buffer only for a result of the same size.
+        reuse = (0,) if donate and here.shard_shape(shape) == there.shard_shape(shape) else ()
+        fn = ft.partial(program, dst=there, **planned)
+        step = jax.jit(fn, in_shardings=here, out_shardings=there, donate_argnums=reuse)
+    else:
+        step = jax.jit(ft.partial(_flat_program, **planned), in_shardings=here)
+
+    def run(x: jax.Array) -> jax.Array:
+        given = x
+        if x.sharding.memory_kind != here.memory_kind:
+            x = jax.device_put(x, NamedSharding(src.mesh, src.spec))
+        # Whatever mesh the caller has set, this program is about its own two; and it is one under `disable_jit` too.
+        with jax.sharding.use_abstract_mesh(NO_MESH), jax.disable_jit(False):
+            y = step(x)
+        y = labelled(y, NamedSharding(dst.mesh, dst.spec), shape)
+        if dst.memory_kind != y.sharding.memory_kind:
+            y = jax.device_put(y, dst)
+        if donate and not given.is_deleted():
+            given.delete()
+        return y
+
+    return run
+
+
+def _flat_program(
     x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[Step, ...], like: Layout
 ) -> Shaped[Array, "..."]:
     """As `program`, but the pieces come out laid end to end along the first dimension, in the source's order."""

@@ -1,14 +1,17 @@
-"""Which part of which shard each device takes, where an array is made of others. Pure: integers only."""
+"""Which part of which shard each device takes, where an array is made of the shards of others. Pure: integers only."""
 
+import collections
 import dataclasses
+import functools as ft
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._convert import Made, Piece
 from ..._convert.pieces import NOWHERE, Counted, Value, dtypes_of, hull, once, rows, shifted, swapped, within
 from ..._ground.boxes import Box, volume
 from ..._ground.spec import bits
+from .senders import Senders, Shards
 
 
 class Cut(NamedTuple):
@@ -44,60 +47,112 @@ class Cuts:
     **Arguments:**
 
     - `made`: the cuts, receiver by receiver.
+    - `missing`: boxes of the source that some device needs and none holds.
+    - `replicas`: per shard of which there was a choice of senders, the devices that hold it.
     """
 
     made: tuple[Cut, ...]
+    missing: tuple[Box, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    @ft.cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """Bytes per (sender, receiver), in order of the receivers; what a device takes from itself is left out."""
+        links: dict[tuple[int, int], int] = collections.Counter()
+        for cut in self.made:
+            if cut.sender != cut.receiver:
+                links[cut.sender, cut.receiver] += cut.bytes
+        return dict(links)
+
+    @ft.cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes that leave each sender, in order of the device numbers."""
+        totals: dict[int, int] = collections.Counter()
+        for (sender, _), count in self.links.items():
+            totals[sender] += count
+        return dict(sorted(totals.items()))
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that enter all devices together."""
-        return sum(cut.bytes for cut in self.made if cut.sender != cut.receiver)
+        return sum(self.links.values())
+
+    def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """The senders that have sent more than another replica of their shard, and how much more.
+
+        Of `sent`, bytes by device, nothing else can change the choice of senders.
+        """
+        leads = []
+        for holders in self.replicas:
+            least = min(sent.get(device, 0) for device in holders)
+            leads += [(device, sent[device] - least) for device in holders if sent.get(device, 0) > least]
+        return tuple(leads)
+
+
+# The dtype of an array, and the devices that hold each box of it.
+Held = tuple[Any, Mapping[Box, Sequence[int]]]
 
 
 def cuts_of(
     made: Made,
     targets: Sequence[tuple[int, Box]],
-    sources: Mapping[str, tuple[Any, Mapping[Box, Sequence[int]]]],
+    sources: Mapping[str, Held],
     process_of: Mapping[int, int],
+    sent_before: Iterable[tuple[int, int]] = (),
 ) -> Cuts:
     """Which device takes which piece of which shard.
 
     A device takes what it holds itself. Of several other holders those in the receiver's process come first, and among
-    them the one that has sent least.
+    them the one that has sent least. Senders are chosen for the largest pieces first.
 
     **Arguments:**
 
     - `made`: what the array is made of.
     - `targets`: device and box of each shard that is wanted.
-    - `sources`: by path the dtype of each array that it is made of, and who holds which box of it.
+    - `sources`: by path the dtype of each array that it is made of, and who holds which box of it; nobody where all
+        devices that did are lost.
     - `process_of`: the process of each device.
+    - `sent_before`: devices and the bytes that they have sent already, of other arrays.
 
     **Returns:**
 
     The Cuts.
     """
-    sent: dict[int, int] = {}
-    found: list[Cut] = []
-    known: dict[Any, list[tuple[Piece, Sequence[int], int, int]]] = {}
+    sent = dict(sent_before)
+    shards = {id(held): Shards(*held, process_of, sent) for held in sources.values()}
+    found: list[tuple[Cut, Senders | None]] = []
+    missing: dict[Box, None] = {}
+    known: dict[Any, list[tuple[Cut, Senders]]] = {}
     for receiver, box in targets:
         start = [-low for low, _ in box]
         for piece in made.pieces:
             if piece.value.path is None or piece.value.scale is not None:
-                found += [Cut(receiver, receiver, shifted(part, start), 0) for part in within(piece, box)]
+                found += [(Cut(receiver, receiver, shifted(part, start), 0), None) for part in within(piece, box)]
                 continue
-            dtype, holders = sources[piece.value.path]
+            source = shards[id(sources[piece.value.path])]
             # Of a stack, all parts are cut as the first is. Its place is counted from the box where it lies inside.
             by = _from_start(piece, box)
             first = shifted(piece, [-more for more in by])
-            key = (box, first.source, first.target, first.factors, piece.value.casts, id(holders))
+            key = (box, first.source, first.target, first.factors, piece.value.casts, id(source))
             if key not in known:
-                known[key] = list(_cut(first, box, dtype, holders))
-            for own, devices, count, bits_ in known[key]:
-                sender = _sender(receiver, devices, process_of, sent)
-                if sender != receiver:
-                    sent[sender] = sent.get(sender, 0) + count
-                found.append(Cut(sender, receiver, shifted(own, by)._replace(value=piece.value), count, bits_))
-    return Cuts(tuple(found))
+                known[key] = list(_cut(first, box, source, missing))
+            for cut, senders in known[key]:
+                own = shifted(cut.piece, by)._replace(value=piece.value)
+                found.append((cut._replace(sender=receiver, receiver=receiver, piece=own), senders))
+    replicas = _choose(found)
+    return Cuts(tuple(cut for cut, _ in found), tuple(missing), replicas)
+
+
+def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], ...]:
+    """Chooses the sender of each cut; the shards of which there was a choice."""
+    replicas: dict[tuple[int, ...], None] = {}
+    for at in sorted(range(len(found)), key=lambda at: -found[at][0].bytes):
+        cut, senders = found[at]
+        if senders is not None and cut.receiver not in senders.holders:
+            found[at] = cut._replace(sender=senders.take(cut.receiver, cut.bytes)), senders
+            if len(senders.holders) > 1:
+                replicas[tuple(senders.holders)] = None
+    return tuple(replicas)
 
 
 def _from_start(piece: Piece, box: Box) -> list[int]:
@@ -106,16 +161,18 @@ def _from_start(piece: Piece, box: Box) -> list[int]:
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
 
 
-def _cut(
-    piece: Piece, box: Box, dtype: Any, holders: Mapping[Box, Sequence[int]]
-) -> Iterator[tuple[Piece, Sequence[int], int, int]]:
-    """What of a piece lies in a box: by shards of the source, with who holds them, the bytes, and the widest bits."""
+def _cut(piece: Piece, box: Box, source: Shards, missing: dict[Box, None]) -> Iterator[tuple[Cut, Senders]]:
+    """What of a piece lies in a box, by shards of the source; adds what nobody holds to `missing`."""
     for part in within(piece, box):
         part = shifted(part, [-low for low, _ in box])
-        for cell, devices in holders.items():
+        for cell in source.overlapping(hull(swapped(part))):
             for own in _inside(part, cell):
-                count = -(-once(own).elements * sent_bits(own.value, dtype) // 8)
-                yield own, devices, count, _widest_bits(own.value, dtype)
+                if not source.senders[cell].holders:
+                    starts = [low for low, _ in cell]
+                    missing[hull(shifted(swapped(once(own)), starts))] = None
+                    continue
+                count = -(-once(own).elements * sent_bits(own.value, source.dtype) // 8)
+                yield Cut(-1, -1, own, count, _widest_bits(own.value, source.dtype)), source.senders[cell]
 
 
 def _inside(part: Piece, cell: Box) -> list[Piece]:
@@ -124,14 +181,6 @@ def _inside(part: Piece, cell: Box) -> list[Piece]:
     if any(high <= low or stop <= start for (start, stop), (low, high) in zip(hull(other), cell, strict=True)):
         return []
     return [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]
-
-
-def _sender(receiver: int, holders: Sequence[int], process_of: Mapping[int, int], sent: Mapping[int, int]) -> int:
-    if receiver in holders:
-        return receiver
-    home = process_of.get(receiver)
-    near = [device for device in holders if process_of.get(device) == home] or holders
-    return min(near, key=lambda device: sent.get(device, 0))
 
 
 def first_casts(casts: Sequence[Any], dtype: Any) -> int:

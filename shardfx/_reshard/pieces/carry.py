@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._convert.pieces import Piece, Scale, within
+from ..._convert.pieces import Piece, Scale
 from ..._convert.values import fill
 from ..._ground.boxes import Box, as_box
 from .apart import anywhere, carried, cutting, finishing, parcel_block, parcels, putting, sending, zeros
-from .copies import Coming, Shards, coming, data_of_keys
 from .exchange import Block, Exchange, blocks, joined, program, sharding_of
+from .host import Shards, coming, data_of_keys
 from .work import Scaled, Work
 
 
@@ -31,20 +31,20 @@ class Means:
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
-    - `move`: moves an array to a sharding, for scales.
+    - `move`: moves an array to a sharding; needed for scales alone.
     - `limit_bytes`: how much may be used beside source and target.
     - `most_bytes`: how much programs take of a device without a limit, where the sides have other devices.
-    - `pool`: threads to copy with.
+    - `pool`: threads to copy with, if any.
     - `shards`: the arrays' shards of this process.
     - `joined_up`: what programs take of the arrays, by path and devices; filled on the way.
     - `begun`, `begun_bytes`: what programs make on other devices than the source's, and what they take meanwhile.
     """
 
     arrays: Mapping[str, Any]
-    move: Move
+    move: Move | None
     limit_bytes: int | None
     most_bytes: int
-    pool: ThreadPoolExecutor
+    pool: ThreadPoolExecutor | None
     shards: Shards
     joined_up: Joined = dataclasses.field(default_factory=dict)
     begun: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -83,10 +83,8 @@ def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
     data = {name: data_of_keys(arrays[name]) for name in work.sources}
     if work.is_elsewhere:
         there = ft.partial(_itself, _made_of(work, []))
-    elif 0 in work.shape or work.way == "host":
-        there = ft.partial(_itself, _by_host(work, data))
-    elif work.way == "copies":
-        there = _by_copies(work, data, means).there
+    elif work.way == "host":
+        there = coming(work.struct, work.targets, work.fillings, work.sources, means.shards, _reader(data), means.pool)
     else:
         there = ft.partial(_itself, _by_programs(work, data, means))
     if jnp.issubdtype(work.leaf.dtype, jax.dtypes.prng_key):
@@ -130,30 +128,6 @@ def _reader(data: Mapping[str, Any]) -> Callable[[str, Box], np.ndarray]:
 
 def _within(part: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
     return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(part, box, strict=True))
-
-
-def _by_copies(work: Work, data: Mapping[str, Any], means: Means) -> Coming:
-    assert work.leaf.sharding is not None
-    wanted = jax.ShapeDtypeStruct(work.shape, work.dtype, sharding=work.leaf.sharding)
-    return coming(wanted, work.targets, work.fillings, work.sources, means.shards, _reader(data), means.pool)
-
-
-def _by_host(work: Work, data: Mapping[str, Any]) -> jax.Array:
-    read, sharding = _reader(data), work.leaf.sharding
-    assert sharding is not None
-    known: dict[Box, np.ndarray] = {}
-
-    def shard(index: Any) -> np.ndarray:
-        box = as_box(index or (), work.shape)
-        if box not in known:
-            known.clear()
-            known[box] = np.zeros([stop - start for start, stop in box], work.dtype)
-            for piece in work.made.pieces:
-                for part in within(piece, box):
-                    fill(known[box], box, part, read)
-        return known[box]
-
-    return jax.make_array_from_callback(work.shape, sharding, shard, dtype=work.dtype)
 
 
 def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array:
@@ -321,8 +295,9 @@ def _nothing(path: str, box: Box) -> np.ndarray:
     raise AssertionError(path)
 
 
-def _scaled(one: Scaled, x: jax.Array, by: jax.Array, move: Move) -> jax.Array:
+def _scaled(one: Scaled, x: jax.Array, by: jax.Array, move: Move | None) -> jax.Array:
     """An array times its scales, where it lies."""
+    assert move is not None
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
         by = move(by, NamedSharding(sharding.mesh, PartitionSpec()))

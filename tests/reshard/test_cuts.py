@@ -7,7 +7,26 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.tiles.tile_map import Tile, TileMap, tile_map, volume
+from shardfx._convert import Struct
+from shardfx._convert.evaluate import leaf_made
+from shardfx._convert.pieces import hull, swapped
+from shardfx._ground.boxes import volume
+from shardfx._reshard.pieces.cuts import cuts_of
+from shardfx._reshard.pieces.matchings import matchings
+
+
+DTYPES = {4: "int4", 8: "int8", 16: "int16", 32: "float32"}
+
+
+def cuts(bits, sources, targets, process_of=None, sent_before=(), lost=()):
+    """The cuts of an array as it is, between devices and boxes."""
+    shape = tuple(max(stop for _, stop in column) for column in zip(*[b for _, b in [*sources, *targets]], strict=True))
+    holders = {}
+    for device, b in sources:
+        holders.setdefault(b, []).extend([] if device in lost else [device])
+    dtype = np.dtype(getattr(jax.numpy, DTYPES[bits]))
+    made = leaf_made("x", Struct(shape, dtype))
+    return cuts_of(made, targets, {"x": (dtype, holders)}, process_of or {}, sent_before)
 
 
 def box(*intervals):
@@ -40,17 +59,15 @@ def moves(draw):
     return shape, draw(layouts(shape)), draw(layouts(shape))
 
 
-def put_together(shape, sources, targets, tiles):
-    """Carries the tiles out on numpy arrays; returns the shard of each target device."""
+def put_together(shape, sources, targets, made):
+    """Carries the cuts out on NumPy arrays; returns the shard of each target device."""
     whole = np.arange(math.prod(shape)).reshape(shape)
     held = {device: whole[tuple(slice(*i) for i in b)] for device, b in sources}
     built = {device: np.full([stop - start for start, stop in b], -1) for device, b in targets}
-    for tile in tiles:
-        target = built[tile.receiver]
-        piece = held[tile.sender][tuple(slice(*i) for i in tile.source)]
-        assert (target[tuple(slice(*i) for i in tile.target)] == -1).all()
-        target[tuple(slice(*i) for i in tile.target)] = piece
-        np.testing.assert_array_equal(piece, whole[tuple(slice(*i) for i in tile.box)])
+    for one in made:
+        target, box = built[one.receiver], tuple(slice(*i) for i in hull(one.piece))
+        assert (target[box] == -1).all()
+        target[box] = held[one.sender][tuple(slice(*i) for i in hull(swapped(one.piece)))]
     return whole, built
 
 
@@ -58,9 +75,9 @@ def put_together(shape, sources, targets, tiles):
 @given(moves())
 def test_every_target_is_put_together_exactly_once(move):
     shape, sources, targets = move
-    tiles = tile_map(8, sources, targets)
-    whole, built = put_together(shape, sources, targets, tiles.tiles)
-    assert not tiles.missing
+    made = cuts(8, sources, targets)
+    whole, built = put_together(shape, sources, targets, made.made)
+    assert not made.missing
     for device, b in targets:
         np.testing.assert_array_equal(built[device], whole[tuple(slice(*i) for i in b)])
 
@@ -79,9 +96,9 @@ def test_exactly_what_a_device_lacks_travels(move):
             else math.prod(max(0, min(e, f) - max(s, t)) for (s, e), (t, f) in zip(own, b, strict=True))
         )
         lacking += volume(b) - overlap
-    tiles = tile_map(16, sources, targets)
-    assert tiles.wire_bytes == 2 * lacking
-    assert sum(tiles.sent_bytes.values()) == tiles.wire_bytes == 2 * lacking
+    made = cuts(16, sources, targets)
+    assert made.wire_bytes == 2 * lacking
+    assert sum(made.sent_bytes.values()) == made.wire_bytes == 2 * lacking
 
 
 @settings(deadline=None, max_examples=100)
@@ -89,7 +106,7 @@ def test_exactly_what_a_device_lacks_travels(move):
 def test_lost_shards_are_named_exactly(move, data):
     shape, sources, targets = move
     kept = data.draw(st.lists(st.sampled_from(sources), unique=True, max_size=len(sources)))
-    tiles = tile_map(8, kept, targets)
+    made = cuts(8, sources, targets, lost={device for device, _ in sources} - {device for device, _ in kept})
     have = np.zeros(shape, bool)
     for _, b in kept:
         have[tuple(slice(*i) for i in b)] = True
@@ -97,7 +114,7 @@ def test_lost_shards_are_named_exactly(move, data):
     for _, b in targets:
         need[tuple(slice(*i) for i in b)] = True
     missing = np.zeros(shape, bool)
-    for b in tiles.missing:
+    for b in made.missing:
         missing[tuple(slice(*i) for i in b)] = True
     np.testing.assert_array_equal(missing, need & ~have)
 
@@ -121,22 +138,22 @@ def test_senders_are_balanced_within_four_thirds_of_the_optimum(replicas, sizes)
     sources = [(device, box((0, length))) for device in range(replicas)]
     edges = [0, *it.accumulate(sizes)]
     targets = [(100 + i, box((edges[i], edges[i + 1]))) for i in range(len(sizes))]
-    busiest = max(tile_map(8, sources, targets).sent_bytes.values())
+    busiest = max(cuts(8, sources, targets).sent_bytes.values())
     assert 3 * busiest <= 4 * best_busiest([(tuple(range(replicas)), sizes)])
 
 
 def test_equal_pieces_are_balanced_exactly():
     sources = [(device, box((0, 8))) for device in range(4)]
     targets = [(device, box((i, i + 1))) for i, device in enumerate(range(10, 18))]
-    assert tile_map(32, sources, targets).sent_bytes == {0: 8, 1: 8, 2: 8, 3: 8}
+    assert cuts(32, sources, targets).sent_bytes == {0: 8, 1: 8, 2: 8, 3: 8}
 
 
 def test_a_device_takes_what_it_holds_itself():
     whole = box((0, 4))
-    tiles = tile_map(8, [(0, whole), (1, whole)], [(1, whole), (2, whole)])
-    assert [(t.sender, t.receiver) for t in tiles.tiles] == [(1, 1), (0, 2)]
-    assert tiles.links == {(0, 2): 4}
-    assert tiles.sent_bytes == {0: 4}
+    made = cuts(8, [(0, whole), (1, whole)], [(1, whole), (2, whole)])
+    assert [(one.sender, one.receiver) for one in made.made] == [(1, 1), (0, 2)]
+    assert made.links == {(0, 2): 4}
+    assert made.sent_bytes == {0: 4}
 
 
 def test_senders_of_the_receivers_process_come_first():
@@ -144,32 +161,33 @@ def test_senders_of_the_receivers_process_come_first():
     sources = [(device, whole) for device in (0, 1, 2, 3)]
     targets = [(device, whole) for device in (10, 11, 12, 13, 20)]
     process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
-    tiles = tile_map(8, sources, targets, process_of)
-    assert tiles.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
+    made = cuts(8, sources, targets, process_of)
+    assert made.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
 
 
 def test_a_sender_that_was_busy_for_others_is_spared_by_its_own_process():
     whole = box((0, 4))
     process_of = {0: 0, 1: 0, 10: 1, 11: 0}
-    tiles = tile_map(8, [(0, whole), (1, whole)], [(10, whole), (11, whole)], process_of)
-    assert tiles.links == {(0, 10): 4, (1, 11): 4}
+    made = cuts(8, [(0, whole), (1, whole)], [(10, whole), (11, whole)], process_of)
+    assert made.links == {(0, 10): 4, (1, 11): 4}
 
 
 def test_sub_byte_elements_are_counted_by_their_bits():
-    tiles = tile_map(4, [(0, box((0, 5)))], [(1, box((0, 5)))])
-    assert tiles.wire_bytes == 3
+    made = cuts(4, [(0, box((0, 5)))], [(1, box((0, 5)))])
+    assert made.wire_bytes == 3
 
 
 def test_nothing_travels_in_an_empty_array():
-    assert tile_map(32, [(0, box((0, 0), (0, 4)))], [(1, box((0, 0), (0, 4)))]) == TileMap(())
+    assert not cuts(32, [(0, box((0, 0), (0, 4)))], [(1, box((0, 0), (0, 4)))]).made
 
 
-def test_scalars_are_one_tile():
-    assert tile_map(32, [(0, ())], [(1, ())]).tiles == (Tile(0, 1, (), (), (), 4),)
+def test_scalars_are_one_piece():
+    (one,) = cuts(32, [(0, ())], [(1, ())]).made
+    assert (one.sender, one.receiver, one.bytes) == (0, 1, 4)
 
 
 def test_nothing_left_to_read_is_all_missing():
-    assert tile_map(8, [], [(1, box((0, 4))), (2, box((0, 4)))]).missing == (box((0, 4)),)
+    assert cuts(8, [(0, box((0, 4)))], [(1, box((0, 4))), (2, box((0, 4)))], lost={0}).missing == (box((0, 4)),)
 
 
 def test_boxes_of_jax_shardings_agree_with_a_move_by_jax():
@@ -177,8 +195,8 @@ def test_boxes_of_jax_shardings_agree_with_a_move_by_jax():
     src = NamedSharding(Mesh(devices.reshape(2, 4), ("a", "b")), P("b", "a"))
     dst = NamedSharding(Mesh(devices[[7, 2, 5]], ("c",)), P(None, "c"))
     shape = (8, 6)
-    tiles = tile_map(32, boxes_of(src, shape), boxes_of(dst, shape))
-    _, built = put_together(shape, boxes_of(src, shape), boxes_of(dst, shape), tiles.tiles)
+    made = cuts(32, boxes_of(src, shape), boxes_of(dst, shape))
+    _, built = put_together(shape, boxes_of(src, shape), boxes_of(dst, shape), made.made)
     expected = jax.device_put(jax.device_put(np.arange(48).reshape(shape), src), dst)
     for shard in expected.addressable_shards:
         np.testing.assert_array_equal(built[shard.device.id], shard.data)
@@ -190,8 +208,8 @@ def test_thousands_of_devices_take_no_product_of_sources_and_targets():
     targets = [(count + i, box((4 * i, 4 * i + 4), (0, 64))) for i in range(count)]
     replicas = [(i, box((0, 4 * count), (0, 64))) for i in range(count)]
     begin = time.process_time()
-    assert len(tile_map(32, sources, targets).tiles) == count
-    assert len(set(tile_map(32, replicas, targets).sent_bytes.values())) == 1
+    assert len(cuts(32, sources, targets).made) == count
+    assert len(set(cuts(32, replicas, targets).sent_bytes.values())) == 1
     # A product of 4096 sources and targets takes half a minute; this is no measurement of speed.
     assert time.process_time() - begin < 10
 
@@ -199,24 +217,47 @@ def test_thousands_of_devices_take_no_product_of_sources_and_targets():
 def test_what_senders_have_sent_before_counts():
     whole = box((0, 8))
     sources, targets = [(device, whole) for device in range(3)], [(7, whole), (8, whole)]
-    senders = lambda sent: [tile.sender for tile in tile_map(8, sources, targets, sent_before=sent).tiles]
+    senders = lambda sent: [one.sender for one in cuts(8, sources, targets, sent_before=sent).made]
     assert senders(()) == [0, 1] and senders([(0, 8)]) == [1, 2] and senders([(0, 8), (1, 8)]) == [2, 0]
 
 
 def test_only_what_replicas_sent_more_than_each_other_matters():
     left, right = box((0, 4)), box((4, 8))
-    made = tile_map(8, [(0, left), (1, left), (2, right)], [(7, box((0, 8)))])
+    made = cuts(8, [(0, left), (1, left), (2, right)], [(7, box((0, 8)))])
     assert made.replicas == ((0, 1),)
     assert made.sent_before({0: 10, 1: 10, 2: 99}) == () and made.sent_before({0: 12, 1: 10}) == ((0, 2),)
     # A device that has it takes it from itself.
-    assert tile_map(8, [(0, left), (1, left)], [(1, left)]).replicas == ()
+    assert cuts(8, [(0, left), (1, left)], [(1, left)]).replicas == ()
 
 
 @given(moves(), st.dictionaries(st.integers(0, 40), st.integers(0, 10**6)))
 def test_earlier_loads_change_senders_only(move, sent):
     _, sources, targets = move
-    plain = tile_map(8, sources, targets)
-    loaded = tile_map(8, sources, targets, sent_before=plain.sent_before(sent))
-    assert [tile[1:3] for tile in plain.tiles] == [tile[1:3] for tile in loaded.tiles]
-    assert loaded == tile_map(8, sources, targets, sent_before=sent.items())
+    plain = cuts(8, sources, targets)
+    loaded = cuts(8, sources, targets, sent_before=plain.sent_before(sent))
+    assert [one[1:] for one in plain.made] == [one[1:] for one in loaded.made]
+    assert loaded == cuts(8, sources, targets, sent_before=sent.items())
     assert (plain.wire_bytes, plain.replicas) == (loaded.wire_bytes, loaded.replicas)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_rounds_are_matchings_and_as_few_as_the_busiest_device_needs(data):
+    count = data.draw(st.integers(1, 6))
+    cut = [(2 * i, 2 * i + 2) for i in range(count)]
+    replicas = data.draw(st.integers(1, 3))
+    sources = [(i, (cut[i % count],)) for i in range(count * replicas)]
+    picked = data.draw(st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8))
+    made = cuts(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)]).made
+    done = matchings(made)
+    assert sorted(one for step in done for one in step) == sorted(made)
+    for step in done:
+        for side in ("sender", "receiver"):
+            ends = [getattr(one, side) for one in step]
+            assert len(set(ends)) == len(ends)
+    busiest = max(
+        sum(getattr(one, side) == device for one in made)
+        for side in ("sender", "receiver")
+        for device in {getattr(one, side) for one in made}
+    )
+    assert len(done) == busiest

@@ -29,19 +29,22 @@ def costs_of(work: Work, most_bytes: int, known: dict[Any, dict[str, Any]]) -> d
 
 
 def _costs(work: Work, most_bytes: int) -> dict[str, Any]:
-    links: dict[tuple[int, int], int] = {}
-    for cut in work.cuts.made:
-        if cut.sender != cut.receiver:
-            pair = tuple(getattr(work.devices[at], "id", work.devices[at]) for at in (cut.sender, cut.receiver))
-            links[pair] = links.get(pair, 0) + cut.bytes
     steps = work.exchanges(None, most_bytes)
     return {
-        "wire_bytes": work.wire_bytes,
+        "wire_bytes": work.cuts.wire_bytes,
         "lower_bound_bytes": _least_bytes(work),
-        "links": links,
+        "links": named_links(work),
         "rounds": sum(len(step.rounds) for step in steps),
         "extra_bytes": work.extra_bytes(steps),
     }
+
+
+def named_links(work: Work) -> dict[tuple[int, int], int]:
+    """Bytes per (sender, receiver), by the ids of the devices."""
+    ids = [getattr(device, "id", device) for device in work.devices]
+    # Devices of two platforms may share ids; their places tell them apart.
+    names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
+    return {(names[sender], names[receiver]): size for (sender, receiver), size in work.cuts.links.items()}
 
 
 def _least_bytes(work: Work) -> int:

@@ -9,14 +9,15 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from shardfx._ground.errors import MeshError
+from shardfx._reshard.carry_out import carry_out
+from shardfx._reshard.ends import data_of
+from shardfx._reshard.move import Move
 from shardfx._reshard.mover import reshard
-from shardfx._reshard.tiles import host_copies
-from shardfx._reshard.tiles.rounds import rounds
-from shardfx._reshard.tiles.tile_map import tile_map
-from shardfx._reshard.tiles.transfer import transfer_of, transferred
+from shardfx._reshard.pieces.host import order_of
+from shardfx._reshard.pieces.work import work_between
 
 
-WAYS = ("host", "rounds", "pieces")
+WAYS = ("host", "programs")
 MESHES = [
     ((0, 1, 2, 3, 4, 5, 6, 7), (8,)),
     ((7, 6, 5, 4, 3, 2, 1, 0), (8,)),
@@ -28,12 +29,12 @@ MESHES = [
 ]
 
 
-def transfer(x, dst, *, lost=(), donate=False, way=None):
-    """One array by one way, as `carry_out` makes it of whole arrays."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = transfer(jax.random.key_data(x), dst, lost=lost, donate=donate, way=way)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return transferred(transfer_of(x.shape, x.dtype, x.sharding, dst, lost, way), x, donate)
+def transfer(x, dst, *, lost=(), donate=False, way="host"):
+    """One array by one way, also where steps would lead there."""
+    ends, copies = (*data_of(x.shape, x.dtype), x.sharding, dst, lost), way == "host"
+    work = work_between(*ends, copies)
+    assert work.way == way or 0 in x.shape
+    return carry_out(Move("tiles", *ends, copies, work=work), x, donate=donate)
 
 
 def mesh(order, sizes):
@@ -69,17 +70,16 @@ def assert_is(array, expected, sharding):
 @given(st.data())
 def test_any_layout_to_any_other_on_any_devices(data):
     src, dst = (data.draw(st.sampled_from(list(shardings(2)))) for _ in range(2))
-    way = data.draw(st.sampled_from(("host", "host", "pieces")))
     expected = values((24, 24))
-    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
+    assert_is(transfer(jax.device_put(expected, src), dst), expected, dst)
 
 
 @pytest.mark.parametrize("pair", range(8))
-def test_rounds_agree_with_numpy(pair):
+def test_programs_agree_with_numpy(pair):
     pairs = list(it.product(list(shardings(2)), repeat=2))
     src, dst = pairs[np.random.default_rng(pair).integers(len(pairs))]
     expected = values((24, 24))
-    assert_is(transfer(jax.device_put(expected, src), dst, way="rounds"), expected, dst)
+    assert_is(transfer(jax.device_put(expected, src), dst, way="programs"), expected, dst)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -163,22 +163,11 @@ def test_large_shards_take_every_order_of_copies():
     expected = np.arange(4 * 1024 * 1024, dtype=np.float32).reshape(2048, 2048)
     for specs in cases:
         src, dst = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0]), NamedSharding(mesh((5, 1), (2,)), specs[1])
-        orders.add(transfer_of(expected.shape, expected.dtype, src, dst).assembly.order)
+        orders.add(order_of(work_between(expected.shape, expected.dtype, src, dst, (), True).fillings, 4))
         x = jax.device_put(expected, src)
         assert_is(transfer(x, dst), expected, dst)
         assert_is(transfer(x, dst, donate=True), expected, dst)
     assert orders == {"source", "staged", "target"}
-
-
-def test_what_an_order_keeps_at_most():
-    shape = (2048, 2048)
-    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P(None, "a"))
-    dst = NamedSharding(mesh((5, 1), (2,)), P("a"))
-    made = transfer_of(shape, jnp.dtype("float32"), src, dst).assembly
-    whole = 4 * 2048 * 2048
-    assert made.peak_bytes("target") == whole
-    assert made.peak_bytes("staged") == whole // 2
-    assert made.peak_bytes("source") == whole // 4
 
 
 def test_lost_devices_are_not_read():
@@ -186,8 +175,8 @@ def test_lost_devices_are_not_read():
     dst = NamedSharding(mesh((0, 5), (2,)), P("a"))
     lost = (jax.devices()[1], jax.devices()[2])
     expected = values((4, 4))
-    made = transfer_of((4, 4), jnp.dtype("float32"), src, dst, lost)
-    assert not {made.devices[tile.sender] for tile in made.tiles.tiles} & set(lost)
+    made = work_between((4, 4), jnp.dtype("float32"), src, dst, lost, False)
+    assert not {made.devices[cut.sender] for cut in made.cuts.made} & set(lost)
     for way in WAYS:
         assert_is(transfer(jax.device_put(expected, src), dst, lost=lost, way=way), expected, dst)
 
@@ -222,55 +211,6 @@ def test_weak_types_stay_weak():
     x = jax.device_put(2.0, NamedSharding(mesh((0, 1), (2,)), P()))
     assert x.weak_type
     assert transfer(x, NamedSharding(mesh((3,), (1,)), P())).weak_type
-
-
-def test_the_way_follows_from_the_devices():
-    src, dst = NamedSharding(mesh((0, 1), (2,)), P("a")), NamedSharding(mesh((3, 1), (2,)), P("a"))
-    assert transfer_of((4, 4), jnp.dtype("float32"), src, dst).way == "host"
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.data())
-def test_rounds_are_matchings_and_as_few_as_the_busiest_device_needs(data):
-    count = data.draw(st.integers(1, 6))
-    cut = [(2 * i, 2 * i + 2) for i in range(count)]
-    replicas = data.draw(st.integers(1, 3))
-    sources = [(i, (cut[i % count],)) for i in range(count * replicas)]
-    picked = data.draw(st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8))
-    tiles = tile_map(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)])
-    done = rounds(tiles)
-    assert sorted(tile for step in done for tile in step.tiles) == sorted(tiles.tiles)
-    for step in done:
-        for side in ("sender", "receiver"):
-            ends = [getattr(tile, side) for tile in step.tiles]
-            assert len(set(ends)) == len(ends)
-    # All pieces here have one shape.
-    busiest = max(
-        sum(getattr(tile, side) == device for tile in tiles.tiles)
-        for side in ("sender", "receiver")
-        for device in {getattr(tile, side) for tile in tiles.tiles}
-    )
-    assert len(done) == busiest
-
-
-def test_rounds_send_no_more_than_the_tile_map():
-    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
-    dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
-    made = transfer_of((8, 8), jnp.dtype("float32"), src, dst)
-    for step in rounds(made.tiles):
-        assert all(tile.bytes == 4 * int(np.prod(step.shape)) for tile in step.tiles)
-        assert step.local == all(tile.sender == tile.receiver for tile in step.tiles)
-
-
-@pytest.mark.parametrize("cores", [1, 2, 3, 16])
-@pytest.mark.parametrize("count", [1, 2, 4, 6])
-def test_copies_are_shared_out_among_all_cores(cores, count):
-    shards = [[(shard, piece) for piece in range(8)] for shard in range(count)]
-    tasks = host_copies.shared_out(shards, cores)
-    assert [pair for task in tasks for pair in task] == [pair for shard in shards for pair in shard]
-    # A new shard each, where that gives every core the same; else its pieces.
-    alone = count % cores == 0 or count >= 4 * cores
-    assert [len(task) for task in tasks] == ([8] * count if alone else [1] * 8 * count)
 
 
 @pytest.mark.parametrize("count", [2, 3])

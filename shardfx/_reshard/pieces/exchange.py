@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..._convert import Piece
 from ..._convert.pieces import NOWHERE, Factor, along, changed, hull, swapped
 from ..small_floats import is_small_float
-from ..tiles.rounds import matchings
 from .cuts import Cut, first_casts
+from .matchings import matchings
 
 
 AXIS = "device"

@@ -1,0 +1,246 @@
+"""What is under way while a tree moves: how much at a time, what is given up, and what an error leaves."""
+
+import collections
+import contextlib
+import dataclasses
+import functools as ft
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from .._ground.errors import MoveError
+from .carry_out import carry_out, least_limit_bytes, why_least
+from .destinations import leaf_name
+from .move import Move, move_of
+from .pieces.carry import Means, begun
+from .pieces.host import Shards
+from .pieces.work import Work
+
+
+# What a move raises where memory runs out, a copy fails, or another process is gone.
+_FAILURES = (RuntimeError, ValueError, TypeError, MemoryError)
+_IN_FLIGHT_BYTES = 256 << 20
+# Each program that is under way holds threads of the CPU's runtime, which gives up when too many wait for each other;
+# those that wait for other processes can block all of them.
+_IN_FLIGHT_COUNT = 32
+_MOST_WORKS_ON_CPU = 2
+# So many arrays keep all threads busy while one is begun.
+_MOST_BEGUN = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What there is to do for a tree; arrays of the target are numbers.
+
+    **Arguments:**
+
+    - `path_of`: the path of an array of the target.
+    - `moves`: the arrays that change their sharding alone, by move: the number and the source's array of each.
+    - `placements`: NumPy arrays that have yet to be placed, and where.
+    - `works`: the arrays that are put together from parts of others.
+    - `arrays`: the arrays that works read, by path.
+    - `kept`: the `id` of each array of the source that stays.
+    - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
+    """
+
+    path_of: Callable[[int], str]
+    moves: dict[Move, list[tuple[int, jax.Array]]]
+    placements: list[tuple[int, Any, Sharding]]
+    works: list[tuple[int, Work]]
+    arrays: Mapping[str, Any]
+    kept: set[int]
+    copies: bool
+
+
+def require_room(job: Job, limit_bytes: int) -> None:
+    """Raises where some array cannot move within the limit, before any has moved."""
+    least = {move: least_limit_bytes(move) for move in job.moves if move.extra_bytes > limit_bytes}
+    short = [
+        (need, places[0][0], len(places), f"{move.dtype}{list(move.shape)}", why_least(move))
+        for move, places in job.moves.items()
+        if (need := least.get(move, 0)) > limit_bytes
+    ]
+    short += [
+        (work.least_bytes, at, 1, f"{work.dtype}{list(work.shape)}", "even in the finest of pieces")
+        for at, work in job.works
+        if work.least_bytes > limit_bytes
+    ]
+    if not short:
+        return
+    need, at, _, array, why = max(short, key=lambda one: one[0])
+    others = sum(count for _, _, count, _, _ in short) - 1
+    raise MoveError(
+        f"{leaf_name(job.path_of(at))}, {array}, needs {need} bytes beside its source and target: {why}; "
+        f"`memory_limit_bytes={limit_bytes}` is too little for it{f' and {others} more' if others else ''}. Nothing "
+        f"was moved; pass `memory_limit_bytes={need}` or more."
+    )
+
+
+def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
+    """Does what there is to do; the arrays that were made, by number."""
+    order = list(job.moves.items())
+    if donate:  # what shrinks goes first, so that what grows finds the room
+        order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
+    at = -1
+    with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
+        flight = _Flight(job, limit_bytes, donate, pool)
+        try:
+            for at, leaf, target in job.placements:
+                flight.made[at] = jax.device_put(leaf, target)
+            for move, places in order:
+                alike: dict[int, jax.Array] = {}
+                for at, leaf in places:
+                    if id(leaf) not in alike:
+                        alike[id(leaf)] = flight.move(move, leaf)
+                    flight.made[at] = alike[id(leaf)]
+                if limit_bytes is not None:
+                    flight.window.drain()
+            for at, work in job.works:
+                flight.begin(at, work)
+            flight.finish()
+        except _FAILURES as error:
+            raise _stopped(job, at, flight, error) from error
+    return flight.made
+
+
+class _Flight:
+    """The arrays of the target, made in order, a few of them under way at a time."""
+
+    def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
+        self.made: dict[int, jax.Array] = {}
+        self.donate, self.window = donate, Window(limit_bytes)
+        self._job, self._limit_bytes, self._pool = job, limit_bytes, pool
+        # How often each array of the source has yet to be read; one that is in a tree twice is moved once.
+        self._left = collections.Counter(
+            one for places in job.moves.values() for one in {id(leaf): None for _, leaf in places}
+        )
+        self._left.update(id(job.arrays[name]) for _, work in job.works for name in work.sources)
+        # Where an array stays, the result shares its buffers: then no other place in the tree may give it up.
+        idle = (id(leaf) for move, places in job.moves.items() if move.idle for _, leaf in places)
+        self._kept = {*job.kept, *idle}
+        self._begun: collections.deque[tuple[int, Work, Callable[[], jax.Array]]] = collections.deque()
+        most_bytes = max([0, *[work.most_bytes for _, work in job.works]])
+        self._means = Means(
+            job.arrays, ft.partial(self._moved, job.copies), limit_bytes, most_bytes, pool, Shards(job.arrays)
+        )
+
+    def _moved(self, copies: bool, x: Any, sharding: Sharding) -> jax.Array:
+        if not isinstance(x, jax.Array):
+            return jax.device_put(x, sharding)
+        move = move_of(x.shape, x.dtype, x.sharding, sharding, (), copies)
+        return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
+
+    def move(self, move: Move, leaf: jax.Array) -> jax.Array:
+        """One array to another sharding; the last reader of a leaf gives it up."""
+        self.window.make_room(move.extra_bytes)
+        self._left[id(leaf)] -= 1
+        give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
+        made = carry_out(move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool)
+        # What the host copies, or nobody does, is finished when it is returned. A copy between memories needs nothing
+        # on the side, but too many at once would queue without bound.
+        if not move.idle and (move.work is None or move.work.way != "host"):
+            self.window.add(made, move.target_bytes if move.how == "memory kind" else move.extra_bytes)
+            if move.how == "steps" and move.crosses_cpu:
+                self.window.drain()
+        return made
+
+    def begin(self, at: int, work: Work) -> None:
+        """One more array; waits for the oldest where too many are copied, and for all where sources are given up."""
+        self._begun.append((at, work, begun(work, self._means)))
+        most = _MOST_BEGUN if work.way == "host" and _is_on_cpu(work) and not self.donate else 0
+        while len(self._begun) > most:
+            self._land()
+
+    def finish(self) -> None:
+        """Waits for all that is under way and has to be; gives up what nothing was made of."""
+        self.land()
+        if self.donate:
+            self.window.drain()
+            for leaf in self._job.arrays.values():
+                self._give_up(leaf)
+
+    def land(self) -> None:
+        """Waits for what other threads copy."""
+        while self._begun:
+            self._land()
+
+    def _land(self) -> None:
+        at, work, there = self._begun.popleft()
+        self.made[at] = there()
+        if not self.donate:
+            self.window.add(self.made[at], 0, _MOST_WORKS_ON_CPU if _is_on_cpu(work) else _IN_FLIGHT_COUNT)
+            return
+        jax.block_until_ready(self.made[at])
+        for name in work.sources:
+            leaf = self._job.arrays[name]
+            self._left[id(leaf)] -= 1
+            if not self._left[id(leaf)]:
+                self._means.forget(name)
+                self._give_up(leaf)
+
+    def _give_up(self, leaf: Any) -> None:
+        if isinstance(leaf, jax.Array) and not self._left[id(leaf)] and id(leaf) not in self._kept:
+            leaf.delete()
+
+
+def _is_on_cpu(work: Work) -> bool:
+    return any(device.platform == "cpu" for device in work.devices)
+
+
+class Window:
+    """Waits for the oldest moves when too much is under way."""
+
+    def __init__(self, limit_bytes: int | None):
+        self.limit_bytes = _IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
+        self.pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
+        self.bytes = 0
+
+    def add(self, array: jax.Array, count: int, most: int = _IN_FLIGHT_COUNT) -> None:
+        """An array that is under way, and takes so many bytes; waits where more than `most` are."""
+        self.pending.append((array, count))
+        self.bytes += count
+        while len(self.pending) > most:
+            self._wait()
+
+    def make_room(self, count: int) -> None:
+        """Waits until so many bytes more may be taken."""
+        while self.pending and (self.bytes + count > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
+            self._wait()
+
+    def drain(self) -> None:
+        """Waits for all."""
+        while self.pending:
+            self._wait()
+
+    def _wait(self) -> None:
+        array, count = self.pending.popleft()
+        self.bytes -= count
+        jax.block_until_ready(array)
+
+
+def _stopped(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
+    with contextlib.suppress(*_FAILURES):  # what was under way elsewhere may arrive
+        flight.land()
+    moved = {job.path_of(done): array for done, array in flight.made.items() if _is_there(array)}
+    total = len(job.placements) + sum(map(len, job.moves.values())) + len(job.works)
+    listed = ", ".join(f"`{path}`" if path else leaf_name(path) for path in list(moved)[:8])
+    listed += ", ..." if len(moved) > 8 else ""
+    kept = "the sources of these were donated" if flight.donate else "the tree itself is untouched"
+    return MoveError(
+        f"stopped at {leaf_name(job.path_of(at))} ({type(error).__name__}: {str(error).splitlines()[0][:300]}) after "
+        f"{len(moved)} of {total} leaves: {listed or 'none'}; {kept}, and they are in the error's `moved`.",
+        moved,
+    )
+
+
+def _is_there(array: jax.Array) -> bool:
+    """Whether an array arrived: its computation may have failed after it was handed out."""
+    try:
+        jax.block_until_ready(array)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,482 @@
+"""Cuts as NumPy copies in this process's memory.
+
+On the CPU backend NumPy can look at a shard, which is host memory, and JAX at an aligned NumPy buffer. So each byte is
+copied once, from the old shard to the new one.
+"""
+
+import collections
+import contextlib
+import functools as ft
+import itertools as it
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._convert import Piece
+from ..._convert.pieces import NOWHERE, hull, swapped
+from ..._convert.values import chunks, constant, fill, write
+from ..._convert.views import as_bits, source_view, strides_of, target_view
+from ..._ground.boxes import Box, as_box
+from ..._ground.buffers import buffers
+from ..._ground.copying import blocked, copy_along
+from .cuts import Cut
+
+
+# Below this handing a copy to another thread costs more than what it spares.
+_TASK_BYTES = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20
+_PARALLEL_BYTES = 8 << 20
+# The shards of a smaller array lie in one block.
+_BLOCK_BYTES = 1 << 20
+# The kernel backs large buffers with huge pages, so a smaller piece touches a whole one.
+_PAGE_BYTES = 2 << 20
+Read = Callable[[str, Box], np.ndarray]
+
+
+class Copy(NamedTuple):
+    """Elements of one shard that are elements of another as they are, as NumPy's views of their memory.
+
+    **Arguments:**
+
+    - `number`, `sender`: which array they are of, and which shard of it.
+    - `shape`: one dimension per digit.
+    - `here`, `here_strides`: in bytes, where they begin in the sender's shard, and the steps of each digit there.
+    - `there`, `there_strides`: the same in the new shard.
+    - `along`: the dimension along which it goes in blocks, if it does.
+    - `slices`: what NumPy indexes the new shard and the sender's with, where it is a box of both; faster than strides.
+    """
+
+    number: int
+    sender: int
+    shape: tuple[int, ...]
+    here: int
+    here_strides: tuple[int, ...]
+    there: int
+    there_strides: tuple[int, ...]
+    along: int | None
+    slices: tuple[Any, Any] | None
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+class Filling(NamedTuple):
+    """What one new shard is made of.
+
+    **Arguments:**
+
+    - `copies`: what is there as it shall be.
+    - `others`: what is cast, scaled or constant.
+    - `is_part`: whether it is a part of one old shard that lies there in one piece.
+    """
+
+    copies: tuple[Copy, ...]
+    others: tuple[Cut, ...]
+    is_part: bool
+
+
+def filling(
+    cuts: Sequence[Cut],
+    dtype: Any,
+    box: Box,
+    names: Mapping[str, int],
+    shapes: Sequence[tuple[tuple[int, ...], Any]],
+    orders: Mapping[str, Mapping[int, int]],
+) -> Filling:
+    """The copies of a new shard.
+
+    **Arguments:**
+
+    - `cuts`: what it is made of.
+    - `dtype`, `box`: its dtype, and what it holds.
+    - `names`: the number of each array that is read.
+    - `shapes`: of a shard of each of them, and its dtype.
+    - `orders`: of each of them, which shard of this process a device holds.
+    """
+    copies, others = [], []
+    sizes = tuple(stop - start for start, stop in box)
+    for cut in cuts:
+        value = cut.piece.value
+        number = names.get(value.path, -1) if value.path is not None else -1
+        if value.path is not None and value.scale is None:
+            cut = cut._replace(sender=orders[value.path][cut.sender])
+        if number < 0 or value.scale is not None or value.casts or shapes[number][1] != dtype:
+            others.append(cut)
+            continue
+        here = _places(cut.piece.source, shapes[number][0], dtype)
+        there = _places(cut.piece.target, sizes, dtype)
+        copies.append(_copy_of(number, cut.sender, cut.piece, here, there))
+    is_part = False
+    if len(copies) == 1 and not others:
+        itemsize = np.dtype(dtype).itemsize
+        in_row = tuple(step * itemsize for step in strides_of(copies[0].shape))
+        is_part = copies[0].here_strides == copies[0].there_strides == in_row
+    return Filling(tuple(copies), tuple(others), is_part)
+
+
+def _places(first: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> tuple[int, tuple[int, ...]]:
+    """Where an element is in the memory of an array, and the steps of its dimensions, in bytes."""
+    steps = tuple(step * np.dtype(dtype).itemsize for step in strides_of(shape))
+    return sum(at * step for at, step in zip(first, steps, strict=True)), steps
+
+
+def _copy_of(
+    number: int, sender: int, piece: Piece, here: tuple[int, tuple[int, ...]], there: tuple[int, tuple[int, ...]]
+) -> Copy:
+    shape = tuple(f.size for f in piece.factors)
+    read = tuple(0 if f.source_dim == NOWHERE else here[1][f.source_dim] * f.source_step for f in piece.factors)
+    written = tuple(there[1][f.target_dim] * f.target_step for f in piece.factors)
+    return Copy(number, sender, shape, here[0], read, there[0], written, blocked(shape, written, read), _slices(piece))
+
+
+def _slices(piece: Piece) -> tuple[Any, Any] | None:
+    dims = [f.target_dim for f in piece.factors if (f.source_dim, f.source_step, f.target_step) == (f.target_dim, 1, 1)]
+    if len({*dims}) < len(piece.factors):
+        return None
+    ends = (hull(piece), hull(swapped(piece)))
+    # The ellipsis makes it a view at rank 0 too.
+    there, here = [(*[slice(start, stop) for start, stop in box], ...) for box in ends]
+    return there, here
+
+
+class Shards:
+    """The shards of this process, looked at once each, by path and number; a NumPy array is one shard, of number -1.
+
+    **Arguments:**
+
+    - `arrays`: by path.
+    - `one_by_one`: whether shards of a replicated array may differ, or are given up one by one.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], one_by_one: bool = False):
+        self._arrays = arrays
+        self._known: dict[tuple[str, int], np.ndarray] = {}
+        self._shards: dict[str, Callable[[int], Any]] = {}
+        own = arrays if one_by_one else {}
+        self._owned = {path: [shard.data for shard in leaf.addressable_shards] for path, leaf in own.items()}
+
+    def typed(self, path: str, number: int) -> np.ndarray:
+        """A shard."""
+        found = self._known.get((path, number))
+        if found is None:
+            shard = self._shards.get(path) or self._shards.setdefault(path, self._shards_of(path))
+            given = np.asarray(shard(number))
+            found = self._known[path, number] = given if given.flags.c_contiguous else given.copy()
+        return found
+
+    def _shards_of(self, path: str) -> Callable[[int], Any]:
+        if path in self._owned:
+            return self._owned[path].__getitem__
+        leaf = data_of_keys(self._arrays[path])
+        # All shards of a replicated array are alike, and NumPy sees the first without a copy.
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
+            return lambda number: leaf
+        # `addressable_shards` makes an object per shard, and a tree of small arrays has many.
+        return leaf.addressable_data
+
+    def forget(self, path: str) -> None:
+        """Lets go of an array."""
+        self._shards.pop(path, None)
+        for key in [key for key in self._known if key[0] == path]:
+            del self._known[key]
+
+    def give_up(self, but: Container[int] = ()) -> None:
+        """Deletes the shards of the only array, except some."""
+        (path,) = self._owned
+        for number, shard in enumerate(self._owned[path]):
+            if number not in but and not shard.is_deleted():
+                self._known.pop((path, number), None)
+                shard.delete()
+
+
+def data_of_keys(leaf: Any) -> Any:
+    """The bits of PRNG keys; any other array as it is."""
+    if isinstance(leaf.dtype, np.dtype):
+        return leaf
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+# The array that is made, when other threads have copied what it is made of.
+There = Callable[[], jax.Array]
+
+
+def coming(
+    wanted: jax.ShapeDtypeStruct,
+    targets: Sequence[Box],
+    fillings: Sequence[Filling],
+    names: Sequence[str],
+    shards: Shards,
+    read: Read,
+    pool: ThreadPoolExecutor | None,
+) -> There:
+    """Begins to make an array in this process's memory from the shards of others.
+
+    **Arguments:**
+
+    - `wanted`: the array's shape, dtype and sharding.
+    - `targets`: its different boxes.
+    - `fillings`: what each of them is made of.
+    - `names`: the arrays that are read, by number.
+    - `shards`: of the arrays.
+    - `read`: a box of a whole array, for what takes two.
+    - `pool`: threads to copy with: NumPy lets others run meanwhile.
+
+    **Returns:**
+
+    A function that waits for the copies and gives the array. Its shards are buffers that were filled once. Where each
+    is a part of one old shard, in one piece, and keeps no more memory than copies take, they share the source's memory.
+    JAX knows that it is shared and will not write to it if one of the two is donated.
+    """
+    shared = _shared(targets, fillings, names, shards, np.dtype(wanted.dtype))
+    if shared is not None:
+        return ft.partial(_there, wanted, targets, shared, ())
+    built = _memory(targets, np.dtype(wanted.dtype))
+    pairs = list(zip(built, fillings, strict=True))
+    views = list(_views([(to, copy) for to, one in pairs for copy in one.copies], names, shards))
+    tasks = []
+    if pool is None or sum(target.nbytes for target, *_ in views) < 2 * _TASK_BYTES:
+        _copy_all(views)
+    else:
+        tasks = [pool.submit(_copy_all, batch) for batch in _batches(views)]
+    for buffer, one in pairs:
+        for cut in one.others:
+            _fill_other(buffer, cut, shards, read)
+    return ft.partial(_there, wanted, targets, built, tasks)
+
+
+def _there(
+    wanted: jax.ShapeDtypeStruct, targets: Sequence[Box], built: Sequence[np.ndarray], tasks: Sequence[Future[None]]
+) -> jax.Array:
+    for task in tasks:
+        task.result()
+    if not built:  # no device of the target is this process's, and of a replicated array JAX would ask for a shard
+        return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, [], dtype=wanted.dtype)
+    by_box = dict(zip(targets, built, strict=True)) if len(built) > 1 else {}
+    shape = wanted.shape
+
+    def shard(index: Any) -> np.ndarray:
+        return by_box[as_box(index or (), shape)] if by_box else built[0]
+
+    with _copies_allowed(wanted.sharding):
+        return jax.make_array_from_callback(shape, wanted.sharding, shard, dtype=wanted.dtype)
+
+
+def _copies_allowed(sharding: Any) -> contextlib.AbstractContextManager[Any]:
+    """Lets copies within the host's memory through guards against explicit transfers: none leaves that memory."""
+    if "explicit" not in (jax.config.jax_transfer_guard_host_to_device or ""):  # pyright: ignore[reportAttributeAccessIssue]
+        return contextlib.nullcontext()
+    on_cpu = all(device.platform == "cpu" for device in sharding.device_set)
+    return jax.transfer_guard_host_to_device("allow") if on_cpu else contextlib.nullcontext()
+
+
+def _memory(targets: Sequence[Box], dtype: np.dtype) -> list[np.ndarray]:
+    wanted = [(_sizes(box), dtype) for box in targets]
+    if sum(math.prod(shape) for shape, _ in wanted) * dtype.itemsize > _BLOCK_BYTES:
+        return [buffers([one])[0] for one in wanted]
+    return buffers(wanted)
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _shared(
+    targets: Sequence[Box], fillings: Sequence[Filling], names: Sequence[str], shards: Shards, dtype: np.dtype
+) -> list[np.ndarray] | None:
+    """The new shards as parts of old ones, where that keeps no more memory than copies take."""
+    if not all(one.is_part for one in fillings):
+        return None
+    parts, kept = [], dict[int, int]()
+    for box, one in zip(targets, fillings, strict=True):
+        (copy,) = one.copies
+        whole = shards.typed(names[copy.number], copy.sender).reshape(-1)
+        first = copy.here // dtype.itemsize
+        parts.append(whole[first : first + copy.elements].reshape(_sizes(box)))
+        # Replicas in one memory are kept once.
+        kept[whole.__array_interface__["data"][0]] = whole.nbytes
+    return parts if sum(kept.values()) <= sum(part.nbytes for part in parts) else None
+
+
+def copied(
+    wanted: jax.ShapeDtypeStruct,
+    targets: Sequence[Box],
+    fillings: Sequence[Filling],
+    shards: Shards,
+    pool: ThreadPoolExecutor | None,
+) -> jax.Array:
+    """As `coming`, of one array as it is."""
+    return coming(wanted, targets, fillings, ("",), shards, _nothing, pool)()
+
+
+Order = Literal["at once", "source", "target", "staged"]
+
+
+def put_together(
+    wanted: jax.ShapeDtypeStruct,
+    targets: Sequence[Box],
+    fillings: Sequence[Filling],
+    shards: Shards,
+    pool: ThreadPoolExecutor | None,
+) -> jax.Array:
+    """As `copied`, and the source's shards are deleted as soon as they were read."""
+    dtype, order = np.dtype(wanted.dtype), order_of(fillings, np.dtype(wanted.dtype).itemsize)
+    if order == "at once" or all(one.is_part for one in fillings):
+        made = copied(wanted, targets, fillings, shards, pool)
+        shards.give_up()
+        return made
+    # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
+    built = [buffers([(_sizes(box), dtype)])[0] for box in targets]
+    in_row = [_in_row(one.copies, dtype.itemsize) for one in fillings]
+    first = in_row if order == "staged" else [one.copies for one in fillings]
+    rows = [(at, copy) for at, copies in enumerate(first) for copy in copies]
+    key = (lambda pair: pair[0]) if order == "target" else (lambda pair: pair[1].sender)
+    left = collections.Counter(copy.sender for _, copy in rows)
+    shards.give_up(but=left)
+    for _, group in it.groupby(sorted(rows, key=key), key):
+        own = list(group)
+        _spread(list(_views([(built[at], copy) for at, copy in own], ("",), shards)), pool)
+        left.subtract(copy.sender for _, copy in own)
+        shards.give_up(but=[sender for sender, count in left.items() if count])
+    for at, (staged, final) in enumerate(zip(in_row, fillings, strict=True)) if order == "staged" else ():
+        new, old = buffers([(built[at].shape, dtype)])[0], as_bytes(built[at])
+        pairs = zip(staged, final.copies, strict=True)
+        moved = [two._replace(here=one.there, here_strides=one.there_strides, slices=None) for one, two in pairs]
+        _spread([_view(new, old, copy) for copy in moved], pool)
+        built[at] = new
+    return _there(wanted, targets, built, ())
+
+
+def order_of(fillings: Sequence[Filling], itemsize: int) -> Order:
+    """The order of copies that keeps little memory where each old shard is freed after its last use.
+
+    Old shard by old shard where no page of a new one is touched for a part of it; new shard by new shard where little
+    more than one of these is there twice; else old shard by old shard into a row of pieces, and from there to where
+    they belong.
+    """
+    copies = [copy for one in fillings for copy in one.copies]
+    nbytes = sum(copy.elements for copy in copies) * itemsize
+    if nbytes < _PAGE_BYTES:
+        return "at once"
+    if all(_run_bytes(copy, itemsize) >= _PAGE_BYTES for copy in copies):
+        return "source"
+    largest = max(sum(copy.elements for copy in one.copies) for one in fillings)
+    return "target" if _peak_by_target(fillings) <= 1.25 * largest else "staged"
+
+
+def _run_bytes(copy: Copy, itemsize: int) -> int:
+    """How many bytes lie together in the new shard."""
+    for size, step in zip(reversed(copy.shape), reversed(copy.there_strides), strict=True):
+        if step != itemsize:
+            break
+        itemsize *= size
+    return itemsize
+
+
+def _peak_by_target(fillings: Sequence[Filling]) -> int:
+    """How many elements are there twice at most, new shard by new shard."""
+    left, read = collections.Counter[int](), collections.Counter[int]()
+    for copy in it.chain.from_iterable(one.copies for one in fillings):
+        left[copy.sender] += 1
+        read[copy.sender] += copy.elements
+    held = peak = 0
+    for one in fillings:
+        held += sum(copy.elements for copy in one.copies)
+        peak = max(peak, held)
+        left.subtract(copy.sender for copy in one.copies)
+        held -= sum(read.pop(sender) for sender in [sender for sender in read if not left[sender]])
+    return peak
+
+
+def _in_row(copies: Sequence[Copy], itemsize: int) -> list[Copy]:
+    """The copies with the elements of one behind those of another, each in their order."""
+    starts = it.accumulate((copy.elements * itemsize for copy in copies), initial=0)
+    return [
+        copy._replace(
+            there=start,
+            there_strides=tuple(step * itemsize for step in strides_of(copy.shape)),
+            along=None,
+            slices=None,
+        )
+        for copy, start in zip(copies, starts, strict=False)
+    ]
+
+
+def _spread(views: Sequence["Views"], pool: ThreadPoolExecutor | None) -> None:
+    """Copies, large ones on all cores: NumPy lets other threads run."""
+    if pool is None or sum(target.nbytes for target, *_ in views) < _PARALLEL_BYTES:
+        _copy_all(views)
+    else:
+        list(pool.map(_copy_all, [[view] for view in views]))
+
+
+def _nothing(path: str, box: Box) -> np.ndarray:
+    raise AssertionError(path)
+
+
+# A part of a new shard, a part of an old one, and along which dimension they are copied in blocks.
+Views = tuple[np.ndarray, np.ndarray, int | None]
+
+
+def _views(pairs: Sequence[tuple[np.ndarray, Copy]], names: Sequence[str], shards: Shards) -> Iterator[Views]:
+    sources: dict[tuple[int, int], np.ndarray] = {}
+    for buffer, one in pairs:
+        source = sources.get(one[:2])
+        if source is None:
+            source = sources[one[:2]] = shards.typed(names[one.number], one.sender)
+        yield _view(buffer, source, one)
+
+
+def _view(buffer: np.ndarray, source: np.ndarray, one: Copy) -> Views:
+    if one.slices is not None:
+        return buffer[one.slices[0]], source[one.slices[1]], None
+    kind = as_bits(buffer.reshape(-1)).dtype
+    new = np.ndarray(one.shape, kind, as_bytes(buffer), one.there, one.there_strides)
+    return new, np.ndarray(one.shape, kind, as_bytes(source), one.here, one.here_strides), one.along
+
+
+def as_bytes(buffer: np.ndarray) -> np.ndarray:
+    """Memory for views of other shapes, also of a dtype that NumPy does not know itself."""
+    flat = buffer.reshape(-1)
+    return flat.view(np.uint8) if flat.size else flat
+
+
+def _batches(ready: Iterable[Views]) -> Iterator[list[Views]]:
+    batch: list[Views] = []
+    nbytes = 0
+    for one in ready:
+        batch.append(one)
+        nbytes += one[0].nbytes
+        if nbytes >= _TASK_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _copy_all(batch: Sequence[Views]) -> None:
+    for target, source, dim in batch:
+        if dim is None:
+            target[...] = source
+        else:
+            copy_along(target, source, dim)
+
+
+def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> None:
+    piece = cut.piece
+    if piece.value.path is None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            target_view(buffer, piece)[...] = constant(piece)
+        return
+    if piece.value.scale is not None:
+        whole = tuple((0, size) for size in buffer.shape)
+        for part in chunks(piece, _CHUNK_ELEMENTS):
+            fill(buffer, whole, part, read)
+        return
+    write(target_view(buffer, piece), source_view(shards.typed(piece.value.path, cut.sender), piece), piece)
