@@ -115,7 +115,7 @@ _ROLES = (
 
 
 def random_layout(seed: int) -> Layout:
-    """Three axes, each with a role that is drawn; half of them also cut the other dimension of weights."""
+    """Three axes, each with an assignment that is drawn; half of them also cut the other dimension of weights."""
     draw = random.Random(seed)
     rules: dict[str, tuple[str, ...]] = {}
     for axis in ("a", "b", "c"):

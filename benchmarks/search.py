@@ -15,7 +15,7 @@ import numpy as np
 import shardfx as sfx
 from shardfx.auto import Limits
 from shardfx.auto._asked import asked_for
-from shardfx.auto._core import find, role_count, shares_of
+from shardfx.auto._core import assignment_count, find, shares_of
 from shardfx.auto._emulated import EMULATED
 from shardfx.auto._space import Space
 
@@ -96,12 +96,12 @@ def _speed() -> dict[str, Value]:
         find(made.terms, machine, 256)
         seconds.append(time.perf_counter() - begin)
     shares = [shares_of(256, axes, 1) for axes in range(5)]
-    roles = role_count(made.terms, shares)
-    count = sum(math.comb(roles, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares))
+    assignments = assignment_count(made.terms, shares)
+    count = sum(math.comb(assignments, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares))
     return {
         "million candidates per second": count / statistics.median(seconds) / 1e6,
         "candidates": count,
-        "roles": roles,
+        "assignments": assignments,
         "seconds": statistics.median(seconds),
     }
 
@@ -127,8 +127,8 @@ def _known() -> dict[str, Value]:
     many = sfx.auto.search(*mlp(2**20), devices="tpu:v5p:2x2x2")[0]
     found = {
         # Few rows against large matrices: what a device sends of activations is little, of weights much.
-        "few rows: tensor": int(all("mlp" in names for _, names in few.roles)),
-        "many rows: data": int(all(names[0] == "batch" for _, names in many.roles)),
+        "few rows: tensor": int(all("mlp" in names for _, names in few.assignments)),
+        "many rows: data": int(all(names[0] == "batch" for _, names in many.assignments)),
         "too large: cut": _large_is_cut(),
         "crossover": _crossover(),
     }
@@ -158,7 +158,7 @@ def _crossover() -> int:
     cuts = []
     for power in range(8, 21, 3):
         best = sfx.auto.search(*_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4")[0]
-        axes = [axis for axis, names in best.roles if names[0] == "mlp"]
+        axes = [axis for axis, names in best.assignments if names[0] == "mlp"]
         cuts.append(math.prod(best.mesh.shape[axis] for axis in axes))
     return int(cuts == sorted(cuts, reverse=True) and cuts[0] > cuts[-1])
 

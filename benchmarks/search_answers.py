@@ -35,7 +35,7 @@ def _book() -> Mapping[str, Value]:
     tokens = 4 * 2**20
     found = sfx.auto.search(*llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p")
     best = found[0]
-    tensor = math.prod(best.mesh.shape[axis] for axis, names in best.roles if names[0] in ("mlp", "kv_heads"))
+    tensor = math.prod(best.mesh.shape[axis] for axis, names in best.assignments if names[0] in ("mlp", "kv_heads"))
     return {
         "right: 70B on a v5p pod cuts tensors, a little": int(2 <= tensor <= 8),
         "70B on a v5p pod": best.title,
@@ -48,7 +48,7 @@ def _recipe() -> Mapping[str, Value]:
     best = sfx.auto.search(*llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x")[0]
     return {
         "right: 70B on 64 Ironwood chips cuts the batch alone": int(
-            all(names[0] == "batch" for _, names in best.roles)
+            all(names[0] == "batch" for _, names in best.assignments)
         ),
         "70B on 64 Ironwood chips": best.title,
         "70B on 64 Ironwood chips, ms": best.seconds * 1e3,

@@ -8,10 +8,10 @@ The words of this room, in the order in which one is made of another:
 - label: what an operation calls its dimensions; those with one label are walked together (`_layouts.py`).
 - class: all parts that operations tie together, so that they are cut alike. A group is the classes that have one name,
     since they stand at the same place of layers that are alike (`_classes.py`).
-- role: in which order one mesh axis prefers classes; with it, what the axis does to every array (`_roles.py`,
-    `_layouts.py`).
-- term: bytes or operations of the step, with the roles that divide them (`_terms.py`).
-- set and share: some roles, and how the devices are shared out among them. Both make a candidate (`_core.py`).
+- assignment: in which order one mesh axis prefers classes; with it, what the axis does to every array
+    (`_assignments.py`, `_layouts.py`).
+- term: bytes or operations of the step, with the assignments that divide them (`_terms.py`).
+- set and share: some assignments, and how the devices are shared out among them. Both make a candidate (`_core.py`).
 """
 
 from .._plan import Replan as Replan, renamed as renamed, replan as replan

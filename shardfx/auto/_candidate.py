@@ -29,7 +29,7 @@ class Candidate:
     **Arguments:**
 
     - `mesh`, `rules`: what was chosen.
-    - `roles`: pairs of a mesh axis and the names that it cuts, the one it prefers first.
+    - `assignments`: pairs of a mesh axis and the names that it cuts, the one it prefers first.
     - `plans`: one for each argument of the step.
     - `by`: what the numbers below come from: "estimate" is the program of one device as XLA's own partitioner makes it,
         "compile" the compiled program, "run" the clock, and "core" the search's own prices, which stay where XLA cannot
@@ -52,7 +52,7 @@ class Candidate:
 
     mesh: MeshSpec
     rules: AxisRules
-    roles: tuple[tuple[str, tuple[str, ...]], ...]
+    assignments: tuple[tuple[str, tuple[str, ...]], ...]
     plans: tuple[ShardPlan, ...]
     by: By
     seconds: float
@@ -89,8 +89,8 @@ class Candidate:
     @property
     def title(self) -> str:
         """The mesh, with what each axis cuts: `data=4 (batch), tensor=2 (heads, mlp)`."""
-        roles = dict(self.roles)
-        axes = [f"{axis}={size} ({', '.join(roles[axis])})" for axis, size in self.mesh.shape.items()]
+        assignments = dict(self.assignments)
+        axes = [f"{axis}={size} ({', '.join(assignments[axis])})" for axis, size in self.mesh.shape.items()]
         zero = [f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else []
         return ", ".join([*axes, *zero, *(["constrained"] if self.constrained else [])])
 
@@ -103,7 +103,10 @@ class Candidate:
         head = (
             f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by].partition(';')[0]}, "
             f"{bytes_text(self.memory_bytes)} a device.",
-            *(f"{axis}={size} cuts {', '.join(dict(self.roles)[axis])}." for axis, size in self.mesh.shape.items()),
+            *(
+                f"{axis}={size} cuts {', '.join(dict(self.assignments)[axis])}."
+                for axis, size in self.mesh.shape.items()
+            ),
             *([f"ZeRO-1: {' x '.join(self.state_over)} cuts the optimizer's state, too."] if self.state_over else []),
             *(f"Not {reason}." for reason in self.reasons[:1] if self.fits),
         )

@@ -24,9 +24,9 @@ from .._step import Operation
 from .._step.equations import applied, opened
 from .._step.lines import name_stacks
 from ..topology._mesh import MeshSpec
+from ._assignments import assignments_of_rules
 from ._layouts import Layout, Layouts
 from ._naming import named_classes
-from ._roles import roles_of_rules
 from ._trace import structs_of, trace
 
 
@@ -51,7 +51,7 @@ def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisR
 
     A plan says how arguments lie. How everything between them lies is left to the compiler, which often sends several
     times more than it need. This names the step's dimensions as [`shardfx.auto.name_axes`][] does. It lays out every
-    operation under the role that the rules give each mesh axis, as [`shardfx.auto.search`][] prices it. Then it
+    operation under the assignment that the rules give each mesh axis, as [`shardfx.auto.search`][] prices it. Then it
     constrains what the operations make. The step needs no change, and what it computes stays the same.
 
     **Arguments:**
@@ -111,10 +111,10 @@ def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisR
             return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*opened(closed), leaves)), rest)
 
         classes = named_classes(trace(ft.wraps(step)(ft.partial(run, _Walker())), *args))
-        roles = roles_of_rules(rules, classes)
+        assignments = assignments_of_rules(rules, classes)
         layouts = Layouts(classes, spec.size)
-        axes = [axis for axis in spec.axis_names if axis in roles]
-        return run(_Constrainer(layouts, [layouts.under(roles[axis]) for axis in axes], axes, where), *args)
+        axes = [axis for axis in spec.axis_names if axis in assignments]
+        return run(_Constrainer(layouts, [layouts.under(assignments[axis]) for axis in axes], axes, where), *args)
 
     return constrained
 
@@ -171,7 +171,7 @@ class _Constrainer(_Walker):
         super().__init__()
         self.layouts, self.chosen, self.axes, self.mesh = layouts, chosen, axes, mesh
         self.places = [
-            {number: place for place, number in enumerate(n for n in made.role.order if n in made.used)}
+            {number: place for place, number in enumerate(n for n in made.assignment.order if n in made.used)}
             for made in chosen
         ]
         self.operations: dict[int, list[Operation]] = {}

@@ -1,47 +1,47 @@
 """The seconds and memory of every mesh of up to four axes at once, as one compiled function of arrays.
 
-**What is priced.** A role says which dimensions of the step one mesh axis shards, and what collectives that takes
-(`_roles.py`, `_layouts.py`). A step has up to 79 roles. A candidate is a set of at most four of them, and a share: a
-size for each, whose product is the number of devices. For 256 devices there are 35 shares of four axes. With 42 roles,
-which have 112,000 sets of four, that makes 4 million candidates, as many as are priced (`role_count`). The core prices
-all of them, so it must not look at the step's operations again.
+**What is priced.** An assignment says which dimensions of the step one mesh axis shards, and what collectives that
+takes (`_assignments.py`, `_layouts.py`). A step has up to 79 assignments. A candidate is a set of at most four of them,
+and a share: a size for each, whose product is the number of devices. For 256 devices there are 35 shares of four axes.
+With 42 assignments, which have 112,000 sets of four, that makes 4 million candidates, as many as are priced
+(`assignment_count`). The core prices all of them, so it must not look at the step's operations again.
 
-**Rows.** Take the floating-point operations of one product. If the roles `a` and `b` of the set {a, b, c, d} shard the
-product, one device does `flops / (size_a * size_b)` of it. All products that the same roles shard are divided by the
-same number, so they are added up beforehand (`_terms.py`). Such a sum is a row: it holds operations, bytes of memory
-traffic, bytes of arguments and of temporaries, and `divides`, one bool for each role. A large step has some hundred
-rows.
+**Rows.** Take the floating-point operations of one product. If the assignments `a` and `b` of the set {a, b, c, d}
+shard the product, one device does `flops / (size_a * size_b)` of it. All products that the same assignments shard are
+divided by the same number, so they are added up beforehand (`_terms.py`). Such a sum is a row: it holds operations,
+bytes of memory traffic, bytes of arguments and of temporaries, and `divides`, one bool for each assignment. A large
+step has some hundred rows.
 
-**Kinds.** Within a set of four roles a row is of one of 2**4 kinds: its `divides` for these four, read as a binary
-number. Only the kind says by what a row is divided. So for each set the rows of each kind are summed:
+**Kinds.** Within a set of four assignments a row is of one of 2**4 kinds: its `divides` for these four, read as a
+binary number. Only the kind says by what a row is divided. So for each set the rows of each kind are summed:
 
     sums[set, kind, quantity] = sum over rows of (row is of the kind) * quantity[row]           `_kinds`, an einsum
 
-and for each share every kind has one divisor, the product of the sizes of its roles:
+and for each share every kind has one divisor, the product of the sizes of its assignments:
 
-    power[share, kind] = 1 / product of size[role] for the roles of the kind                    `_members`, exp2(-log2)
+    power[share, kind] = 1 / product of size[assignment] for those of the kind                  `_members`, exp2(-log2)
     total[set, share, quantity] = sum over kinds of power[share, kind] * sums[set, kind, quantity]
 
 The second line is a product of matrices: a block of sets by 16 kinds, times 16 kinds by all shares. It costs 16
 multiplications a candidate and quantity, whatever the size of the step.
 
-**An example.** A row of 100 operations that role 0 divides, and one of 60 that roles 0 and 1 divide. In the set {0, 1}
-the first is of kind 0b01, the second of kind 0b11. With the share (4, 2) the divisors of the kinds 0b00, 0b01, 0b10 and
-0b11 are 1, 4, 2 and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
+**An example.** A row of 100 operations that assignment 0 divides, and one of 60 that assignments 0 and 1 divide. In the
+set {0, 1} the first is of kind 0b01, the second of kind 0b11. With the share (4, 2) the divisors of the kinds 0b00,
+0b01, 0b10 and 0b11 are 1, 4, 2 and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
 
-**Seconds.** Computation takes the longer of operations at the chip's speed and bytes at its memory's. What a role sends
-are rows of their own, with the roles that divide them. A device receives `(1 - 1 / size)` of what is left of a row,
-over the links that an axis of this size has (`_seconds_per_byte`, by the network of `chips/_links.py`). Collectives of
-data are exposed: computation waits for them. Those of parameters and gradients are hidden behind `overlap` of the
-computation, and the rest is waited for.
+**Seconds.** Computation takes the longer of operations at the chip's speed and bytes at its memory's. What an
+assignment sends are rows of their own, with the assignments that divide them. A device receives `(1 - 1 / size)` of
+what is left of a row, over the links that an axis of this size has (`_seconds_per_byte`, by the network of
+`chips/_links.py`). Collectives of data are exposed: computation waits for them. Those of parameters and gradients are
+hidden behind `overlap` of the computation, and the rest is waited for.
 
-**What is allowed.** The sizes of all roles that shard one dimension must divide it, and some limits of the user must
-hold. A part of a dimension behind another one, as queries of a head behind the heads, may be sharded only where the
-first is sharded wholly. Both are sums over kinds again (`_is_allowed`). What is not allowed, or takes more memory than
-there is, has infinite seconds; the best share of each set is kept, and the best sets of all.
+**What is allowed.** The sizes of all assignments that shard one dimension must divide it, and some limits of the user
+must hold. A part of a dimension behind another one, as queries of a head behind the heads, may be sharded only where
+the first is sharded wholly. Both are sums over kinds again (`_is_allowed`). What is not allowed, or takes more memory
+than there is, has infinite seconds; the best share of each set is kept, and the best sets of all.
 
-**What it leaves out.** All roles lay the step out as if it were constrained so, and each pays for its own collectives.
-The core only prunes: what survives it is looked at more closely.
+**What it leaves out.** All assignments lay the step out as if it were constrained so, and each pays for its own
+collectives. The core only prunes: what survives it is looked at more closely.
 """
 
 import dataclasses
@@ -137,10 +137,10 @@ def costs(
     """
     xp = _library(sets)
     axes = sets.shape[-1]
-    # A row is of one of 2**axes kinds: by which roles of the set divide it. Sums of each kind, for each set.
+    # A row is of one of 2**axes kinds: by which assignments of the set divide it. Sums of each kind, for each set.
     rows = _kinds(xp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
     shared = xp.einsum("brk,rq->bkq", rows, arrays["shared"])
-    # The rows of one role, by what all roles of the set do to them.
+    # The rows of one assignment, by what all assignments of the set do to them.
     bits = xp.take_along_axis(arrays["divides_sent"][sets], sets[:, None, None, :], axis=3)
     sent = xp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
     has = _members(axes, xp)
@@ -164,7 +164,7 @@ def _library(array: Any) -> Any:
 
 
 def _members(axes: int, xp: Any) -> Bool[_Array, "kinds axes"]:
-    """Which roles of a set each kind has."""
+    """Which assignments of a set each kind has."""
     return (xp.arange(2**axes)[:, None] // 2 ** xp.arange(axes)) % 2 == 1
 
 
@@ -242,9 +242,9 @@ def machine_of(
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One candidate: the roles by number, how many devices each has, and how many of them are slices."""
+    """One candidate: the assignments by number, how many devices each has, and how many of them are slices."""
 
-    roles: tuple[int, ...]
+    assignments: tuple[int, ...]
     sizes: tuple[int, ...]
     slices: tuple[int, ...]
     seconds: float
@@ -257,21 +257,22 @@ class Found:
 def find(
     terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, axes: int = AXES, keep: int = 256
 ) -> list[Found]:
-    """The best share of each of the best sets of roles, in order.
+    """The best share of each of the best sets of assignments, in order.
 
-    All sets of up to `axes` roles are priced. Where these would be more than `_ALL` candidates, the last roles are
-    left out: the usual ones come first.
+    All sets of up to `axes` assignments are priced. Where these would be more than `_ALL` candidates, the last
+    assignments are left out: the usual ones come first.
     """
     by_count = [shares_of(devices, number, slices) for number in range(axes + 1)]
-    roles = role_count(terms, by_count)
+    assignments = assignment_count(terms, by_count)
     room = max(8, *(len(sizes) for sizes, _ in by_count))
     room += -room % 8
     arrays = padded(terms)
     found: list[Found] = []
     for number, pair in enumerate(by_count):
         sizes, between = (_filled(each, axes, room) for each in pair) if len(pair[0]) else pair
-        sets = itertools.combinations(range(roles), number) if len(sizes) else ()
-        # Fewer axes than there can be are filled up with a role that does nothing, so that one program serves all.
+        sets = itertools.combinations(range(assignments), number) if len(sizes) else ()
+        # Fewer axes than there can be are filled up with an assignment that does nothing, so that one program serves
+        # all.
         for block, real in _blocks(sets, axes, min(_SETS, max(1, _BLOCK // room)), terms.divides.shape[1]):
             priced = best_of_block(arrays, machine, block, sizes, between, np.int32(real), keep=keep)
             at, share, parts = map(np.asarray, priced)
@@ -289,8 +290,8 @@ def _first(count: int, numbers: Int[np.ndarray, " axes"]) -> tuple[int, ...]:
     return tuple(map(int, numbers[:count]))
 
 
-def role_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """How many of the roles are combined."""
+def assignment_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+    """How many of the assignments are combined."""
     count = terms.divides.shape[1]
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count)) > _ALL:
         count -= 1

@@ -19,7 +19,7 @@ def states_of(classes: Classes) -> tuple[int, ...]:
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
     """The candidate with the optimizer's state cut over its data axes, too; `None` where that changes nothing."""
-    axes = tuple(axis for axis, names in one.roles if names[0] == "batch")
+    axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
     if not states or not axes or one.state_over:
         return None
     plans = list(one.plans)

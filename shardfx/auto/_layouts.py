@@ -1,8 +1,8 @@
-"""What one mesh axis does to a step, given in which order it prefers dimensions: a role.
+"""What one mesh axis does to a step, given in which order it prefers dimensions: an assignment.
 
-The axis cuts each array along the first class of its role that the array has. It shares an operation out along the
-first class of the role among the operation's labels. Operands that lie otherwise are moved. Sums over a cut dimension
-stay partial until someone needs the whole. The result says what is sent, and how each array lies.
+The axis cuts each array along the first class of its assignment that the array has. It shares an operation out along
+the first class of the assignment among the operation's labels. Operands that lie otherwise are moved. Sums over a cut
+dimension stay partial until someone needs the whole. The result says what is sent, and how each array lies.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _FIRST = frozenset("dot_general convolution ragged_dot".split())
 
 
 @dataclasses.dataclass(frozen=True)
-class Role:
+class Assignment:
     """In which order a mesh axis prefers classes of dimensions, by their numbers.
 
     With `behind`, it may cut a part that stands behind others in a fused dimension: other axes must cut those wholly.
@@ -46,9 +46,9 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """What a role does: the events, where each value is cut, and which operations are shared out."""
+    """What an assignment does: the events, where each value is cut, and which operations are shared out."""
 
-    role: Role
+    assignment: Assignment
     events: tuple[Event, ...]
     # For each value the position of the cut among its parts, `WHOLE` or `PARTIAL`.
     cuts: tuple[int, ...]
@@ -73,7 +73,7 @@ class _Labelled(NamedTuple):
 
 
 class _Effect(NamedTuple):
-    """What a role makes of an operation: whether it is shared out, how it takes its operands, and what it makes."""
+    """What an assignment makes of an operation: whether it is shared out, what it takes how, and what it makes."""
 
     shared: bool
     taken: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Effect(NamedTuple):
 
 
 class Layouts:
-    """The program in terms of parts, ready to be laid out under any role."""
+    """The program in terms of parts, ready to be laid out under any assignment."""
 
     def __init__(self, classes: Classes, devices: int):
         self.program = classes.program
@@ -99,16 +99,16 @@ class Layouts:
         self.kind = [self.kinds.setdefault(_Labels(self).of(made), len(self.kinds)) for made in self.program.operations]
         self.labelled = list(self.kinds)
 
-    def under(self, role: Role) -> Layout:
-        """The step under this role."""
-        return _Run(self, role).layout()
+    def under(self, assignment: Assignment) -> Layout:
+        """The step under this assignment."""
+        return _Run(self, assignment).layout()
 
-    def preferred(self, value: int, role: Role) -> int:
-        """Where the role would cut a value: the position of a part, or `WHOLE`."""
-        for wanted in role.order:
+    def preferred(self, value: int, assignment: Assignment) -> int:
+        """Where the assignment would cut a value: the position of a part, or `WHOLE`."""
+        for wanted in assignment.order:
             for position, (number, at) in enumerate(self.flat[value]):
                 before = self.flat[value][position - at : position]
-                if number == wanted and (not at or (role.behind and all(known >= 0 for known, _ in before))):
+                if number == wanted and (not at or (assignment.behind and all(known >= 0 for known, _ in before))):
                     return position
         return WHOLE
 
@@ -171,9 +171,9 @@ class _Labels:
 
 
 class _Run:
-    def __init__(self, layouts: Layouts, role: Role):
-        self.layouts, self.role = layouts, role
-        self.rank = {number: place for place, number in enumerate(role.order)}
+    def __init__(self, layouts: Layouts, assignment: Assignment):
+        self.layouts, self.assignment = layouts, assignment
+        self.rank = {number: place for place, number in enumerate(assignment.order)}
         count = len(layouts.program.values)
         self.state = [WHOLE] * count
         self.cuts: list[int] = [WHOLE] * count
@@ -187,7 +187,7 @@ class _Run:
     def layout(self) -> Layout:
         program = self.layouts.program
         for value in program.arguments:
-            self.set(value, self.layouts.preferred(value, self.role))
+            self.set(value, self.layouts.preferred(value, self.assignment))
         for number, made in enumerate(program.operations):
             if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
                 self.shared.append(False)
@@ -198,9 +198,9 @@ class _Run:
         # Results stay as their arguments came: an updated weight lies as the weight did.
         for value in program.results:
             if self.state[value] == PARTIAL:
-                self.move(value, self.layouts.preferred(value, self.role), 1.0, len(program.operations) - 1)
+                self.move(value, self.layouts.preferred(value, self.assignment), 1.0, len(program.operations) - 1)
         return Layout(
-            self.role,
+            self.assignment,
             tuple(self.events),
             tuple(self.cuts),
             tuple(self.shared),
@@ -212,15 +212,15 @@ class _Run:
         self.state[value] = state
         if state == PARTIAL:
             self.summed.add(value)
-        # What is partial will be cut as the role prefers, once it is whole.
-        cut = self.layouts.preferred(value, self.role) if state == PARTIAL else state
+        # What is partial will be cut as the assignment prefers, once it is whole.
+        cut = self.layouts.preferred(value, self.assignment) if state == PARTIAL else state
         self.cuts[value] = cut
         if cut >= 0:
             self.used.add(self.layouts.flat[value][cut][0])
 
     def hand_on(self, number: int, made: Operation) -> None:
-        """A loop's state lies as the role prefers, the first time and every time."""
-        wanted = self.layouts.preferred(made.outs[0], self.role)
+        """A loop's state lies as the assignment prefers, the first time and every time."""
+        wanted = self.layouts.preferred(made.outs[0], self.assignment)
         # Reshaped dimensions may have more parts inside than outside: what cannot be followed is whole.
         if wanted >= len(self.layouts.flat[made.ins[0]]):
             wanted = WHOLE
@@ -270,7 +270,7 @@ class _Run:
         places = {
             label: self.rank[number]
             for label, number in made.cuttable
-            if number in self.rank and (self.role.behind or label not in made.behind) and is_worth_it(label)
+            if number in self.rank and (self.assignment.behind or label not in made.behind) and is_worth_it(label)
         }
         first = min(places.values(), default=0)
         return min((label for label, place in places.items() if place == first), key=moved, default=None)

@@ -74,13 +74,13 @@ class Limits:
         return all(name in sizes and size in (None, sizes[name]) for name, size in self.wanted_axes)
 
 
-def named_roles(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Which roles an axis that must exist can have, and its size.
+def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Which assignments an axis that must exist can have, and its size.
 
     **Arguments:**
 
     - `limits`: what must hold.
-    - `called`: the name of a mesh axis for each role.
+    - `called`: the name of a mesh axis for each assignment.
     """
     named = np.zeros((len(limits.axes), len(called)), bool)
     for row, (name, _) in enumerate(limits.wanted_axes):
@@ -88,7 +88,7 @@ def named_roles(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray, np.n
         if not named[row].any():
             known = tuple(dict.fromkeys(called))
             raise RuleError(
-                f"`limits` wants a mesh axis {name!r}, and no role of this step is called so{near(name, known)}; "
+                f"`limits` wants a mesh axis {name!r}, and no assignment of this step is called so{near(name, known)}; "
                 f"there are {', '.join(sorted(known))}."
             )
     return named, np.array([size or 0 for _, size in limits.wanted_axes], np.int32)

@@ -60,12 +60,12 @@ def search(
 ) -> tuple[Candidate, ...]:
     """Chooses mesh and rules for a step: the fastest that fit in memory, and the next ones.
 
-    The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has a role: in which order it
-    prefers dimensions. The step is laid out under every role, and a compiled function prices all meshes of up to four
-    roles at once. The best of these, and the usual ways that people write by hand, are partitioned by XLA itself for
-    the step as it is written; the best few are also partitioned with what is between the arguments constrained, by
-    [`shardfx.auto.constrain_step`][], and the better form is returned. All numbers are read off that program of one
-    device.
+    The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has an assignment: in which
+    order it prefers dimensions. The step is laid out under every assignment, and a compiled function prices all meshes
+    of up to four assignments at once. The best of these, and the usual ways that people write by hand, are partitioned
+    by XLA itself for the step as it is written; the best few are also partitioned with what is between the arguments
+    constrained, by [`shardfx.auto.constrain_step`][], and the better form is returned. All numbers are read off that
+    program of one device.
 
     **Arguments:**
 
@@ -144,9 +144,9 @@ def search(
 def opened(
     step: Any, args: Sequence[Any], asked: Asked, limits: Limits, also: Sequence[AxisRules], tell: Tell
 ) -> tuple[Space, Pricer]:
-    """A step that is laid out under its roles, and traced and lowered to be partitioned."""
+    """A step that is laid out under its assignments, and traced and lowered to be partitioned."""
     require_arrays(args)
-    tell("laying the step out under roles")
+    tell("laying the step out under assignments")
     with Tracing(args):
         space = Space(step, args, asked, limits, also)
         return space, Pricer(step, space.classes.traced, asked.chip, MODEL)
@@ -276,7 +276,7 @@ def _rank(one: Candidate) -> tuple[bool, float]:
 
 def _is_data(one: Candidate) -> bool:
     """Whether no parameter is cut: then the compiler has nothing to get wrong."""
-    return all(names == ("batch",) for _, names in one.roles)
+    return all(names == ("batch",) for _, names in one.assignments)
 
 
 def _told(found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:

@@ -1,4 +1,4 @@
-"""The meshes and rules that a step can have: laid out under all roles worth a look, ready for the core."""
+"""The meshes and rules that a step can have: laid out under all assignments worth a look, ready for the core."""
 
 import dataclasses
 import functools as ft
@@ -15,21 +15,21 @@ from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
 from ._asked import Asked
+from ._assignments import assignments_of, assignments_of_rules, can_be_whole
 from ._candidate import Candidate
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
-from ._layouts import Layout, Layouts, Role
-from ._limits import Limits, blocking, named_roles, numbers_of
+from ._layouts import Assignment, Layout, Layouts
+from ._limits import Limits, blocking, named_assignments, numbers_of
 from ._name_axes import names_trees, notes_of
 from ._naming import named_classes
-from ._roles import can_be_whole, roles_of, roles_of_rules
 from ._seeds import seeds
 from ._terms import Terms, padded, terms_of
 from ._trace import trace
 from ._written import axis_name, mesh_and_rules
 
 
-# With so many roles all searches share one compiled core.
-_ROLES = 79
+# With so many assignments all searches share one compiled core.
+_ASSIGNMENTS = 79
 MODEL = CostModel()
 
 
@@ -38,8 +38,9 @@ class Space:
 
     - `classes`: the step's dimensions by name, and its arguments as structs without shardings: how arrays lie now is
         another question.
-    - `made`: the layout of each role.
-    - `asked`, `usual`, `known`: ways by hand as numbers of roles: the caller's, those that most people write, others.
+    - `made`: the layout of each assignment.
+    - `asked`, `usual`, `known`: ways by hand as numbers of assignments: the caller's, those that most people write,
+        others.
     - `limit_bytes`: the memory that a device may use.
     """
 
@@ -64,14 +65,16 @@ class Space:
         never = frozenset(numbers_of(limits.never, self.classes).values())
         self.made: list[Layout] = []
         self._keys: dict[object, int] = {}
-        self.asked = self._numbered(tuple(roles_of_rules(rules, self.classes, never).values()) for rules in also)
+        self.asked = self._numbered(tuple(assignments_of_rules(rules, self.classes, never).values()) for rules in also)
         usual, known = seeds(self.layouts, never) if limits.rules is None else ([], [])
         self.usual = self._numbered(usual)
         self.known = [way for way in self._numbered(known) if way not in self.usual]
-        own = roles_of(self.layouts, never)
-        for role in own if limits.rules is None else roles_of_rules(limits.rules, self.classes, never).values():
-            if len(self.made) < _ROLES:
-                self._number(role)
+        own = assignments_of(self.layouts, never)
+        for assignment in (
+            own if limits.rules is None else assignments_of_rules(limits.rules, self.classes, never).values()
+        ):
+            if len(self.made) < _ASSIGNMENTS:
+                self._number(assignment)
         if not self.made:
             what = f"no dimension of the step's arguments has a factor in common with {self.devices} devices"
             raise SpecError(f"{what}{self._to_blame()}" if explains else what)
@@ -79,19 +82,19 @@ class Space:
         self.arrays = padded(self.terms)
         self.names = names_trees(self.classes)
 
-    def _number(self, role: Role) -> int | None:
-        """The number of a role, which is laid out if it was not; `None` for one that cuts nothing."""
-        made = self.layouts.under(role)
+    def _number(self, assignment: Assignment) -> int | None:
+        """The number of an assignment, which is laid out if it was not; `None` for one that cuts nothing."""
+        made = self.layouts.under(assignment)
         if not made.used or not can_be_whole(self.layouts, made):
             return None
         number = self._keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
         self.made += [made] if number == len(self.made) else []
         return number
 
-    def _numbered(self, ways: Iterable[tuple[Role, ...]]) -> list[tuple[int, ...]]:
-        """The numbers of the roles of each way; roles, and ways, that cut nothing left out."""
+    def _numbered(self, ways: Iterable[tuple[Assignment, ...]]) -> list[tuple[int, ...]]:
+        """The numbers of the assignments of each way; assignments, and ways, that cut nothing left out."""
         numbers = ft.lru_cache(maxsize=64)(self._number)
-        found = [tuple(sorted(n for role in way if (n := numbers(role)) is not None)) for way in ways]
+        found = [tuple(sorted(n for assignment in way if (n := numbers(assignment)) is not None)) for way in ways]
         return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
 
     def _to_blame(self) -> str:
@@ -104,8 +107,8 @@ class Space:
         return machine_of(self.chip, self.devices, MODEL, "bfloat16", float(limit), self.extents)
 
     def names_of(self, layout: Layout) -> tuple[str, ...]:
-        """What a role cuts, the first first."""
-        return tuple(self.classes.groups[number].name for number in layout.role.order if number in layout.used)
+        """What an assignment cuts, the first first."""
+        return tuple(self.classes.groups[number].name for number in layout.assignment.order if number in layout.used)
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
@@ -147,17 +150,17 @@ def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> It
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     """The candidate with a factor of two moved from an axis to another, or to a usual one that it does not have."""
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
-    own = {known[names]: one.mesh.shape[axis] for axis, names in one.roles}
-    if len(own) < len(one.roles):
+    own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
+    if len(own) < len(one.assignments):
         return  # two axes cut the same names in the same order
     sizes = {**own, **{way[0]: 1 for way in (*space.usual, *space.known) if len(way) == 1 and way[0] not in own}}
     found: list[Found] = []
     for source, target in itertools.product(own, sizes):
         if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
-            way = tuple(role for role, size in changed.items() if size > 1)
+            way = tuple(assignment for assignment, size in changed.items() if size > 1)
             fits = len(way) <= space.limits.most_axes
-            priced = _priced(space, way, [changed[role] for role in way]) if fits else None
+            priced = _priced(space, way, [changed[assignment] for assignment in way]) if fits else None
             found += [] if priced is None else [priced]
     yield from various(space, found, len(found))
 
@@ -177,7 +180,7 @@ def _limited(space: Space) -> Terms:
                 "cut it, take it out of `never`, or do not want it."
             )
         least[terms.classes.index(number)] = wanted[name]
-    named, sizes = named_roles(limits, [axis_name(list(space.names_of(layout))) for layout in space.made])
+    named, sizes = named_assignments(limits, [axis_name(list(space.names_of(layout))) for layout in space.made])
     return dataclasses.replace(terms, least=least, named=named, named_sizes=sizes)
 
 
@@ -229,22 +232,22 @@ def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candida
 def _pieces(space: Space, one: Found) -> object:
     """Into how many pieces each class is cut."""
     cuts: dict[int, int] = {}
-    for role, size in zip(one.roles, one.sizes, strict=True):
-        for number in space.made[role].used:
+    for assignment, size in zip(one.assignments, one.sizes, strict=True):
+        for number in space.made[assignment].used:
             cuts[number] = cuts.get(number, 1) * size
     return tuple(sorted(cuts.items()))
 
 
 def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
-    """Whether the rules cut the arguments as the roles do."""
+    """Whether the rules cut the arguments as the assignments do."""
     program, traced = space.layouts.program, space.classes.traced
     for argument, (which, leaf) in enumerate(traced.places):
         spec = plans[which][traced.flats[which].paths[leaf]].spec
         value = program.arguments[argument]
         dims = [dim for dim, leaves in enumerate(space.layouts.parts[value]) for _ in leaves]
         wanted: dict[int, set[str]] = {}
-        for role, axis in zip(one.roles, axes, strict=True):
-            position = space.made[role].cuts[value]
+        for assignment, axis in zip(one.assignments, axes, strict=True):
+            position = space.made[assignment].cuts[value]
             if position >= 0:
                 wanted.setdefault(dims[position], set()).add(axis)
         if wanted != {dim: set(entry_axes(entry)) for dim, entry in enumerate(spec) if entry is not None}:
@@ -259,7 +262,10 @@ def _candidate(
     return Candidate(
         mesh=mesh,
         rules=rules,
-        roles=tuple((axis, space.names_of(space.made[role])) for axis, role in zip(axes, one.roles, strict=True)),
+        assignments=tuple(
+            (axis, space.names_of(space.made[assignment]))
+            for axis, assignment in zip(axes, one.assignments, strict=True)
+        ),
         plans=plans,
         by="core",
         seconds=one.seconds,

@@ -1,7 +1,7 @@
-"""The cost of a step as arrays: which roles divide which bytes and operations, and what each role sends.
+"""The cost of a step as arrays: which assignments divide which bytes and operations, and what each assignment sends.
 
-A row stands for all quantities that the same roles divide. A candidate gives each role a number of devices; a row is
-divided by the product of the numbers of its roles.
+A row stands for all quantities that the same assignments divide. A candidate gives each assignment a number of devices;
+a row is divided by the product of the numbers of its assignments.
 """
 
 import dataclasses
@@ -25,45 +25,45 @@ _HEAVY = frozenset("dynamic_update_slice gather scatter sort top_k reduce_window
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Coefficients of rows, for some roles. All are global: of the whole step on one device.
+    """Coefficients of rows, for some assignments. All are global: of the whole step on one device.
 
-    - `divides`: which roles divide a row.
+    - `divides`: which assignments divide a row.
     - `flops`, `hbm`: operations, and bytes moved to and from memory.
     - `arguments`: bytes that the arguments take.
     - `moments`: bytes of temporaries, at several moments.
-    - `divides_sent`: which roles divide a row of what one role sends.
-    - `sent`: for each role the bytes that a device receives: first those that computation waits for, then those that
-        it can hide. They are still to be multiplied by (1 - 1 / size).
-    - `calls`: how many collectives each role has.
-    - `classes`, `sizes`: the classes of dimensions that any role cuts, by number, and their sizes.
-    - `limits`: which roles cut each class.
+    - `divides_sent`: which assignments divide a row of what one assignment sends.
+    - `sent`: for each assignment the bytes that a device receives: first those that computation waits for, then those
+        that it can hide. They are still to be multiplied by (1 - 1 / size).
+    - `calls`: how many collectives each assignment has.
+    - `classes`, `sizes`: the classes of dimensions that any assignment cuts, by number, and their sizes.
+    - `limits`: which assignments cut each class.
     - `least`: into how many pieces each class must be cut at least.
-    - `after`: for each role the classes that must be cut wholly, since it cuts what stands behind them.
-    - `named`, `named_sizes`: which roles a mesh axis that must exist can have, and its size; 0 for any size.
+    - `after`: for each assignment the classes that must be cut wholly, since it cuts what stands behind them.
+    - `named`, `named_sizes`: which assignments a mesh axis that must exist can have, and its size; 0 for any size.
     """
 
-    divides: Bool[np.ndarray, "rows roles"]
+    divides: Bool[np.ndarray, "rows assignments"]
     flops: Float[np.ndarray, " rows"]
     hbm: Float[np.ndarray, " rows"]
     arguments: Float[np.ndarray, " rows"]
     moments: Float[np.ndarray, "rows moments"]
-    divides_sent: Bool[np.ndarray, "roles few roles"]
-    sent: Float[np.ndarray, "roles few two"]
-    calls: Float[np.ndarray, " roles"]
-    limits: Bool[np.ndarray, "classes roles"]
+    divides_sent: Bool[np.ndarray, "assignments few assignments"]
+    sent: Float[np.ndarray, "assignments few two"]
+    calls: Float[np.ndarray, " assignments"]
+    limits: Bool[np.ndarray, "classes assignments"]
     sizes: Int[np.ndarray, " classes"]
-    after: Bool[np.ndarray, "roles classes"]
+    after: Bool[np.ndarray, "assignments classes"]
     classes: tuple[int, ...]
     least: Int[np.ndarray, " classes"]
-    named: Bool[np.ndarray, "names roles"]
+    named: Bool[np.ndarray, "names assignments"]
     named_sizes: Int[np.ndarray, " names"]
 
 
 class _Rows:
-    """Quantities by the roles that divide them."""
+    """Quantities by the assignments that divide them."""
 
-    def __init__(self, roles: int, columns: int):
-        self.roles, self.columns = roles, columns
+    def __init__(self, assignments: int, columns: int):
+        self.assignments, self.columns = assignments, columns
         self.found: dict[bytes, np.ndarray] = {}
 
     def add(self, mask: np.ndarray, column: int, amount: float) -> None:
@@ -73,12 +73,14 @@ class _Rows:
         self.found[key][column] += amount
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        masks = np.array([np.frombuffer(key, dtype=bool) for key in self.found] or np.zeros((0, self.roles), bool))
-        return masks.reshape(-1, self.roles), np.array(list(self.found.values())).reshape(-1, self.columns)
+        masks = np.array(
+            [np.frombuffer(key, dtype=bool) for key in self.found] or np.zeros((0, self.assignments), bool)
+        )
+        return masks.reshape(-1, self.assignments), np.array(list(self.found.values())).reshape(-1, self.columns)
 
 
 def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
-    """The terms of a step under these roles."""
+    """The terms of a step under these assignments."""
     program, count = layouts.program, len(made)
     cut = np.array([[position >= 0 for position in layout.cuts] for layout in made]).T
     shared = np.array([layout.shared for layout in made]).T
@@ -112,7 +114,7 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
             # Of an array that several axes gather, or sum, the first moves its part of what the later ones leave.
             for other in moving.get((event.value, event.operation), ()):
                 mask[other] = other > number
-            # An exchange moves one shard, the others the whole of what the other roles leave.
+            # An exchange moves one shard, the others the whole of what the other assignments leave.
             mask[number] = event.kind == "all-to-all"
             amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
             sent[number].add(mask, int(not data[event.value]), amount)
@@ -168,7 +170,7 @@ def _has_data(layouts: Layouts) -> list[bool]:
 
 
 def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
-    """Sets of temporaries that live at one time: where they are largest, whole and under each role."""
+    """Sets of temporaries that live at one time: where they are largest, whole and under each assignment."""
     count = len(program.operations)
     maker: dict[int, Operation] = {}
     born, dies = dict[int, int](), dict.fromkeys(program.results, count)
@@ -203,7 +205,7 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _used(layouts: Layouts, made: list[Layout]) -> list[int]:
-    """The classes that some role cuts, and those that stand before them in one dimension."""
+    """The classes that some assignment cuts, and those that stand before them in one dimension."""
     before = {
         number
         for layout in made
@@ -215,7 +217,7 @@ def _used(layouts: Layouts, made: list[Layout]) -> list[int]:
 
 
 def _after(layouts: Layouts, made: list[Layout], used: list[int]) -> np.ndarray:
-    """For each role the classes that stand before one that it cuts, in one dimension: they must be cut wholly."""
+    """For each assignment the classes that stand before one that it cuts, in one dimension: they must be cut wholly."""
     found = np.zeros((len(made), len(used)), bool)
     for number, layout in enumerate(made):
         for parts, position in zip(layouts.flat, layout.cuts, strict=True):
@@ -231,24 +233,24 @@ def _small(size: int) -> int:
 
 
 def padded(terms: Terms) -> dict[str, np.ndarray]:
-    """The arrays that the core takes, filled up with roles, rows and classes that do nothing.
+    """The arrays that the core takes, filled up with assignments, rows and classes that do nothing.
 
     So most searches of a process share one compiled program. Counts become float32: their leading digits decide.
     """
     shared = np.concatenate([np.stack([terms.flops, terms.hbm, terms.arguments], 1), terms.moments], 1)
     rows, moments, few = -len(shared) % 32, 3 + _MOMENTS - shared.shape[1], -terms.sent.shape[1] % 16
-    # At least one role more: sets that have fewer roles than there can be name it.
-    roles, classes = 1 + (-1 - terms.divides.shape[1]) % 80, -len(terms.sizes) % 16
+    # At least one assignment more: sets that have fewer assignments than there can be name it.
+    assignments, classes = 1 + (-1 - terms.divides.shape[1]) % 80, -len(terms.sizes) % 16
     return {
-        "divides": np.pad(terms.divides, ((0, rows), (0, roles))),
+        "divides": np.pad(terms.divides, ((0, rows), (0, assignments))),
         "shared": np.pad(shared, ((0, rows), (0, moments))).astype(np.float32),
-        "divides_sent": np.pad(terms.divides_sent, ((0, roles), (0, few), (0, roles))),
-        "sent": np.pad(terms.sent, ((0, roles), (0, few), (0, 0))).astype(np.float32),
-        "calls": np.pad(terms.calls, (0, roles)).astype(np.float32),
-        "limits": np.pad(terms.limits, ((0, classes), (0, roles))),
+        "divides_sent": np.pad(terms.divides_sent, ((0, assignments), (0, few), (0, assignments))),
+        "sent": np.pad(terms.sent, ((0, assignments), (0, few), (0, 0))).astype(np.float32),
+        "calls": np.pad(terms.calls, (0, assignments)).astype(np.float32),
+        "limits": np.pad(terms.limits, ((0, classes), (0, assignments))),
         "sizes": np.pad(np.array([*map(_small, terms.sizes.tolist())], np.int32), (0, classes), constant_values=1),
         "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
-        "after": np.pad(terms.after, ((0, roles), (0, classes))),
-        "named": np.pad(terms.named, ((0, 0), (0, roles))),
+        "after": np.pad(terms.after, ((0, assignments), (0, classes))),
+        "named": np.pad(terms.named, ((0, 0), (0, assignments))),
         "named_sizes": terms.named_sizes.astype(np.int32),
     }

@@ -1,4 +1,4 @@
-"""Roles with sizes as a mesh and rules, and as code to be committed."""
+"""Assignments with sizes as a mesh and rules, and as code to be committed."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ def axis_names(layouts: Sequence[Layout], found: Found, classes: Classes) -> tup
     """What the mesh axes are called: after what they cut, as engineers do."""
     taken: dict[str, int] = {}
     names = []
-    for role in found.roles:
-        layout = layouts[role]
-        order = [number for number in layout.role.order if number in layout.used]
+    for assignment in found.assignments:
+        layout = layouts[assignment]
+        order = [number for number in layout.assignment.order if number in layout.used]
         called = [classes.groups[number].name for number in order]
         name = axis_name(called)
         taken[name] = taken.get(name, 0) + 1
@@ -54,22 +54,29 @@ def outside_in(names: Sequence[str], found: Found) -> list[int]:
 def mesh_and_rules(
     layouts: Sequence[Layout], found: Found, classes: Classes
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules, and the axis of each role; `None` where roles want names in orders that contradict."""
+    """The mesh, the rules, and the axis of each assignment; `None` where these want names in orders that contradict."""
     axes = axis_names(layouts, found, classes)
     order = outside_in(axes, found)
     mesh = MeshSpec(
         {axes[at]: found.sizes[at] for at in order},
         dcn={axes[at]: found.slices[at] for at in order if found.slices[at] > 1} or None,
     )
-    roles = [[n for n in layouts[role].role.order if n in layouts[role].used] for role in found.roles]
-    ranked = _in_order(roles)
+    assignments = [
+        [n for n in layouts[assignment].assignment.order if n in layouts[assignment].used]
+        for assignment in found.assignments
+    ]
+    ranked = _in_order(assignments)
     if ranked is None:
         return None
     entries: list[tuple[str, object]] = []
     for number in ranked:
         # What an axis cuts as its last resort it gives up first, so it stands innermost.
-        wanted = [axes[at] for at in sorted(order, key=lambda at: _place(roles[at], number)) if number in roles[at]]
-        first = all(role[0] == number for role in roles if number in role)
+        wanted = [
+            axes[at]
+            for at in sorted(order, key=lambda at: _place(assignments[at], number))
+            if number in assignments[at]
+        ]
+        first = all(assignment[0] == number for assignment in assignments if number in assignment)
         for count in range(len(wanted), 0, -1):
             entries += [
                 (classes.groups[number].name, some[0] if count == 1 else some)
@@ -82,8 +89,8 @@ def mesh_and_rules(
     return mesh, AxisRules([*entries, *((name, None) for name in others)], axes=mesh.axis_names), axes
 
 
-def _place(role: Sequence[int], number: int) -> int:
-    return role.index(number) if number in role else len(role)
+def _place(assignment: Sequence[int], number: int) -> int:
+    return assignment.index(number) if number in assignment else len(assignment)
 
 
 def _in_order(orders: list[list[int]]) -> list[int] | None:

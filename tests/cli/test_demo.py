@@ -170,7 +170,7 @@ def test_show_notices_curves_that_differ(capsys, monkeypatch):
 def test_the_demo_trains_under_what_a_search_finds(text, unsharded):
     run = dataclasses.replace(RUN, steps=2)
     plans, found = train.search_plans(jax.devices()[:2], run, lambda told: None, closely=1)
-    by_hand = {names for one in found for _, names in one.roles}
+    by_hand = {names for one in found for _, names in one.assignments}
     assert ("batch", "embed") in by_hand, "the rules by hand were tried too"
     assert [one.by for one in found] == ["run"] * len(found) and len(found) > 1
     assert found[0].seconds == min(one.seconds for one in found)

@@ -57,7 +57,7 @@ def test_ways_by_hand_are_compiled_too(compiled):
 
 
 def _names(one: Candidate):
-    return {names for _, names in one.roles}
+    return {names for _, names in one.assignments}
 
 
 def test_a_candidate_says_where_both_programs_differ(compiled):

@@ -14,32 +14,32 @@ from shardfx.auto._terms import Terms
 from shardfx.chips._links import extents_of
 
 
-def random_terms(seed, roles=5, rows=12, few=3, classes=4):
+def random_terms(seed, assignments=5, rows=12, few=3, classes=4):
     rng = np.random.default_rng(seed)
     return Terms(
-        divides=rng.random((rows, roles)) < 0.5,
+        divides=rng.random((rows, assignments)) < 0.5,
         flops=rng.integers(0, 10**15, rows).astype(float),
         hbm=rng.integers(0, 10**12, rows).astype(float),
         arguments=rng.integers(0, 10**10, rows).astype(float),
         moments=rng.integers(0, 10**10, (rows, 3)).astype(float),
-        divides_sent=rng.random((roles, few, roles)) < 0.5,
-        sent=rng.integers(0, 10**10, (roles, few, 2)).astype(float),
-        calls=rng.integers(0, 100, roles).astype(float),
-        limits=rng.random((classes, roles)) < 0.4,
+        divides_sent=rng.random((assignments, few, assignments)) < 0.5,
+        sent=rng.integers(0, 10**10, (assignments, few, 2)).astype(float),
+        calls=rng.integers(0, 100, assignments).astype(float),
+        limits=rng.random((classes, assignments)) < 0.4,
         sizes=np.array([64, 48, 96, 30][:classes], np.int32),
-        after=np.zeros((roles, classes), bool),
+        after=np.zeros((assignments, classes), bool),
         classes=tuple(range(classes)),
         least=np.ones(classes, np.int32),
-        named=np.zeros((0, roles), bool),
+        named=np.zeros((0, assignments), bool),
         named_sizes=np.zeros(0, np.int32),
     )
 
 
-def by_hand(terms, chip, model, roles, sizes, total):
+def by_hand(terms, chip, model, assignments, sizes, total):
     """Seconds and bytes of one candidate on a torus."""
 
     def divided(mask):
-        return math.prod(size for role, size in zip(roles, sizes, strict=True) if mask[role])
+        return math.prod(size for assignment, size in zip(assignments, sizes, strict=True) if mask[assignment])
 
     local = [1 / divided(mask) for mask in terms.divides]
     compute = max(
@@ -51,19 +51,19 @@ def by_hand(terms, chip, model, roles, sizes, total):
     extents = extents_of(chip, total)
     ways = [1 + ring for ring, size in zip(topology.wraps(chip.kinds[0], extents), extents, strict=True) if size > 1]
     rings = sum(ways) / len(ways)
-    for role, size in zip(roles, sizes, strict=True):
+    for assignment, size in zip(assignments, sizes, strict=True):
         links = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total)) * rings
         per_byte = (1 - 1 / size) / (chip.link_bytes_per_second * model.network * links)
-        for mask, (full, beside) in zip(terms.divides_sent[role], terms.sent[role], strict=True):
+        for mask, (full, beside) in zip(terms.divides_sent[assignment], terms.sent[assignment], strict=True):
             exposed += full / divided(mask) * per_byte
             hidden += beside / divided(mask) * per_byte
-        exposed += terms.calls[role] * model.call_seconds
+        exposed += terms.calls[assignment] * model.call_seconds
     return compute + exposed + max(0.0, hidden - model.overlap * compute), memory
 
 
-def allowed(terms, roles, sizes):
+def allowed(terms, assignments, sizes):
     for row, size in enumerate(terms.sizes):
-        cut = math.prod(s for role, s in zip(roles, sizes, strict=True) if terms.limits[row, role])
+        cut = math.prod(s for assignment, s in zip(assignments, sizes, strict=True) if terms.limits[row, assignment])
         if size % cut or cut < terms.least[row]:
             return False
     return True
@@ -72,11 +72,11 @@ def allowed(terms, roles, sizes):
 def all_by_hand(terms, chip, model, devices, limit):
     found = {}
     for count in range(1, 5):
-        for roles in itertools.combinations(range(terms.divides.shape[1]), count):
+        for assignments in itertools.combinations(range(terms.divides.shape[1]), count):
             for sizes in shares(devices, count).tolist():
-                seconds, memory = by_hand(terms, chip, model, roles, sizes, devices)
-                if allowed(terms, roles, sizes) and memory <= limit:
-                    found[roles, tuple(sizes)] = seconds
+                seconds, memory = by_hand(terms, chip, model, assignments, sizes, devices)
+                if allowed(terms, assignments, sizes) and memory <= limit:
+                    found[assignments, tuple(sizes)] = seconds
     return found
 
 
@@ -89,7 +89,7 @@ def test_the_best_is_the_best_of_all(devices, seed, name):
     found = find(terms, machine_of(chip, devices, model, "bfloat16", 1e10), devices)
     assert bool(found) == bool(expected)
     for one in found:
-        assert one.seconds == pytest.approx(expected[one.roles, one.sizes], rel=1e-4)
+        assert one.seconds == pytest.approx(expected[one.assignments, one.sizes], rel=1e-4)
     if found:
         assert found[0].seconds == pytest.approx(min(expected.values()), rel=1e-4)
 
@@ -100,7 +100,7 @@ def test_least_pieces_and_what_must_be_cut_before():
     found = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
     assert found
     for one in found:
-        assert allowed(terms, one.roles, one.sizes)
+        assert allowed(terms, one.assignments, one.sizes)
     after = np.zeros((5, 4), bool)
     after[:, 3] = True  # 30 elements are never cut wholly by 16 devices
     none = find(dataclasses.replace(terms, after=after), machine_of(chip, 16, model, "bfloat16", 1e12), 16)
@@ -142,12 +142,12 @@ def test_axes_that_must_exist_are_there():
     found = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
     assert found
     for one in found:
-        sizes = dict(zip(one.roles, one.sizes, strict=True))
+        sizes = dict(zip(one.assignments, one.sizes, strict=True))
         assert sizes[1] == 4 and (0 in sizes or 3 in sizes)
 
 
-def test_where_there_are_too_many_candidates_the_last_roles_are_left_out(monkeypatch):
+def test_where_there_are_too_many_candidates_the_last_assignments_are_left_out(monkeypatch):
     monkeypatch.setattr(core, "_ALL", 2000)
     machine = machine_of(chips.find("v5p"), 64, CostModel(), "bfloat16", 1e12)
-    used = {role for one in find(random_terms(0, roles=24), machine, 64) for role in one.roles}
+    used = {assignment for one in find(random_terms(0, assignments=24), machine, 64) for assignment in one.assignments}
     assert 1 < max(used) < 12

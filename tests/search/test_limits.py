@@ -25,7 +25,7 @@ def found(**limits):
 
 
 def cuts(one, name):
-    return math.prod(one.mesh.shape[axis] for axis, names in one.roles if name in names)
+    return math.prod(one.mesh.shape[axis] for axis, names in one.assignments if name in names)
 
 
 def test_names_that_are_never_or_always_cut():
@@ -56,7 +56,7 @@ def test_memory_that_must_stay_free():
 def test_rules_that_are_kept_leave_the_sizes_to_choose():
     rules = AxisRules([("batch", "a"), ("mlp", "b")])
     kept = found(rules=rules)
-    assert {tuple(names) for one in kept for _, names in one.roles} <= {("batch",), ("mlp",)} and len(kept) > 2
+    assert {tuple(names) for one in kept for _, names in one.assignments} <= {("batch",), ("mlp",)} and len(kept) > 2
 
 
 def test_the_number_of_axes():
@@ -92,7 +92,9 @@ def test_limits_that_contradict_themselves():
         Limits(axes=("data", "tensor"), most_axes=1)
     with pytest.raises(RuleError, match="`axes` wants 'data' of size 1; an axis that shares something out has 2 or"):
         Limits(axes=(("data", 1),))
-    with pytest.raises(RuleError, match="wants a mesh axis 'tensr', and no role of this step is called so.*tensor"):
+    with pytest.raises(
+        RuleError, match="wants a mesh axis 'tensr', and no assignment of this step is called so.*tensor"
+    ):
         found(axes=("tensr",))
 
 
@@ -120,4 +122,4 @@ def test_names_that_are_never_cut_are_not_by_rules_either():
     args = ({"up": f32(64, 256), "down": f32(256, 64)}, f32(16, 64))
     limits = Limits(never=("mlp",), rules=AxisRules([("batch", "x"), ("mlp", "x")]))
     for one in fastest(space_of((step, *args), 8, "v5e", limits), 8):
-        assert all("mlp" not in names for _, names in one.roles) and not any(one.plans[0]["up"].spec)
+        assert all("mlp" not in names for _, names in one.assignments) and not any(one.plans[0]["up"].spec)

@@ -330,7 +330,7 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
     found = name_axes(step, *args)
     assert found.names[1] == (*["batch"] * (len(shape) - 1), "key_words") and found.names[2][0] == "batch"
     for one in shardfx.auto.search(step, *args, devices=8, chip="v5e"):
-        assert all("key_words" not in names for _, names in one.roles)
+        assert all("key_words" not in names for _, names in one.assignments)
 
 
 def named(make):

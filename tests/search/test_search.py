@@ -9,7 +9,7 @@ from models import MODELS, Struct, f32, space_of
 from shardfx import AxisRules, MeshSpec, chips, filter_jit, shard
 from shardfx.auto import Limits, search
 from shardfx.auto._asked import asked_for
-from shardfx.auto._layouts import Layouts, Role
+from shardfx.auto._layouts import Assignment, Layouts
 from shardfx.auto._naming import named_classes
 from shardfx.auto._space import by_hand, fastest
 from shardfx.auto._trace import trace
@@ -28,11 +28,11 @@ def mlp_step(width, hidden, rows, dtype="bfloat16"):
 
 
 def sent_under(names, *model):
-    """What an axis of this role sends: pairs of a collective and a shape, in order."""
+    """What an axis of this assignment sends: pairs of a collective and a shape, in order."""
     classes = named_classes(trace(*model))
     layouts = Layouts(classes, 8)
     known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
-    made = layouts.under(Role(tuple(known[name] for name in names)))
+    made = layouts.under(Assignment(tuple(known[name] for name in names)))
     return [(event.kind, layouts.program.values[event.value].shape) for event in made.events]
 
 
@@ -53,9 +53,9 @@ def test_what_a_layer_sends_is_what_textbooks_say():
 
 def test_data_parallelism_for_many_rows_and_tensor_parallelism_for_few():
     many = search(*mlp_step(1024, 8192, 2**20), devices="tpu:v5e:2x4")[0]
-    assert dict(many.roles)["data"] == ("batch",) and many.mesh.shape["data"] == 8
+    assert dict(many.assignments)["data"] == ("batch",) and many.mesh.shape["data"] == 8
     few = search(*mlp_step(8192, 32768, 16), devices="tpu:v5e:2x4")[0]
-    assert all("mlp" in names for _, names in few.roles), few.title
+    assert all("mlp" in names for _, names in few.assignments), few.title
 
 
 def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
@@ -185,14 +185,14 @@ def test_limits_hold():
         return found
 
     for one in within(never=("vocab", "embed")):
-        assert not any(name in ("vocab", "embed") for _, names in one.roles for name in names)
-    assert all(any("mlp" in names for _, names in one.roles) for one in within(always=("mlp",)))
+        assert not any(name in ("vocab", "embed") for _, names in one.assignments for name in names)
+    assert all(any("mlp" in names for _, names in one.assignments) for one in within(always=("mlp",)))
     for one in within(least=(("batch", 4),)):
-        cut = [axis for axis, names in one.roles if "batch" in names]
+        cut = [axis for axis, names in one.assignments if "batch" in names]
         assert one.mesh.axis_size(tuple(cut)) >= 4
     assert all(len(one.mesh.axis_names) == 1 for one in within(most_axes=1))
     best = search(*model, devices=16, chip="v5p", keep=1, limits=Limits(never=("batch",)))[0]
-    assert not any("batch" in names for _, names in best.roles)
+    assert not any("batch" in names for _, names in best.assignments)
 
 
 def test_rules_that_are_kept():
@@ -200,7 +200,7 @@ def test_rules_that_are_kept():
     found = search(*MODELS["scanned"](), devices=8, chip="v5p", limits=Limits(rules=rules), keep=8)
     assert found
     for one in found:
-        assert {names[0] for _, names in one.roles} <= {"batch", "mlp"}
+        assert {names[0] for _, names in one.assignments} <= {"batch", "mlp"}
 
 
 def test_free_memory_is_left_free():

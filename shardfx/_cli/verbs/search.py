@@ -20,8 +20,8 @@ from .._words import Whole, whole_number
 
 
 _FIELDS = tuple(
-    "roles by seconds compute_seconds exposed_seconds hidden_seconds wire_bytes memory_bytes unsure_bytes limit_bytes "
-    "fits constrained donated results state_over states reasons notes".split()
+    "assignments by seconds compute_seconds exposed_seconds hidden_seconds wire_bytes memory_bytes unsure_bytes "
+    "limit_bytes fits constrained donated results state_over states reasons notes".split()
 )
 
 

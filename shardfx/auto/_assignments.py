@@ -1,4 +1,4 @@
-"""Which roles a mesh axis may have in a step: orders of classes that are worth a look."""
+"""Which assignments a mesh axis may have in a step: orders of classes that are worth a look."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from .._ground.spec import entry_axes
 from .._rules.axis_rules import AxisRules
 from ._classes import Classes
-from ._layouts import Layout, Layouts, Role
+from ._layouts import Assignment, Layout, Layouts
 
 
-# How many sets of classes lead a role, at most: those that most bytes have.
+# How many sets of classes lead an assignment, at most: those that most bytes have.
 _SETS = 9
 
 
-def roles_of_rules(rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()) -> dict[str, Role]:
-    """The role that each mesh axis has by given rules: the names that it cuts, those of the first rules first.
+def assignments_of_rules(
+    rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
+) -> dict[str, Assignment]:
+    """The assignment that each mesh axis has by given rules: the names that it cuts, those of the first rules first.
 
     The classes `never` are not cut, whatever the rules say.
     """
@@ -23,11 +25,11 @@ def roles_of_rules(rules: AxisRules, classes: Classes, never: frozenset[int] = f
     for name, target in rules.rules:
         for axis in entry_axes(target) if name in known else ():
             orders.setdefault(axis, {})[known[name]] = None
-    return {axis: Role(tuple(order), any(is_behind(classes, n) for n in order)) for axis, order in orders.items()}
+    return {axis: Assignment(tuple(order), any(is_behind(classes, n) for n in order)) for axis, order in orders.items()}
 
 
-def roles_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Role]:
-    """Roles by how many sets they try in turn: one, two, three. The most usual come first."""
+def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
+    """Assignments by how many sets they try in turn: one, two, three. The most usual come first."""
     weights = _weights(layouts)
     numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
     sets = _sets(layouts, numbers)[:_SETS]
@@ -40,7 +42,7 @@ def roles_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[
     for order in itertools.chain(((group,) for group in sets), itertools.permutations(sets, 2), triples):
         flat = tuple(itertools.chain(*order))
         if len(set(flat)) == len(flat):
-            yield Role(flat, behind=bool(behind.intersection(flat)))
+            yield Assignment(flat, behind=bool(behind.intersection(flat)))
 
 
 def can_be_whole(layouts: Layouts, made: Layout) -> bool:
