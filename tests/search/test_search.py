@@ -80,7 +80,7 @@ def test_the_usual_ways_by_hand_are_always_partitioned():
     told: list[str] = []
     model = mlp_step(64, 256, 512)
     search(*model, devices=8, chip="v5e", keep=1, progress=told.append)
-    looked = [line.partition(": ")[2] for line in told if line.startswith("partitioning")]
+    looked = [line.partition(": ")[2] for line in told if line.startswith("partitioned")]
     for wanted in ("data=8 (batch)", "fsdp=8 (batch, embed)", "tensor=8 (mlp)"):
         assert wanted in looked, looked
     assert any(one.startswith("fsdp=") and ", tensor=" in one for one in looked), looked

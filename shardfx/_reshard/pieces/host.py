@@ -141,6 +141,8 @@ def _slices(piece: Piece) -> tuple[Any, Any] | None:
     if len({*dims}) < len(piece.factors):
         return None
     ends = (hull(piece), hull(swapped(piece)))
+    if _sizes(ends[0]) != _sizes(ends[1]):
+        return None
     # The ellipsis makes it a view at rank 0 too.
     there, here = [(*[slice(start, stop) for start, stop in box], ...) for box in ends]
     return there, here
