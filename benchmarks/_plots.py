@@ -245,7 +245,7 @@ def _key(x: float, y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
 
 def _picture(width: float, height: float, title: str, parts: Sequence[str]) -> str:
     box = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {FONT} assignment="img">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {FONT} role="img">'
     back = f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#ffffff"/>'
     named = [f"<title>{html.escape(title)}</title>", back, _text(20, 28, title, weight=600, size=15)]
     return "\n".join([head, *named, *parts, "</svg>", ""])
