@@ -28,8 +28,8 @@ _IN_FLIGHT_BYTES = 256 << 20
 # those that wait for other processes can block all of them.
 _IN_FLIGHT_COUNT = 32
 _MOST_WORKS_ON_CPU = 2
-# So many arrays keep all threads busy while one is begun.
-_MOST_BEGUN = 16
+# So many arrays are copied while one is begun. More take more memory at once, and the kernel gives fresh pages slowly.
+_MOST_BEGUN = 1
 
 
 @dataclasses.dataclass(frozen=True)
