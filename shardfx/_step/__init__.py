@@ -7,7 +7,7 @@ XLA is asked in a process of its own.
 
 from .graph import program_of as program_of
 from .lowered import Parameter as Parameter
-from .operations import Operation as Operation, Program as Program, Value as Value
+from .operations import Laid as Laid, Operation as Operation, Program as Program, Value as Value
 from .partitioner import MOST_DEVICES as MOST_DEVICES, partitioned as partitioned
 from .step import (
     Platform as Platform,

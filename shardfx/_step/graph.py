@@ -5,6 +5,7 @@ runs. What a loop hands on unchanged is one value inside and outside.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from jax.extend.mlir import ir, passmanager
 
 from .dtypes import dtype_of
 from .factors import RULE, Factors, by_element, flops_of, handed, of_rule, opaque, own
-from .operations import Operation, Program, Value
+from .lowered import laid_arguments, laid_results
+from .operations import Laid, Operation, Program, Value
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -77,17 +79,19 @@ class _Reader:
         self.values: list[Value] = []
 
     def function(self, operation: Any) -> Function:
-        return Function(self.block(operation.regions[0].blocks[0]), tuple(self.values))
+        laid = laid_arguments(operation)
+        return Function(self.block(operation.regions[0].blocks[0], laid), tuple(self.values))
 
-    def block(self, block: Any) -> Block:
-        arguments = tuple(map(self.new, block.arguments))
+    def block(self, block: Any, laid: Sequence[Laid | None] = ()) -> Block:
+        pairs = itertools.zip_longest(block.arguments, laid)
+        arguments = tuple(self.new(value, own) for value, own in pairs)
         *body, last = (inner.operation for inner in block.operations)
         instructions = tuple(map(self.instruction, body))
         return Block(arguments, instructions, tuple(self.numbers[value] for value in last.operands))
 
-    def new(self, value: Any) -> int:
+    def new(self, value: Any, laid: Laid | None = None) -> int:
         number = self.numbers[value] = len(self.values)
-        self.values.append(_value(value.type))
+        self.values.append(dataclasses.replace(_value(value.type), laid=laid))
         return number
 
     def instruction(self, operation: Any) -> Instruction:
@@ -97,7 +101,8 @@ class _Reader:
         blocks: tuple[Block, ...] = ()
         if name in _NESTED:
             blocks = tuple(self.block(region.blocks[0]) for region in operation.regions)
-        outs = tuple(map(self.new, operation.results))
+        pairs = itertools.zip_longest(operation.results, laid_results(operation))
+        outs = tuple(self.new(value, laid) for value, laid in pairs)
         shapes = [[self.values[number].shape for number in numbers] for numbers in (ins, outs)]
         attributes = operation.attributes
         factors = of_rule(attributes[RULE]) if RULE in attributes else None
@@ -241,6 +246,9 @@ class _Walk:
         changed = [number != given for number, given in zip(body.results, body.arguments, strict=True)]
         pairs = zip(changed, ins, strict=True)
         begun = [self.hand("carry", (value,), times, self.at(made)) if new else value for new, value in pairs]
+        for value, out in zip(begun, made.outs, strict=True):
+            if (laid := function.values[out].laid) is not None:
+                self.values[value] = dataclasses.replace(self.values[value], laid=laid)
         trips, counter = self.trips(test, body, ins, known)
         if trips is None:
             self.note("the trips of a loop are not in the program: it counts once")

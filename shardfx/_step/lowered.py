@@ -10,10 +10,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from .._ground.errors import ProgramError
+from .operations import Laid
 
 
 # For each dimension of an array the mesh axes that cut it.
 Dims = tuple[tuple[str, ...], ...]
+_OF_LOOPS = "sdy.result_sharding_origins"
 _MANUAL = "sdy.manual_computation"
 _REFERENCE = re.compile(r'@"?([\w.]+)"?$')
 _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
@@ -141,6 +143,49 @@ def _parameter(name: str, kind: Any, said: Mapping[str, Any]) -> Parameter:
 def _dims(sharding: Any) -> Dims:
     cut = sdy.TensorShardingAttr(sharding).dimension_shardings
     return tuple(tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(one).axes) for one in cut)
+
+
+def laid_arguments(function: Any) -> list[Laid | None]:
+    """How a function's arguments lie, in a module that was propagated."""
+    told = _said(function, "arg_attrs")
+    return [_laid(one.get("sdy.sharding"), one.get("sdy.sharding_origins")) for one in told]
+
+
+def laid_results(operation: Any) -> list[Laid | None]:
+    """How an operation's results lie, in a module that was propagated."""
+    attributes = operation.attributes
+    origins = attributes["sdy.sharding_origins"] if "sdy.sharding_origins" in attributes else None
+    if operation.name == "sdy.sharding_constraint":
+        name = ir.StringAttr(attributes["sdy.sharding_origin_name"]).value if origins is not None else ""
+        return [_laid(attributes["sharding"], origins, name)]
+    if "sdy.sharding" not in attributes:
+        return []
+    shardings = list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
+    if _OF_LOOPS in attributes:
+        # Only of those results that are cut.
+        told = iter(ir.ArrayAttr(attributes[_OF_LOOPS]))
+        return [_laid(one, next(told, None) if any(_dims(one)) else None) for one in shardings]
+    each = [None] * len(shardings) if origins is None else ir.ArrayAttr(origins)
+    return [_laid(sharding, own) for sharding, own in zip(shardings, each, strict=True)]
+
+
+def _laid(sharding: Any, origins: Any, name: str = "") -> Laid | None:
+    if sharding is None:
+        return None
+    told = {} if origins is None else {one.name: ir.StringAttr(one.attr).value for one in ir.DictAttr(origins)}
+    cut = sdy.TensorShardingAttr(sharding).dimension_shardings
+    dims = tuple(tuple(map(_axis_text, sdy.DimensionShardingAttr(one).axes)) for one in cut)
+    return Laid(dims, {axis: name if one == "self" and name else one for axis, one in told.items()})
+
+
+def _axis_text(axis: Any) -> str:
+    """An axis by its name; a part of one as Shardy writes it, "fsdp:(1)2"."""
+    read = sdy.AxisRefAttr(axis)
+    part = read.sub_axis_info
+    if part is None:
+        return read.name
+    part = sdy.SubAxisInfoAttr(part)
+    return f"{read.name}:({part.pre_size}){part.size}"
 
 
 def _mesh_name(sharding: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .._ground.spec import bits
@@ -27,13 +28,27 @@ class Factors(NamedTuple):
     replicated: frozenset[int] = frozenset()
 
 
+class Laid(NamedTuple):
+    """How an array lies: the mesh axes of each dimension, and by axis what it comes from, as Shardy writes both.
+
+    A part of an axis is written "fsdp:(1)2": here two shards of one that is larger.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    origins: Mapping[str, str]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """One array of the step. One that is made of constants alone is free: it is moved and kept nowhere."""
+    """One array of the step. One that is made of constants alone is free: it is moved and kept nowhere.
+
+    `laid` is known in a module that was propagated.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     free: bool = False
+    laid: Laid | None = None
 
     @property
     def bytes(self) -> float:

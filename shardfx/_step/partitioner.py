@@ -9,20 +9,25 @@ and changes what depends on it.
 
 import functools as ft
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from .._ground.errors import ProgramError
+from .lowered import Dims
 
 
 # A CPU client starts threads for each of its devices: 8,192 take 3 s, 65,536 more than a machine has.
 MOST_DEVICES = 8192
+# The places of XLA's pipeline whose text is asked for.
+_PARTITIONED, _UNPROPAGATED = "after_spmd-partitioning", "before_shardy-xla"
 _SECONDS = 600.0
 _WORKER = Path(__file__).with_name("worker.py")
 
@@ -43,13 +48,38 @@ def partitioned(
 
     `ProgramError` with XLA's own words where it cannot partition the program.
     """
+    request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": _PARTITIONED}
+    return _asked(module, request | {"propagated": None}).decode()
+
+
+def propagated(
+    module: bytes, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
+) -> bytes:
+    """The StableHLO bytecode of the program, with the layout of each array as XLA's Shardy pass chooses it.
+
+    **Arguments:**
+
+    - `module`: as `partitioned` takes it.
+    - `mesh`: the sizes of the axes.
+    - `arguments`, `results`: how what the program takes and returns lies; `None` where that is free.
+
+    **Raises:**
+
+    `ProgramError` with Shardy's own words.
+    """
+    asked = {"mesh": dict(mesh), "arguments": arguments, "results": results}
+    request = {"devices": math.prod(mesh.values()), "options": {}, "seconds": _SECONDS, "dumped": _UNPROPAGATED}
+    return _asked(module, request | {"propagated": asked})
+
+
+def _asked(module: bytes, request: dict[str, Any]) -> bytes:
     worker = _worker(os.getpid())
     if not worker.is_alive:
         _worker.cache_clear()
         worker = _worker(os.getpid())
-    text, error = worker.ask(module, devices, options, seconds)
+    text, error = worker.ask(module, request)
     if error:
-        raise ProgramError(f"XLA cannot partition this step for {devices} devices: {error:.2000}")
+        raise ProgramError(f"XLA cannot partition this step for {request['devices']} devices: {error:.2000}")
     return text
 
 
@@ -69,22 +99,21 @@ class _Worker:
         """Whether it can be asked."""
         return self._end.alive and self._process.poll() is None
 
-    def ask(self, module: bytes, devices: int, options: Mapping[str, str], seconds: float) -> tuple[str, str]:
-        """The text, and what went wrong."""
+    def ask(self, module: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
+        """The answer, and what went wrong."""
         source, sink = self._process.stdout, self._process.stdin
         assert source is not None and sink is not None
-        request = {"size": len(module), "devices": devices, "options": dict(options), "seconds": seconds}
         with self._lock:
             is_answered = False
             try:
-                sink.write(json.dumps(request).encode() + b"\n" + module)
+                sink.write(json.dumps(request | {"size": len(module)}).encode() + b"\n" + module)
                 sink.flush()
                 answer = json.loads(source.readline())
-                text = source.read(answer["size"]).decode()
+                text = source.read(answer["size"])
                 is_answered = True
                 return text, answer["error"]
             except (OSError, ValueError) as error:
-                return "", f"the process that asks XLA ended ({error})"
+                return b"", f"the process that asks XLA ended ({error})"
             finally:
                 # An answer that was not read, as after Ctrl-C, would be taken for the answer to the next request.
                 if not is_answered:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
+from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError
@@ -14,7 +15,7 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology._mesh import MeshSpec
 from .lowered import Dims, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
-from .partitioner import MOST_DEVICES, partitioned
+from .partitioner import MOST_DEVICES, partitioned, propagated
 from .rewritten import rewritten
 
 
@@ -181,6 +182,15 @@ class Step:
         if platform == "tpu":
             text = rewritten(text, module.context)
         return partitioned(text, mesh.size, _OPTIONS[platform])
+
+    def propagated(self, platform: Platform) -> Any:
+        """The step's module with the layout of each array, and where each axis of it comes from."""
+        if self.mesh.size > MOST_DEVICES:
+            raise MeshError(f"a mesh has at most {MOST_DEVICES} devices here, and {self.mesh} has {self.mesh.size}.")
+        module = self.module(platform)
+        taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
+        with module.context:
+            return ir.Module.parse(propagated(bytecode(module), dict(self.mesh.shape), taken, made))
 
 
 def step_of(step: Any, args: Sequence[Any], mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Step:

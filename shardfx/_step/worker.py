@@ -8,7 +8,9 @@ child that aborts leaves this process, and the user's, as they are.
 This file imports jaxlib and not JAX, so that it starts in 0.2 s. It never imports shardfx.
 """
 
+import functools as ft
 import glob
+import importlib.util
 import json
 import os
 import select
@@ -22,11 +24,10 @@ import numpy as np
 from jaxlib import xla_client
 
 
-# The dump behind `SpmdPartitioner`: xla/service/spmd/spmd_partitioner.cc, run by xla/service/cpu/cpu_compiler.cc. For
-# one device there is nothing to partition.
-_DUMPED = "*after_spmd-partitioning*.txt"
+# The passes that texts are asked before and behind: xla/service/spmd/shardy/shardy_xla_pass.cc and
+# spmd_partitioner.cc, run by xla/service/cpu/cpu_compiler.cc. For one device there is nothing to partition.
 _WHOLE = "*before_optimizations.txt"
-_OPTIONS = {"xla_dump_hlo_pass_re": "spmd-partitioning", "xla_backend_optimization_level": 0}
+_OPTIONS = {"xla_dump_hlo_pass_re": "spmd-partitioning|shardy-xla", "xla_backend_optimization_level": 0}
 _LOOK_EVERY_SECONDS = 0.003
 # XLA takes a client of more devices for one of several processes, which has to have something to send by. Nothing is
 # sent: see TfrtCpuClient::CompileInternal, xla/pjrt/cpu/cpu_client.cc.
@@ -41,7 +42,9 @@ def main() -> None:
     while line := source.readline():
         request = json.loads(line)
         module = source.read(request["size"])
-        text, error = partitioned(module, request["devices"], request["options"], request["seconds"])
+        text, error = partitioned(module, request["devices"], request["options"], request["seconds"], request["dumped"])
+        if text and request["propagated"] is not None:
+            text, error = _shardy().propagated(text, request | request["propagated"])
         answer = {"size": len(text), "error": error}
         try:
             sink.write(json.dumps(answer).encode() + b"\n" + text)
@@ -50,8 +53,18 @@ def main() -> None:
             os._exit(0)
 
 
-def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float) -> tuple[bytes, str]:
-    """The text of one device's program, and what went wrong."""
+@ft.cache
+def _shardy() -> Any:
+    """The file beside this one, whose folder is no place to import from."""
+    spec = importlib.util.spec_from_file_location("propagate", os.path.join(os.path.dirname(__file__), "propagate.py"))
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str) -> tuple[bytes, str]:
+    """The text of the program at one place of XLA's pipeline, and what went wrong."""
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
         reading, writing = os.pipe()
         child = os.fork()
@@ -60,7 +73,8 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
             _compile(module, devices, {"xla_dump_to": folder, **_OPTIONS, **options}, writing)
         os.close(writing)
         try:
-            return _text_from(folder, _DUMPED if devices > 1 else _WHOLE, reading, time.monotonic() + seconds)
+            name = f"*{dumped}*.txt" if devices > 1 else _WHOLE
+            return _text_from(folder, name, reading, time.monotonic() + seconds)
         finally:
             os.close(reading)
             os.kill(child, signal.SIGKILL)

@@ -24,6 +24,13 @@ from ._seconds import (
     SecondsRow as SecondsRow,
     seconds as seconds,
 )
+from ._shardings import (
+    ArrayRow as ArrayRow,
+    Origin as Origin,
+    StepShardings as StepShardings,
+    Wanted as Wanted,
+    shardings as shardings,
+)
 from ._traffic import traffic as traffic
 from ._traffic_rows import (
     Traffic as Traffic,

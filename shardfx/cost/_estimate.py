@@ -70,10 +70,16 @@ def estimate(
         assert row.wire_bytes == 64 * 256 * 4 * 7 // 8
         ```
     """
+    platform = platform_of(compiler)
+    return estimated(step_of(step, args, mesh), platform)
+
+
+def platform_of(compiler: Platform | str) -> Platform:
+    """The platform of a compiler's name; `MeshError` for another name."""
     found: Platform | None = next((one for one in COMPILERS if one == compiler), None)
     if found is None:
         raise MeshError(f"there is no compiler {compiler!r:.60}; `compiler` is one of {', '.join(COMPILERS)}.")
-    return estimated(step_of(step, args, mesh), found)
+    return found
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:

@@ -1,0 +1,183 @@
+"""Shardy's layout of each array of a step, and where each axis of it comes from; `worker.py` runs it.
+
+XLA breaks ties on HLO turned back into StableHLO, not on the module that JAX lowers. So it is asked for its HLO right
+before its own Shardy pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`), and the same propagation runs on that with
+`debug-sharding-origins`: it writes beside each sharding the argument, result or constraint that each axis is from.
+That option can abort a process, so a forked child runs it; then the layouts come without origins.
+
+This file imports jaxlib and not JAX. It never imports shardfx.
+"""
+
+import io
+import os
+import re
+import signal
+import tempfile
+from typing import Any
+
+from jaxlib import _jax, xla_client
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
+
+
+_PASSES = (
+    "sdy-import-pipeline",
+    "sdy-user-priority-propagate{debug-sharding-origins=%s}",
+    "func.func(sdy-sink-data-flow-edges{sink-debug-sharding-origins=%s})",
+)
+_CONSTRAINT, _INTO, _OUT = "Sharding", "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
+# What XLA says of the arrays of a custom call: `<@mesh, [{"a"}, {}]>`, or from JAX 0.12 on `mesh['a'=2], [{'a'}, {}]`.
+_SAID = ("xla.sdy.sharding", "xla.sdy.in_shardings", "xla.sdy.out_shardings")
+_DIMS = re.compile(r"(?:<@\w+, |mesh\[[^\]]*\], )\[([^\]]*)\]")
+_MESH = "mesh"
+_READER: Any = getattr(xla_client, "hlo", None) or xla_client._xla  # JAX 0.9
+
+
+def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
+    """The bytecode of the StableHLO module with a sharding on each operation, and what went wrong.
+
+    `hlo` is the text right before XLA's Shardy pass. The request holds the sizes of the mesh's axes, and the axes of
+    each dimension of what the program takes and returns, or `None` where that is free.
+    """
+    error = ""
+    for origins in ("true", "false"):
+        with tempfile.TemporaryFile() as file:
+            child = os.fork()
+            if not child:
+                signal.alarm(int(request["seconds"]) + 1)
+                _run(hlo, request, origins, file)
+            status = os.waitpid(child, 0)[1]
+            file.seek(0)
+            text = file.read()
+        if status == 0:
+            return text, ""
+        error = text.decode(errors="replace") or f"Shardy aborted ({status})"
+    return b"", error
+
+
+def _run(hlo: bytes, request: dict[str, Any], origins: str, file: Any) -> None:
+    """Writes the module, or what went wrong, and ends the process."""
+    status = 1
+    try:
+        sink = io.BytesIO()
+        with _context() as context, ir.Location.unknown(context):
+            _module(hlo, request, origins).operation.write_bytecode(sink)
+        file.write(sink.getvalue())
+        status = 0
+    except Exception as error:  # any: it is told to the process that asked
+        file.write(str(error).encode()[:60_000])
+    finally:
+        file.flush()
+        os._exit(status)
+
+
+def _context() -> Any:
+    """With the dialects that JAX's own has."""
+    context, registry = ir.Context(), ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    context.append_dialect_registry(registry)
+    context.load_all_available_dialects()
+    mhlo.register_mhlo_dialect(context)
+    for dialect in (sdy, stablehlo, chlo):
+        dialect.register_dialect(context)
+    return context
+
+
+def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
+    proto = _READER.hlo_module_from_text(hlo.decode()).as_serialized_hlo_module_proto()
+    module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(proto))
+    block = module.operation.regions[0].blocks[0]
+    for op in [op for op in block if op.operation.name == "sdy.mesh"]:
+        op.operation.erase()
+    with ir.InsertionPoint.at_block_begin(block):
+        axes = [sdy.MeshAxisAttr.get(axis, size) for axis, size in request["mesh"].items()]
+        sdy.MeshOp(_MESH, sdy.MeshAttr.get(axes))
+    main = next(op.operation for op in block if op.operation.name == "func.func" and str(op.name) == '"main"')
+    for name, arrays in (("arg_attrs", request["arguments"]), ("res_attrs", request["results"])):
+        main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(_sharded(dims)) for dims in arrays])
+    for call in _custom_calls(module):
+        _constrained(_without_tuple(call))
+    for one in _PASSES:
+        passmanager.PassManager.parse(f"builtin.module({one.replace('%s', origins)})").run(module.operation)
+    return module
+
+
+def _sharded(dims: Any) -> dict[str, Any]:
+    """The attributes of an argument or result."""
+    if dims is None:
+        return {}
+    cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
+    return {"sdy.sharding": sdy.TensorShardingAttr.get(_MESH, cut)}
+
+
+def _custom_calls(module: Any) -> list[Any]:
+    found = []
+
+    def look(op: Any) -> Any:
+        if op.name == "stablehlo.custom_call":
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return found
+
+
+def _without_tuple(call: Any) -> Any:
+    """The same call with several results, where HLO has one tuple: Shardy takes none."""
+    kinds = [result.type for result in call.results]
+    if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
+        return call
+    whole = ir.TupleType(kinds[0])
+    types = [whole.get_type(at) for at in range(whole.num_types)]
+    names = [one if isinstance(one, str) else one.name for one in call.attributes]
+    attributes = {name: call.attributes[name] for name in names if name != "xla_shape"}
+    made = ir.Operation.create(
+        call.name, types, list(call.operands), attributes, loc=call.location, ip=ir.InsertionPoint(call)
+    )
+    for use in list(call.results[0].uses):
+        element = use.owner
+        at = ir.IntegerAttr(element.attributes["index"]).value
+        element.results[0].replace_all_uses_with(made.results[at])
+        element.operation.erase()
+    call.erase()
+    return made
+
+
+def _constrained(call: Any) -> None:
+    """What a custom call says of arrays, as constraints: of its own, or those of a `shard_map`."""
+    target = ir.StringAttr(call.attributes["call_target_name"]).value
+    if target not in (_CONSTRAINT, _INTO, _OUT):
+        return
+    said, before = _said(call), ir.InsertionPoint(call)
+    if target == _OUT:
+        after = ir.InsertionPoint.after(call)
+        for result, dims in zip(call.results, said, strict=False):
+            op = _constraint(result, dims, after, call.location)
+            result.replace_all_uses_except(op.results[0], op)
+        return
+    # From JAX 0.12 on, what goes into a `shard_map` has constraints of its own.
+    for at, dims in enumerate(said):
+        call.operands[at] = _constraint(call.operands[at], dims, before, call.location).results[0]
+    if target == _CONSTRAINT:
+        call.results[0].replace_all_uses_with(call.operands[0])
+        call.erase()
+
+
+def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
+    attribute = ir.Attribute.parse(f"#sdy.sharding<@{_MESH}, [{dims}]>")
+    made = ir.Operation.create(
+        "sdy.sharding_constraint", [value.type], [value], {"sharding": attribute}, loc=location, ip=at
+    )
+    return made.operation
+
+
+def _said(call: Any) -> list[str]:
+    """The dimensions of each array that a call names, as Shardy writes them."""
+    texts = []
+    if "mhlo.frontend_attributes" in call.attributes:
+        told = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])
+        texts = [ir.StringAttr(told[name]).value for name in _SAID if name in told]
+    if not texts and "mhlo.sharding" in call.attributes:
+        texts = [ir.StringAttr(call.attributes["mhlo.sharding"]).value]
+    return [dims.replace("'", '"') for text in texts for dims in _DIMS.findall(text)]

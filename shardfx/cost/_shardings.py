@@ -1,0 +1,421 @@
+"""How every array of a step lies, and why: the second half of reasons as data."""
+
+import dataclasses
+import functools as ft
+import json
+import linecache
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .._ground.errors import UnknownPathError
+from .._ground.html import html_text
+from .._ground.spec import bits, canonical_entry, entries_of, entry_axes
+from .._ground.text import array_text, bytes_text, first_lines, joined, printable, spec_text, table
+from .._ground.tree import flatten
+from .._step import Platform, Step, program_of, step_of
+from .._step.lines import Frame, lines_of, name_stacks, own_line, place_text
+from ..topology._mesh import MeshSpec
+from ._estimate import platform_of
+from ._hlo_text import Phase, phase_of
+from ._propagation import Conflict, Graph, Holder, Lost
+
+
+# Rows that are printed.
+_MOST = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where one mesh axis of an array comes from.
+
+    **Arguments:**
+
+    - `axis`: the mesh axis.
+    - `by`: the argument, result or constraint that has it: "params/layers/up", "the constraint at train.py:41".
+    - `chain`: the lines of your program over which it came, from there to the array.
+    """
+
+    axis: str
+    by: str
+    chain: tuple[Frame, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A mesh axis that an array could have on a dimension, and has not.
+
+    **Arguments:**
+
+    - `axis`, `dim`: the mesh axis, and the dimension of the array.
+    - `by`: the argument, result or constraint that has the axis on this dimension.
+    - `first`: who holds the axis already where it is lost, on another dimension; "" where nobody does.
+    - `line`: the line that makes the first array without it.
+    - `shape`, `dtype`, `spec`: that array, and how it would lie with the axis.
+    """
+
+    axis: str
+    dim: int
+    by: str
+    first: str
+    line: Frame | None
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+
+    @property
+    def change(self) -> str:
+        """The constraint that keeps the axis, as code."""
+        return f"jax.lax.with_sharding_constraint(x, {self.spec!r})"
+
+    def __str__(self) -> str:
+        lost = f"{self.first} took it first" if self.first else "it was not handed on"
+        return (
+            f"{self.axis} could cut dimension {self.dim}: {self.by} has it there, and {lost}. Constrain the "
+            f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}: {self.change}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRow:
+    """One array of a step.
+
+    **Arguments:**
+
+    - `source`: the innermost line of your own program that makes it; `None` where the program does not say.
+    - `operation`: as StableHLO names it, such as "dot_general".
+    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
+    - `shape`, `dtype`: of the whole array.
+    - `spec`: how it lies.
+    - `bytes_per_device`: of one device's part.
+    - `origins`: for each mesh axis of `spec`, where it comes from.
+    """
+
+    source: Frame | None
+    operation: str
+    phase: Phase
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    bytes_per_device: int
+    origins: tuple[Origin, ...]
+    number: int = dataclasses.field(repr=False)
+
+    @property
+    def expression(self) -> str:
+        """The text of its line, where the file is there."""
+        return linecache.getline(self.source.file, self.source.line).strip() if self.source else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShardings:
+    """How the arrays of a step lie, a row for each; made by [`shardfx.cost.shardings`][].
+
+    `str(...)` is a table: a line of your program each, the largest first.
+
+    **Arguments:**
+
+    - `rows`: the arrays that operations make, the largest part of a device first.
+    - `mesh`: the mesh.
+    - `notes`: what else to know.
+    """
+
+    rows: tuple[ArrayRow, ...]
+    mesh: MeshSpec
+    notes: tuple[str, ...]
+    _known: "_Known" = dataclasses.field(repr=False, compare=False)
+
+    def at(self, line: str) -> "StepShardings":
+        """The arrays that one line makes.
+
+        **Arguments:**
+
+        - `line`: a file and a line, "train.py:41".
+
+        **Raises:**
+
+        `UnknownPathError` where no array is made there.
+        """
+        found = [row for row in self.rows if row.source is not None and row.source.place == line]
+        if not found:
+            lines = {row.source.place: None for row in self.rows if row.source}
+            raise UnknownPathError(f"no array of the step is made at {line!r:.80}; lines are {joined([*lines])}.")
+        return dataclasses.replace(self, rows=tuple(found))
+
+    def of(self, path: str) -> "StepShardings":
+        """The arrays that have an axis from one argument or result: all that it shapes.
+
+        **Arguments:**
+
+        - `path`: as origins name it, such as "params/layers/up".
+        """
+        names = {origin.by for row in self.rows for origin in row.origins}
+        if path not in names:
+            raise UnknownPathError(
+                f"no array of the step has an axis from {path!r:.80}; origins are {joined([*names])}."
+            )
+        return self._where(row for row in self.rows if any(origin.by == path for origin in row.origins))
+
+    def replicated(self, *, least_bytes: int = 0) -> "StepShardings":
+        """The arrays that some mesh axis does not cut, the largest first.
+
+        **Arguments:**
+
+        - `least_bytes`: the fewest bytes of one device's part.
+        """
+        axes = {axis for axis, size in self.mesh.shape.items() if size > 1}
+        return self._where(
+            row
+            for row in self.rows
+            if row.bytes_per_device >= least_bytes and axes > {origin.axis for origin in row.origins}
+        )
+
+    def _where(self, rows: Iterable[ArrayRow]) -> "StepShardings":
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
+        """The axes that an array could have and has not, each with who has it and what would change it."""
+        return self._known.wanted(row)
+
+    @property
+    def conflicts(self) -> tuple[str, ...]:
+        """What is gathered since an operation's arrays have one axis on two dimensions, in a sentence each."""
+        return self._known.conflicts
+
+    def why(self, source: Frame | None, axes: Sequence[str], kind: str) -> str:
+        """Why a collective is there, in a sentence; "" where no conflict is known at its line.
+
+        **Arguments:**
+
+        - `source`, `axes`, `kind`: of a [`shardfx.cost.TrafficRow`][].
+        """
+        return self._known.why(source, axes, kind)
+
+    def to_json(self) -> str:
+        """The rows as JSON."""
+        return json.dumps([_plain(row) for row in self.rows])
+
+    def __str__(self) -> str:
+        first: dict[Frame | None, ArrayRow] = {}
+        for row in self.rows:
+            first.setdefault(row.source, row)
+        shown = list(first.values())[:_MOST]
+        header = ("bytes/device", "array", "spec", "axes from", "pass", "source")
+        below = f"{len(self.rows)} arrays of {len(first)} lines on {self.mesh}; each line's largest."
+        lines = [*table([header, *map(_cells, shown)], right={"bytes/device"}), below, *self.notes]
+        if len(first) == 1:
+            lines += [f"  {one}" for one in self.wanted(shown[0])]
+        return "\n".join(lines)
+
+    __repr__ = first_lines
+
+    _repr_html_ = html_text
+
+
+def shardings(
+    step: Any, *args: Any, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
+) -> StepShardings:
+    """How every array of a step lies, and which argument, result or constraint each of its mesh axes comes from.
+
+    XLA's own Shardy pass is run on the step as XLA sees it; nothing is compiled and no device is needed.
+
+    **Arguments:**
+
+    - `step`, `args`, `compiler`, `mesh`: as [`shardfx.cost.estimate`][] takes them.
+
+    **Returns:**
+
+    A [`shardfx.cost.StepShardings`][].
+
+    **Raises:**
+
+    As [`shardfx.cost.estimate`][].
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx.cost import shardings
+
+        mesh = MeshSpec({"fsdp": 8})  # no devices
+        w = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+        x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+        w, x = (plan(a, mesh, paths=PathRules.parse(".*->fsdp")).structs for a in (w, x))
+        (row,) = shardings(lambda w, x: x @ w, w, x, compiler="cpu").rows
+        assert row.spec[0] == "fsdp" and row.origins[0].by == "x"
+        ```
+    """
+    return shardings_of(step_of(step, args, mesh), platform_of(compiler))
+
+
+def shardings_of(step: Step, platform: Platform) -> StepShardings:
+    """The same for a step that is traced already."""
+    program = program_of(step.propagated(platform))
+    known = _Known(step, Graph(program))
+    notes = tuple(f"{words} ({count} times)" for words, count in program.notes.items() if "shard_map" in words)
+    return StepShardings(known.rows, step.mesh, notes, known)
+
+
+class _Known:
+    """What is known of a propagated step, with the words for it."""
+
+    def __init__(self, step: Step, graph: Graph):
+        self.step, self.graph = step, graph
+        self.sizes = dict(step.mesh.shape)
+
+    @ft.cached_property
+    def rows(self) -> tuple[ArrayRow, ...]:
+        made = self.graph.program.operations
+        found = [self._row(at, out) for at, one in enumerate(made) if one.name not in _SILENT for out in one.outs]
+        return tuple(sorted((row for row in found if row.shape), key=lambda row: -row.bytes_per_device))
+
+    def _row(self, at: int, out: int) -> ArrayRow:
+        value, made, laid = self.graph.program.values[out], self.graph.program.operations[at], self.graph.laid[out]
+        axes = [axis for own in laid.dims for axis in own]
+        origins = tuple(Origin(axis, self.name(laid.origins.get(axis, "")), self._chain(out, axis)) for axis in axes)
+        phase = phase_of(" ".join(name_stacks(made.location)))
+        spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in laid.dims))
+        return ArrayRow(
+            self.line(at), made.name, phase, value.shape, value.dtype, spec, self._bytes(out), origins, out
+        )  # fmt: skip
+
+    def _bytes(self, number: int) -> int:
+        """Of one device's part, padded where it does not divide."""
+        value = self.graph.program.values[number]
+        cuts = [math.prod(map(self._size, own)) for own in self.graph.laid[number].dims] or [1] * len(value.shape)
+        part = math.prod(-(-size // cut) for size, cut in zip(value.shape, cuts, strict=True))
+        return -(-part * bits(value.dtype) // 8)
+
+    def _size(self, axis: str) -> int:
+        return int(axis.rpartition(")")[2]) if ":" in axis else self.sizes[axis]
+
+    @ft.cache  # noqa: B019
+    def line(self, at: int) -> Frame | None:
+        """The user's own line of an operation."""
+        return own_line(lines_of(self.graph.program.operations[at].location))
+
+    def _chain(self, number: int, axis: str) -> tuple[Frame, ...]:
+        lines = [self.line(at) for at in self.graph.chain(number, axis)]
+        return tuple(line for at, line in enumerate(lines) if line is not None and line not in lines[at - 1 : at])
+
+    @ft.cache  # noqa: B019
+    def name(self, origin: str) -> str:
+        """Who an axis comes from: "params/w", "result 0/w" or "the constraint at train.py:41"."""
+        kind, _, number = origin.partition(": ")
+        if kind == "input":
+            one = self.step.arguments[int(number)]
+            return one.path or one.name
+        if kind == "output":
+            return f"result {self.results[int(number)]}".rstrip()
+        if origin in self.graph.constraints:
+            return f"the constraint at {place_text(self.line(self.graph.makers[self.graph.constraints[origin][0]]))}"
+        return "" if origin == "" else origin
+
+    @ft.cached_property
+    def results(self) -> list[str]:
+        return list(flatten(self.step.traced.out_info).paths)
+
+    def from_of(self, holder: Holder, axis: str) -> str:
+        """Who gave an array an axis: itself, where it is an argument."""
+        origin = self.graph.laid[holder.value].origins.get(axis, "")
+        if origin == "self":
+            origin = f"input: {self.graph.program.arguments.index(holder.value)}"
+        return self.name(origin)
+
+    def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
+        found = ((axis, self.graph.lost(row.number, axis)) for axis, size in self.sizes.items() if size > 1)
+        return tuple(self._wanted(axis, lost) for axis, lost in found if lost is not None and self._fits(axis, lost))
+
+    def _fits(self, axis: str, lost: Lost) -> bool:
+        cut = math.prod(self._size(own) for own in self.graph.axes_of(lost.last) if own != axis)
+        size = self.graph.program.values[lost.last.value].shape[lost.last.dim]
+        return size % (cut * self.sizes[axis]) == 0
+
+    def _wanted(self, axis: str, lost: Lost) -> Wanted:
+        last = lost.last.value
+        dims = self.graph.laid[last].dims
+        has = next((dim for dim, own in enumerate(dims) if axis in own), None)
+        first = "" if has is None else self.from_of(Holder(last, has), axis)
+        # A loop carries what each of its iterations makes.
+        last = self.graph.ended.get(last, last)
+        value = self.graph.program.values[last]
+        entries = [[_whole(one) for one in own if _whole(one) != axis] for own in dims or [()] * len(value.shape)]
+        entries[lost.last.dim].append(axis)
+        spec = PartitionSpec(*map(canonical_entry, entries))
+        line = self.line(self.graph.makers.get(last, lost.operation))
+        return Wanted(axis, lost.dim, self.from_of(lost.holder, axis), first, line, value.shape, value.dtype, spec)
+
+    @ft.cached_property
+    def conflicts(self) -> tuple[str, ...]:
+        largest = sorted(self.graph.conflicts, key=lambda one: -self._bytes(one.moved.value))
+        return tuple(dict.fromkeys(f"{place_text(self.line(one.operation))}: {self.sentence(one)}" for one in largest))
+
+    def sentence(self, one: Conflict) -> str:
+        """What an operation's arrays have one axis for, and which is gathered."""
+        made = self.graph.program.operations[one.operation]
+        kept, moved = (self._told(holder, one.axis) for holder in (one.kept, one.moved))
+        return f"gathered over {one.axis}: {kept} and {moved} both lie on it, and the {made.name} keeps the first"
+
+    def _told(self, holder: Holder, axis: str) -> str:
+        value = self.graph.program.values[holder.value]
+        by = self.from_of(holder, axis)
+        return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
+
+    def why(self, source: Frame | None, axes: Sequence[str], kind: str) -> str:
+        here = [one for one in self.graph.conflicts if one.axis in axes and self.line(one.operation) == source]
+        if here and kind != "all-reduce":
+            return self.sentence(max(here, key=lambda one: self._bytes(one.moved.value)))
+        return self._summed(source, axes) or (self.sentence(here[0]) if here else "")
+
+    def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
+        """The sum of a line over an axis: what it adds up lies on it."""
+        for at, made in enumerate(self.graph.program.operations):
+            if made.factors.reduction and self.line(at) == source:
+                for holder, factor in self.graph.factors[at]:
+                    axis = next((one for one in self.graph.axes_of(holder) if one in axes), None)
+                    if axis is not None and factor in made.factors.reduction:
+                        return f"summed over {axis}: {self._told(holder, axis)} lies on it, and {made.name} adds it up"
+        return ""
+
+
+# Operations that make no array of their own.
+_SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
+
+
+def _whole(axis: str) -> str:
+    """An axis of which this may be a part."""
+    return axis.partition(":")[0]
+
+
+def _cells(row: ArrayRow) -> tuple[str, ...]:
+    by: dict[str, list[str]] = {}
+    for origin in row.origins:
+        by.setdefault(printable(origin.by), []).append(origin.axis)
+    told = "; ".join(f"{', '.join(axes)}: {name or '?'}" for name, axes in by.items())
+    spec = spec_text(entries_of(row.spec))
+    return (
+        bytes_text(row.bytes_per_device),
+        array_text(row.dtype, row.shape),
+        spec,
+        told or "-",
+        row.phase or "-",
+        place_text(row.source),
+    )
+
+
+def _plain(row: ArrayRow) -> dict[str, Any]:
+    """A row as JSON has it."""
+    return {
+        "line": row.source.place if row.source else None,
+        "operation": row.operation,
+        "phase": row.phase,
+        "shape": row.shape,
+        "dtype": str(row.dtype),
+        "spec": [list(entry_axes(entry)) for entry in entries_of(row.spec)],
+        "bytes_per_device": row.bytes_per_device,
+        "origins": {one.axis: {"by": one.by, "chain": [frame.place for frame in one.chain]} for one in row.origins},
+    }
