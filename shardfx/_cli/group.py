@@ -28,10 +28,11 @@ _VERBS = {
     "report": "Write a plan as one HTML page: a map of bytes, findings, a table.",
     "search": "Choose mesh and rules for a step, by what they would cost.",
     "traffic": "List what a step sends, and the line that causes it.",
+    "why": "Say how the arrays of a step lie, and what each mesh axis is from.",
 }
 _FILES = {
     **dict.fromkeys(("plan", "explain", "lint", "diff"), "plans"),
-    **dict.fromkeys(("traffic", "fit"), "steps"),
+    **dict.fromkeys(("traffic", "why", "fit"), "steps"),
     **dict.fromkeys(("convert", "clean"), "checkpoints"),
     **dict.fromkeys(("chips", "models"), "lists"),
     **dict.fromkeys(("report", "search", "demo")),

@@ -4,8 +4,8 @@ import dataclasses
 import math
 import re
 import textwrap
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, overload
 
 from .._ground.errors import UnknownPathError
 from .._ground.html import html_table
@@ -26,6 +26,7 @@ from .._plan.leaf import LeafPlan
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._rules.axis_rules import near
 from .._rules.resolution import Attempt as Attempt, attempts
+from ..cost._shardings import StepShardings, explained
 from ..topology._mesh import MeshSpec
 
 
@@ -100,25 +101,35 @@ class Explanation:
         return html_table([], below=_head(self)) + "\n" + html_table(rows, right=_NUMBERS, below=notes)
 
 
-def explain(plan: ShardPlan, path: str) -> Explanation:
-    """Why one array of a plan is sharded as it is, and what would change it.
+@overload
+def explain(plan: ShardPlan, path: str) -> Explanation: ...
+
+
+@overload
+def explain(plan: Callable[..., Any], path: str, *args: Any) -> StepShardings: ...
+
+
+def explain(plan: Any, path: str, *args: Any) -> Explanation | StepShardings:
+    """Why one array of a plan is sharded as it is, and what would change it; or the arrays of one line of a step.
 
     Nothing is kept for this while planning: the plan has its rules, reasons and requests, and the rules are read again
     by the function that applied them.
 
     **Arguments:**
 
-    - `plan`: the plan.
+    - `plan`: the plan, or a step as [`shardfx.cost.shardings`][] takes it.
     - `path`: of the array, as the plan's report names it; or a regex that finds one array, or arrays of repeated layers
-        alone, of which the first is taken: `k_proj`.
+        alone, of which the first is taken: `k_proj`. Of a step a file and a line, "train.py:41".
+    - `args`: what the step takes.
 
     **Returns:**
 
-    An `Explanation`.
+    An `Explanation`; of a step a [`shardfx.cost.StepShardings`][], whose notes say what the line sends, and why.
 
     **Raises:**
 
-    `UnknownPathError` with the nearest paths if the plan has no such array; also for a regex that finds others beside.
+    `UnknownPathError` with the nearest paths if the plan has no such array, or the step no such line; also for a regex
+    that finds others beside.
 
     !!! Example
 
@@ -137,6 +148,8 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
         print(why)
         ```
     """
+    if callable(plan):
+        return explained(plan, path, args)
     check_plan("plan", plan)
     leaf = _found(plan, path)
     entries, asked = (entries_at(spec, len(leaf.shape)) for spec in (leaf.spec, leaf.requested))

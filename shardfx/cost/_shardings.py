@@ -13,14 +13,16 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._ground.errors import UnknownPathError
 from .._ground.html import html_text
 from .._ground.spec import bits, canonical_entry, entries_of, entry_axes
-from .._ground.text import array_text, bytes_text, first_lines, joined, printable, spec_text, table
+from .._ground.text import array_text, bytes_text, first_lines, plural, printable, spec_text, table
 from .._ground.tree import flatten
+from .._rules.axis_rules import near
 from .._step import Platform, Step, program_of, step_of
 from .._step.lines import Frame, lines_of, name_stacks, own_line, place_text
 from ..topology._mesh import MeshSpec
-from ._estimate import platform_of
+from ._estimate import estimated, platform_of
 from ._hlo_text import Phase, phase_of
 from ._propagation import Conflict, Graph, Holder, Lost
+from ._traffic_rows import Traffic, TrafficRow
 
 
 # Rows that are printed.
@@ -141,7 +143,7 @@ class StepShardings:
         found = [row for row in self.rows if row.source is not None and row.source.place == line]
         if not found:
             lines = {row.source.place: None for row in self.rows if row.source}
-            raise UnknownPathError(f"no array of the step is made at {line!r:.80}; lines are {joined([*lines])}.")
+            raise UnknownPathError(f"no array of the step is made at {line!r:.80}{near(line, [*lines])}.")
         return dataclasses.replace(self, rows=tuple(found))
 
     def of(self, path: str) -> "StepShardings":
@@ -153,9 +155,7 @@ class StepShardings:
         """
         names = {origin.by for row in self.rows for origin in row.origins}
         if path not in names:
-            raise UnknownPathError(
-                f"no array of the step has an axis from {path!r:.80}; origins are {joined([*names])}."
-            )
+            raise UnknownPathError(f"no array of the step has an axis from {path!r:.80}{near(path, sorted(names))}.")
         return self._where(row for row in self.rows if any(origin.by == path for origin in row.origins))
 
     def replicated(self, *, least_bytes: int = 0) -> "StepShardings":
@@ -184,30 +184,31 @@ class StepShardings:
         """What is gathered since an operation's arrays have one axis on two dimensions, in a sentence each."""
         return self._known.conflicts
 
-    def why(self, source: Frame | None, axes: Sequence[str], kind: str) -> str:
-        """Why a collective is there, in a sentence; "" where no conflict is known at its line.
+    def annotate(self, traffic: Traffic) -> Traffic:
+        """The same traffic, each row with a note that says why it is sent.
 
         **Arguments:**
 
-        - `source`, `axes`, `kind`: of a [`shardfx.cost.TrafficRow`][].
+        - `traffic`: of the same step, by [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][]. Rows are matched by
+            line and axes.
         """
-        return self._known.why(source, axes, kind)
+        return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def to_json(self) -> str:
         """The rows as JSON."""
         return json.dumps([_plain(row) for row in self.rows])
 
     def __str__(self) -> str:
-        first: dict[Frame | None, ArrayRow] = {}
+        lines = {row.source for row in self.rows}
+        # Of one line each kind of array, of several each line's largest.
+        kinds: dict[Any, ArrayRow] = {}
         for row in self.rows:
-            first.setdefault(row.source, row)
-        shown = list(first.values())[:_MOST]
+            kinds.setdefault((row.shape, row.spec, row.phase) if len(lines) == 1 else row.source, row)
+        shown = [*kinds.values()][:_MOST]
         header = ("bytes/device", "array", "spec", "axes from", "pass", "source")
-        below = f"{len(self.rows)} arrays of {len(first)} lines on {self.mesh}; each line's largest."
-        lines = [*table([header, *map(_cells, shown)], right={"bytes/device"}), below, *self.notes]
-        if len(first) == 1:
-            lines += [f"  {one}" for one in self.wanted(shown[0])]
-        return "\n".join(lines)
+        below = f"{plural(len(self.rows), 'array')} of {plural(len(lines), 'line')} on {self.mesh}"
+        text = [*table([header, *map(_cells, shown)], right={"bytes/device"}), below, *self.notes]
+        return "\n".join([*text, *(f"  {one}" for one in self.wanted(shown[0]) if len(lines) == 1)])
 
     __repr__ = first_lines
 
@@ -252,11 +253,24 @@ def shardings(
     return shardings_of(step_of(step, args, mesh), platform_of(compiler))
 
 
+def explained(step: Any, line: str, args: Sequence[Any], compiler: Platform | str = "tpu") -> StepShardings:
+    """The arrays of one line of a step, and in their notes what that line sends and why."""
+    known, platform = step_of(step, args), platform_of(compiler)
+    found = shardings_of(known, platform)
+    sent = found.annotate(estimated(known, platform)).rows
+    own = (row for row in sent if row.source is not None and row.source.place == line)
+    notes = (
+        f"{bytes_text(row.wire_bytes)} by {row.kind} over {', '.join(row.axes)} ({row.phase or 'no gradient'}), "
+        f"{row.note}"
+        for row in own
+    )
+    return dataclasses.replace(found.at(line), notes=tuple(notes))
+
+
 def shardings_of(step: Step, platform: Platform) -> StepShardings:
     """The same for a step that is traced already."""
-    program = program_of(step.propagated(platform))
-    known = _Known(step, Graph(program))
-    notes = tuple(f"{words} ({count} times)" for words, count in program.notes.items() if "shard_map" in words)
+    known = _Known(step, Graph(program_of(step.propagated(platform))))
+    notes = (_INSIDE,) if None in known.made else ()
     return StepShardings(known.rows, step.mesh, notes, known)
 
 
@@ -268,16 +282,23 @@ class _Known:
         self.sizes = dict(step.mesh.shape)
 
     @ft.cached_property
-    def rows(self) -> tuple[ArrayRow, ...]:
-        made = self.graph.program.operations
-        found = [self._row(at, out) for at, one in enumerate(made) if one.name not in _SILENT for out in one.outs]
-        return tuple(sorted((row for row in found if row.shape), key=lambda row: -row.bytes_per_device))
+    def made(self) -> list[ArrayRow | None]:
+        """A row for each array; `None` inside a `shard_map`."""
+        made = enumerate(self.graph.program.operations)
+        return [self._row(at, out) for at, one in made if one.name not in _SILENT for out in one.outs]
 
-    def _row(self, at: int, out: int) -> ArrayRow:
+    @property
+    def rows(self) -> tuple[ArrayRow, ...]:
+        return tuple(sorted((row for row in self.made if row and row.shape), key=lambda row: -row.bytes_per_device))
+
+    def _row(self, at: int, out: int) -> ArrayRow | None:
         value, made, laid = self.graph.program.values[out], self.graph.program.operations[at], self.graph.laid[out]
         axes = [axis for own in laid.dims for axis in own]
         origins = tuple(Origin(axis, self.name(laid.origins.get(axis, "")), self._chain(out, axis)) for axis in axes)
-        phase = phase_of(" ".join(name_stacks(made.location)))
+        stack = " ".join(name_stacks(made.location))
+        if value.laid is None and "shard_map" in stack:
+            return None
+        phase = phase_of(stack)
         spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in laid.dims))
         return ArrayRow(
             self.line(at), made.name, phase, value.shape, value.dtype, spec, self._bytes(out), origins, out
@@ -365,11 +386,12 @@ class _Known:
         by = self.from_of(holder, axis)
         return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
-    def why(self, source: Frame | None, axes: Sequence[str], kind: str) -> str:
-        here = [one for one in self.graph.conflicts if one.axis in axes and self.line(one.operation) == source]
-        if here and kind != "all-reduce":
-            return self.sentence(max(here, key=lambda one: self._bytes(one.moved.value)))
-        return self._summed(source, axes) or (self.sentence(here[0]) if here else "")
+    def annotated(self, row: TrafficRow) -> TrafficRow:
+        here = [one for one in self.graph.conflicts if one.axis in row.axes and self.line(one.operation) == row.source]
+        gathered = self.sentence(max(here, key=lambda one: self._bytes(one.moved.value))) if here else ""
+        summed = self._summed(row.source, row.axes)
+        why = (summed or gathered if row.kind == "all-reduce" else gathered or summed) or "why: not known at its line"
+        return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
         """The sum of a line over an axis: what it adds up lies on it."""
@@ -382,6 +404,7 @@ class _Known:
         return ""
 
 
+_INSIDE = "Arrays inside a `shard_map` lie as its specs say, and have no rows."
 # Operations that make no array of their own.
 _SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 

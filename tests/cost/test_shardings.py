@@ -1,5 +1,6 @@
 """Where each axis of each array of a step comes from, against taking shardings away and looking again."""
 
+import json
 import random
 
 import jax
@@ -7,15 +8,17 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx.cost import shardings
+from shardfx._step import step_of
+from shardfx.cost import estimate, shardings
+from shardfx.errors import UnknownPathError
 
 
 MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-SIZES = (8, 16)
+SIZES, WHOLE = (8, 16), P()
 
 
-def struct(shape, spec=P(), dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, spec))
+def struct(shape, spec=WHOLE):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
 
 
 def random_spec(draw, rank):
@@ -81,19 +84,134 @@ def test_an_axis_is_there_as_long_as_its_origin_is(seed):
 
 
 def check(seed):
+    """How many axes of arrays were checked.
+
+    An axis is there when its origin alone has a sharding. Where other shardings decide a tie, so that it is not, it is
+    gone when the origin's sharding alone is taken away.
+    """
     step, shapes, cuts = a_program(seed)
     with open(__file__) as file:
-        marked = {text.rstrip()[-2:]: f"test_shardings.py:{at + 1}" for at, text in enumerate(file) if "  # c" in text}
-    lines = {line: name for name, line in marked.items()}
+        lines = {f"test_shardings.py:{at}": text.rstrip()[-2:] for at, text in enumerate(file, 1) if "  # c" in text}
     rows = laid(step, shapes, cuts)
-    origins = {named(one.by, lines) for row in rows for one in row.origins}
-    found = 0
-    for origin in sorted(origins):
+    checked = 0
+    for origin in sorted({named(one.by, lines) for row in rows for one in row.origins}):
         alone = laid(step, shapes, {name: spec if name == origin else P() for name, spec in cuts.items()})
-        for row, again in zip(rows, alone, strict=True):
-            assert (row.operation, row.shape) == (again.operation, again.shape)
+        without = laid(step, shapes, {name: P() if name == origin else spec for name, spec in cuts.items()})
+        for row, only, others in zip(rows, alone, without, strict=True):
+            assert (row.operation, row.shape) == (only.operation, only.shape) == (others.operation, others.shape)
             for one in row.origins:
                 if named(one.by, lines) == origin:
-                    found += 1
-                    assert any(one.axis in (entry or ()) for entry in again.spec), (seed, row, again)
-    return found
+                    checked += 1
+                    assert one.axis in axes_of(only) or one.axis not in axes_of(others), (seed, row, only, others)
+    return checked
+
+
+def axes_of(row):
+    return {axis for entry in row.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+
+
+def decoder(constrained):
+    """A plain decoder under FSDP: parameters and the batch are cut over one axis."""
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    width, hidden, batch = 64, 256, 16
+
+    def cut(shape, *spec, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    params = {
+        "embed": cut((512, width), "fsdp"),
+        "up": cut((3, width, hidden), None, "fsdp"),
+        "down": cut((3, hidden, width), None, None, "fsdp"),
+    }
+
+    def block(x, layer):
+        x = x + jax.nn.silu(x @ layer["up"]) @ layer["down"]  # block
+        if constrained:
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp")))  # constraint
+        return x, None
+
+    def step(params, tokens):
+        def loss(params):
+            x, _ = jax.lax.scan(block, params["embed"][tokens], {name: params[name] for name in ("up", "down")})
+            return jnp.mean((x @ params["embed"].T) ** 2)
+
+        return jax.tree.map(lambda a, b: a - b, params, jax.grad(loss)(params))
+
+    return step, (params, cut((batch, 32), "fsdp", dtype=jnp.int32))
+
+
+def line_of(mark):
+    with open(__file__) as file:
+        return next(
+            f"test_shardings.py:{at}" for at, text in enumerate(file, 1) if text.rstrip().endswith(f"  # {mark}")
+        )
+
+
+def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
+    step, args = decoder(constrained=False)
+    found = shardings(step, *args)
+    worst = found.replicated().rows[0]
+    assert worst.shape == (3, 16, 32, 256) and not worst.origins
+    (wanted,) = found.wanted(worst)
+    assert (wanted.by, wanted.first, wanted.shape) == ("tokens", "params/down", (16, 32, 64))
+    assert wanted.spec == P("fsdp", None, None) and wanted.line.place == line_of("block")
+    assert "P('fsdp', None, None)" in str(found.at(line_of("block")))
+    mended_step, args = decoder(constrained=True)
+    mended = shardings(mended_step, *args)
+    again = next(row for row in mended.rows if row.shape == worst.shape)
+    assert again.bytes_per_device * 8 == worst.bytes_per_device
+    (origin,) = again.origins
+    assert origin.by.startswith(f"the constraint at {line_of('constraint')}")
+    assert estimate(mended_step, *args).wire_bytes < estimate(step, *args).wire_bytes
+
+
+def test_rows_of_one_parameter_and_of_one_line():
+    step, args = decoder(constrained=False)
+    found = shardings(step, *args)
+    shaped = found.of("params/down").rows
+    assert shaped and all(any(one.by == "params/down" for one in row.origins) for row in shaped)
+    assert any(one.chain for row in shaped for one in row.origins)
+    assert {row.source.place for row in found.at(line_of("block")).rows} == {line_of("block")}
+    assert "silu" in found.at(line_of("block")).rows[0].expression
+    with pytest.raises(UnknownPathError, match="no array of the step is made at 'x.py:1'"):
+        found.at("x.py:1")
+    with pytest.raises(UnknownPathError, match="did you mean 'params/down'"):
+        found.of("params/dwon")
+
+
+def test_what_is_sent_says_why():
+    step, args = decoder(constrained=False)
+    found = shardings(step, *args)
+    sent = found.annotate(estimate(step, *args))
+    summed = next(row for row in sent.rows if row.source.place == line_of("block"))
+    assert "summed over fsdp" in summed.note and "from params/down" in summed.note
+    assert any("both lie on it" in one for one in found.conflicts)
+    rows = json.loads(found.to_json())
+    assert len(rows) == len(found.rows) and rows[0]["bytes_per_device"] == found.rows[0].bytes_per_device
+    assert len(str(found).splitlines()) <= 40 and "<pre>" in found._repr_html_()
+
+
+def test_shard_maps_keep_their_specs_and_results_are_origins():
+    mesh = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def step(x):
+        x = jax.shard_map(lambda x: (x * 2, x.sum(1)), mesh=mesh, in_specs=P("a", None), out_specs=(P("a"), P("a")))(x)
+        return jnp.tanh(x[0]) + x[1][:, None], jnp.exp(x[0]).T
+
+    out = (None, NamedSharding(mesh, P("b", None)))
+    found = shardings(jax.jit(step, out_shardings=out), struct((8, 16)), compiler="cpu")
+    by = {row.operation: {one.axis: one.by for one in row.origins} for row in found.rows}
+    assert by["tanh"]["a"].startswith("the constraint at test_shardings.py")
+    assert "result 1" in {one.by for row in found.rows for one in row.origins}
+    assert "multiply" not in by and "inside a `shard_map`" in str(found)
+
+
+def test_layouts_are_those_that_xla_chooses():
+    step, args = decoder(constrained=False)
+    known = step_of(step, args)
+    products = [row for row in shardings(step, *args, compiler="cpu").rows if row.operation.startswith("dot")]
+    text = known.partitioned("cpu")
+    for row in products:
+        cuts = [8 if entry else 1 for entry in (*row.spec, *[None] * 4)]
+        part = ",".join(str(size // cut) for size, cut in zip(row.shape, cuts, strict=False))
+        assert f"f32[{part}]" in text, row

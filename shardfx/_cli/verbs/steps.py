@@ -1,10 +1,11 @@
-"""`shardfx traffic` and `shardfx fit`: what a step sends, and whether it fits the memory of a chip."""
+"""`shardfx traffic`, `why` and `fit`: what a step sends, how its arrays lie, and whether it fits a chip's memory."""
 
+import json
 from typing import Any
 
 import click
 
-from shardfx import ShardPlan, cost
+from shardfx import ShardPlan, cost, explain
 
 from .._asked import Asked, asks_for_a_plan, plan_of
 from .._screen import JSON, answer, data_of, terminal_width, verb, working
@@ -73,9 +74,6 @@ def traffic(
     answer(json_file, lambda: text, lambda: told)
 
 
-traffic.help = (traffic.help or "").replace("{STEP}", _STEP_HELP)
-
-
 def _habits(how: str, target: str | None) -> str:
     return "cpu" if how == "compare" and target is None else "tpu"
 
@@ -87,6 +85,26 @@ def _found(step: Step, program: Any, how: str, compiler: Any) -> Any:
     if how == "compile":
         return sent
     return calling("comparing", lambda: cost.compare(estimated(step, compiler), sent))
+
+
+@verb(examples=("shardfx why my_model:train_step --mesh data=2,fsdp=4", "shardfx why my_model:train_step train.py:41"))
+@click.argument("step", metavar="MODULE:STEP")
+@click.argument("line", required=False, metavar="[LINE]")
+@click.option("--mesh", metavar="MESH", help="The function's argument `mesh`, as in data=2,fsdp=4.")
+@click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
+@JSON
+def why(step: str, line: str | None, mesh: str | None, kwargs: str | None, json_file: str | None) -> None:
+    """Say how the arrays of a step lie, and what each mesh axis is from.
+
+    With LINE, as train.py:41: the arrays that this line makes, what it sends, and why. {STEP}
+    """
+    loaded = load_step(step, kwargs, mesh)
+    with working(f"asking about {step}"):
+        if line is None:
+            found = calling("asking", lambda: cost.shardings(loaded.function, *loaded.args))
+        else:
+            found = calling("asking", lambda: explain(loaded.function, line, *loaded.args))
+    answer(json_file, lambda: str(found), lambda: {"arrays": json.loads(found.to_json()), "notes": found.notes})
 
 
 @verb(
@@ -142,3 +160,7 @@ def _data(found: cost.Fit) -> dict[str, Any]:
     names = ("fits", "is_close", "peak_bytes", "usable_bytes", "headroom_bytes", "how", "batch", "largest_batch")
     tables = ("rows", "largest", "changes", "notes")
     return {name: data_of(getattr(found, name)) for name in (*names, *tables)} | {"chip_name": found.chip.name}
+
+
+for _one in (traffic, why):
+    _one.help = (_one.help or "").replace("{STEP}", _STEP_HELP)
