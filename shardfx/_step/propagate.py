@@ -15,7 +15,7 @@ import signal
 import tempfile
 from typing import Any
 
-from jaxlib import _jax, xla_client
+from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
@@ -31,7 +31,8 @@ _CONSTRAINT, _INTO, _OUT = "Sharding", "xla.sdy.GlobalToLocalShape", "xla.sdy.Lo
 _SAID = ("xla.sdy.sharding", "xla.sdy.in_shardings", "xla.sdy.out_shardings")
 _DIMS = re.compile(r"(?:<@\w+, |mesh\[[^\]]*\], )\[([^\]]*)\]")
 _MESH = "mesh"
-_READER: Any = getattr(xla_client, "hlo", None) or xla_client._xla  # JAX 0.9
+_CLIENT: Any = xla_client
+_READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # as JAX 0.9 has it
 
 
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
@@ -65,7 +66,7 @@ def _run(hlo: bytes, request: dict[str, Any], origins: str, file: Any) -> None:
             _module(hlo, request, origins).operation.write_bytecode(sink)
         file.write(sink.getvalue())
         status = 0
-    except Exception as error:  # any: it is told to the process that asked
+    except (RuntimeError, ValueError, TypeError, ir.MLIRError) as error:
         file.write(str(error).encode()[:60_000])
     finally:
         file.flush()

@@ -183,11 +183,11 @@ class Step:
             text = rewritten(text, module.context)
         return partitioned(text, mesh.size, _OPTIONS[platform])
 
-    def propagated(self, platform: Platform) -> Any:
+    def propagated(self, platform: Platform, *, module: Any = None) -> Any:
         """The step's module with the layout of each array, and where each axis of it comes from."""
         if self.mesh.size > MOST_DEVICES:
             raise MeshError(f"a mesh has at most {MOST_DEVICES} devices here, and {self.mesh} has {self.mesh.size}.")
-        module = self.module(platform)
+        module = self.module(platform) if module is None else module
         taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
         with module.context:
             return ir.Module.parse(propagated(bytecode(module), dict(self.mesh.shape), taken, made))

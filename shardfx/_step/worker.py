@@ -53,7 +53,7 @@ def main() -> None:
             os._exit(0)
 
 
-@ft.cache
+@ft.lru_cache(maxsize=1)
 def _shardy() -> Any:
     """The file beside this one, whose folder is no place to import from."""
     spec = importlib.util.spec_from_file_location("propagate", os.path.join(os.path.dirname(__file__), "propagate.py"))

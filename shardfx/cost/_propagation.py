@@ -49,6 +49,7 @@ class Graph:
     def __init__(self, program: Program):
         self.program = program
         self.laid = [value.laid or _NONE for value in program.values]
+        self.ways: dict[tuple[str, str], Mapping[int, tuple[int, int] | None]] = {}
 
     @ft.cached_property
     def operations_of(self) -> list[list[int]]:
@@ -98,9 +99,13 @@ class Graph:
             way.append(operation)
         return way[::-1]
 
-    @ft.cache  # noqa: B019
     def _ways(self, axis: str, origin: str) -> Mapping[int, tuple[int, int] | None]:
         """By array with this axis of this origin the operation and the array that it came from."""
+        if (axis, origin) not in self.ways:
+            self.ways[axis, origin] = self._found(axis, origin)
+        return self.ways[axis, origin]
+
+    def _found(self, axis: str, origin: str) -> Mapping[int, tuple[int, int] | None]:
         found: dict[int, tuple[int, int] | None] = dict.fromkeys(self._sources(origin))
         queue = deque(found)
         while queue:

@@ -267,9 +267,9 @@ def explained(step: Any, line: str, args: Sequence[Any], compiler: Platform | st
     return dataclasses.replace(found.at(line), notes=tuple(notes))
 
 
-def shardings_of(step: Step, platform: Platform) -> StepShardings:
-    """The same for a step that is traced already."""
-    known = _Known(step, Graph(program_of(step.propagated(platform))))
+def shardings_of(step: Step, platform: Platform, module: Any = None) -> StepShardings:
+    """The same for a step that is traced already, or for another form of its module."""
+    known = _Known(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()
     return StepShardings(known.rows, step.mesh, notes, known)
 
@@ -301,7 +301,7 @@ class _Known:
         phase = phase_of(stack)
         spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in laid.dims))
         return ArrayRow(
-            self.line(at), made.name, phase, value.shape, value.dtype, spec, self._bytes(out), origins, out
+            self.lines[at], made.name, phase, value.shape, value.dtype, spec, self._bytes(out), origins, out
         )  # fmt: skip
 
     def _bytes(self, number: int) -> int:
@@ -314,16 +314,15 @@ class _Known:
     def _size(self, axis: str) -> int:
         return int(axis.rpartition(")")[2]) if ":" in axis else self.sizes[axis]
 
-    @ft.cache  # noqa: B019
-    def line(self, at: int) -> Frame | None:
-        """The user's own line of an operation."""
-        return own_line(lines_of(self.graph.program.operations[at].location))
+    @ft.cached_property
+    def lines(self) -> list[Frame | None]:
+        """The user's own line of each operation."""
+        return [own_line(lines_of(one.location)) for one in self.graph.program.operations]
 
     def _chain(self, number: int, axis: str) -> tuple[Frame, ...]:
-        lines = [self.line(at) for at in self.graph.chain(number, axis)]
+        lines = [self.lines[at] for at in self.graph.chain(number, axis)]
         return tuple(line for at, line in enumerate(lines) if line is not None and line not in lines[at - 1 : at])
 
-    @ft.cache  # noqa: B019
     def name(self, origin: str) -> str:
         """Who an axis comes from: "params/w", "result 0/w" or "the constraint at train.py:41"."""
         kind, _, number = origin.partition(": ")
@@ -333,7 +332,7 @@ class _Known:
         if kind == "output":
             return f"result {self.results[int(number)]}".rstrip()
         if origin in self.graph.constraints:
-            return f"the constraint at {place_text(self.line(self.graph.makers[self.graph.constraints[origin][0]]))}"
+            return f"the constraint at {place_text(self.lines[self.graph.makers[self.graph.constraints[origin][0]]])}"
         return "" if origin == "" else origin
 
     @ft.cached_property
@@ -367,13 +366,13 @@ class _Known:
         entries = [[_whole(one) for one in own if _whole(one) != axis] for own in dims or [()] * len(value.shape)]
         entries[lost.last.dim].append(axis)
         spec = PartitionSpec(*map(canonical_entry, entries))
-        line = self.line(self.graph.makers.get(last, lost.operation))
+        line = self.lines[self.graph.makers.get(last, lost.operation)]
         return Wanted(axis, lost.dim, self.from_of(lost.holder, axis), first, line, value.shape, value.dtype, spec)
 
     @ft.cached_property
     def conflicts(self) -> tuple[str, ...]:
         largest = sorted(self.graph.conflicts, key=lambda one: -self._bytes(one.moved.value))
-        return tuple(dict.fromkeys(f"{place_text(self.line(one.operation))}: {self.sentence(one)}" for one in largest))
+        return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
         """What an operation's arrays have one axis for, and which is gathered."""
@@ -387,7 +386,7 @@ class _Known:
         return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def annotated(self, row: TrafficRow) -> TrafficRow:
-        here = [one for one in self.graph.conflicts if one.axis in row.axes and self.line(one.operation) == row.source]
+        here = [one for one in self.graph.conflicts if one.axis in row.axes and self.lines[one.operation] == row.source]
         gathered = self.sentence(max(here, key=lambda one: self._bytes(one.moved.value))) if here else ""
         summed = self._summed(row.source, row.axes)
         why = (summed or gathered if row.kind == "all-reduce" else gathered or summed) or "why: not known at its line"
@@ -396,7 +395,7 @@ class _Known:
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
         """The sum of a line over an axis: what it adds up lies on it."""
         for at, made in enumerate(self.graph.program.operations):
-            if made.factors.reduction and self.line(at) == source:
+            if made.factors.reduction and self.lines[at] == source:
                 for holder, factor in self.graph.factors[at]:
                     axis = next((one for one in self.graph.axes_of(holder) if one in axes), None)
                     if axis is not None and factor in made.factors.reduction:

@@ -154,7 +154,8 @@ def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
     assert worst.shape == (3, 16, 32, 256) and not worst.origins
     (wanted,) = found.wanted(worst)
     assert (wanted.by, wanted.first, wanted.shape) == ("tokens", "params/down", (16, 32, 64))
-    assert wanted.spec == P("fsdp", None, None) and wanted.line.place == line_of("block")
+    assert wanted.spec == P("fsdp", None, None) and wanted.line is not None
+    assert wanted.line.place == line_of("block")
     assert "P('fsdp', None, None)" in str(found.at(line_of("block")))
     mended_step, args = decoder(constrained=True)
     mended = shardings(mended_step, *args)
@@ -171,7 +172,7 @@ def test_rows_of_one_parameter_and_of_one_line():
     shaped = found.of("params/down").rows
     assert shaped and all(any(one.by == "params/down" for one in row.origins) for row in shaped)
     assert any(one.chain for row in shaped for one in row.origins)
-    assert {row.source.place for row in found.at(line_of("block")).rows} == {line_of("block")}
+    assert {row.source and row.source.place for row in found.at(line_of("block")).rows} == {line_of("block")}
     assert "silu" in found.at(line_of("block")).rows[0].expression
     with pytest.raises(UnknownPathError, match="no array of the step is made at 'x.py:1'"):
         found.at("x.py:1")
@@ -183,7 +184,7 @@ def test_what_is_sent_says_why():
     step, args = decoder(constrained=False)
     found = shardings(step, *args)
     sent = found.annotate(estimate(step, *args))
-    summed = next(row for row in sent.rows if row.source.place == line_of("block"))
+    summed = next(row for row in sent.rows if row.source and row.source.place == line_of("block"))
     assert "summed over fsdp" in summed.note and "from params/down" in summed.note
     assert any("both lie on it" in one for one in found.conflicts)
     rows = json.loads(found.to_json())
