@@ -59,6 +59,7 @@ COMMANDS = {
         "traffic my_model:train_step --mesh data=16,fsdp=64,tensor=8 --how estimate",
         24,
     ),
+    "why": ("why my_model:train_step --mesh data=2,fsdp=4,tensor=2", 24),
     "search": (
         "search my_model:plain_step --devices tpu:v5e:2x4 --keep 1",
         24,
