@@ -207,8 +207,9 @@ class StepShardings:
         shown = [*kinds.values()][:_MOST]
         header = ("bytes/device", "array", "spec", "axes from", "pass", "source")
         below = f"{plural(len(self.rows), 'array')} of {plural(len(lines), 'line')} on {self.mesh}"
+        wanted = self.wanted(shown[0]) if len(lines) == 1 else ()
         text = [*table([header, *map(_cells, shown)], right={"bytes/device"}), below, *self.notes]
-        return "\n".join([*text, *(f"  {one}" for one in self.wanted(shown[0]) if len(lines) == 1)])
+        return "\n".join([*text, *(f"  {one}" for one in wanted)])
 
     __repr__ = first_lines
 

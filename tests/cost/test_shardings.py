@@ -216,3 +216,7 @@ def test_layouts_are_those_that_xla_chooses():
         cuts = [8 if entry else 1 for entry in (*row.spec, *[None] * 4)]
         part = ",".join(str(size // cut) for size, cut in zip(row.shape, cuts, strict=False))
         assert f"f32[{part}]" in text, row
+
+
+def test_a_step_that_makes_no_array_prints():
+    assert "0 arrays of 0 lines" in str(shardings(lambda x: x, struct((8, 8)), compiler="cpu"))
