@@ -162,9 +162,11 @@ def laid_results(operation: Any) -> list[Laid | None]:
         return []
     shardings = list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
     if _OF_LOOPS in attributes:
-        # Only of those results that are cut.
-        told = iter(ir.ArrayAttr(attributes[_OF_LOOPS]))
-        return [_laid(one, next(told, None) if any(_dims(one)) else None) for one in shardings]
+        told = list(ir.ArrayAttr(attributes[_OF_LOOPS]))
+        if len(told) != len(shardings):  # before JAX 0.12 of those that are cut alone
+            left = iter(told)
+            told = [next(left, None) if any(_dims(one)) else None for one in shardings]
+        return [_laid(one, own) for one, own in zip(shardings, told, strict=True)]
     each = [None] * len(shardings) if origins is None else ir.ArrayAttr(origins)
     return [_laid(sharding, own) for sharding, own in zip(shardings, each, strict=True)]
 

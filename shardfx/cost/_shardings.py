@@ -70,7 +70,7 @@ class Wanted:
     @property
     def change(self) -> str:
         """The constraint that keeps the axis, as code."""
-        return f"jax.lax.with_sharding_constraint(x, {self.spec!r})"
+        return f"jax.lax.with_sharding_constraint(x, jax.P{entries_of(self.spec)!r})"
 
     def __str__(self) -> str:
         lost = f"{self.first} took it first" if self.first else "it was not handed on"

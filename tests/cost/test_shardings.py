@@ -156,7 +156,7 @@ def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
     assert (wanted.by, wanted.first, wanted.shape) == ("tokens", "params/down", (16, 32, 64))
     assert wanted.spec == P("fsdp", None, None) and wanted.line is not None
     assert wanted.line.place == line_of("block")
-    assert "P('fsdp', None, None)" in str(found.at(line_of("block")))
+    assert "jax.P('fsdp', None, None)" in str(found.at(line_of("block")))
     mended_step, args = decoder(constrained=True)
     mended = shardings(mended_step, *args)
     again = next(row for row in mended.rows if row.shape == worst.shape)
