@@ -103,7 +103,9 @@ class Flight:
         while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > _MOST_OPEN):
             self._land_one()
         wanted = [(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]
-        memory = iter(buffers(wanted, memory_to_fill))
+        # What is large has memory of its own: a block below 32 MiB is one that `malloc` had touched before.
+        together = [wanted] if len(units) > 1 else [[one] for one in wanted]
+        memory = iter([one for some in together for one in buffers(some, memory_to_fill)])
         pairs = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
         tasks: list[Task] = []
         for unit, filled in pairs:
