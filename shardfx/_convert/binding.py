@@ -1,6 +1,5 @@
 """A map with the leaves of both trees: every rule in its places, checked, before anything is read or moved."""
 
-import dataclasses
 import difflib
 import itertools as it
 import math
@@ -12,10 +11,9 @@ from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
 from .evaluate import ON_SHAPES, Absent, cast, count_of, dim_of, evaluated, leaf_made
-from .expression import From, leaves_of
+from .expression import From, Rules, leaves_of
 from .patterns import Binding, Pattern, pattern, sum_of
-from .pieces import Counted, Factor, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
-from .rules import Rules
+from .pieces import Counted, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 
 
 Leaf = Struct | Made
@@ -23,24 +21,10 @@ _SHOWN = 20
 _COMPARED = 2000
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """What each leaf of a target is made of.
-
-    **Arguments:**
-
-    - `source`: the leaves of the source, by path.
-    - `made`: the leaves of the target, by path, in the target's order.
-    """
-
-    source: Mapping[str, Struct]
-    made: Mapping[str, Made]
-
-
 def bound_steps(
     steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
-) -> Bound:
-    """The steps of a map, one after the other, with the leaves of both trees."""
+) -> Mapping[str, Made]:
+    """What each leaf of a target is made of by the steps of a map, one after the other; in the target's order."""
     made: Mapping[str, Made] | None = None
     known: Mapping[str, Leaf] = source
     for step, there in zip(steps, _targets(steps, target), strict=True):
@@ -48,7 +32,7 @@ def bound_steps(
         made = new if made is None else _through(new, made)
         known = new
     assert made is not None
-    return Bound(source, made)
+    return made
 
 
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
@@ -87,7 +71,7 @@ def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf]
             problems.append((path, f"{str(error).removesuffix('.')}{near}. It is made by {rule}"))
             failed += [pattern(leaf) for leaf in leaves_of(rule)]
             continue
-        made = Made(made.shape, made.dtype, tuple(_simplified(made.pieces)))
+        made = Made(made.shape, made.dtype, tuple(map(simplified, made.pieces)))
         wanted = None if target is None else target[path]
         if wanted is not None:
             made = _fitting(path, rule, made, wanted, step.casts, problems)
@@ -98,15 +82,6 @@ def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf]
     if problems:
         _raise(problems)
     return found if target is None else {path: found[path] for path in target}
-
-
-def _simplified(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces with as few factors as say the same; thousands of them have the same few."""
-    known: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
-    for piece in pieces:
-        if piece.factors not in known:
-            known[piece.factors] = simplified(piece).factors
-        yield Piece(piece.value, piece.source, piece.target, known[piece.factors])
 
 
 def _used(rule: From, binding: Binding, leaves: Mapping[str, Made]) -> Iterator[str]:

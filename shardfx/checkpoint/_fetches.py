@@ -1,6 +1,7 @@
 """Which boxes of which arrays fill a leaf, and where in its memory each belongs."""
 
 import dataclasses
+import itertools as it
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from .._convert.pieces import Piece, hull, is_only, shifted, swapped, within
 from .._convert.values import chunks, fill, scale_box
-from .._convert.views import Landing, landing_count, landings, seen, strides_of
+from .._convert.views import Landing, landings, seen, strides_of
 from .._ground.boxes import Box
 from . import _stores as stores
 from ._entry import FileArray, StoreArray, may_change
@@ -112,10 +113,8 @@ def _first_like(piece: Piece, ends: Box, box: Box) -> tuple[Piece, tuple[int, ..
 def landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
     """The parts of a piece in a box: as landings, or as they are, where they are looked at on the way."""
     for part in within(piece, box):
-        if not is_plain or landing_count(part, box) > _MOST_LANDINGS:
-            yield part
-        else:
-            yield tuple(landings(part, box))
+        few = tuple(it.islice(landings(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
+        yield few if 0 < len(few) <= _MOST_LANDINGS else part
 
 
 def is_plain(piece: Piece, leaf: Wanted, entries: Mapping[str, FileArray | StoreArray]) -> bool:

@@ -217,7 +217,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
     """The arrays that a map makes of a tree's, in the place of those."""
     source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
-    made = bound(map, source, None if like is None else tree_structs(like)).made
+    made = bound(map, source, None if like is None else tree_structs(like))
     arrays, kinds, found = dict(leaves.arrays), {}, []
     for path, one in made.items():
         if any(piece.value.scale is not None for piece in one.pieces):
