@@ -44,13 +44,13 @@ def _is_in_jax(arrays: Mapping[str, Any]) -> bool:
 
 def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Mapping[str, Made]) -> dict[str, Any]:
     """Step by step, rule by rule: not by pieces, so that the two can be compared."""
-    ops = on_arrays(jnp if _is_in_jax(arrays) else np)
+    xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
         target = made if last else bound_steps([step], structs)
-        found = {}
-        for path, rule, binding in places(step, structs, target, {}, []):
+        found, ops = {}, on_arrays(xp, leaves)
+        for path, rule, binding in places(step, structs, target, []):
             value = evaluated(rule, binding, leaves, ops)
             found[path] = cast_array(value, target[path].dtype) if value.dtype != target[path].dtype else value
         leaves, structs = {path: found[path] for path in target}, structs_of(target, target.values())

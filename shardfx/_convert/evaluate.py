@@ -44,11 +44,12 @@ def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapp
 
     **Arguments:**
 
-    - `leaves`: by path, what each leaf is worth.
-    - `ops`: `ON_SHAPES` or `on_arrays(...)`: what each operation does with what its parts are worth.
+    - `leaves`: the leaves that there are, by path.
+    - `ops`: `on_shapes(...)` or `on_arrays(...)`: what each leaf is worth, and what each operation does with what its
+        parts are worth.
     """
     if made.op == "leaf":
-        return leaves[resolved(made.args[0], binding, leaves)]
+        return ops["leaf"](resolved(made.args[0], binding, leaves))
     if made.op == "stack":
         over, dim = made.args[:2]
         parts = [evaluated(made.of[0], {**binding, over: i}, leaves, ops) for i in count_of(made, binding, leaves)]
@@ -356,7 +357,17 @@ def _scale(parts: Sequence[Made], block: tuple[int, ...]) -> Made:
     return Made(made.shape, jnp.dtype("float32"), tuple(pieces))
 
 
-ON_SHAPES: Mapping[str, Callable[..., Made]] = {
+def on_shapes(leaves: Mapping[str, Struct | Made], used: dict[str, None]) -> Mapping[str, Callable[..., Made]]:
+    """What each operation does with pieces; `used` gets the path of each leaf that is taken."""
+
+    def leaf(path: str) -> Made:
+        used[path] = None
+        return leaf_made(path, leaves[path])
+
+    return {**_ON_SHAPES, "leaf": leaf}
+
+
+_ON_SHAPES: Mapping[str, Callable[..., Made]] = {
     "constant": _constant,
     "transpose": _transpose,
     "split": _split,

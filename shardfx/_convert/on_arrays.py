@@ -10,7 +10,7 @@ from .casts import cast_array
 from .evaluate import check_counted, dim_of, sizes_of
 
 
-def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
+def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., Any]]:
     """What each operation does with arrays of `xp`, which is `numpy` or `jax.numpy`."""
 
     def constant(_: Sequence[Any], value: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -76,6 +76,7 @@ def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
         return run
 
     return {
+        "leaf": leaves.__getitem__,
         "constant": constant,
         "transpose": transpose,
         "reshape": reshape,
