@@ -11,7 +11,7 @@ from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
 from .evaluate import Absent, cast, dim_of, evaluated, on_shapes
-from .expression import From, Rules, leaves_of
+from .expression import From, Rules, counted_leaf, leaves_of
 from .patterns import Binding, Pattern, pattern, sum_of
 from .pieces import Counted, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 
@@ -253,7 +253,7 @@ def _behind_gaps(step: Rules, source: Mapping[str, Leaf], used: Mapping[str, Non
 def _endless(rule: From) -> Iterator[tuple[str, str]]:
     """The name that each stack without a count goes through, with the leaf that it counts."""
     if rule.op == "stack" and len(rule.args) == 2:
-        text = next((leaf for leaf in leaves_of(rule.of[0]) if rule.args[0] in pattern(leaf).names), None)
+        text = counted_leaf(rule)
         if text is not None:
             yield rule.args[0], text
     for part in rule.of:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._ground.errors import MapError
-from .expression import From
+from .expression import From, counted_leaf
 from .forms import check_number
 from .patterns import Binding, pattern, sum_of
 from .pieces import (
@@ -77,7 +77,7 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, Any]) -> range:
     """The numbers that a stack goes through: as it says, or as long as the source has the first of its leaves."""
-    over, first = made.args[0], _first_with(made.of[0], made.args[0])
+    over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
         return range(made.args[2])
     if first is None:
@@ -98,12 +98,6 @@ def _inner_stacks(made: From) -> list[str]:
     """What stacks within an expression go through."""
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
-
-
-def _first_with(made: From, name: str) -> str | None:
-    if made.op == "leaf":
-        return made.args[0] if name in pattern(made.args[0]).names else None
-    return next((found for part in made.of if (found := _first_with(part, name)) is not None), None)
 
 
 def _index(index: int | str, binding: Binding) -> int:

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from .._ground.errors import MapError
 from .forms import checked
+from .patterns import pattern
 
 
 Op = Literal[
@@ -243,6 +244,11 @@ def _tuples(value: Any) -> Any:
 def leaves_of(made: From) -> list[str]:
     """The paths of the leaves that an expression names, in order."""
     return [made.args[0]] if made.op == "leaf" else [path for part in made.of for path in leaves_of(part)]
+
+
+def counted_leaf(stack: From) -> str | None:
+    """The leaf whose numbers a stack goes through: the first that has the stack's name."""
+    return next((leaf for leaf in leaves_of(stack.of[0]) if stack.args[0] in pattern(leaf).names), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from .._ground.boxes import Box
 from . import _stores as stores
 from ._entry import FileArray, StoreArray, may_change
 from ._reader import COPY_BYTES, Files, spans_of
+from ._spans import Span
 from ._stores import MissingChunks
 from ._units import Unit
 from ._wanted import Wanted
@@ -43,17 +44,19 @@ class Fetch:
         """The memory of each box, seen with the dimensions of the checkpoint's array."""
         return [memory[number] if home is None else seen(memory[number], home) for number, home in self.homes]
 
-    def fills_rows(self) -> bool:
-        """Whether the bytes of each box lie in the memory as they do in the file."""
-        for box, (_, home) in zip(self.boxes, self.homes, strict=True):
-            if home is None:
-                continue
-            step = 1
-            for (start, stop), stride in zip(reversed(box), reversed(home.strides), strict=True):
-                if stop - start > 1 and stride != step:
-                    return False
-                step *= stop - start
+    def spans(self, entry: FileArray, dtype: Any, gap_bytes: int) -> tuple[Span, ...]:
+        """The reads of an array in a file, for memory of a dtype."""
+        in_place = dtype == entry.dtype and all(map(_is_in_place, self.boxes, self.homes))
+        return spans_of(entry, self.boxes, in_place, gap_bytes)
+
+
+def _is_in_place(box: Box, home: tuple[int, Landing | None]) -> bool:
+    """Whether the bytes of a box lie in the memory as they do in the file."""
+    if home[1] is None:
         return True
+    sizes = [stop - start for start, stop in box]
+    pairs = zip(sizes, home[1].strides, strides_of(sizes), strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
 @dataclasses.dataclass(frozen=True)

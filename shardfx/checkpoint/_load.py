@@ -22,7 +22,7 @@ from ._files import ChangedError, require_seen_unchanged
 from ._flight import Filled, Flight, Progress, Task, groups
 from ._index import Index, read_index
 from ._metadata import keys_from
-from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
+from ._reader import GAP_BYTES, RUN_BYTES, Files
 from ._spans import Span
 from ._stores import MissingChunks
 from ._units import Host, Unit, units_of
@@ -217,8 +217,7 @@ def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: Asked) -> 
         if isinstance(entry, StoreArray):
             yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=asked.missing_chunks)
             continue
-        in_place = all(t.dtype == entry.dtype and t.flags.c_contiguous for t in targets)
-        for batch in _batches(spans_of(entry, fetch.boxes, in_place, asked.gap_bytes)):
+        for batch in _batches(fetch.spans(entry, unit.leaf.dtype, asked.gap_bytes)):
             yield ft.partial(files.read, entry, batch, fetch.boxes, targets)
     for one in gathered:
         yield ft.partial(gather, files, unit, one, memory[one.number], asked.gap_bytes, asked.missing_chunks)

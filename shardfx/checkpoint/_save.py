@@ -22,7 +22,7 @@ from ._entry import fill
 from ._files import inside, place, read_json
 from ._flight import Progress
 from ._index import read_index, require_local
-from ._leaves import Exported, Held, Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
+from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
 from ._metadata import NUMBERS_KEY, to_text
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
 from ._spans import spans
@@ -310,11 +310,11 @@ def _groups(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
 def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
     """Writes what this process holds of tensors that follow each other: by one call those that it holds whole."""
     if len(tensors) == 1:
-        return _write_parts(descriptor, tensors[0], _pieces(tensors[0], is_first), stop)
+        return _write_parts(descriptor, tensors[0], list(shards_of(tensors[0].value, is_first)), stop)
     begin, runs, written = tensors[0].offset, list[slice](), 0
     memory = np.empty(tensors[-1].offset + tensors[-1].nbytes - begin, np.uint8)
     for tensor in tensors:
-        pieces = _pieces(tensor, is_first)
+        pieces = list(shards_of(tensor.value, is_first))
         if sum([values.size for _, values in pieces]) < math.prod(tensor.shape):
             # Another process writes the rest of it.
             written += _write_parts(descriptor, tensor, pieces, stop)
@@ -336,11 +336,6 @@ def _put_together(whole: np.ndarray, pieces: Sequence[tuple[Box, np.ndarray]], n
             part[...] = values
         else:
             fill(part, values, name)
-
-
-def _pieces(tensor: _Tensor, is_first: bool) -> list[tuple[Box, np.ndarray]]:
-    value = tensor.value
-    return list(value.pieces(is_first) if isinstance(value, Exported | Held) else shards_of(value, is_first))
 
 
 def _write_parts(
