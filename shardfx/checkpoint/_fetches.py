@@ -47,7 +47,7 @@ class Fetch:
     def spans(self, entry: FileArray, dtype: Any, gap_bytes: int) -> tuple[Span, ...]:
         """The reads of an array in a file, for memory of a dtype."""
         in_place = dtype == entry.dtype and all(map(_is_in_place, self.boxes, self.homes))
-        return spans_of(entry, self.boxes, in_place, gap_bytes)
+        return spans_of(entry.shape, entry.dtype.itemsize, self.boxes, in_place, gap_bytes)
 
 
 def _is_in_place(box: Box, home: tuple[int, Landing | None]) -> bool:
@@ -142,7 +142,9 @@ def gather(
         if isinstance(entry, StoreArray):
             read_bytes += stores.read_into(entry, (box,), [scratch], missing_chunks=missing_chunks)
         else:
-            read_bytes += files.read(entry, spans_of(entry, (box,), True, gap_bytes), (box,), [scratch])
+            read_bytes += files.read(
+                entry, spans_of(entry.shape, entry.dtype.itemsize, (box,), True, gap_bytes), (box,), [scratch]
+            )
         return scratch
 
     for piece in _chunks(one.piece, entries[one.piece.value.path] if one.piece.value.path else None):

@@ -156,11 +156,12 @@ class Flight:
 def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> Iterator[FilePiece]:
     """The reads of units whose bytes are in the file as they will be in memory."""
     for unit, memory in pairs:
-        if unit.direct is not None:
-            entry, pieces = unit.direct
-            for offset, nbytes, numbers in pieces:
-                into = [memory[number] for number in numbers]
-                yield FilePiece(entry.file, entry.path, entry.offset + offset, nbytes, into)
+        entry = unit.direct
+        if entry is None:
+            continue
+        for span in unit.kind.direct or ():
+            into = [memory[part.number] for part in span.parts]
+            yield FilePiece(entry.file, entry.path, entry.offset + span.offset, span.nbytes, into)
 
 
 def _in_turn(tasks: list[Task]) -> Task:

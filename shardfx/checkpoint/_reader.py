@@ -141,16 +141,12 @@ class Files:
         return nbytes
 
 
-def spans_of(entry: FileArray, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES) -> tuple[Span, ...]:
-    """The reads that fetch `boxes` of an array in a file."""
-    return _spans_of(entry.shape, entry.dtype.itemsize, boxes, in_place, gap_bytes)
-
-
 # A model has many layers of the same shapes.
 @ft.lru_cache(maxsize=32)
-def _spans_of(
-    shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int
+def spans_of(
+    shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
+    """The reads that fetch `boxes` of an array of this shape in a file."""
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 

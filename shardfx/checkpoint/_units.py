@@ -12,6 +12,7 @@ from .._ground.boxes import Box, boxes_here
 from .._ground.errors import CheckpointError
 from ._entry import FileArray
 from ._reader import spans_of
+from ._spans import Span
 from ._wanted import Wanted, box_bytes
 
 
@@ -47,10 +48,6 @@ class Host:
     move: Callable[[np.ndarray, Sequence[Any], Sharding], list[Any]] = moved
 
 
-# In the order of a file: where a read begins, its bytes, and the boxes that it fills one after the other.
-Piece = tuple[int, int, tuple[int, ...]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """What leaves of one shape, dtype and sharding have in common; a model has many leaves and few kinds.
@@ -61,6 +58,8 @@ class Kind:
     - `devices`: per box the devices that hold it.
     - `shapes`, `sizes`: per box its shape and its bytes.
     - `is_final`: as in `Host`.
+    - `direct`: the reads that fill the boxes out of an array of this shape and dtype, as they are in its file; `None`
+        where some of it must be cut out or put together.
     """
 
     boxes: tuple[Box, ...]
@@ -68,6 +67,7 @@ class Kind:
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     is_final: bool
+    direct: tuple[Span, ...] | None
 
     @property
     def staging_bytes(self) -> int:
@@ -77,7 +77,7 @@ class Kind:
     def alone(self, number: int) -> "Kind":
         """One of the boxes."""
         part = slice(number, number + 1)
-        return Kind(self.boxes[part], self.devices[part], self.shapes[part], self.sizes[part], self.is_final)
+        return Kind(self.boxes[part], self.devices[part], self.shapes[part], self.sizes[part], self.is_final, None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,14 +89,14 @@ class Unit:
     - `number`: of the leaf.
     - `leaf`, `kind`: what is read, and which boxes of it.
     - `nbytes`: of the boxes.
-    - `direct`: an array in a file, and the reads that fill the boxes as they are there; `None` where none do.
+    - `direct`: an array in a file that is the leaf as it is, and can be read so.
     """
 
     number: int
     leaf: Wanted
     kind: Kind
     nbytes: int
-    direct: tuple[FileArray, tuple[Piece, ...]] | None = None
+    direct: FileArray | None = None
 
 
 def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> tuple[list[Unit], int]:
@@ -104,9 +104,8 @@ def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> t
     known: dict[Any, Kind] = {}
     kinds = [_kind(leaf, host, known) for leaf in leaves]
     limit = _limit(leaves, kinds, asked_limit)
-    pieces: dict[Any, tuple[Piece, ...] | None] = {}
     numbers = sorted(range(len(leaves)), key=lambda number: _position(leaves[number]))
-    return [unit for number in numbers for unit in _units(number, leaves[number], kinds[number], limit, pieces)], limit
+    return [unit for number in numbers for unit in _units(number, leaves[number], kinds[number], limit)], limit
 
 
 def _position(leaf: Wanted) -> tuple[str, int]:
@@ -125,8 +124,9 @@ def _kind(leaf: Wanted, host: Host, known: dict[Any, Kind]) -> Kind:
             holders[box] = (*holders.get(box, ()), device)
         shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        is_last = host.is_final(leaf.sharding)
-        found = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_last)
+        boxes, is_last = tuple(holders), host.is_final(leaf.sharding)
+        direct = _direct(spans_of(leaf.shape, leaf.dtype.itemsize, boxes, True), boxes)
+        found = known[key] = Kind(boxes, tuple(holders.values()), shapes, sizes, is_last, direct)
     return found
 
 
@@ -145,28 +145,17 @@ def _limit(leaves: Sequence[Wanted], kinds: Sequence[Kind], asked: int | None) -
     return asked
 
 
-def _units(
-    number: int, leaf: Wanted, kind: Kind, limit: int, pieces: dict[Any, tuple[Piece, ...] | None]
-) -> Iterator[Unit]:
+def _direct(spans: tuple[Span, ...], boxes: tuple[Box, ...]) -> tuple[Span, ...] | None:
+    is_direct = all(span.is_direct and span.runs == 1 for span in spans)
+    is_whole = all(part.where == boxes[part.number] for span in spans for part in span.parts)
+    return spans if is_direct and is_whole else None
+
+
+def _units(number: int, leaf: Wanted, kind: Kind, limit: int) -> Iterator[Unit]:
     if kind.staging_bytes > limit:
         for one in map(kind.alone, range(len(kind.boxes))):
             yield Unit(number, leaf, one, sum(one.sizes))
         return
-    entry, nbytes = leaf.entries[0] if leaf.entries else None, sum(kind.sizes)
-    if leaf.pieces is not None or not isinstance(entry, FileArray) or entry.dtype != leaf.dtype:
-        yield Unit(number, leaf, kind, nbytes)
-        return
-    if id(kind) not in pieces:
-        pieces[id(kind)] = _pieces(entry, kind)
-    found = pieces[id(kind)]
-    yield Unit(number, leaf, kind, nbytes, None if found is None else (entry, found))
-
-
-def _pieces(entry: FileArray, kind: Kind) -> tuple[Piece, ...] | None:
-    found = []
-    for span in spans_of(entry, kind.boxes, True):
-        numbers = tuple(part.number for part in span.parts)
-        if not span.is_direct or span.runs > 1 or any(part.where != kind.boxes[part.number] for part in span.parts):
-            return None
-        found.append((span.offset, span.nbytes, numbers))
-    return tuple(found)
+    entry = leaf.entries[0] if leaf.entries and leaf.pieces is None and kind.direct is not None else None
+    direct = entry if isinstance(entry, FileArray) and entry.dtype == leaf.dtype else None
+    yield Unit(number, leaf, kind, sum(kind.sizes), direct)

@@ -271,11 +271,12 @@ def test_reads_are_counted_as_they_are_done(tmp_path, reads):
         entry = index[name]
         assert isinstance(entry, FileArray)
         box = ((0, array.shape[0]), (3 * width, 4 * width))
-        expected = sum(span.nbytes for span in _reader.spans_of(entry, (box,), True))
+        todo = _reader.spans_of(entry.shape, entry.dtype.itemsize, (box,), True)
+        expected = sum(span.nbytes for span in todo)
         [out] = buffers([((array.shape[0], width), array.dtype)])
         reads.clear()
         with _reader.Files(index.place, [entry.file], 1) as files:
-            files.read(entry, list(_reader.spans_of(entry, (box,), True)), [box], [out])
+            files.read(entry, todo, [box], [out])
         assert same_bytes(out, np.ascontiguousarray(array[:, 3 * width : 4 * width]))
         assert sum(reads) == expected
         made = checkpoint.plan_reads(
