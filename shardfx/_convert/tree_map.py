@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._ground.errors import MapError
+from .._ground.html import html_text
+from .._ground.text import first_lines
 from .applied import applied
 from .binding import bound_steps
 from .expression import From, Rules, from_data, leaves_of, to_data
@@ -198,6 +200,9 @@ class TreeMap:
 
     def __str__(self) -> str:
         return "\n".join(line for step in self.steps for line in _lines(step))
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def _step_of(data: Any) -> Rules:

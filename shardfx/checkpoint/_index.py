@@ -10,7 +10,18 @@ import jax
 
 from .._convert import near_names
 from .._ground.errors import CheckpointError, UnknownPathError
-from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, quoted, table
+from .._ground.html import html_text
+from .._ground.text import (
+    array_text,
+    between_numbers,
+    bytes_text,
+    first_lines,
+    joined,
+    plural,
+    printable,
+    quoted,
+    table,
+)
 from . import _listings as listings, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import Place, inside, place, read_json
@@ -84,6 +95,9 @@ class Index:
         size = f"{plural(len(self.entries), 'array')}, {bytes_text(self.bytes_total)}"
         total = f"{size}, in {self.format} at {self.directory!r}"
         return "\n".join([*lines, *more, total])
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Laws of maps between trees: pieces agree with NumPy, and what goes there comes back."""
 
+import html
 import math
 
 import jax.numpy as jnp
@@ -123,6 +124,7 @@ def test_a_map_is_its_text_and_its_json(case):
     for _, one in made.steps[0].made:
         assert eval(str(one), {"From": From}) == one
     assert hash(TreeMap.from_json(made.to_json())) == hash(made)
+    assert repr(made) == str(made) and str(made) in html.unescape(made._repr_html_())
 
 
 def test_scaled_blocks_are_what_numpy_makes_of_them():
