@@ -56,20 +56,6 @@ Filled = tuple[tuple[Box, ...], list[np.ndarray]]
 _MOST_OPEN = 256
 
 
-def groups(units: Sequence[Unit], most_bytes: int) -> Iterator[list[Unit]]:
-    """Units that follow each other in the file and are small together: handing each to a thread would cost more."""
-    group: list[Unit] = []
-    nbytes = 0
-    for unit in units:
-        if group and nbytes + unit.nbytes > most_bytes:
-            yield group
-            group, nbytes = [], 0
-        group.append(unit)
-        nbytes += unit.nbytes
-    if group:
-        yield group
-
-
 @dataclasses.dataclass
 class _Group:
     """Units under way, the memory of each, and how many of their tasks are not done."""

@@ -98,23 +98,13 @@ class Files:
         return sum(span.nbytes for span in todo)
 
     def read_alike(self, entries: Sequence[FileArray]) -> np.ndarray:
-        """Arrays of one shape and dtype, stacked; those that follow each other in a file by one call."""
+        """Arrays of one shape and dtype, stacked."""
         first = entries[0]
         size = first.dtype.itemsize * math.prod(first.shape)
+        stacked = np.empty((len(entries), size), np.uint8)
         order = sorted(range(len(entries)), key=lambda at: (entries[at].file, entries[at].offset))
-        raw, start = np.empty(len(entries) * size, np.uint8), 0
-        for at in range(1, len(order) + 1):
-            last = entries[order[at - 1]]
-            if at < len(order):
-                one = entries[order[at]]
-                if one.file == last.file and one.offset == last.offset + size:
-                    continue
-            begin = entries[order[start]]
-            into = [raw[start * size : at * size]]
-            _read_run(self._descriptors[begin.file], into, begin.offset, (at - start) * size, begin)
-            start = at
-        stacked = np.empty_like(raw).reshape(len(entries), size)
-        stacked[order] = raw.reshape(len(entries), size)
+        rows = [(entries[at], stacked[at]) for at in order]
+        self.read_pieces([FilePiece(one.file, one.path, one.offset, size, [row]) for one, row in rows])
         return stacked.reshape(-1).view(first.dtype).reshape(len(entries), *first.shape)
 
     def read_pieces(self, pieces: Iterable[FilePiece]) -> int:
