@@ -142,12 +142,11 @@ class Flight:
 def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> Iterator[FilePiece]:
     """The reads of units whose bytes are in the file as they will be in memory."""
     for unit, memory in pairs:
-        entry = unit.direct
-        if entry is None:
-            continue
-        for span in unit.kind.direct or ():
-            into = [memory[part.number] for part in span.parts]
-            yield FilePiece(entry.file, entry.path, entry.offset + span.offset, span.nbytes, into)
+        if unit.direct is not None:
+            entry, spans = unit.direct
+            for span in spans:
+                into = [memory[part.number] for part in span.parts]
+                yield FilePiece(entry.file, entry.path, entry.offset + span.offset, span.nbytes, into)
 
 
 def _in_turn(tasks: list[Task]) -> Task:

@@ -117,8 +117,8 @@ def _check_leaf(path: str, leaf: Any, planned: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
-    """An array that is written, and that is no array in memory.
+class Output:
+    """An array that is written piece by piece.
 
     **Arguments:**
 
@@ -155,17 +155,17 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
         yield landing.source, values
 
 
-def held(value: Any) -> Source:
+def held(value: Any) -> Output:
     """A copy of what this process writes of an array: the array may be given up afterwards."""
     parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
     everywhere = not isinstance(value, jax.Array)
     pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
-    return Source(tuple(value.shape), np.dtype(value.dtype), pieces)
+    return Output(tuple(value.shape), np.dtype(value.dtype), pieces)
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """The parts of an array, or of a Source, that this process writes."""
-    if isinstance(value, Source):
+    """The parts of an array, or of an Output, that this process writes."""
+    if isinstance(value, Output):
         yield from value.pieces(is_first)
         return
     if not isinstance(value, jax.Array):
@@ -206,7 +206,7 @@ def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
             raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
         elif one.dtype not in safetensors.NAMES:
             kinds[path] = np.dtype(one.dtype).name
-        found.append((path, Source(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays))))
+        found.append((path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays))))
     return Leaves(found, kinds, {})
 
 

@@ -1,6 +1,7 @@
 """What of a checkpoint is read together, and then moved together: boxes of one leaf, in the order of the files."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,8 +59,6 @@ class Kind:
     - `devices`: per box the devices that hold it.
     - `shapes`, `sizes`: per box its shape and its bytes.
     - `is_final`: as in `Host`.
-    - `direct`: the reads that fill the boxes out of an array of this shape and dtype, as they are in its file; `None`
-        where some of it must be cut out or put together.
     """
 
     boxes: tuple[Box, ...]
@@ -67,7 +66,6 @@ class Kind:
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     is_final: bool
-    direct: tuple[Span, ...] | None
 
     @property
     def staging_bytes(self) -> int:
@@ -77,7 +75,7 @@ class Kind:
     def alone(self, number: int) -> "Kind":
         """One of the boxes."""
         part = slice(number, number + 1)
-        return Kind(self.boxes[part], self.devices[part], self.shapes[part], self.sizes[part], self.is_final, None)
+        return Kind(self.boxes[part], self.devices[part], self.shapes[part], self.sizes[part], self.is_final)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,14 +87,14 @@ class Unit:
     - `number`: of the leaf.
     - `leaf`, `kind`: what is read, and which boxes of it.
     - `nbytes`: of the boxes.
-    - `direct`: an array in a file that is the leaf as it is, and can be read so.
+    - `direct`: an array in a file, and the reads that fill the boxes as they are there; `None` where none do.
     """
 
     number: int
     leaf: Wanted
     kind: Kind
     nbytes: int
-    direct: FileArray | None = None
+    direct: tuple[FileArray, tuple[Span, ...]] | None = None
 
 
 def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> tuple[list[Unit], int]:
@@ -124,9 +122,8 @@ def _kind(leaf: Wanted, host: Host, known: dict[Any, Kind]) -> Kind:
             holders[box] = (*holders.get(box, ()), device)
         shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        boxes, is_last = tuple(holders), host.is_final(leaf.sharding)
-        direct = _direct(spans_of(leaf.shape, leaf.dtype.itemsize, boxes, True), boxes)
-        found = known[key] = Kind(boxes, tuple(holders.values()), shapes, sizes, is_last, direct)
+        is_last = host.is_final(leaf.sharding)
+        found = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_last)
     return found
 
 
@@ -145,7 +142,9 @@ def _limit(leaves: Sequence[Wanted], kinds: Sequence[Kind], asked: int | None) -
     return asked
 
 
-def _direct(spans: tuple[Span, ...], boxes: tuple[Box, ...]) -> tuple[Span, ...] | None:
+@ft.lru_cache(maxsize=256)
+def _direct(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> tuple[Span, ...] | None:
+    spans = spans_of(shape, itemsize, boxes, True)
     is_direct = all(span.is_direct and span.runs == 1 for span in spans)
     is_whole = all(part.where == boxes[part.number] for span in spans for part in span.parts)
     return spans if is_direct and is_whole else None
@@ -156,6 +155,8 @@ def _units(number: int, leaf: Wanted, kind: Kind, limit: int) -> Iterator[Unit]:
         for one in map(kind.alone, range(len(kind.boxes))):
             yield Unit(number, leaf, one, sum(one.sizes))
         return
-    entry = leaf.entries[0] if leaf.entries and leaf.pieces is None and kind.direct is not None else None
-    direct = entry if isinstance(entry, FileArray) and entry.dtype == leaf.dtype else None
+    entry, direct = leaf.entries[0] if leaf.entries else None, None
+    if leaf.pieces is None and isinstance(entry, FileArray) and entry.dtype == leaf.dtype:
+        spans = _direct(leaf.shape, leaf.dtype.itemsize, kind.boxes)
+        direct = None if spans is None else (entry, spans)
     yield Unit(number, leaf, kind, sum(kind.sizes), direct)

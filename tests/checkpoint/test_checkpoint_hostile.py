@@ -87,7 +87,7 @@ def hostile(tmp_path_factory):
         make(paths[name], name)
     todo = json.dumps([(str(path), 4 if name in TOO_LARGE else 8) for name, path in paths.items()])
     command = [sys.executable, "-c", textwrap.dedent(LOADS), todo]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     return dict(zip(makers, map(json.loads, done.stdout.splitlines()), strict=True))
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -116,7 +117,7 @@ def struct_of(config):
     """The encoder with a ShapeDtypeStruct for each array: nothing is allocated."""
     width, hidden, count = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
 
-    def array(*shape):
+    def array(*shape) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def dense(inputs, outputs):
