@@ -3,6 +3,7 @@ import itertools as it
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
