@@ -15,8 +15,7 @@ from .._ground.errors import LeafTypeError, MoveError, SpecError
 from .._ground.tree import tree_paths
 from .destinations import is_array, leaf_name, lost_devices, targets
 from .flight import Job, carried_out, require_room
-from .job import job_of, naming
-from .through_map import job_through, journey_of
+from .job import job_of, job_through, journey_of, naming
 from .traced import traced
 
 
