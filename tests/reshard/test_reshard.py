@@ -1,5 +1,4 @@
 import functools as ft
-import itertools as it
 import re
 from collections import Counter
 from pathlib import Path
@@ -280,17 +279,15 @@ def test_without_donation_the_source_lives(move):
     assert_equal(source, state())
 
 
-@pytest.mark.parametrize("limit_bytes", [3000, 10**4, 10**6])
-def test_a_memory_limit_changes_no_value(limit_bytes):
-    source = put(state(), sharding((8,), "a"))
-    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
-    moved = through_programs(source, wanted, memory_limit_bytes=limit_bytes)
-    assert_equal(moved, state())
-    assert moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"]
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2", "float8_e3m4", "float4_e2m1fn"])
-@pytest.mark.parametrize("target", [((2, 2), "b", "a"), ((2, 2, 2), ("c", "b"), "a"), ((2, 4), None, "b"), ((3,), "a")])
+@pytest.mark.parametrize(
+    "dtype, target",
+    [
+        ("float8_e4m3", ((2, 2), "b", "a")),
+        ("float8_e5m2", ((2, 2, 2), ("c", "b"), "a")),
+        ("float8_e3m4", ((3,), "a")),
+        ("float4_e2m1fn", ((2, 4), None, "b")),
+    ],
+)
 def test_parts_keep_the_bits_of_small_floats(dtype, target):
     sizes, *entries = target
     made = Mesh(np.array(jax.devices())[: np.prod(sizes)].reshape(sizes), tuple("abc"[: len(sizes)]))
@@ -304,29 +301,11 @@ def test_parts_keep_the_bits_of_small_floats(dtype, target):
     assert np.asarray(moved).tobytes() == np.asarray(values).tobytes()
 
 
-@pytest.mark.parametrize("types", list(it.product((AxisType.Auto, AxisType.Explicit), repeat=3)))
-def test_parts_keep_their_sharding_on_meshes_of_mixed_axis_types(types):
-    """JAX would gather them over the Auto axes, as float16, which is not the bits of every NaN."""
-    made = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"), axis_types=types)
-    values = (np.arange(24 * 4) + 160).astype(np.uint8).reshape(24, 4).view(jnp.dtype("float8_e4m3"))
-    src, dst = NamedSharding(made, P("a", ("b", "c"))), NamedSharding(made, P("a", "c"))
-    moved = through_programs(jax.device_put(values, src), dst, memory_limit_bytes=200)
-    assert moved.sharding == dst and np.asarray(moved).tobytes() == values.tobytes()
-
-
 def test_parts_keep_the_bits_of_every_nan():
     bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
     x = jax.device_put(bits.view(jnp.bfloat16), sharding((8,), "a"))
     moved = through_programs(x, sharding((2, 4), "b", "a"), memory_limit_bytes=20_000)
     np.testing.assert_array_equal(np.asarray(moved).view(np.uint16), bits)
-
-
-def test_a_leaf_that_is_larger_than_the_limit_moves_in_parts():
-    x, dst = jax.device_put(host((64, 64)), sharding((8,), "a")), sharding((2, 4), "b", "a")
-    moved = through_programs(x, dst, memory_limit_bytes=4096, donate=True)
-    assert x.is_deleted()
-    np.testing.assert_array_equal(moved, host((64, 64)))
-    assert moved.sharding == dst
 
 
 def least_in(error):
@@ -351,6 +330,7 @@ def test_a_limit_that_no_parts_reach_is_an_error_with_one_that_works():
         through_programs(source, wanted, memory_limit_bytes=least - 1)
     moved = through_programs(source, wanted, memory_limit_bytes=least, donate=True)
     assert_equal(moved["layers"], state()["layers"])
+    assert moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"] and source["v"].is_deleted()
 
 
 def test_the_faq_has_the_error_of_a_limit_that_is_too_small():
@@ -375,7 +355,7 @@ def test_the_faq_has_the_error_of_a_limit_that_is_too_small():
 )
 def test_an_error_says_within_which_limit_an_array_moves(shape, source, target):
     x = jax.device_put(host(shape), source())
-    with pytest.raises(MoveError, match="even in the finest of parts") as error:
+    with pytest.raises(MoveError, match=r"^the array, float32.*even in the finest of parts") as error:
         through_programs(x, target(), memory_limit_bytes=10)
     with pytest.raises(MoveError, match="Nothing was moved"):
         through_programs(x, target(), memory_limit_bytes=least_in(error) - 1)
@@ -539,12 +519,6 @@ def test_a_tree_that_is_one_array_has_no_path_to_name():
             move(source, target)
     with pytest.raises(LeafTypeError, match="^the array of `src` has no sharding"):
         plan_reshard(jax.ShapeDtypeStruct((8,), jnp.float32), target)
-
-
-def test_a_failure_of_one_array_says_so():
-    source = jax.device_put(host((8, 8)), sharding((8,), "a"))
-    with pytest.raises(MoveError, match=r"^the array, float32\[8, 8\], needs "):
-        through_programs(source, sharding((4,), None, "a"), memory_limit_bytes=1)
 
 
 @pytest.mark.parametrize("number", [np.int64, np.array, jnp.int32, int], ids=str)
@@ -742,20 +716,6 @@ def test_a_custom_layout_becomes_the_default_one():
         reshard(x, turned)
     with pytest.raises(LeafTypeError, match="`dst` holds a Format at `a/w`, which has a layout"):
         reshard({"a": {"w": x}}, {"a": {"w": turned}})
-
-
-@pytest.mark.parametrize("kind", list(AxisType)[:2])
-@pytest.mark.parametrize("entries", [("a",), ("a", None), (None, "b"), (("a", "b"),), ()])
-def test_parts_come_back_in_the_spec_that_was_given(entries, kind):
-    """JAX writes specs of its own: `P('a', None)` for `P('a')`, which is another value."""
-    made = mesh((2, 4), axis_types=(kind,) * 2)
-    for source in (P("b"), P(None, "a")):
-        for dtype in (np.float32, jnp.float8_e4m3fn):
-            x = jax.device_put((host((64, 64)) % 16).astype(dtype), NamedSharding(made, source))
-            wanted = NamedSharding(made, P(*entries))
-            moved = through_programs(x, wanted, memory_limit_bytes=8192 * x.dtype.itemsize)
-            assert moved.sharding == wanted and moved.sharding.spec == P(*entries)
-            assert np.array_equal(np.asarray(moved, np.float32), np.asarray(x, np.float32))
 
 
 # Traced values
