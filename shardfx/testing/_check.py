@@ -187,7 +187,7 @@ def _traced(step: Callable[..., Any], args: Sequence[Any]) -> _Traced:
         return [_data(leaf) for leaf, yes in zip(out.leaves, out.is_array, strict=True) if yes]
 
     closed = jax.make_jaxpr(run)(*arrays)
-    return _Traced(run if isinstance(step, Jitted | EquinoxJitted) else jax.jit(run), closed, arrays, paths)
+    return _Traced(run if isinstance(step, Jitted | EquinoxJitted) else jax.jit(run, compiler_options=_QUICKLY), closed, arrays, paths)
 
 
 def _data(leaf: Any) -> Any:
@@ -245,9 +245,11 @@ class _Check:
         exact = self.exactly()[0]
         copies = [jax.numpy.copy(one) for one in self.ours.arrays]
         made = [*map(np.asarray, self.ours.run(*copies))]
-        alone = _played(self.theirs, self.theirs.arrays, alone=True)()[0]
         noisy = [self.exactly(0, 1, seed)[0] for seed in _SEEDS]
-        outputs = self.outputs(made, exact, [alone, *noisy], [one.dtype for one in made])
+        outputs = self.outputs(made, exact, noisy, [one.dtype for one in made])
+        if not all(one.is_right for one in outputs):
+            alone = _played(self.theirs, self.theirs.arrays, alone=True)()[0]
+            outputs = self.outputs(made, exact, [alone, *noisy], [one.dtype for one in made])
         is_wide = self.is_narrow and all(one.is_right for one in outputs)
         if is_wide:
             # What bfloat16 hides is plain in float32.

@@ -115,7 +115,8 @@ class Tape:
         name = equation.primitive.name
         if name in _INLINED:
             return self.inlined
-        return {"scan": self.scan, "while": self.loop, "cond": self.branch, "shard_map": self.shard_map}.get(name)
+        entered = {"scan": self.scan, "while": self.loop, "cond": self.branch, "shard_map": self.shard_map}
+        return {**entered, "custom_linear_solve": self.solved}.get(name)
 
     def kept(self, name: str, var: Any, out: Any, reads: Sequence[int]) -> int:
         """The number of the record of what an equation made."""
@@ -194,6 +195,13 @@ class Tape:
         outs, ids = self.run(jaxpr, consts, ins, reads)
         asked = params.get("out_shardings", [None] * len(outs))
         return [self.placed(one, sharding) for one, sharding in zip(outs, asked, strict=True)], ids
+
+    def solved(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+        """A linear solve, whose equation holds further programs for derivatives."""
+        lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
+        first = lengths.matvec + lengths.vecmat
+        own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
+        return self.run(*opened(solve), [ins[at] for at in own], [reads[at] for at in own])
 
     def placed(self, array: Any, asked: Any) -> Any:
         is_asked = isinstance(asked, NamedSharding) and not self.alone and set(asked.mesh.axis_types) == {AxisType.Auto}
@@ -320,9 +328,13 @@ def _like(array: Any, other: Any) -> Any:
 
 
 def _noisy(array: Any, dtype: Any, noise: Any) -> Any:
-    """A float64 array with an error of one unit in the last place of a dtype, whose signs hang on its own bits."""
+    """A float64 array with an error of one unit in the last place of a dtype, whose signs hang on its own bits.
+
+    A number that the dtype holds has none: a count stays a whole number.
+    """
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    amplitude, odd = noise
+    (amplitude, odd), kind = noise, jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
-    return array * (1.0 + (bits.astype(np.float64) - 0.5) * amplitude.get(np.dtype(dtype).name, amplitude["bfloat16"]))
+    error = (bits.astype(np.float64) - 0.5) * amplitude.get(np.dtype(dtype).name, amplitude["bfloat16"])
+    return jnp.where(jax.lax.reduce_precision(array, kind.nexp, kind.nmant) == array, array, array * (1.0 + error))
