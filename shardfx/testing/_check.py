@@ -1,5 +1,6 @@
 """Whether a step computes under its plan what it computes on one device."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +144,7 @@ def check_step(
 
 def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
     ours = _traced(step, args)
-    devices = {device for one in ours.arrays for device in one.devices()}
+    devices = {device for one in ours.arrays if isinstance(one, jax.Array) for device in one.devices()}
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
     alone = jax.tree.map(lambda leaf: _on_one(leaf, device) if isinstance(leaf, jax.Array) else leaf, args)
     theirs = _traced(step if reference is None else reference, alone)
@@ -219,7 +220,8 @@ def _played(traced: _Traced, arrays: list[Any], *, alone: bool, wide: Any = None
         outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], [-1] * len(arrays))
         return outs, tape.values if keeps else {}
 
-    with jax.enable_x64(wide == np.float64):
+    here = jax.set_mesh(Mesh(np.empty((), object), ())) if alone else contextlib.nullcontext()
+    with jax.enable_x64(wide == np.float64), here:
         compiled = jax.jit(run).lower(arrays, np.zeros(3, np.float32)).compile(_QUICKLY)
     return _Played(tape, compiled, ids, arrays)
 

@@ -33,7 +33,7 @@ _EXACT = frozenset(
 # What a loop begins a turn with.
 CARRY = "carry"
 # What these do is about the bits of their dtype.
-_BITS = ("bitcast_convert_type", "random_bits", "rng_bit_generator", "random_gamma", "pallas_call", "ffi_call")
+_BITS = ("bitcast_convert_type", "random_bits", "rng_bit_generator", "random_gamma", "pallas_call", "ffi_call", "pure_callback")
 
 
 class Record(NamedTuple):
