@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from .._ground.errors import MeshError
