@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .._step.step import EquinoxJitted, Jitted
 from ..cost import traffic
 from ._args import has_structs, made, shrunk
 from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of
-from ._suspects import equations_of, suspects
+from ._suspects import suspects
 from ._tape import Record, Tape
 
 
@@ -210,11 +211,12 @@ def _played(traced: _Traced, *, alone: bool, wide: Any = None, keeps: bool = Fal
 
     def run(arrays: list[Any], noise: Any) -> Any:
         tape.records.clear()
+        tape.bodies.clear()
         tape.values, (kind, odd) = {}, noise
         is_rounded = wide == np.float64
         tape.noise = (kind, odd.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) if is_rounded else None
         closed = traced.closed
-        outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], [-1] * len(arrays))
+        outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], tape.unknown(arrays))
         return outs, tape.values if keeps else {}
 
     # What a reference is computed in knows no mesh.
@@ -234,8 +236,7 @@ def _checked(ours: _Traced, theirs: _Traced) -> CheckedStep:
     outputs = _outputs(ours, made, exact, rounded)
     if not all(one.is_right for one in outputs):
         outputs = _outputs(ours, made, exact, [*rounded, _played(theirs, alone=True)()[0]])
-    dtypes = [var.aval.dtype for one in equations_of(ours.closed.jaxpr) for var in one.outvars]
-    is_narrow = any(jax.numpy.issubdtype(one, np.floating) and jax.numpy.finfo(one).bits < 32 for one in dtypes)
+    is_narrow = re.search(r"\b(b?f16|f8_\w+)\[", str(ours.closed)) is not None
     wide = np.float32 if is_narrow and all(one.is_right for one in outputs) else None
     if wide:
         # What bfloat16 hides is plain in float32.
@@ -245,8 +246,7 @@ def _checked(ours: _Traced, theirs: _Traced) -> CheckedStep:
     found = CheckedStep(tuple(outputs), is_finite)
     if found:
         return found
-    told = _blamed(ours, theirs, found, wide)
-    return dataclasses.replace(told, story=(*told.story, *suspects(ours.closed)))
+    return _blamed(ours, theirs, found, wide)
 
 
 def _outputs(
@@ -280,7 +280,8 @@ def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: Any) -> Ch
             rows[one] = compared(records[one], made, others[other], whole, most)
     wrong = [number for number, one in zip(played.ids, found.outputs, strict=True) if not one.is_right]
     fault = fault_of(records, rows, wrong)
-    return found if fault is None else dataclasses.replace(found, **_told(records, rows, fault, played, arrays))
+    told = found if fault is None else dataclasses.replace(found, **_told(records, rows, fault, played, arrays))
+    return dataclasses.replace(told, story=(*told.story, *suspects(played.tape)))
 
 
 def _told(records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Any) -> Any:

@@ -52,12 +52,14 @@ class Record(NamedTuple):
 
     - `primitive`: as JAX names it.
     - `frames`: the lines of the user, the innermost first.
-    - `reads`: the numbers of the records whose values it takes; -1 for arguments, literals and constants.
+    - `reads`: the numbers of the records whose values it takes; less than 0 for arguments, literals and constants.
     - `leading`: what the leading dimensions of its value are, which loops and shard_maps around it add: for the turns
         of a loop 1, or -1 if it runs backwards; else the mesh axes, with their sizes, along which each device's own
         value is stacked.
     - `dtype`: that the step computes it in.
     - `loop`: the number of the outermost loop around it.
+    - `axes`: the mesh axes that a collective is over.
+    - `counted`: how far an `iota` counts.
     """
 
     primitive: str
@@ -66,6 +68,17 @@ class Record(NamedTuple):
     leading: tuple[tuple[tuple[str, int], ...] | int, ...]
     dtype: Any
     loop: int | None = None
+    axes: frozenset[str] = frozenset()
+    counted: int = 0
+
+
+class Body(NamedTuple):
+    """A shard_map, the records that it takes and returns, and the numbers of those of its equations."""
+
+    equation: Any
+    reads: Sequence[int]
+    results: Sequence[int]
+    numbers: range
 
 
 class Tape:
@@ -84,13 +97,16 @@ class Tape:
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] = ()
+        self.bodies: list[Body] = []
+        self.carried: dict[int, int] = {}
+        self.count = it.count(-2, -1)
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], ids: Sequence[int]
     ) -> tuple[list[Any], list[int]]:
         """The results of a jaxpr, and the numbers of the records that they are."""
         arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(self.widened, consts), *args), strict=True))
-        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*[-1] * len(consts), *ids), strict=True))
+        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.unknown(consts), *ids), strict=True))
 
         def read(atom: Any) -> Any:
             return self.literal(atom) if isinstance(atom, jex.Literal) else arrays[atom]
@@ -115,6 +131,10 @@ class Tape:
         self.frames = frames
         return [*map(read, jaxpr.outvars)], [*map(number, jaxpr.outvars)]
 
+    def unknown(self, arrays: Sequence[Any]) -> list[int]:
+        """Numbers for arrays that no equation makes."""
+        return [next(self.count) for _ in arrays]
+
     def kept(self, name: str, var: Any, out: Any, reads: Sequence[int]) -> int:
         """The number of the record of what an equation made."""
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
@@ -127,8 +147,13 @@ class Tape:
         return number
 
     def all_kept(self, equation: Any, outs: Sequence[Any], reads: Sequence[int]) -> list[int]:
-        name = equation.primitive.name
-        return [self.kept(name, var, out, reads) for var, out in zip(equation.outvars, outs, strict=True)]
+        name, params, start = equation.primitive.name, equation.params, len(self.records)
+        made = [self.kept(name, var, out, reads) for var, out in zip(equation.outvars, outs, strict=True)]
+        axes = params.get("axes", params.get("axis_name", ()))
+        named = frozenset(one for one in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(one, str))
+        counted = params["shape"][params["dimension"]] if name == "iota" else 0
+        self.records[start:] = [one._replace(axes=named, counted=counted) for one in self.records[start:]]
+        return made
 
     def literal(self, atom: Any) -> Any:
         """A number that stands in the jaxpr."""
@@ -239,6 +264,7 @@ class Tape:
                 begun = [self.kept(CARRY, var, one, [read]) for var, one, read in own]
                 numbers = [*reads[:first], *begun, *reads[middle:]]
                 outs, ids[:] = self.run(jaxpr, consts, [*ins[:first], *carry, *xs], numbers)
+                self.carried.update(zip(begun, ids, strict=False))
             return _like(outs[:carried], carry), (outs[carried:], found)
 
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
@@ -299,6 +325,7 @@ class Tape:
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
             outs, found = own(*ins)
         self.held(start, found, tuple((name, mesh.shape[name]) for name in names))
+        self.bodies.append(Body(equation, reads, ids, range(start, len(self.records))))
         return outs, ids
 
 

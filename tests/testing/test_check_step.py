@@ -142,7 +142,7 @@ def test_the_story_says_what_differs_where_and_how_it_lies(mesh):
     assert "the first equation that differs: `add` at planted.py:" in text
     assert "in turn 0 of its loop" in text
     assert "f32[4,6] on each device of d, t, which waits for the sum over t" in text
-    assert "`scan` at planted.py:" in text and "is a psum missing?" in text
+    assert "`sin` at planted.py:" in text and "is a psum missing?" in text
     case = PLANTED["sum_left_out"]
     found = check_step(lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh)
     assert "it waits for the sum over t, and leaves its shard_map as if it were whole" in str(found)
