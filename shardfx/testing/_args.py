@@ -1,6 +1,7 @@
 """Small real arguments for a step: random ones for structs, and sizes as small as the plan still cuts them alike."""
 
 import functools as ft
+import itertools as it
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,11 +22,6 @@ from ..topology._mesh import MeshSpec
 _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError)
 
 
-def has_structs(args: Any) -> bool:
-    """Whether there are arguments to make."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
-
-
 def made(args: Any, *, mild: bool) -> Any:
     """The arguments with random arrays in the place of structs, on the devices that are there.
 
@@ -35,21 +31,17 @@ def made(args: Any, *, mild: bool) -> Any:
     - `mild`: floats above zero, and whole numbers below 2, for steps that make no numbers of others: an optimizer's
         second moments are not negative, and a token is in the vocabulary.
     """
-    leaves = jax.tree.leaves(args)
-    tables = [leaf.shape[0] for leaf in leaves if _is_float(leaf) and np.ndim(leaf) == 2]
+    leaves, structure = jax.tree.flatten(args)
+    shaped = [leaf for leaf in leaves if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    tables = [leaf.shape[0] for leaf in shaped if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, np.floating)]
     high = 2 if mild else max(tables, default=2)
 
-    def array(at: int, leaf: Any) -> Any:
+    def array(seed: int, leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        return jax.device_put(_random(leaf, at, high, mild), _on_devices(leaf.sharding))
+        return jax.device_put(_random(leaf, seed, high, mild), _on_devices(leaf.sharding))
 
-    filled = [array(at, leaf) for at, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(jax.tree.structure(args), filled)
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, np.floating)
+    return structure.unflatten(it.starmap(array, enumerate(leaves)))
 
 
 def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> ArrayLike:

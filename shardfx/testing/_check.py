@@ -17,7 +17,7 @@ from .._ground.tree import flatten
 from .._step.lines import Frame, place_text
 from .._step.step import EquinoxJitted, Jitted
 from ..cost import traffic
-from ._args import has_structs, made, shrunk
+from ._args import made, shrunk
 from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of
 from ._suspects import suspects
 from ._tape import Record, Tape
@@ -53,14 +53,12 @@ class CheckedStep:
 
     - `outputs`: the arrays that the step returns.
     - `is_finite`: whether the reference is; what is infinite, or no number, is equal to its like alone.
-    - `frame`: the line of the first equation that differs, where one was found.
-    - `lines`: that, and the line that makes the value which it takes for another.
+    - `lines`: where the first equation that differs was found its line, and those that make what it takes.
     - `story`: what is known of it, in words.
     """
 
     outputs: tuple[CheckedOutput, ...]
     is_finite: bool = True
-    frame: Frame | None = None
     lines: tuple[Frame, ...] = ()
     story: tuple[str, ...] = ()
 
@@ -120,7 +118,7 @@ def check_step(
     **Raises:**
 
     `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on
-    more devices than there are; what the step raises.
+    more devices than there are; what the step raises. JAX itself raises where an array is used that was donated before.
 
     !!! Example
 
@@ -139,7 +137,7 @@ def check_step(
         step, reference = step(mesh), step(Mesh(ones, mesh.axis_names, axis_types=mesh.axis_types))
     given = shrunk(step, args) if shrink else args
     found = _compared(step, made(given, mild=False), reference, mesh)
-    if has_structs(given) and not found.is_finite:
+    if not found.is_finite and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
         found = _compared(step, made(given, mild=True), reference, mesh)
     return found
 
@@ -309,7 +307,7 @@ def _told(records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault,
     sent = [row for row in traffic(ours.compiled).rows if row.source and (row.source.file, row.source.line) in near]
     kinds = dict.fromkeys(f"{row.kind} over {' x '.join(row.axes) or '-'} at {place_text(row.source)}" for row in sent)
     story += [f"the plan sends there: {kind}" for kind in kinds]
-    return {"frame": next(iter(lines), None), "lines": lines, "story": tuple(story)}
+    return {"lines": lines, "story": tuple(story)}
 
 
 def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:

@@ -142,8 +142,8 @@ class Tape:
         number = len(self.records)
         self.records.append(Record(name, self.frames, (*reads,), (), var.aval.dtype))
         if self.alone or not jax.typeof(out).sharding.spec.unreduced:  # no device has the value of a sum to come
-            is_exact = self.noise is None or name in _EXACT
-            self.values[number] = out if is_exact else _rounded(out, var.aval.dtype, self.noise)
+            noise = self.noise
+            self.values[number] = out if noise is None or name in _EXACT else _rounded(out, var.aval.dtype, *noise)
         return number
 
     def all_kept(self, equation: Any, outs: Sequence[Any], reads: Sequence[int]) -> list[int]:
@@ -345,11 +345,11 @@ def _like(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [array.astype(other.dtype) for array, other in zip(arrays, others, strict=True)]
 
 
-def _rounded(array: Any, dtype: Any, noise: tuple[Any, Any]) -> Any:
+def _rounded(array: Any, dtype: Any, kind: Any, odd: Any) -> Any:
     """A float64 array rounded to a dtype, up or down as its own bits say; what the dtype holds stays as it is."""
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    (kind, odd), own = noise, jnp.finfo(dtype if jnp.finfo(dtype).bits >= 16 else jnp.bfloat16)
+    own = jnp.finfo(dtype if jnp.finfo(dtype).bits >= 16 else jnp.bfloat16)
     bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
     is_narrow = own.bits < 32
     for to, is_on in [(own, kind == 1), (jnp.finfo(np.float32), kind == 2)] if is_narrow else [(own, kind > 0)]:
