@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..._ground.errors import RuleError
 from ..._ground.text import quoted
@@ -71,7 +72,7 @@ def config(name: str) -> dict[str, Any]:
     return dict(row_of(name).config)
 
 
-def tree(name: str, *, dtype: Any = jnp.bfloat16, stack_experts: bool = False, **changes: Any) -> Tree:
+def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = False, **changes: int) -> Tree:
     """The arrays of a published model as ShapeDtypeStructs, under its checkpoint's own names.
 
     Weights lie as in the checkpoint, torch's `[out, in]`. Nothing is allocated.
@@ -126,7 +127,7 @@ def row_of(name: str) -> Row:
     return TABLE[name]
 
 
-def _check_changes(name: str, row: Row, changes: Mapping[str, Any]) -> None:
+def _check_changes(name: str, row: Row, changes: Mapping[str, int]) -> None:
     known = {**row.config, **_OPTIONS.get(row.family, {})}
     for given, value in changes.items():
         if given not in known:

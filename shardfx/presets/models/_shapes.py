@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..._convert.patterns import pattern
 from ..maps._families import Rows
@@ -19,7 +20,7 @@ Tree = dict[str, Any]
 Sizes = Mapping[str, int | Sequence[int]]
 
 
-def sizes_of(config: Mapping[str, Any]) -> dict[str, int | Sequence[int]]:
+def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
     """The sizes of the axes of a model's rows, which have the names of the config or follow from it."""
     n = collections.defaultdict[str, int](int, config)
     layers, linear = n["layers"], n["linear_head_dim"]
@@ -55,7 +56,7 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, int | Sequence[int]]:
     }
 
 
-def tree_of(rows: Rows, sizes: Sizes, dtype: Any) -> Tree:
+def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
     """Nested dicts of structs, each its own object; what checkpoints keep in float32 has that dtype."""
     tree: Tree = {}
     for path, entry in rows.items():
