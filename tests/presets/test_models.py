@@ -1,5 +1,4 @@
 import ast
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import catalogue
 import jax
 import jax.numpy as jnp
 import pytest
+from _sources import folder_of
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, lint, match, plan
@@ -53,17 +53,9 @@ def test_totals_are_those_of_their_source(name):
         assert catalogue.PUBLISHED[name] / 1e6 == pytest.approx(catalogue.ROUNDED[name], rel=0.001)
 
 
-def source_of(library: str) -> Path:
-    """Where a library lies, which is read and not imported."""
-    found = importlib.util.find_spec(library)
-    if found is None or found.origin is None:
-        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
-    return Path(found.origin).parent
-
-
 def test_totals_are_those_of_keras_hub():
     stated: dict[str, int] = {}
-    for file in source_of("keras_hub").glob("src/models/*/*_presets.py"):
+    for file in folder_of("keras_hub").glob("src/models/*/*_presets.py"):
         text = file.read_text()
         stated |= {name: int(total) for name, total in re.findall(_PRESET, text)}
     for name, preset in catalogue.KERAS_HUB.items():
@@ -103,7 +95,7 @@ RENAMED = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_are_those_of_transformers(name):
-    folder = source_of("transformers") / "models"
+    folder = folder_of("transformers") / "models"
     code = [ast.parse((folder / model / f"modeling_{model}.py").read_text()) for model in SOURCES[name]]
     targets = [to for tree in code for node in ast.walk(tree) if isinstance(node, ast.Assign) for to in node.targets]
     known = {to.attr for to in targets if isinstance(to, ast.Attribute)}
@@ -113,7 +105,7 @@ def test_names_are_those_of_transformers(name):
 
 
 def test_experts_of_mixtral_are_named_as_transformers_reads_them():
-    text = (source_of("transformers") / "conversion_mapping.py").read_text()
+    text = (folder_of("transformers") / "conversion_mapping.py").read_text()
     assert re.search(r"block_sparse_moe", text) and re.search(r"\.w1\.weight", text)
 
 
