@@ -1,7 +1,6 @@
 import ast
 import math
 import re
-from pathlib import Path
 from typing import Any, cast
 
 import catalogue
