@@ -32,6 +32,13 @@ _STANDARD_PROMOTION = {
 }
 
 
+def pytest_collection_finish():
+    """Modules and tests live as long as the process: no collection of garbage has to walk over them, or often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture
 def getkey():
     return eqx.internal.GetKey()
