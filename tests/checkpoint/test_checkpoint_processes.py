@@ -26,7 +26,7 @@ def ended(tmp_path_factory):
     return folder, _processes.run("one_after_the_other", 4, 2, folder, worker=WORKER)
 
 
-def results_of(ended, task, processes=range(4)):
+def results_of(ended, task, processes=(0, 1, 2, 3)):
     folder, outcomes = ended
     stored = [folder / f"{task}.{number}.pickle" for number in processes]
     missing = [outcomes[number].log for number, one in zip(processes, stored, strict=True) if not one.exists()]
