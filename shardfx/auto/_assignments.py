@@ -30,12 +30,12 @@ def assignments_of_rules(
 
 def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
     """Assignments by how many sets they try in turn: one, two, three. The most usual come first."""
-    weights = _weights(layouts)
+    classes, weights = layouts.classes, _weights(layouts)
     numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
     sets = _sets(layouts, numbers)[:_SETS]
-    behind = {number for number in numbers if is_behind(layouts.classes, number)}
+    behind = {number for number in numbers if is_behind(classes, number)}
     # Three in turn: data that are cut in two ways, then what the parameters have.
-    data = [group for group in sets if not any(_in_model(layouts, number) for number in group)]
+    data = [group for group in sets if not any(classes.in_model(classes.groups[number]) for number in group)]
     model = [group for group in sets if group not in data]
     triples = [(a, b, c) for a in model for b in data for c in model if a != c]
     triples += [(a, b, c) for a in data for b in data for c in model if a != b]
@@ -96,10 +96,6 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
 
 def _twos(size: int) -> int:
     return (size & -size).bit_length()
-
-
-def _in_model(layouts: Layouts, number: int) -> bool:
-    return any(place.argument in layouts.classes.model for place in layouts.classes.groups[number].places)
 
 
 def is_behind(classes: Classes, number: int) -> bool:

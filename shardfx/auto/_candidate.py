@@ -12,9 +12,8 @@ from ..topology._mesh import MeshSpec
 from ._written import code_of
 
 
-By = Literal["core", "estimate", "compile", "run"]
-_HOW = {
-    "core": "by the search's own prices, as constrained; XLA cannot partition it for so many devices",
+By = Literal["estimate", "compile", "run"]
+_HOW: dict[By, str] = {
     "estimate": "by the partitioned program",
     "compile": "by the compiled program",
     "run": "as measured",
@@ -31,13 +30,12 @@ class Candidate:
     - `mesh`, `rules`: what was chosen.
     - `assignments`: pairs of a mesh axis and the names that it cuts, the one it prefers first.
     - `plans`: one for each argument of the step.
-    - `by`: what the numbers below come from: "estimate" is the program of one device as XLA's own partitioner makes it,
-        "compile" the compiled program, "run" the clock, and "core" the search's own prices, which stay where XLA cannot
-        partition the step.
     - `seconds`: of one step: `compute_seconds`, then `exposed_seconds` of sending that computation waits for, then what
         of the `hidden_seconds` computation does not hide. By a run it is what the clock measured.
     - `memory_bytes`, `limit_bytes`: on one device, and how much of it may be used.
-    - `traffic`: what is sent, row by row; `None` by the core.
+    - `by`: what these numbers come from: "estimate" is the program of one device as XLA's own partitioner makes it,
+        "compile" the compiled program, "run" the clock.
+    - `traffic`: what is sent, row by row.
     - `constrained`: whether the step is faster with what is between its arguments constrained too, by
         [`shardfx.auto.constrain_step`][]; then all numbers, and `code()`, are of that.
     - `donated`: the numbers of the arguments whose memory results take over: those that the step donates, and where
@@ -54,14 +52,14 @@ class Candidate:
     rules: AxisRules
     assignments: tuple[tuple[str, tuple[str, ...]], ...]
     plans: tuple[ShardPlan, ...]
-    by: By
     seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    hidden_seconds: float
     memory_bytes: int
     limit_bytes: int
-    traffic: Traffic | None = None
+    compute_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    by: By = "estimate"
+    traffic: Traffic = Traffic((), 1)
     constrained: bool = False
     donated: tuple[int, ...] = ()
     results: tuple[int | None, ...] = ()
@@ -73,13 +71,13 @@ class Candidate:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device in one step; 0 by the core."""
-        return 0 if self.traffic is None else self.traffic.wire_bytes
+        """Bytes that enter a device in one step."""
+        return self.traffic.wire_bytes
 
     @property
     def unsure_bytes(self) -> int:
         """How many more or fewer the compiler may send; see [`shardfx.cost.Traffic`][]."""
-        return 0 if self.traffic is None else self.traffic.unsure_bytes
+        return self.traffic.unsure_bytes
 
     @property
     def fits(self) -> bool:
@@ -101,7 +99,7 @@ class Candidate:
         with its constraints, its donation, and the layout of its results.
         """
         head = (
-            f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by].partition(';')[0]}, "
+            f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by]}, "
             f"{bytes_text(self.memory_bytes)} a device.",
             *(
                 f"{axis}={size} cuts {', '.join(dict(self.assignments)[axis])}."
@@ -120,19 +118,16 @@ class Candidate:
         A text.
         """
         compared = [] if self.comparison is None else [str(self.comparison)]
-        sent = [] if self.traffic is None else [str(self.traffic)]
-        return "\n".join([self._head(), *sent, *self._below(), *compared])
+        return "\n".join([self._head(), str(self.traffic), *self._below(), *compared])
 
     def __str__(self) -> str:
-        sent = [] if self.traffic is None else text_of(self.traffic, _SHOWN)
-        return "\n".join([self._head(), *sent, *self._below()])
+        return "\n".join([self._head(), *text_of(self.traffic, _SHOWN), *self._below()])
 
     def __repr__(self) -> str:
         return f"Candidate({self._head()})"
 
     def _repr_html_(self) -> str:
-        sent = Traffic((), 1) if self.traffic is None else self.traffic
-        return html_of(sent, _SHOWN, above=[self._head()], below=self._below())
+        return html_of(self.traffic, _SHOWN, above=[self._head()], below=self._below())
 
     def _head(self) -> str:
         sending = f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside computation"

@@ -115,7 +115,6 @@ def _looked(
 
 def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
     """The candidate with what its compiled program says."""
-    assert one.traffic is not None
     sent = traffic(program, one.mesh)
     times = times_of(sent, work_of(parse_hlo(program.as_text())), pricer.chip, one.mesh, pricer.model)
     return dataclasses.replace(

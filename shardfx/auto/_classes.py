@@ -136,6 +136,15 @@ class Classes:
             for count, number in enumerate(kept):
                 self.groups[number].name = name if count == 0 else f"{name}_{count + 1}"
 
+    @property
+    def own(self) -> set[int]:
+        """The classes that arrays of the model have."""
+        return {root for group in self.groups if self.in_model(group) for root in group.roots}
+
+    def in_model(self, group: Group) -> list[Place]:
+        """Where the model has a group."""
+        return [place for place in group.places if place.argument in self.model]
+
     def live(self) -> list[Group]:
         """The groups, without those that went into others."""
         return [group for group in self.groups if group.roots]

@@ -114,14 +114,14 @@ def best_of_block(
     real: Int[Array, ""],
     *,
     keep: int,
-) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 6"]]:
-    """Of the first `real` sets with their best shares: which set, which share, and the parts of the cost, in order."""
-    parts = costs(arrays, machine, sets, sizes, slices)
-    share = jnp.argmin(parts[0], axis=1)
-    best = jnp.stack([jnp.take_along_axis(part, share[:, None], axis=1)[:, 0] for part in parts], -1)
-    score = jnp.where(jnp.arange(len(sets)) < real, best[:, 0], jnp.inf)
-    _, at = jax.lax.top_k(-score, min(keep, len(sets)))
-    return at, share[at], best[at]
+) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
+    """Of the first `real` sets with their best shares that fit: which set, which share, and the cost, in order."""
+    seconds, memory = costs(arrays, machine, sets, sizes, slices)
+    seconds = jnp.where(memory <= machine["limit"], seconds, jnp.inf)
+    share = jnp.argmin(seconds, axis=1)[:, None]
+    best = jnp.concatenate([jnp.take_along_axis(part, share, axis=1) for part in (seconds, memory)], -1)
+    _, at = jax.lax.top_k(-jnp.where(jnp.arange(len(sets)) < real, best[:, 0], jnp.inf), min(keep, len(sets)))
+    return at, share[at, 0], best[at]
 
 
 def costs(
@@ -130,8 +130,8 @@ def costs(
     sets: Int[_Array, "block axes"],
     sizes: Int[_Array, "shares axes"],
     slices: Int[_Array, "shares axes"],
-) -> tuple[Float[_Array, "block shares"], ...]:
-    """For each pair: score, seconds, seconds of computation, of exposed and of hidden sending, bytes of memory.
+) -> tuple[Float[_Array, "block shares"], Float[_Array, "block shares"]]:
+    """For each pair the seconds of a step, infinite where it is not allowed, and the bytes of memory.
 
     With arrays of NumPy nothing is compiled, which is quicker for few pairs.
     """
@@ -145,17 +145,12 @@ def costs(
     sent = xp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
     has = _members(axes, xp)
     power = xp.exp2(-(xp.log2(sizes.astype(np.float32)) @ has.T.astype(np.float32)))
-    totals = xp.einsum("sk,bkq->qbs", power, shared)
-    bytes_sent = xp.einsum("sk,bkjt->tjbs", power, sent)
-    compute = xp.maximum(totals[0] / machine["flops"], totals[1] / machine["hbm"])
-    memory = totals[2] + xp.max(totals[3:], axis=0)
+    flops, arguments, others = xp.einsum("sk,bkq->qbs", power, shared)
+    compute = xp.maximum(flops / machine["flops"], (arguments + others) / machine["hbm"])
     per_byte = _seconds_per_byte(machine, sizes, slices)
-    each = (arrays["calls"][sets] * machine["call_seconds"]).T[:, :, None] * (sizes > 1).T.astype(np.float32)[:, None]
-    exposed = (bytes_sent[0] * per_byte).sum(0) + each.sum(0)
-    hidden = (bytes_sent[1] * per_byte).sum(0)
-    total = compute + exposed + xp.maximum(0.0, hidden - machine["overlap"] * compute)
-    fits = (memory <= machine["limit"]) & _is_allowed(arrays, sets, sizes)
-    return xp.where(fits, total, np.inf), total, compute, exposed, hidden, memory
+    exposed, hidden = (xp.einsum("sk,bkjt->tjbs", power, sent) * per_byte[:, None]).sum(1)
+    seconds = compute + exposed + xp.maximum(0.0, hidden - machine["overlap"] * compute)
+    return xp.where(_is_allowed(arrays, sets, sizes), seconds, np.inf), arguments + others
 
 
 def _library(array: Any) -> Any:
@@ -177,15 +172,14 @@ def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any
 
 def _seconds_per_byte(
     machine: Numbers, sizes: Int[_Array, "shares axes"], slices: Int[_Array, "shares axes"]
-) -> Float[_Array, "axes 1 shares"]:
+) -> Float[_Array, "axes shares"]:
     """How long each byte of a collective takes on each axis: in a ring of n devices, (n - 1) / n of it is sent.
 
     In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands, each axis
     has as many of its devices in one as there can be. What goes between slices takes the hosts' network.
     """
     xp = _library(sizes)
-    inner = (sizes // slices).astype(np.float32).T[:, None, :]
-    whole = sizes.astype(np.float32).T[:, None, :]
+    inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)
     share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
     bandwidth = xp.where(machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"])
@@ -206,19 +200,7 @@ def _is_allowed(
     needed = xp.any(arrays["after"][sets], axis=1)[..., None]
     wrong = xp.einsum("bck,csk->bs", kinds, broken.astype(np.float32))
     unfinished = xp.einsum("bck,csk->bs", xp.where(needed, kinds, 0.0), (cuts < sides).astype(np.float32))
-    return (wrong + unfinished == 0) & _has_named(arrays, sets, sizes)
-
-
-def _has_named(
-    arrays: Numbers, sets: Int[_Array, "block axes"], sizes: Int[_Array, "shares axes"]
-) -> Bool[_Array, "block shares"]:
-    """Whether each mesh axis that must exist is there, with its size."""
-    found = _library(sets).ones((len(sets), len(sizes)), bool)
-    for number in range(len(arrays["named"])):
-        wanted = arrays["named_sizes"][number]
-        suits = (sizes > 1) & ((wanted == 0) | (sizes == wanted))
-        found &= (arrays["named"][number][sets][:, None, :] & suits[None]).any(-1)
-    return found
+    return wrong + unfinished == 0
 
 
 def machine_of(
@@ -234,7 +216,6 @@ def machine_of(
         "island": island,
         "dcn": max(float(chip.dcn_bytes_per_second), 1.0) / chip.devices_per_chip * model.network,
         "overlap": model.overlap,
-        "call_seconds": model.call_seconds,
         "limit": limit_bytes,
     }
     return {name: np.float32(number) for name, number in numbers.items()}
@@ -248,9 +229,6 @@ class Found:
     sizes: tuple[int, ...]
     slices: tuple[int, ...]
     seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    hidden_seconds: float
     memory_bytes: float
 
 
@@ -279,7 +257,7 @@ def find(
             few = (at < real) & (parts[:, 0] < (found[-1].seconds if len(found) == keep else math.inf))
             picked = zip(block[at[few]], sizes[share[few]], between[share[few]], parts[few], strict=True)
             better = [
-                Found(_first(number, own), _first(number, size), _first(number, spans), *map(float, part[1:]))
+                Found(_first(number, own), _first(number, size), _first(number, spans), *map(float, part))
                 for own, size, spans, part in picked
             ]
             found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]

@@ -65,13 +65,6 @@ class _Namer:
     def is_marked(self, group: Group, kind: str) -> bool:
         return any(root in self.classes.marked[kind] for root in group.roots)
 
-    def in_model(self, group: Group) -> list[Place]:
-        return [place for place in group.places if place.argument in self.classes.model]
-
-    def own(self) -> set[int]:
-        """The classes that arrays of the model have."""
-        return {root for group in self.classes.groups if self.in_model(group) for root in group.roots}
-
     def paths(self, places: Iterable[Place]) -> list[str]:
         return list(dict.fromkeys(self.traced.path(place.argument) for place in places))
 
@@ -106,7 +99,7 @@ class _Namer:
 
     def layers(self) -> None:
         for number, group in self.groups():
-            if self.is_marked(group, "scanned") and self.in_model(group):
+            if self.is_marked(group, "scanned") and self.classes.in_model(group):
                 self.give(number, "layers")
 
     def data(self) -> None:
@@ -117,7 +110,7 @@ class _Namer:
         images = self.images()
         for number, group in self.groups():
             places = [place for place in group.places if place.argument not in self.classes.model]
-            positions = all(map(_POSITIONS.search, self.paths(self.in_model(group))))
+            positions = all(map(_POSITIONS.search, self.paths(self.classes.in_model(group))))
             if not places or not (positions or images.get(number) == "channels"):
                 continue
             first = max(places, key=lambda place: (len(self.data_dims(place)), -place.dim))
@@ -127,7 +120,7 @@ class _Namer:
                 self.give(number, "batch")
             elif number in images:
                 self.give(number, images[number])
-            elif self.is_marked(group, "batched") and self.in_model(group):
+            elif self.is_marked(group, "batched") and self.classes.in_model(group):
                 continue
             elif len(dims) == 4 and at and not self.has_heads(first.argument):
                 self.give(number, _IMAGE[at - 1])
@@ -151,7 +144,7 @@ class _Namer:
     def has_heads(self, argument: int) -> bool:
         """Whether products run in batches over a dimension that the model has, too."""
         leaves = {leaf for leaves in self.classes.dims[argument] for leaf in leaves}
-        return not self.classes.marked["batched"].isdisjoint(leaves & self.own())
+        return not self.classes.marked["batched"].isdisjoint(leaves & self.classes.own)
 
     def images(self) -> dict[int, str]:
         """What convolutions call dimensions of the data: their own numbers say it, whichever comes first."""
@@ -174,7 +167,7 @@ class _Namer:
         vocabs: set[int] = set()
         others: list[tuple[int, Group]] = []
         for number, group in self.groups():
-            paths = self.paths(self.in_model(group))
+            paths = self.paths(self.classes.in_model(group))
             if not self.is_marked(group, "looked_up") or not paths:
                 continue
             if any(map(_POSITIONS.search, paths)):
@@ -195,14 +188,14 @@ class _Namer:
 
     def is_tied_to_logits(self, number: int, group: Group) -> bool:
         """Whether the table that is looked up makes logits, too."""
-        tables = {place.argument for place in self.in_model(group)}
+        tables = {place.argument for place in self.classes.in_model(group)}
         return self.is_marked(group, "multiplied") and len(tables) == 1
 
     def heads(self) -> None:
         """Parts that products run over in batches: heads where a unit follows them, or where both operands are data;
         experts where an operand is made of weights alone.
         """
-        found = [(n, g) for n, g in self.groups() if self.is_marked(g, "batched") and self.in_model(g)]
+        found = [(n, g) for n, g in self.groups() if self.is_marked(g, "batched") and self.classes.in_model(g)]
         groups = self.classes.of_root
         kept = [leaves[: self.classes.kept(leaves)] for dims in self.classes.dims for leaves in dims]
         kept = [leaves for leaves in kept if len(leaves) > 1 and groups[leaves[0]] in {number for number, _ in found}]
@@ -211,7 +204,7 @@ class _Namer:
         found = [(n, g) for n, g in self.groups() if n in behind or (n, g) in found]
         named, of_weights = set[int](), self.batches_of_weights()
         for number, group in found:
-            paths = self.paths(self.in_model(group))
+            paths = self.paths(self.classes.in_model(group))
             attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in group.places)
             attends |= number not in of_weights
             if number in behind:
@@ -228,7 +221,7 @@ class _Namer:
 
     def batches_of_weights(self) -> set[int]:
         """The groups over which products run in batches with an operand that has dimensions of the model alone."""
-        of_root, tied, own, found = self.classes.of_root, self.tied, self.own(), set[int]()
+        of_root, tied, own, found = self.classes.of_root, self.tied, self.classes.own, set[int]()
         for made in tied.program.operations:
             over = batched(made)
             for value, dims in zip(made.ins, made.factors.ins, strict=True) if over else ():
@@ -263,7 +256,7 @@ class _Namer:
                     if state in self.left:
                         self.give(state, "hidden")
         for number, group in self.groups():
-            if group.size in sizes and all(map(_CELLS.search, self.paths(self.in_model(group)))):
+            if group.size in sizes and all(map(_CELLS.search, self.paths(self.classes.in_model(group)))):
                 self.give(number, "gates")
 
     def width(self) -> None:
@@ -271,9 +264,9 @@ class _Namer:
 
         A model of several towers has several widths, each with residual sums of its own.
         """
-        sums = residual(self.tied, self.own())
+        sums = residual(self.tied, self.classes.own)
         counts = {
-            number: len({place.argument for place in self.in_model(group)})
+            number: len({place.argument for place in self.classes.in_model(group)})
             for number, group in self.groups()
             if not sums.isdisjoint(group.roots) and self.is_marked(group, "contracted")
         }
@@ -295,7 +288,7 @@ class _Namer:
         """What scores as many things as there are experts scores them, though choosing the best ties nothing."""
         sizes = {group.size for group in self.classes.live() if group.name == "experts"}
         for number, group in self.groups():
-            places = self.in_model(group)
+            places = self.classes.in_model(group)
             if group.size in sizes and places and all(self.rank(place) <= 3 and place.of == 1 for place in places):
                 chosen = self.is_marked(group, "chosen") or self.is_marked(group, "looked_up")
                 if chosen or any(map(_ROUTERS.search, self.paths(places))):
@@ -303,7 +296,7 @@ class _Namer:
 
     def by_path(self) -> None:
         for number, group in self.groups():
-            places = self.in_model(group) or group.places
+            places = self.classes.in_model(group) or group.places
             places = [place for place in places if self.rank(place) > 1] or places
             paths = self.paths(places)
             if all(map(_POSITIONS.search, paths)):
@@ -319,7 +312,7 @@ class _Namer:
     def between_widths(self, group: Group) -> bool:
         """Whether matrices lead from the model's width into this dimension, and others out of it."""
         dims: set[int] = set()
-        for place in self.in_model(group):
+        for place in self.classes.in_model(group):
             if self.rank(place) < 2 or place.of > 1:
                 continue
             others = self.classes.dims[place.argument]

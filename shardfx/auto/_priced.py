@@ -102,7 +102,6 @@ class Pricer:
         fits = read.held[0] <= one.limit_bytes
         return dataclasses.replace(
             timed(one, times, largest_first(read.sent)),
-            by="estimate",
             memory_bytes=round(read.held[0 if fits else 1]),
             constrained=constrained,
             notes=(*one.notes, *read.work.notes),

@@ -92,8 +92,7 @@ def search(
     **Returns:**
 
     Candidates, the fastest first. Where nothing fits in memory, the one that takes least is returned alone, with a
-    reason that says so. Above 2,048 devices the program is read on smaller meshes and carried on from there; where
-    that cannot be done, candidates keep the order and the numbers of the compiled function, and say so.
+    reason that says so. Above 2,048 devices the program is read on smaller meshes and carried on from there.
 
     **Raises:**
 
@@ -175,9 +174,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     pairs = written.pairs
     if not pairs:
         assert written.refused is not None
-        if space.devices <= DIRECT:
-            raise written.refused
-        return [dataclasses.replace(one, constrained=True) for one in drawn], set()
+        raise written.refused
     ranked = written.ranked
     by_core = sorted(pairs, key=lambda pair: pair[0].seconds)
     best = ranked[0][1]

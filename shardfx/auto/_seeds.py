@@ -37,7 +37,7 @@ def seeds(
         order = tuple(dict.fromkeys(known[name] for name in names if name in known))
         return Assignment(order, any(is_behind(classes, number) for number in order)) if order else None
 
-    own = [name for name in known if _is_model(classes, known[name]) and name not in (*_TENSOR, *_NEVER)]
+    own = [name for name in known if classes.in_model(classes.groups[known[name]]) and name not in (*_TENSOR, *_NEVER)]
     tensor = (*(name for name in _TENSOR[1:] if name in known), *sorted(own))
     batch, stored, whole = (
         assignment("batch"),
@@ -58,7 +58,3 @@ def _whole_ways(ways: Iterable[tuple[Assignment | None, ...]]) -> list[tuple[Ass
     """The ways of which the step has all assignments, each once."""
     made = [(way, tuple(assignment for assignment in way if assignment is not None)) for way in ways]
     return list(dict.fromkeys(assignments for way, assignments in made if len(assignments) == len(way)))
-
-
-def _is_model(classes: Classes, number: int) -> bool:
-    return any(place.argument in classes.model for place in classes.groups[number].places)

@@ -180,8 +180,15 @@ def _limited(space: Space) -> Terms:
                 "cut it, take it out of `never`, or do not want it."
             )
         least[terms.classes.index(number)] = wanted[name]
+    # A mesh axis that must exist is one more class: what has its name cuts it into so many pieces, 0 for any number.
     named, sizes = named_assignments(limits, [axis_name(list(space.names_of(layout))) for layout in space.made])
-    return dataclasses.replace(terms, least=least, named=named, named_sizes=sizes)
+    return dataclasses.replace(
+        terms,
+        limits=np.concatenate([terms.limits, named]),
+        sizes=np.concatenate([terms.sizes, sizes]),
+        least=np.concatenate([least, np.maximum(sizes, 2)]),
+        after=np.pad(terms.after, ((0, 0), (0, len(sizes)))),
+    )
 
 
 def _has_any(space: Space, limits: Limits) -> bool:
@@ -205,8 +212,8 @@ def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found |
     machine, rest = space.machine(), AXES - len(way)
     sets = np.array([[*way, *[len(space.made)] * rest]], np.int32)
     share, between = (np.array([[*one, *[1] * rest]], np.int32) for one in (sizes, spans))
-    score, *parts = [float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between)]
-    return Found(way, tuple(sizes), tuple(spans), *parts) if math.isfinite(score) else None
+    seconds, memory = (float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between))
+    return Found(way, tuple(sizes), tuple(spans), seconds, memory) if math.isfinite(seconds) else None
 
 
 def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
@@ -258,7 +265,7 @@ def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[st
 def _candidate(
     space: Space, one: Found, mesh: MeshSpec, rules: AxisRules, axes: tuple[str, ...], plans: tuple[ShardPlan, ...]
 ) -> Candidate:
-    """A candidate with the times of the core, which are those of the step as it is constrained."""
+    """A candidate by the core, to be partitioned."""
     return Candidate(
         mesh=mesh,
         rules=rules,
@@ -267,11 +274,7 @@ def _candidate(
             for axis, assignment in zip(axes, one.assignments, strict=True)
         ),
         plans=plans,
-        by="core",
         seconds=one.seconds,
-        compute_seconds=one.compute_seconds,
-        exposed_seconds=one.exposed_seconds,
-        hidden_seconds=one.hidden_seconds,
         memory_bytes=math.ceil(one.memory_bytes),
         limit_bytes=space.limit_bytes,
         notes=notes_of(space.classes),
