@@ -1,8 +1,10 @@
 """What a search returns."""
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
 from .._plan import ShardPlan
 from .._rules.axis_rules import AxisRules
@@ -155,3 +157,41 @@ class Candidate:
 def ms(seconds: float) -> str:
     """Seconds for a person: three digits, without an exponent where they are many."""
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
+    """The first of those that cut all arguments into the same pieces, without those that cut as a known one."""
+    seen = {_pieces(one) for one in known}
+    for one in found:
+        if (pieces := _pieces(one)) not in seen:
+            seen.add(pieces)
+            yield one
+
+
+def _pieces(one: Candidate) -> object:
+    """Into how many pieces each dimension of each argument is cut, and how many slices the mesh axes span."""
+    leaves = (leaf for made in one.plans for leaf in made.leaves)
+    return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
+
+
+def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
+    """What the next candidates cost instead, as far as the texts of their numbers differ."""
+    for other in others:
+        computation = other.compute_seconds - mine.compute_seconds
+        told = [_more(other.seconds - mine.seconds, mine.seconds)]
+        told += [f"{_more(computation, mine.seconds)} of it computation"] if _tells(computation, mine.seconds) else []
+        pairs = (
+            (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
+            (bytes_text(other.memory_bytes), bytes_text(mine.memory_bytes), " a device"),
+        )
+        told += [f"{its}{what}" for its, own, what in pairs if its != own]
+        yield f"{other.title}: {', '.join(told)}"
+
+
+def _tells(seconds: float, of: float) -> bool:
+    """Whether seconds are more than noise beside a step's."""
+    return abs(seconds) > 1e-3 * of
+
+
+def _more(seconds: float, of: float) -> str:
+    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if _tells(seconds, of) else "as fast"

@@ -23,7 +23,7 @@ class Place:
     of: int
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Group:
     """Classes that get one name: one, or those that stand at the same place in repeated layers."""
 
@@ -55,6 +55,14 @@ class Classes:
         }
         self.main, self.model = _model_arguments(traced)
 
+    def of(self, leaf: int) -> Group:
+        """The group of a class."""
+        return self.groups[self.of_root[leaf]]
+
+    def flat(self, argument: int) -> list[Group]:
+        """The groups of an argument's dimensions, of all their parts."""
+        return [self.of(leaf) for leaves in self.dims[argument] for leaf in leaves]
+
     def kept(self, leaves: Sequence[int]) -> int:
         """How many of a dimension's parts, from the slowest, may be cut; the rest is a unit.
 
@@ -70,7 +78,7 @@ class Classes:
         """What a dimension of these parts is called, as an entry of an array's names."""
         count = self.kept(leaves)
         unit = math.prod(self.tied.parts.sizes[leaf] for leaf in leaves[count:])
-        names = list(dict.fromkeys(self.groups[self.of_root[leaf]].name for leaf in leaves[:count]))
+        names = list(dict.fromkeys(self.of(leaf).name for leaf in leaves[:count]))
         names = [name for name in names if name not in used]
         if not names:
             return None, used

@@ -145,12 +145,13 @@ def costs(
     sent = xp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
     has = _members(axes, xp)
     power = xp.exp2(-(xp.log2(sizes.astype(np.float32)) @ has.T.astype(np.float32)))
-    flops, arguments, others = xp.einsum("sk,bkq->qbs", power, shared)
-    compute = xp.maximum(flops / machine["flops"], (arguments + others) / machine["hbm"])
+    flops, moved, memory = xp.einsum("sk,bkq->qbs", power, shared)
+    compute = xp.maximum(flops / machine["flops"], moved / machine["hbm"])
     per_byte = _seconds_per_byte(machine, sizes, slices)
     exposed, hidden = (xp.einsum("sk,bkjt->tjbs", power, sent) * per_byte[:, None]).sum(1)
-    seconds = compute + exposed + xp.maximum(0.0, hidden - machine["overlap"] * compute)
-    return xp.where(_is_allowed(arrays, sets, sizes), seconds, np.inf), arguments + others
+    called = machine["call_seconds"] * (arrays["calls"][sets] @ (sizes > 1).T.astype(np.float32))
+    seconds = compute + exposed + called + xp.maximum(0.0, hidden - machine["overlap"] * compute)
+    return xp.where(_is_allowed(arrays, sets, sizes), seconds, np.inf), memory
 
 
 def _library(array: Any) -> Any:
@@ -216,6 +217,7 @@ def machine_of(
         "island": island,
         "dcn": max(float(chip.dcn_bytes_per_second), 1.0) / chip.devices_per_chip * model.network,
         "overlap": model.overlap,
+        "call_seconds": model.call_seconds,
         "limit": limit_bytes,
     }
     return {name: np.float32(number) for name, number in numbers.items()}

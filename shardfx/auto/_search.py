@@ -14,12 +14,11 @@ from .._ground.text import bytes_text
 from .._rules.axis_rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
 from ._asked import Asked, Tracing, asked_for, require_arrays, require_options
-from ._candidate import Candidate
+from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
 from ._held import states_of, zero_1
 from ._limits import Limits
 from ._priced import Pricer
-from ._reasons import against, without_twins
 from ._space import MODEL, Space, by_hand, fastest, near
 
 

@@ -13,10 +13,9 @@ from .._ground.errors import MeshError, RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
-from ..topology._mesh import MeshSpec
 from ._asked import Asked
 from ._assignments import assignments_of, assignments_of_rules, can_be_whole
-from ._candidate import Candidate
+from ._candidate import Candidate, without_twins
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import Assignment, Layout, Layouts
 from ._limits import Limits, blocking, named_assignments, numbers_of
@@ -131,20 +130,18 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
 
 def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
-    axes = min(space.limits.most_axes, AXES)
-    return find(space.terms, space.machine(limit), space.devices, space.slices, axes=axes)
+    return find(space.terms, space.machine(limit), space.devices, space.slices)
 
 
 def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
     """Ways that people write, each with the sizes at this place of the core's order: first those that fit in memory."""
     for way in ways:
-        if len(way) <= space.limits.most_axes:
-            each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
-            ranked = sorted(
-                (one for one in each if one is not None),
-                key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
-            )
-            yield from [*various(space, ranked, place + 1)][place:]
+        each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
+        ranked = sorted(
+            (one for one in each if one is not None),
+            key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
+        )
+        yield from [*various(space, ranked, place + 1)][place:]
 
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
@@ -159,8 +156,7 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
         if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
             way = tuple(assignment for assignment, size in changed.items() if size > 1)
-            fits = len(way) <= space.limits.most_axes
-            priced = _priced(space, way, [changed[assignment] for assignment in way]) if fits else None
+            priced = _priced(space, way, [changed[one] for one in way]) if len(way) <= AXES else None
             found += [] if priced is None else [priced]
     yield from various(space, found, len(found))
 
@@ -217,32 +213,9 @@ def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found |
 
 
 def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
-    """The best of those that say something different: in what the arguments' axes cut, not in their spelling."""
-    seen: set[object] = set()
-    for one in found:
-        if len(seen) >= keep:
-            return
-        built = mesh_and_rules(space.made, one, space.classes)
-        if built is None or not space.limits.has_axes(built[0]):
-            continue
-        mesh, rules, axes = built
-        plans = tuple(
-            plan(arg, mesh, names=names, axes=rules, unused="allow")
-            for arg, names in zip(space.args, space.names, strict=True)
-        )
-        key = _pieces(space, one)
-        if key not in seen and _agrees(space, one, plans, axes):
-            seen.add(key)
-            yield _candidate(space, one, mesh, rules, axes, plans)
-
-
-def _pieces(space: Space, one: Found) -> object:
-    """Into how many pieces each class is cut."""
-    cuts: dict[int, int] = {}
-    for assignment, size in zip(one.assignments, one.sizes, strict=True):
-        for number in space.made[assignment].used:
-            cuts[number] = cuts.get(number, 1) * size
-    return tuple(sorted(cuts.items()))
+    """The best of those whose plans say something different."""
+    made = (_candidate(space, one) for one in found)
+    return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
 
 def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
@@ -262,16 +235,21 @@ def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[st
     return True
 
 
-def _candidate(
-    space: Space, one: Found, mesh: MeshSpec, rules: AxisRules, axes: tuple[str, ...], plans: tuple[ShardPlan, ...]
-) -> Candidate:
-    """A candidate by the core, to be partitioned."""
+def _candidate(space: Space, one: Found) -> Candidate | None:
+    """A candidate by the core, to be partitioned; `None` where no rules cut the arguments as its assignments do."""
+    built = mesh_and_rules(space.made, one, space.classes)
+    if built is None or not space.limits.has_axes(built[0]):
+        return None
+    mesh, rules, axes = built
+    pairs = zip(space.args, space.names, strict=True)
+    plans = tuple(plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs)
+    if not _agrees(space, one, plans, axes):
+        return None
     return Candidate(
         mesh=mesh,
         rules=rules,
         assignments=tuple(
-            (axis, space.names_of(space.made[assignment]))
-            for axis, assignment in zip(axes, one.assignments, strict=True)
+            (axis, space.names_of(space.made[number])) for axis, number in zip(axes, one.assignments, strict=True)
         ),
         plans=plans,
         seconds=one.seconds,

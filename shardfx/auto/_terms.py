@@ -25,10 +25,11 @@ class Terms:
     """Coefficients of rows, for some assignments. All are global: of the whole step on one device.
 
     - `divides`: which assignments divide a row.
-    - `shared`: floating-point operations, bytes that the arguments take, and bytes of temporaries where they are most.
+    - `shared`: floating-point operations, bytes to and from memory, and bytes of arguments and temporaries that are held.
     - `divides_sent`: which assignments divide a row of what one assignment sends.
     - `sent`: for each assignment the bytes that a device receives, still to be multiplied by (1 - 1 / size): first those
         that computation waits for, then those that it can hide.
+    - `calls`: how many collectives each assignment has.
     - `classes`, `sizes`: the classes of dimensions that any assignment cuts, by number, and their sizes.
     - `limits`: which assignments cut each class.
     - `least`: into how many pieces each class must be cut at least.
@@ -39,6 +40,7 @@ class Terms:
     shared: Float[np.ndarray, "rows 3"]
     divides_sent: Bool[np.ndarray, "assignments few assignments"]
     sent: Float[np.ndarray, "assignments few two"]
+    calls: Float[np.ndarray, " assignments"]
     limits: Bool[np.ndarray, "classes assignments"]
     sizes: Int[np.ndarray, " classes"]
     after: Bool[np.ndarray, "assignments classes"]
@@ -74,9 +76,10 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
     rows, sent = _Rows(count, 3), [_Rows(count, 2) for _ in made]
     for number, operation in enumerate(program.operations):
         rows.add(shared[number], 0, operation.flops * operation.times)
-    for column, values in ((1, program.arguments), (2, _temporaries(program))):
-        for value in values:
-            rows.add(cut[value], column, program.values[value].bytes)
+    for value in (*program.arguments, *program.results):
+        rows.add(cut[value], 1, program.values[value].bytes)
+    for value in (*program.arguments, *_temporaries(program)):
+        rows.add(cut[value], 2, program.values[value].bytes)
     data = _has_data(layouts)
     moving: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(made):
@@ -101,6 +104,7 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
         shared=columns,
         divides_sent=_stacked([rows.arrays()[0] for rows in sent]),
         sent=_stacked([rows.arrays()[1] for rows in sent]),
+        calls=np.array([sum(event.times for event in layout.events) for layout in made]),
         limits=limits,
         sizes=np.array(sizes, dtype=np.int64),
         after=_after(layouts, made, used),
@@ -188,6 +192,7 @@ def padded(terms: Terms) -> dict[str, np.ndarray]:
         "shared": np.pad(terms.shared, ((0, rows), (0, 0))).astype(np.float32),
         "divides_sent": np.pad(terms.divides_sent, ((0, assignments), (0, few), (0, assignments))),
         "sent": np.pad(terms.sent, ((0, assignments), (0, few), (0, 0))).astype(np.float32),
+        "calls": np.pad(terms.calls, (0, assignments)).astype(np.float32),
         "limits": np.pad(terms.limits, ((0, classes), (0, assignments))),
         "sizes": np.pad(np.array([*map(_small, terms.sizes.tolist())], np.int32), (0, classes), constant_values=1),
         "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
