@@ -70,7 +70,7 @@ class Limits:
 
 
 def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Which assignments an axis that must exist can have, and its size or 0, by what each assignment's axis is called."""
+    """Which assignments an axis that must exist can have, by what their axes are called; and its size, or 0."""
     named = np.zeros((len(limits.axes), len(called)), bool)
     for row, (name, _) in enumerate(limits.wanted_axes):
         named[row] = [name == one for one in called]

@@ -143,13 +143,17 @@ def _axis(group: Group, classes: Classes) -> NamedAxis:
 
 
 def _joins(group: Group, traced: Traced) -> tuple[tuple[str, str], ...]:
-    parts, roots = traced.tied.parts, set(group.roots)
+    """The operations that two operands with the axis meet in, products and lookups first."""
+    tied, roots = traced.tied, set(group.roots)
     found: dict[tuple[str, str], None] = {}
-    for join in parts.joins:
-        if roots.isdisjoint(parts.leaves(join.first)):
-            continue
-        operation = traced.tied.program.operations[join.operation]
-        found[operation.name, source_line(operation.location)] = None
+    for made in sorted(tied.program.operations, key=lambda made: not made.factors.reduction):
+        having = [
+            value
+            for value in dict.fromkeys(made.ins)
+            if any(not roots.isdisjoint(tied.parts.leaves(part)) for part in tied.dims[value])
+        ]
+        if len(having) > 1 and made.name not in ("carry", "return", "use"):
+            found[made.name, source_line(made.location)] = None
     return tuple(found)
 
 

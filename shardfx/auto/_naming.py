@@ -238,9 +238,9 @@ class _Namer:
 
     def between_widths(self, group: Group) -> bool:
         """Whether matrices lead from the model's width into this dimension, and others out of it."""
-        places = [place for place in self.classes.in_model(group) if self.rank(place) > 1 and place.of == 1]
-        wide = all("embed" in [other.name for other in self.classes.flat(place.argument)] for place in places)
-        return wide and len({place.dim for place in places}) > 1 and self.is_marked(group, "contracted")
+        places = [place for place in self.classes.in_model(group) or group.places if place.of == 1]
+        wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
+        return len(wide) > 1 and self.is_marked(group, "contracted")
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:

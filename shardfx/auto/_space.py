@@ -14,14 +14,13 @@ from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
 from ._asked import Asked
-from ._assignments import assignments_of, assignments_of_rules, can_be_whole
+from ._assignments import assignments_of, assignments_of_rules, can_be_whole, seeds
 from ._candidate import Candidate, without_twins
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import Assignment, Layout, Layouts
 from ._limits import Limits, blocking, named_assignments, numbers_of
 from ._name_axes import names_trees, notes_of
 from ._naming import named_classes
-from ._seeds import seeds
 from ._terms import Terms, padded, terms_of
 from ._trace import trace
 from ._written import axis_name, mesh_and_rules
@@ -177,7 +176,7 @@ def _limited(space: Space) -> Terms:
             )
         least[terms.classes.index(number)] = wanted[name]
     # A mesh axis that must exist is one more class: what has its name cuts it into so many pieces, 0 for any number.
-    named, sizes = named_assignments(limits, [axis_name(list(space.names_of(layout))) for layout in space.made])
+    named, sizes = named_assignments(limits, [axis_name(space.names_of(layout)) for layout in space.made])
     return dataclasses.replace(
         terms,
         limits=np.concatenate([terms.limits, named]),
@@ -237,7 +236,8 @@ def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[st
 
 def _candidate(space: Space, one: Found) -> Candidate | None:
     """A candidate by the core, to be partitioned; `None` where no rules cut the arguments as its assignments do."""
-    built = mesh_and_rules(space.made, one, space.classes)
+    orders = [space.names_of(space.made[number]) for number in one.assignments]
+    built = mesh_and_rules(orders, one, (group.name for group in space.classes.live()))
     if built is None or not space.limits.has_axes(built[0]):
         return None
     mesh, rules, axes = built
@@ -248,9 +248,7 @@ def _candidate(space: Space, one: Found) -> Candidate | None:
     return Candidate(
         mesh=mesh,
         rules=rules,
-        assignments=tuple(
-            (axis, space.names_of(space.made[number])) for axis, number in zip(axes, one.assignments, strict=True)
-        ),
+        assignments=tuple(zip(axes, orders, strict=True)),
         plans=plans,
         seconds=one.seconds,
         memory_bytes=math.ceil(one.memory_bytes),

@@ -25,10 +25,10 @@ class Terms:
     """Coefficients of rows, for some assignments. All are global: of the whole step on one device.
 
     - `divides`: which assignments divide a row.
-    - `shared`: floating-point operations, bytes to and from memory, and bytes of arguments and temporaries that are held.
+    - `shared`: floating-point operations, bytes of arguments and results, and bytes of arguments and temporaries.
     - `divides_sent`: which assignments divide a row of what one assignment sends.
-    - `sent`: for each assignment the bytes that a device receives, still to be multiplied by (1 - 1 / size): first those
-        that computation waits for, then those that it can hide.
+    - `sent`: for each assignment the bytes that a device receives, still to be multiplied by (1 - 1 / size): first
+        those that computation waits for, then those that it can hide.
     - `calls`: how many collectives each assignment has.
     - `classes`, `sizes`: the classes of dimensions that any assignment cuts, by number, and their sizes.
     - `limits`: which assignments cut each class.

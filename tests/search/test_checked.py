@@ -9,8 +9,7 @@ from models import MODELS, f32, space_of
 from shardfx import AxisRules, MeshSpec
 from shardfx.auto import Limits, _checked as checked, search
 from shardfx.auto._asked import asked_for
-from shardfx.auto._candidate import Candidate
-from shardfx.auto._reasons import without_twins
+from shardfx.auto._candidate import Candidate, without_twins
 from shardfx.auto._search import candidates_of, opened
 from shardfx.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
 

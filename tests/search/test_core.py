@@ -18,10 +18,7 @@ def random_terms(seed, assignments=5, rows=12, few=3, classes=4):
     rng = np.random.default_rng(seed)
     return Terms(
         divides=rng.random((rows, assignments)) < 0.5,
-        flops=rng.integers(0, 10**15, rows).astype(float),
-        hbm=rng.integers(0, 10**12, rows).astype(float),
-        arguments=rng.integers(0, 10**10, rows).astype(float),
-        moments=rng.integers(0, 10**10, (rows, 3)).astype(float),
+        shared=rng.integers(0, (10**15, 10**12, 10**10), (rows, 3)).astype(float),
         divides_sent=rng.random((assignments, few, assignments)) < 0.5,
         sent=rng.integers(0, 10**10, (assignments, few, 2)).astype(float),
         calls=rng.integers(0, 100, assignments).astype(float),
@@ -30,8 +27,6 @@ def random_terms(seed, assignments=5, rows=12, few=3, classes=4):
         after=np.zeros((assignments, classes), bool),
         classes=tuple(range(classes)),
         least=np.ones(classes, np.int32),
-        named=np.zeros((0, assignments), bool),
-        named_sizes=np.zeros(0, np.int32),
     )
 
 
@@ -43,10 +38,10 @@ def by_hand(terms, chip, model, assignments, sizes, total):
 
     local = [1 / divided(mask) for mask in terms.divides]
     compute = max(
-        float(terms.flops @ local) / (chip.flops("bfloat16") * model.compute),
-        float(terms.hbm @ local) / (chip.hbm_bytes_per_second * model.memory),
+        float(terms.shared[:, 0] @ local) / (chip.flops("bfloat16") * model.compute),
+        float(terms.shared[:, 1] @ local) / (chip.hbm_bytes_per_second * model.memory),
     )
-    memory = float(terms.arguments @ local) + max(float(moment @ local) for moment in terms.moments.T)
+    memory = float(terms.shared[:, 2] @ local)
     exposed = hidden = 0.0
     extents = extents_of(chip, total)
     ways = [1 + ring for ring, size in zip(topology.wraps(chip.kinds[0], extents), extents, strict=True) if size > 1]
@@ -133,17 +128,6 @@ def test_slices_cost_what_the_network_between_them_does():
     one = find(terms, machine, 64)
     two = find(terms, machine, 64, slices=2)
     assert two[0].seconds >= one[0].seconds and all(math.prod(made.slices) == 2 for made in two)
-
-
-def test_axes_that_must_exist_are_there():
-    chip, model = chips.find("v5e"), CostModel()
-    named = np.array([[True, False, False, True, False], [False, True, False, False, False]])
-    terms = dataclasses.replace(random_terms(0), named=named, named_sizes=np.array([0, 4], np.int32))
-    found = find(terms, machine_of(chip, 16, model, "bfloat16", 1e12), 16)
-    assert found
-    for one in found:
-        sizes = dict(zip(one.assignments, one.sizes, strict=True))
-        assert sizes[1] == 4 and (0 in sizes or 3 in sizes)
 
 
 def test_where_there_are_too_many_candidates_the_last_assignments_are_left_out(monkeypatch):
