@@ -95,9 +95,9 @@ def _speed() -> dict[str, Value]:
         begin = time.perf_counter()
         find(made.terms, machine, 256)
         seconds.append(time.perf_counter() - begin)
-    shares = [shares_of(256, axes, 1) for axes in range(5)]
+    shares = [shares_of(256, axes, 1) for axes in range(1, 5)]
     assignments = assignment_count(made.terms, shares)
-    count = sum(math.comb(assignments, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares))
+    count = sum(math.comb(assignments, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares, start=1))
     return {
         "million candidates per second": count / statistics.median(seconds) / 1e6,
         "candidates": count,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from .._ground.spec import entry_axes
 from .._rules.axis_rules import AxisRules
 from ._classes import Classes
-from ._layouts import Assignment, Layout, Layouts
+from ._layouts import Assignment, Layouts
 
 
 # What Megatron, T5X and MaxText cut by tensor parallelism, in the order in which an axis prefers them.
@@ -80,15 +80,6 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
         flat = tuple(itertools.chain(*order))
         if len(set(flat)) == len(flat):
             yield _assignment(flat, classes)
-
-
-def can_be_whole(layouts: Layouts, made: Layout) -> bool:
-    """Whether all that stands before a cut part can be cut itself, and so wholly."""
-    for parts, position in zip(layouts.flat, made.cuts, strict=True):
-        at = parts[position][1] if position >= 0 else 0
-        if any(number < 0 for number, _ in (parts[position - at : position] if at else ())):
-            return False
-    return True
 
 
 def _weights(layouts: Layouts) -> dict[int, float]:

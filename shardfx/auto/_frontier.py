@@ -97,8 +97,8 @@ def frontier(
         - `step`, `args`: as of `search`.
         - `devices`: numbers, or slices as "tpu:v5e:4x4".
         - `chip`, `slices`, `limits`: as of `search`. What takes more memory than there is stays, and is marked.
-        - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] calls "batch"; the step is traced for each.
-            By default the one that the arguments have.
+        - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] calls "batch"; each
+            is traced. By default the one that the arguments have.
 
         **Returns:**
 

@@ -80,7 +80,7 @@ def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray
                 f"`limits` wants a mesh axis {name!r}, and no assignment of this step is called so{near(name, known)}; "
                 f"there are {', '.join(sorted(known))}."
             )
-    return named, np.array([size or 0 for _, size in limits.wanted_axes], np.int32)
+    return named, np.array([size or 0 for _, size in limits.wanted_axes], np.int64)
 
 
 def blocking(limits: Limits, can: Callable[[Limits], bool]) -> str:

@@ -13,7 +13,7 @@ from .._ground.errors import ProgramError
 from .._ground.text import bytes_text
 from .._rules.axis_rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
-from ._asked import Asked, Tracing, asked_for, require_arrays, require_options
+from ._asked import Asked, asked_for, require_arrays, require_options, tracing
 from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
 from ._held import states_of, zero_1
@@ -145,7 +145,7 @@ def opened(
     """A step that is laid out under its assignments, and traced and lowered to be partitioned."""
     require_arrays(args)
     tell("laying the step out under assignments")
-    with Tracing(args):
+    with tracing(args):
         space = Space(step, args, asked, limits, also)
         return space, Pricer(step, space.classes.traced, asked.chip, MODEL)
 

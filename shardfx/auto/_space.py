@@ -1,6 +1,5 @@
 """The meshes and rules that a step can have: laid out under all assignments worth a look, ready for the core."""
 
-import dataclasses
 import functools as ft
 import itertools
 import math
@@ -14,14 +13,14 @@ from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
 from ._asked import Asked
-from ._assignments import assignments_of, assignments_of_rules, can_be_whole, seeds
+from ._assignments import assignments_of, assignments_of_rules, seeds
 from ._candidate import Candidate, without_twins
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import Assignment, Layout, Layouts
 from ._limits import Limits, blocking, named_assignments, numbers_of
 from ._name_axes import names_trees, notes_of
 from ._naming import named_classes
-from ._terms import Terms, padded, terms_of
+from ._terms import Terms, cut_by, padded, terms_of
 from ._trace import trace
 from ._written import axis_name, mesh_and_rules
 
@@ -83,7 +82,7 @@ class Space:
     def _number(self, assignment: Assignment) -> int | None:
         """The number of an assignment, which is laid out if it was not; `None` for one that cuts nothing."""
         made = self.layouts.under(assignment)
-        if not made.used or not can_be_whole(self.layouts, made):
+        if not made.used:
             return None
         number = self._keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
         self.made += [made] if number == len(self.made) else []
@@ -102,7 +101,7 @@ class Space:
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
         """The numbers that the core takes, with so many bytes of memory a device."""
-        return machine_of(self.chip, self.devices, MODEL, "bfloat16", float(limit), self.extents)
+        return machine_of(self.chip, self.devices, MODEL, float(limit), self.extents)
 
     def names_of(self, layout: Layout) -> tuple[str, ...]:
         """What an assignment cuts, the first first."""
@@ -163,9 +162,9 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
 def _limited(space: Space) -> Terms:
     limits, terms = space.limits, terms_of(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
-    least = np.ones_like(terms.sizes)
+    used = cut_by(space.made)
     for name, number in numbers_of(tuple(wanted), space.classes).items():
-        if number not in terms.classes:
+        if number not in used:
             size = space.classes.groups[number].size
             raise SpecError(
                 f"`limits` wants {name!r} cut, but its size {size} has no factor in common with {space.devices} "
@@ -174,16 +173,11 @@ def _limited(space: Space) -> Terms:
                 else f"`limits` wants {name!r} cut, and no mesh axis within the other limits cuts it; let `rules` "
                 "cut it, take it out of `never`, or do not want it."
             )
-        least[terms.classes.index(number)] = wanted[name]
+        terms["least"][used.index(number)] = wanted[name]
     # A mesh axis that must exist is one more class: what has its name cuts it into so many pieces, 0 for any number.
     named, sizes = named_assignments(limits, [axis_name(space.names_of(layout)) for layout in space.made])
-    return dataclasses.replace(
-        terms,
-        limits=np.concatenate([terms.limits, named]),
-        sizes=np.concatenate([terms.sizes, sizes]),
-        least=np.concatenate([least, np.maximum(sizes, 2)]),
-        after=np.pad(terms.after, ((0, 0), (0, len(sizes)))),
-    )
+    more = {"limits": named, "sizes": sizes, "least": np.maximum(sizes, 2)}
+    return {**terms, **{name: np.concatenate([terms[name], array]) for name, array in more.items()}}
 
 
 def _has_any(space: Space, limits: Limits) -> bool:

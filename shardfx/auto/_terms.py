@@ -4,11 +4,9 @@ A row stands for all quantities that the same assignments divide. A candidate gi
 a row is divided by the product of the numbers of its assignments.
 """
 
-import dataclasses
 import math
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
 from .._step import Operation, Program
 from ._layouts import Layout, Layouts
@@ -20,32 +18,7 @@ _LONG = 40
 _IN_PLACE = ("carry", "dynamic_update_slice")
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """Coefficients of rows, for some assignments. All are global: of the whole step on one device.
-
-    - `divides`: which assignments divide a row.
-    - `shared`: floating-point operations, bytes of arguments and results, and bytes of arguments and temporaries.
-    - `divides_sent`: which assignments divide a row of what one assignment sends.
-    - `sent`: for each assignment the bytes that a device receives, still to be multiplied by (1 - 1 / size): first
-        those that computation waits for, then those that it can hide.
-    - `calls`: how many collectives each assignment has.
-    - `classes`, `sizes`: the classes of dimensions that any assignment cuts, by number, and their sizes.
-    - `limits`: which assignments cut each class.
-    - `least`: into how many pieces each class must be cut at least.
-    - `after`: for each assignment the classes that must be cut wholly, since it cuts what stands behind them.
-    """
-
-    divides: Bool[np.ndarray, "rows assignments"]
-    shared: Float[np.ndarray, "rows 3"]
-    divides_sent: Bool[np.ndarray, "assignments few assignments"]
-    sent: Float[np.ndarray, "assignments few two"]
-    calls: Float[np.ndarray, " assignments"]
-    limits: Bool[np.ndarray, "classes assignments"]
-    sizes: Int[np.ndarray, " classes"]
-    after: Bool[np.ndarray, "assignments classes"]
-    classes: tuple[int, ...]
-    least: Int[np.ndarray, " classes"]
+Terms = dict[str, np.ndarray]
 
 
 class _Rows:
@@ -69,7 +42,17 @@ class _Rows:
 
 
 def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
-    """The terms of a step under these assignments."""
+    """The terms of a step under some assignments, as arrays. All are of the whole step on one device.
+
+    - `divides` (rows, assignments): which assignments divide a row.
+    - `shared` (rows, 3): floating-point operations, bytes of arguments and results, bytes of arguments and temporaries.
+    - `divides_sent` (assignments, few, assignments): which assignments divide a row of what one assignment sends.
+    - `sent` (assignments, few, 2): the bytes that a device receives, still to be multiplied by (1 - 1 / size): those
+        that computation waits for, then those that it can hide.
+    - `calls` (assignments): how many collectives each assignment has.
+    - `limits` (classes, assignments), `sizes`, `least` (classes): which assignments cut each class of `cut_by`, the
+        size of that class, and into how many pieces it must be cut at least.
+    """
     program, count = layouts.program, len(made)
     cut = np.array([[position >= 0 for position in layout.cuts] for layout in made]).T
     shared = np.array([layout.shared for layout in made]).T
@@ -96,21 +79,18 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
             amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
             sent[number].add(mask, int(not data[event.value]), amount)
     masks, columns = rows.arrays()
-    used = _used(layouts, made)
-    sizes = [layouts.classes.groups[number].size for number in used]
+    used = cut_by(made)
     limits = np.array([[number in layout.used for layout in made] for number in used]).reshape(len(used), count)
-    return Terms(
-        divides=masks,
-        shared=columns,
-        divides_sent=_stacked([rows.arrays()[0] for rows in sent]),
-        sent=_stacked([rows.arrays()[1] for rows in sent]),
-        calls=np.array([sum(event.times for event in layout.events) for layout in made]),
-        limits=limits,
-        sizes=np.array(sizes, dtype=np.int64),
-        after=_after(layouts, made, used),
-        classes=tuple(used),
-        least=np.ones(len(used), np.int32),
-    )
+    return {
+        "divides": masks,
+        "shared": columns,
+        "divides_sent": _stacked([rows.arrays()[0] for rows in sent]),
+        "sent": _stacked([rows.arrays()[1] for rows in sent]),
+        "calls": np.array([sum(event.times for event in layout.events) for layout in made], float),
+        "limits": limits,
+        "sizes": np.array([layouts.classes.groups[number].size for number in used], dtype=np.int64),
+        "least": np.ones(len(used), np.int64),
+    }
 
 
 def _has_data(layouts: Layouts) -> list[bool]:
@@ -151,27 +131,9 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
 
 
-def _used(layouts: Layouts, made: list[Layout]) -> list[int]:
-    """The classes that some assignment cuts, and those that stand before them in one dimension."""
-    before = {
-        number
-        for layout in made
-        for parts, position in zip(layouts.flat, layout.cuts, strict=True)
-        if position >= 0
-        for number, _ in parts[position - parts[position][1] : position]
-    }
-    return sorted(before.union(*(layout.used for layout in made)))
-
-
-def _after(layouts: Layouts, made: list[Layout], used: list[int]) -> np.ndarray:
-    """For each assignment the classes that stand before one that it cuts, in one dimension: they must be cut wholly."""
-    found = np.zeros((len(made), len(used)), bool)
-    for number, layout in enumerate(made):
-        for parts, position in zip(layouts.flat, layout.cuts, strict=True):
-            at = parts[position][1] if position >= 0 else 0
-            for before, _ in parts[position - at : position] if at else ():
-                found[number, used.index(before)] = True
-    return found
+def cut_by(made: list[Layout]) -> list[int]:
+    """The classes that some assignment cuts, by number."""
+    return sorted(frozenset().union(*(layout.used for layout in made)))
 
 
 def _small(size: int) -> int:
@@ -179,22 +141,27 @@ def _small(size: int) -> int:
     return size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
 
 
-def padded(terms: Terms) -> dict[str, np.ndarray]:
+def padded(terms: Terms) -> Terms:
     """The arrays that the core takes, filled up with assignments, rows and classes that do nothing.
 
     So most searches of a process share one compiled program. Counts become float32: their leading digits decide.
     """
-    rows, few = -len(terms.shared) % 32, -terms.sent.shape[1] % 16
+    rows, few = -len(terms["shared"]) % 32, -terms["sent"].shape[1] % 16
     # At least one assignment more: sets that have fewer assignments than there can be name it.
-    assignments, classes = 1 + (-1 - terms.divides.shape[1]) % 80, -len(terms.sizes) % 16
+    more, classes = 1 + (-1 - len(terms["calls"])) % 80, -len(terms["sizes"]) % 16
+    widths = {
+        "divides": (rows, more),
+        "shared": (rows, 0),
+        "divides_sent": (more, few, more),
+        "sent": (more, few, 0),
+        "calls": (more,),
+        "limits": (classes, more),
+        "sizes": (classes,),
+        "least": (classes,),
+    }
+    kinds = {np.dtype(float): np.float32, np.dtype(bool): np.bool_, np.dtype(np.int64): np.int32}
+    small = {**terms, "sizes": np.array([*map(_small, terms["sizes"].tolist())], np.int64)}
     return {
-        "divides": np.pad(terms.divides, ((0, rows), (0, assignments))),
-        "shared": np.pad(terms.shared, ((0, rows), (0, 0))).astype(np.float32),
-        "divides_sent": np.pad(terms.divides_sent, ((0, assignments), (0, few), (0, assignments))),
-        "sent": np.pad(terms.sent, ((0, assignments), (0, few), (0, 0))).astype(np.float32),
-        "calls": np.pad(terms.calls, (0, assignments)).astype(np.float32),
-        "limits": np.pad(terms.limits, ((0, classes), (0, assignments))),
-        "sizes": np.pad(np.array([*map(_small, terms.sizes.tolist())], np.int32), (0, classes), constant_values=1),
-        "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
-        "after": np.pad(terms.after, ((0, assignments), (0, classes))),
+        name: np.pad(small[name], [(0, n) for n in wide]).astype(kinds[small[name].dtype])
+        for name, wide in widths.items()
     }
