@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
@@ -80,7 +81,7 @@ def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | No
     return asked_for(devices, chip).total
 
 
-def require_options(keep: Any, closely: Any, verify: Any) -> None:
+def require_options(keep: object, closely: object, verify: object) -> None:
     """How many candidates to return and to compile, and how."""
     for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -92,7 +93,7 @@ def require_options(keep: Any, closely: Any, verify: Any) -> None:
         )
 
 
-def require_arrays(args: Sequence[Any]) -> None:
+def require_arrays(args: Sequence[PyTree]) -> None:
     """There must be something to share out."""
     if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
         return

@@ -83,11 +83,10 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _weights(layouts: Layouts) -> dict[int, float]:
-    """For each class how many bytes the arrays have, in sum, that it is in; those of raw keys are not to be cut."""
-    classes, found = layouts.classes, dict[int, float]()
-    words = {number for number, group in enumerate(classes.groups) if group.name == "key_words"}
+    """For each class how many bytes the arrays have, in sum, that it is in."""
+    found = dict[int, float]()
     for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
-        for number in {number for number, _ in parts if number >= 0} - words:
+        for number in {number for number, _ in parts if number >= 0}:
             found[number] = found.get(number, 0.0) + value.bytes
     return found
 

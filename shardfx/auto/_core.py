@@ -250,9 +250,15 @@ def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep:
             priced = best_of_block(arrays, machine, made, sizes, between, np.int32(len(rows)), keep=keep)
             least = found[-1].seconds if len(found) == keep else math.inf
             better = [
-                Found(*(tuple(one[:number].tolist()) for one in (made[at], sizes[share], between[share])), *cost)
-                for at, share, cost in zip(*(np.asarray(one).tolist() for one in priced), strict=True)
-                if cost[0] < least
+                Found(
+                    tuple(made[at, :number].tolist()),
+                    tuple(sizes[share, :number].tolist()),
+                    tuple(between[share, :number].tolist()),
+                    seconds,
+                    memory,
+                )
+                for at, share, (seconds, memory) in zip(*(np.asarray(one).tolist() for one in priced), strict=True)
+                if seconds < least
             ]
             found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]
     return found

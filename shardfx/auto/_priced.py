@@ -5,15 +5,15 @@ import functools as ft
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan
 from .._step import Platform, Step, step_of
-from .._step.lowered import bytecode
+from .._step.lowered import Dims, bytecode
 from ..cost import Traffic, TrafficRow
 from ..cost._after import as_compiled
 from ..cost._estimate import DIRECT, LARGEST, SIZED
@@ -63,7 +63,7 @@ class Pricer:
     - `chip`: of the devices.
     """
 
-    def __init__(self, step: Callable[..., Any], traced: Traced, chip: chips.Chip, model: CostModel):
+    def __init__(self, step: Callable[..., object], traced: Traced, chip: chips.Chip, model: CostModel):
         self.step, self.args, self.words = step, traced.structs, traced.words
         self.results = results_of(self.args, traced.out)
         self.chip, self.model = chip, model
@@ -176,7 +176,7 @@ class Pricer:
         return [f"{word}/{leaf.path}" if leaf.path else word for word, plan in pairs for leaf in plan.leaves]
 
 
-def results_of(args: Sequence[Any], made: Any) -> tuple[tuple[int | None, int], ...]:
+def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
     """How results lie: a part that has the structure, shapes and dtypes of an argument leaves as that came.
 
     **Returns:**
@@ -195,7 +195,7 @@ def results_of(args: Sequence[Any], made: Any) -> tuple[tuple[int | None, int], 
     return tuple(found)
 
 
-def kind_of(tree: Any) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
+def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
     """What two trees have in common that lie alike: structure, shapes and dtypes."""
     arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
     leaves, treedef = jax.tree.flatten(arrays)
@@ -207,6 +207,6 @@ def _dims_of(plan: ShardPlan) -> list[tuple[tuple[str, ...], ...]]:
     return [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
 
 
-def _filled(dims: Any, shape: Sequence[int]) -> Any:
+def _filled(dims: Dims | None, shape: Sequence[int]) -> Dims | None:
     """With the dimensions that a spec leaves out, and those of a key's words."""
     return None if dims is None else (*dims, *[()] * (len(shape) - len(dims)))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterable
 
 from jax.extend.mlir.dialects import stablehlo
 
@@ -61,10 +61,10 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
     return short or apart or not factors.replicated.isdisjoint(dim)
 
 
-def _tie(found: Tied, made: Operation) -> dict[Any, int]:
+def _tie(found: Tied, made: Operation) -> dict[object, int]:
     """Ties the dimensions of one operation; returns the part that each factor is."""
     sizes, parts = made.factors.sizes, found.parts
-    first: dict[Any, int] = {}
+    first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
     for values, sides in ((made.ins, made.factors.ins), (made.outs, made.factors.outs)):
         for at, (value, dims) in enumerate(zip(values, sides, strict=True)):
@@ -94,8 +94,8 @@ def batched(made: Operation) -> tuple[int, ...]:
     return tuple(sorted(left & right & out))
 
 
-def _mark(found: Tied, made: Operation, first: dict[Any, int]) -> None:
-    def mark(kind: str, factors: Any) -> None:
+def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
+    def mark(kind: str, factors: Iterable[int]) -> None:
         found.marks[kind] += [first[factor] for factor in factors if factor in first]
 
     factors = made.factors

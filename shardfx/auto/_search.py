@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxtyping import PyTree
+
 from .. import chips
 from .._ground.errors import ProgramError
 from .._ground.text import bytes_text
@@ -44,8 +46,8 @@ _NO_LIMITS = Limits()
 
 
 def search(
-    step: Any,
-    *args: Any,
+    step: Callable[..., object],
+    *args: PyTree,
     devices: int | str | Sequence[Any],
     chip: str | chips.Chip | None = None,
     slices: int = 1,
@@ -128,11 +130,12 @@ def search(
     tell = progress or (lambda _: None)
     require_options(keep, closely, verify)
     asked = asked_for(devices, chip, slices)
+    given = None if isinstance(devices, int | str) else devices
+    targets = () if verify is None else devices_for(verify, asked, given)
     space, pricer = opened(step, args, asked, limits, also, tell)
     tell(f"pricing meshes of {asked.total} devices")
     found, usual = candidates_of(space, pricer, keep, tell)
     if verify is not None and found[0].fits:
-        targets = devices_for(verify, asked, None if isinstance(devices, int | str) else devices)
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
         verified = ran if verify == "run" else compiled
         found = verified(pricer, chosen, targets, cache, tell)
@@ -140,7 +143,12 @@ def search(
 
 
 def opened(
-    step: Any, args: Sequence[Any], asked: Asked, limits: Limits, also: Sequence[AxisRules], tell: Tell
+    step: Callable[..., object],
+    args: Sequence[PyTree],
+    asked: Asked,
+    limits: Limits,
+    also: Sequence[AxisRules],
+    tell: Tell,
 ) -> tuple[Space, Pricer]:
     """A step that is laid out under its assignments, and traced and lowered to be partitioned."""
     require_arrays(args)
@@ -170,30 +178,20 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
         written.add([*itertools.islice(without_twins(nearby, written.tried), left)])
         if len(written.tried) == count:
             break
-    pairs = written.pairs
-    if not pairs:
+    if not written.pairs:
         assert written.refused is not None
         raise written.refused
-    ranked = written.ranked
-    by_core = sorted(pairs, key=lambda pair: pair[0].seconds)
-    best = ranked[0][1]
-    worth = [
-        (one, made)
-        for one, made in dict.fromkeys([*ranked[:2], *by_core, *ranked])
-        # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
-        if not _is_data(one)
-        and not (best.fits and min(one.compute_seconds, made.compute_seconds) > _WORTH * best.seconds)
-    ][:constrained]
-    made: dict[int, Candidate] = {}
+    made, ranked = dict(written.pairs), [one for one, _ in written.ranked]
+    by_core = sorted(ranked, key=lambda one: one.seconds)
+    # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
+    worth = [one for one in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(one)][:constrained]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        better = pool.map(ft.partial(_better, pricer), [priced for _, priced in worth])
-        for number, ((one, priced), other) in enumerate(zip(worth, better, strict=True), start=1):
+        better = pool.map(ft.partial(_better, pricer), [made[one] for one in worth])
+        for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
             tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
-            made[id(priced)] = other
+            made[one] = other
     names = {one.title for one in usual}
-    final = [(one.title in names, made.get(id(priced), priced)) for one, priced in pairs]
-    found = sorted((one for _, one in final), key=_rank)
-    return found, {one.title for is_usual, one in final if is_usual}
+    return sorted(made.values(), key=_rank), {other.title for one, other in made.items() if one.title in names}
 
 
 class _Written:

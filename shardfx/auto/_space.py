@@ -3,10 +3,10 @@
 import functools as ft
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from jaxtyping import PyTree
 
 from .._ground.errors import MeshError, RuleError, SpecError
 from .._ground.spec import entry_axes
@@ -43,8 +43,8 @@ class Space:
 
     def __init__(
         self,
-        step: Any,
-        args: Sequence[Any],
+        step: Callable[..., object],
+        args: Sequence[PyTree],
         asked: Asked,
         limits: Limits,
         also: Sequence[AxisRules] = (),
@@ -63,10 +63,15 @@ class Space:
         self.made: list[Layout] = []
         self._keys: dict[object, int] = {}
         self.asked = self._numbered(tuple(assignments_of_rules(rules, self.classes, never).values()) for rules in also)
-        usual, known = seeds(self.layouts, never) if limits.rules is None else ([], [])
+        # Nobody cuts the words of a raw key, or what convolutions slide along.
+        called = [group.name for group in self.classes.groups]
+        whole = never | {
+            n for n, name in enumerate(called) if name == "key_words" or name.partition("_")[0] == "window"
+        }
+        usual, known = seeds(self.layouts, whole) if limits.rules is None else ([], [])
         self.usual = self._numbered(usual)
         self.known = [way for way in self._numbered(known) if way not in self.usual]
-        own = assignments_of(self.layouts, never)
+        own = assignments_of(self.layouts, whole)
         for assignment in (
             own if limits.rules is None else assignments_of_rules(limits.rules, self.classes, never).values()
         ):

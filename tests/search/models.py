@@ -36,6 +36,16 @@ def sgd(loss: Any) -> Any:
     return step
 
 
+def mlp_step(width: int, hidden: int, rows: int, dtype: Any = "bfloat16") -> tuple[Any, ...]:
+    """A residual layer of two matrices."""
+
+    def loss(p, x):
+        return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+
+    params = {"up": Struct((width, hidden), dtype), "down": Struct((hidden, width), dtype)}
+    return sgd(loss), params, Struct((rows, width), dtype)
+
+
 def mlp() -> tuple[Any, ...]:
     def loss(p, x, y):
         hidden = jax.nn.relu(x @ p["w1"] + p["b1"])

@@ -2,18 +2,14 @@
 
 import jax.numpy as jnp
 import pytest
-from models import f32, sgd
+from models import mlp_step
 
 import shardfx
 from shardfx.auto import Limits, frontier, search
 from shardfx.errors import MeshError, RuleError
 
 
-def step(p, x):
-    return sgd(lambda p, x: jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]) ** 2))(p, x)
-
-
-ARGS = {"up": f32(256, 1024), "down": f32(1024, 256)}, f32(512, 256)
+step, *ARGS = mlp_step(256, 1024, 512, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -58,5 +54,5 @@ def test_what_cannot_be_drawn():
         frontier(step, *ARGS, devices=(), chip="v5e")
     with pytest.raises(MeshError, match="`slices=3` does not divide 8 devices"):
         frontier(step, *ARGS, devices=(8,), chip="v5e", slices=3)
-    with pytest.raises(RuleError, match='`batches` needs a dimension called "batch", and the step has .*mlp'):
+    with pytest.raises(RuleError, match='`batches` needs a dimension called "batch", and `name_axes` finds none'):
         frontier(lambda p: jnp.tanh(p["up"] @ p["down"]), ARGS[0], devices=(8,), chip="v5e", batches=(8,))

@@ -1,5 +1,3 @@
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -216,36 +214,11 @@ def test_odd_arguments():
 
 
 def test_a_step_that_is_no_function():
+    no_function: dict = {}
     with pytest.raises(LeafTypeError, match="`step` must be a function, not dict; pass the function that is jitted"):
-        name_axes({}, f32(3))
+        name_axes(no_function, f32(3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="no axis is called 'mpl'; there are"):
         name_axes(*equinox_mlp())["mpl"]
-
-
-def test_public():
-    assert shardfx.auto.NamedAxes and shardfx.auto.NamedAxis
-
-
-class Recurrent(eqx.Module):
-    cell: Any
-    head: eqx.nn.Linear
-
-    def __init__(self, cell, key):
-        self.cell, self.head = cell(24, 96, key=key), eqx.nn.Linear(96, 10, key=key)
-
-    def __call__(self, rows):
-        begin = jnp.zeros(96)
-        state = (begin, begin) if isinstance(self.cell, eqx.nn.LSTMCell) else begin
-        last, _ = jax.lax.scan(lambda state, row: (self.cell(row, state), None), state, rows)
-        return self.head(jax.tree.leaves(last)[0])
-
-
-@pytest.mark.parametrize(("cell", "gates"), [(eqx.nn.LSTMCell, 384), (eqx.nn.GRUCell, 288)])
-def test_gates_of_recurrent_cells(cell, gates):
-    model = eqx.filter_eval_shape(Recurrent, cell, jax.random.key(0))
-    found = name_axes(sgd(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2)), model, f32(8, 16, 24))
-    assert found["gates"].size == gates and found["hidden"].size == 96
-    assert found.names[0].cell.weight_hh == ("gates", "hidden") and found.names[0].cell.weight_ih[0] == "gates"
 
 
 def test_tables_of_positions_that_are_added():
