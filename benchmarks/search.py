@@ -14,9 +14,8 @@ import numpy as np
 
 import shardfx as sfx
 from shardfx.auto import Limits
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import EMULATED, asked_for
 from shardfx.auto._core import assignment_count, find, shares_of
-from shardfx.auto._emulated import EMULATED
 from shardfx.auto._space import Space
 
 from . import search_answers, search_hands, search_order

@@ -13,7 +13,22 @@ from jaxtyping import PyTree
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from ..chips._links import extents_of
-from ._emulated import EMULATED
+
+
+# What CPU devices are like that JAX emulates on one machine.
+EMULATED = chips.Chip(
+    # Slow in all, and a collective is a function call in which threads wait for each other. Times are for comparing.
+    name="cpu",
+    hbm_bytes=2**34,
+    usable_hbm_bytes=2**34,
+    hbm_bytes_per_second=2e9,
+    flops_per_second=(("bfloat16", 8e9), ("float32", 8e9)),
+    link_bytes_per_second=1e9,
+    torus_dims=0,
+    island_chips=2**20,
+    dcn_bytes_per_second=1e9,
+    sources=(("*", "an estimate for a machine of two cores"),),
+)
 
 
 class Asked(NamedTuple):

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.spec import entry_axes
-from .._plan import ShardPlan
+from .._plan import ShardPlan, follow
 from .._step import Platform, Step, step_of
 from .._step.lowered import Dims, bytecode
 from ..cost import Traffic, TrafficRow
@@ -24,10 +24,11 @@ from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
 from ..cost._work import Work, work_of
 from ..topology._mesh import MeshSpec
+from ._asked import EMULATED
 from ._candidate import Candidate
+from ._classes import Classes
 from ._constrain_step import constrain_step
 from ._core import CostModel
-from ._emulated import EMULATED
 from ._times import Times, times_of
 from ._trace import Traced
 
@@ -210,3 +211,28 @@ def _dims_of(plan: ShardPlan) -> list[tuple[tuple[str, ...], ...]]:
 def _filled(dims: Dims | None, shape: Sequence[int]) -> Dims | None:
     """With the dimensions that a spec leaves out, and those of a key's words."""
     return None if dims is None else (*dims, *[()] * (len(shape) - len(dims)))
+
+
+def states_of(classes: Classes) -> tuple[int, ...]:
+    """Which arguments are the state of an optimizer: they lie as the model does, and come out of the step anew."""
+    traced = classes.traced
+    members = {traced.places[argument][0] for argument in classes.model} - {classes.main}
+    made = traced.out
+    results = [kind_of(part) for part in (made if isinstance(made, tuple) else (made,))]
+    return tuple(sorted(which for which in members if kind_of(traced.structs[which]) in results))
+
+
+def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
+    """The candidate with the optimizer's state cut over its data axes, too; `None` where that changes nothing."""
+    axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
+    if not states or not axes or one.state_over:
+        return None
+    plans = list(one.plans)
+    for which in states:
+        plans[which] = follow(lambda state: state, plans[which], over=axes)
+    saved = sum(one.plans[which].bytes_per_device - plans[which].bytes_per_device for which in states)
+    if not saved:
+        return None
+    return dataclasses.replace(
+        one, plans=tuple(plans), memory_bytes=one.memory_bytes - saved, state_over=axes, states=states
+    )

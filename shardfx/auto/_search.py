@@ -18,9 +18,8 @@ from ..cost._estimate import DIRECT, LARGEST
 from ._asked import Asked, asked_for, require_arrays, require_options, tracing
 from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
-from ._held import states_of, zero_1
 from ._limits import Limits
-from ._priced import Pricer
+from ._priced import Pricer, states_of, zero_1
 from ._space import MODEL, Space, by_hand, fastest, near
 
 

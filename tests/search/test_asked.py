@@ -44,7 +44,7 @@ def test_slices_in_the_text():
         ({**V5E, "closely": 0}, RuleError, "`closely=0` is no number of candidates; give 1 or more"),
         ({**V5E, "verify": True}, RuleError, '`verify=True` is not "compile", "run", or the devices to compile for;'),
         ({**V5E, "verify": "quick"}, RuleError, '`verify=\'quick\'` is not "compile", "run", or the devices'),
-        ({**V5E, "devices": 64, "verify": "compile"}, MeshError, 'e="compile"` needs 64 devices, and there are 8; emu'),
+        ({**V5E, "devices": 64, "verify": "compile"}, MeshError, 'y="compile"` needs 64 devices, and there are 8; emu'),
         ({**V5E, "devices": 4, "verify": range(8)}, MeshError, "`verify` has 8 devices, but the search is for 4; give"),
         (
             {**V5E, "devices": 7},

@@ -12,7 +12,7 @@ import shardfx
 from shardfx import filter_jit, follow
 from shardfx.auto import Candidate, Limits, search
 from shardfx.auto._asked import asked_for
-from shardfx.auto._held import states_of, zero_1
+from shardfx.auto._priced import states_of, zero_1
 from shardfx.auto._search import opened
 from shardfx.auto._space import by_hand
 

@@ -27,10 +27,8 @@ def sent_under(names, *model):
 def test_what_a_layer_sends_is_what_textbooks_say():
     model = mlp_step(64, 256, 512)
     scalar = ("all-reduce", ())
-    assert {one for one in sent_under(("batch",), *model)} == {
-        scalar,
-        *(("all-reduce", s) for s in ((256, 64), (64, 256))),
-    }
+    sums = {one for one in sent_under(("batch",), *model) if one != scalar}
+    assert sums == {("all-reduce", (256, 64)), ("all-reduce", (64, 256))}
     stored = [one for one in sent_under(("batch", "embed"), *model) if one != scalar]
     assert sorted({kind for kind, _ in stored}) == ["all-gather", "reduce-scatter"]
     assert all(sorted(shape) == [64, 256] for _, shape in stored)
