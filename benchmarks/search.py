@@ -16,7 +16,9 @@ import shardfx as sfx
 from shardfx.auto import Limits
 from shardfx.auto._asked import EMULATED, asked_for
 from shardfx.auto._core import assignment_count, find, shares_of
+from shardfx.auto._naming import named_classes
 from shardfx.auto._space import Space
+from shardfx.auto._trace import trace
 
 from . import search_answers, search_hands, search_order
 from ._case import Entry, Finding, Limit, Value
@@ -86,7 +88,7 @@ def _small() -> tuple[Any, ...]:
 def _speed() -> dict[str, Value]:
     """The compiled function on blocks as a search makes them, without compiling; by the wall clock, median of 5."""
     step, *args = _large()
-    made = Space(step, args, asked_for(256, "v5p"), Limits())
+    made = Space(named_classes(trace(step, *args)), asked_for(256, "v5p"), Limits())
     machine = made.machine()
     find(made.terms, machine, 256)  # compiles
     seconds = []

@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .. import chips
-from .._ground.errors import ProgramError
+from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text
 from .._rules.axis_rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
@@ -19,8 +19,10 @@ from ._asked import Asked, asked_for, require_arrays, require_options, tracing
 from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
 from ._limits import Limits
+from ._naming import named_classes
 from ._priced import Pricer, states_of, zero_1
 from ._space import MODEL, Space, by_hand, fastest, near
+from ._trace import trace
 
 
 # Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
@@ -150,11 +152,13 @@ def opened(
     tell: Tell,
 ) -> tuple[Space, Pricer]:
     """A step that is laid out under its assignments, and traced and lowered to be partitioned."""
+    if asked.total == 1:
+        raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
     tell("laying the step out under assignments")
     with tracing(args):
-        space = Space(step, args, asked, limits, also)
-        return space, Pricer(step, space.classes.traced, asked.chip, MODEL)
+        traced = trace(step, *args)
+    return Space(named_classes(traced), asked, limits, also), Pricer(step, traced, asked.chip, MODEL)
 
 
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:

@@ -3,25 +3,23 @@
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from jaxtyping import PyTree
 
-from .._ground.errors import MeshError, RuleError, SpecError
+from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
 from ._asked import Asked
 from ._assignments import assignments_of, assignments_of_rules, seeds
 from ._candidate import Candidate, without_twins
+from ._classes import Classes
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import Assignment, Layout, Layouts
 from ._limits import Limits, blocking, named_assignments, numbers_of
 from ._name_axes import names_trees, notes_of
-from ._naming import named_classes
 from ._terms import Terms, cut_by, padded, terms_of
-from ._trace import trace
 from ._written import axis_name, mesh_and_rules
 
 
@@ -33,8 +31,8 @@ MODEL = CostModel()
 class Space:
     """All meshes and rules of a step within some limits, and what the core says of each.
 
-    - `classes`: the step's dimensions by name, and its arguments as structs without shardings: how arrays lie now is
-        another question.
+    - `classes`: the step's dimensions by name.
+    - `args`: its arguments as structs without shardings: how arrays lie now is another question.
     - `made`: the layout of each assignment.
     - `asked`, `usual`, `known`: ways by hand as numbers of assignments: the caller's, those that most people write,
         others.
@@ -43,20 +41,16 @@ class Space:
 
     def __init__(
         self,
-        step: Callable[..., object],
-        args: Sequence[PyTree],
+        classes: Classes,
         asked: Asked,
         limits: Limits,
         also: Sequence[AxisRules] = (),
         *,
         explains: bool = True,
     ):
-        if asked.total == 1:
-            raise MeshError("one device needs no plan: `search` chooses how several share the work.")
-        self.step, self.limits = step, limits
+        self.classes, self.hardware, self.limits = classes, asked, limits
         self.devices, self.slices, self.chip, self.extents = asked.total, asked.slices, asked.chip, asked.extents
         self.limit_bytes = self.chip.usable_hbm_bytes // self.chip.devices_per_chip - limits.free_bytes
-        self.classes = named_classes(trace(step, *args))
         self.args = self.classes.traced.structs
         self.layouts = Layouts(self.classes, self.devices)
         never = frozenset(numbers_of(limits.never, self.classes).values())
@@ -187,12 +181,10 @@ def _limited(space: Space) -> Terms:
 
 def _has_any(space: Space, limits: Limits) -> bool:
     """Whether there is a mesh within other limits, whatever memory it takes."""
-    asked = Asked(space.devices, space.chip, None, space.slices, 1)
     try:
-        other = Space(space.step, space.args, asked, limits, explains=False)
+        return bool(_found(Space(space.classes, space.hardware, limits, explains=False)))
     except (SpecError, RuleError):
         return False
-    return bool(_found(other))
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:

@@ -10,7 +10,9 @@ import optax
 
 from shardfx.auto import Limits
 from shardfx.auto._asked import asked_for
+from shardfx.auto._naming import named_classes
 from shardfx.auto._space import Space
+from shardfx.auto._trace import trace
 
 
 Struct = jax.ShapeDtypeStruct
@@ -23,7 +25,7 @@ def f32(*shape: int) -> Struct:
 def space_of(model: Any, devices: Any, chip: str | None = None, limits: Limits | None = None, slices: int = 1) -> Space:
     """The space of a model: what the core can choose from, before anything is partitioned."""
     step, *args = model
-    return Space(step, args, asked_for(devices, chip, slices), limits or Limits())
+    return Space(named_classes(trace(step, *args)), asked_for(devices, chip, slices), limits or Limits())
 
 
 def sgd(loss: Any) -> Any:

@@ -44,7 +44,7 @@ def test_data_parallelism_for_many_rows_and_tensor_parallelism_for_few():
 
 
 def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
-    found = search(*MODELS["scanned"](), devices=16, chip="v5p", keep=6)
+    found = search(*MODELS["experts"](), devices=16, chip="v5p", keep=6)
     assert len(found) == 6 and {one.by for one in found} == {"estimate"}
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     assert len({one.title for one in found}) == 6
