@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -119,12 +119,13 @@ def require_arrays(args: Sequence[PyTree]) -> None:
     )
 
 
-@contextlib.contextmanager
-def tracing(args: Sequence[object]) -> Iterator[None]:
+class Tracing(contextlib.AbstractContextManager[None]):
     """Adds to an error that the user's own function raised what was being done with it."""
-    try:
-        yield
-    except BaseException as error:
-        shapes = "; ".join(eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300] for arg in args)
-        error.add_note(f"`search` traced the step with arguments of these shapes, without running it: {shapes}")
-        raise
+
+    def __init__(self, args: Sequence[PyTree]):
+        self.args = args
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            shapes = "; ".join(eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300] for arg in self.args)
+            error.add_note(f"`search` traced the step with arguments of these shapes, without running it: {shapes}")

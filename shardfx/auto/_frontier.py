@@ -89,50 +89,49 @@ def frontier(
 ) -> Frontier:
     """Draws what a step costs in time and in memory, for several numbers of devices and sizes of the batch.
 
-        Each batch and number of devices is searched as by [`shardfx.auto.search`][]: points are what no other candidate
-        that was partitioned beats in both.
+    Each batch and number of devices is searched as by [`shardfx.auto.search`][]: points are what no other candidate
+    that was partitioned beats in both.
 
-        **Arguments:**
+    **Arguments:**
 
-        - `step`, `args`: as of `search`.
-        - `devices`: numbers, or slices as "tpu:v5e:4x4".
-        - `chip`, `slices`, `limits`: as of `search`. What takes more memory than there is stays, and is marked.
-        - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] calls "batch"; each
-            is traced. By default the one that the arguments have.
+    - `step`, `args`: as of `search`.
+    - `devices`: numbers, or slices as "tpu:v5e:4x4".
+    - `chip`, `slices`, `limits`: as of `search`. What takes more memory than there is stays, and is marked.
+    - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] calls "batch"; the step is traced for each. By
+        default the one that the arguments have.
 
-        **Returns:**
+    **Returns:**
 
-        A [`shardfx.auto.Frontier`][].
+    A [`shardfx.auto.Frontier`][].
 
-        **Raises:**
+    **Raises:**
 
-        `RuleError` for batches if no argument has a dimension of that name; `MeshError` for no devices, or ones that
-        cannot be read.
+    `RuleError` for batches if no argument has a dimension of that name; `MeshError` for no devices, or ones that
+    cannot be read.
 
-        !!! Example
+    !!! Example
 
-            ```python
-            import jax
-    from jaxtyping import PyTree
-            import jax.numpy as jnp
-            import shardfx
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx
 
-            def loss(params, x):
-                return jnp.mean((x + jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+        def loss(params, x):
+            return jnp.mean((x + jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
 
-            def step(params, x):
-                return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+        def step(params, x):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
 
-            struct = jax.ShapeDtypeStruct
-            up, down = struct((1024, 8192), "bfloat16"), struct((8192, 1024), "bfloat16")
-            params, x = {"up": up, "down": down}, struct((4096, 1024), "bfloat16")
-            drawn = shardfx.auto.frontier(
-                step, params, x, devices=("tpu:v5e:2x2", "tpu:v5e:4x4"), batches=(4096, 65536)
-            )
-            print(drawn)
-            few, many = drawn.of(4, 65536)[0], drawn.of(16, 65536)[0]
-            assert many.candidate.seconds < few.candidate.seconds
-            ```
+        struct = jax.ShapeDtypeStruct
+        up, down = struct((1024, 8192), "bfloat16"), struct((8192, 1024), "bfloat16")
+        params, x = {"up": up, "down": down}, struct((4096, 1024), "bfloat16")
+        drawn = shardfx.auto.frontier(
+            step, params, x, devices=("tpu:v5e:2x2", "tpu:v5e:4x4"), batches=(4096, 65536)
+        )
+        print(drawn)
+        few, many = drawn.of(4, 65536)[0], drawn.of(16, 65536)[0]
+        assert many.candidate.seconds < few.candidate.seconds
+        ```
     """
     asked = [asked_for(one, chip, slices) for one in devices]
     if not asked:

@@ -15,7 +15,7 @@ from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text
 from .._rules.axis_rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
-from ._asked import Asked, asked_for, require_arrays, require_options, tracing
+from ._asked import Asked, Tracing, asked_for, require_arrays, require_options
 from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
 from ._limits import Limits
@@ -156,7 +156,7 @@ def opened(
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
     tell("laying the step out under assignments")
-    with tracing(args):
+    with Tracing(args):
         traced = trace(step, *args)
     return Space(named_classes(traced), asked, limits, also), Pricer(step, traced, asked.chip, MODEL)
 
