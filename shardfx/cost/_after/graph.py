@@ -1,17 +1,13 @@
 """Computations of a parsed module as graphs: shapes, users, and rewriting by name."""
 
 import dataclasses
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 
 from .._hlo_text import HloModule, Instruction
-from .._hlo_types import array_of, index_of, root_of
+from .._hlo_types import index_of, root_of
 
 
 Computation = dict[str, Instruction]
-
-_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
@@ -63,12 +59,3 @@ def carried(body: Computation) -> dict[str, int]:
         for name, own in body.items()
         if (index := index_of(own)) is not None and own.operands[0] in parameters
     }
-
-
-def contracted(computation: Computation, product: Instruction) -> int | None:
-    """How many numbers a `dot` adds up for each of its results; `None` of other instructions."""
-    found = _CONTRACTED.search(product.attributes) if product.opcode == "dot" else None
-    if found is None:
-        return None
-    shape = array_of(computation[product.operands[0]]).shape
-    return math.prod(shape[int(dim)] for dim in found[1].split(",") if dim)

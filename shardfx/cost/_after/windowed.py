@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 
 from .._hlo_text import HloModule, Instruction
-from .._hlo_types import array_of
+from .._hlo_types import array_of, contracted
 from .details import Details
-from .graph import Computation, contracted, in_each, users_of
+from .graph import Computation, in_each, users_of
 
 
 # Operations for each byte, times the devices of a group, above which a product hides what is sent. By 16 programs for
@@ -78,7 +78,7 @@ def _is_hidden(computation: Computation, product: Instruction, sent: Instruction
     size = groups[0].shape[1]
     if len(groups) != 1 or size <= 2 or dtype not in _BYTES:
         return False
-    operations = 2 * math.prod(array_of(product).shape) * (contracted(computation, product) or 0)
+    operations = 2 * math.prod(array_of(product).shape) * (contracted(product, array_of(computation[product.operands[0]])) or 0)
     return operations * size > _HIDDEN * _BYTES[dtype] * math.prod(shape)
 
 
