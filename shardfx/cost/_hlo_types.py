@@ -15,7 +15,6 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
 _BITS = re.compile(r"^(?:[suf](\d+)\w*|bf(16)|c(64|128))$")
 # A size with a bound counts as its bound.
 _SIZES = re.compile(r"^(?:<=)?\d+(?:,(?:<=)?\d+)*$|^$")
-_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _NO_MEMORY = ("token", "opaque")
 
@@ -79,9 +78,3 @@ def index_of(instruction: Instruction) -> int | None:
 def root_of(computation: Mapping[str, Instruction]) -> Instruction:
     """The instruction whose result a computation returns."""
     return next(instruction for instruction in computation.values() if instruction.is_root)
-
-
-def contracted(product: Instruction, left: Array) -> int | None:
-    """How many numbers a `dot` with this left operand adds up for each of its results; `None` of others."""
-    found = _CONTRACTED.search(product.attributes) if product.opcode == "dot" else None
-    return math.prod(left.shape[int(dim)] for dim in found[1].split(",") if dim) if found else None

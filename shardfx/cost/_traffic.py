@@ -1,6 +1,7 @@
 """What a compiled step sends over the wire, a row for each collective, with the line of the program that causes it."""
 
 import dataclasses
+import functools as ft
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -184,7 +185,11 @@ class _Reader:
         paths: Mapping[str, str],
     ):
         self.module, self.runs, self.where, self.numbering, self.paths = module, runs, where, numbering, paths
-        self.origins = Origins(module)
+
+    @ft.cached_property
+    def origins(self) -> Origins:
+        """Where values come from and go."""
+        return Origins(self.module)
 
     def rows(self) -> list[_Found]:
         """A row for each collective."""
@@ -223,25 +228,21 @@ class _Reader:
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
         if is_transfer(instruction):
-            return self.counted(name, instruction, transfer_of(instruction, self.where), runs)
+            return self.counted(instruction, transfer_of(instruction, self.where), runs)
         collective = collective_of(instruction, self.numbering)
         if collective is None:
             return None
         collective = collective._replace(groups=self.where.lifted(collective.groups, runs.slice))
         if name.startswith(_SCATTERS):
-            return self.scattered(name, instruction, collective, runs)
-        return self.counted(name, instruction, collective, runs)
+            parts = tuple(part / collective.group_size for part in collective.parts)
+            collective = collective._replace(kind="reduce-scatter", parts=parts)
+        return self.counted(instruction, collective, runs)
 
-    def scattered(self, name: str, instruction: Instruction, whole: Collective, runs: Runs) -> TrafficRow:
-        """A sum of which a TPU keeps a part."""
-        parts = tuple(part / whole.group_size for part in whole.parts)
-        return self.counted(name, instruction, whole._replace(kind="reduce-scatter", parts=parts), runs)
-
-    def counted(self, name: str, instruction: Instruction, collective: Collective, runs: Runs) -> TrafficRow:
-        kind = self.replaced(name, instruction, collective)
+    def counted(self, instruction: Instruction, collective: Collective, runs: Runs) -> TrafficRow:
+        kind = self.replaced(instruction, collective)
         wire = runs.count * collective.wire_bytes(self.where.apart)
-        shares = self.shares(name, instruction, collective, round(wire))
-        stack = self.origins.frames(name, instruction)
+        shares = self.shares(instruction, collective, round(wire))
+        stack = self.origins.frames(instruction)
         return TrafficRow(
             kind=kind,
             wire_bytes=round(wire),
@@ -262,7 +263,7 @@ class _Reader:
             phase=instruction.phase,
         )
 
-    def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:
+    def replaced(self, instruction: Instruction, collective: Collective) -> str:
         """The kind of a collective; of a permute in a windowed product that of what the window replaces.
 
         The TPU's compiler turns a gather before a product into permutes of one factor, and a reduction after it into
@@ -271,16 +272,16 @@ class _Reader:
         is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.where.devices
         if not is_ring or not _PRODUCT.search(instruction.op_name):
             return collective.kind  # a permute that leaves a device out only changes the order of devices
-        return "reduce-scatter" if self.origins.is_sum_of_products(name, instruction) else "all-gather"
+        return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
 
     def shares(
-        self, name: str, instruction: Instruction, collective: Collective, wire_bytes: int
+        self, instruction: Instruction, collective: Collective, wire_bytes: int
     ) -> tuple[tuple[str | None, int], ...]:
         """The bytes of each leaf: of the weight that is gathered, or of those whose gradients are added up."""
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         parts = collective.parts
         is_whole = len(parts) == 1 and instruction.opcode != "recv"
-        leaves = [find(name, instruction, None if is_whole else at) for at in range(len(parts))]
+        leaves = [find(instruction, None if is_whole else at) for at in range(len(parts))]
         sums: dict[str | None, int] = {}
         whole = collective.bytes
         for leaf, part in zip(leaves, parts, strict=True):

@@ -1,5 +1,6 @@
 """Computations of a parsed module as graphs: shapes, users, and rewriting by name."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
@@ -12,11 +13,10 @@ Computation = dict[str, Instruction]
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
     """The users of each instruction, in the order of the text."""
-    users: dict[str, list[Instruction]] = {name: [] for name in computation}
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
-            if operand in users:
-                users[operand].append(instruction)
+            users[operand].append(instruction)
     return users
 
 
@@ -33,8 +33,8 @@ def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
 
 
 def in_each(module: HloModule, rewrite: Callable[[HloModule, str, Computation], Computation]) -> HloModule:
-    """The module with each computation rewritten, callees first; a rewrite can change other computations in place."""
-    copied = {name: dict(own) for name, own in module.computations.items()}
+    """The module with each computation rewritten, callees first; a rewrite can replace others."""
+    copied = dict(module.computations)
     made = dataclasses.replace(module, computations=copied)
     for name in (*copied,):
         copied[name] = rewrite(made, name, copied[name])

@@ -7,7 +7,7 @@ from .._collective import KINDS
 from .._hlo_text import HloModule, Instruction
 from .cpu import PASSES as CPU
 from .gpu import PASSES as GPU
-from .graph import in_each
+from .graph import Computation, in_each
 from .one_pass import Doubt, Pass
 from .tpu import DOUBTS, PASSES as TPU
 
@@ -40,13 +40,17 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 def _marked(before: HloModule, after: HloModule, one: Pass) -> HloModule:
     """The module with the name of a pass on the collectives that it made or changed."""
 
-    def mark(name: str, own: Instruction) -> Instruction:
-        old = before.computations.get(name, {}).get(own.name)
-        if own.opcode not in KINDS or (old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes):
+    def mark(old: Instruction | None, own: Instruction) -> Instruction:
+        if old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes:
             return own
         return own._replace(passes=(*own.passes, one.name), unsure=max(own.unsure, one.unsure))
 
-    return in_each(after, lambda _, name, own: {key: mark(name, made) for key, made in own.items()})
+    def marked(name: str, own: Computation) -> Computation:
+        old = before.computations.get(name, {})
+        found = [key for key, made in own.items() if made.opcode in KINDS and made is not old.get(key)]
+        return own | {key: mark(old.get(key), own[key]) for key in found} if found else own
+
+    return in_each(after, lambda _, name, own: marked(name, own))
 
 
 def _doubted(module: HloModule, doubts: Sequence[Doubt]) -> HloModule:

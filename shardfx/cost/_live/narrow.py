@@ -8,20 +8,20 @@ done. Read off the programs that libtpu 0.0.42 compiles for v5e.
 
 import math
 import re
-from collections.abc import Set
 
 from .._hlo_text import Instruction
-from .._hlo_types import contracted
-from .kinds import PIECES, PRODUCTS, VIEWS
+from .kinds import PIECES, VIEWS
 from .program import Body, Op, Program, Uses
 
 
 _PRECISE = re.compile(r"operand_precision=\{[^}]*hig|algorithm=dot_(?!bf16_bf16_f32\b)")
+_BATCHED = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
 # The results have no more digits than the operands.
-_MOVES = VIEWS | PIECES | frozenset(
+_MOVES = frozenset(
     "all-gather all-to-all collective-permute collective-broadcast concatenate optimization-barrier maximum minimum "
     "clamp sort gather select".split()
 )
+_MOVES |= VIEWS | PIECES
 
 
 def narrowed(program: Program) -> Program:
@@ -30,7 +30,7 @@ def narrowed(program: Program) -> Program:
     return program
 
 
-def narrow_values(program: Program) -> Set[int]:
+def narrow_values(program: Program) -> set[int]:
     """The values of float32 that nothing but products at the default precision reads.
 
     XLA's BFloat16Propagation finds them: xla/service/bfloat16_propagation.cc, read in the libtpu that jaxlib 0.10.2
@@ -55,7 +55,7 @@ class _Narrowing:
                 for at, value in enumerate(body.results):
                     self.leaves.setdefault(value, []).append(kept[at])
 
-    def values(self) -> Set[int]:
+    def values(self) -> set[int]:
         return {value for value in reversed(range(len(self.program.buffers))) if self.is_narrow(value)}
 
     def run(self) -> None:
@@ -84,7 +84,7 @@ class _Narrowing:
 
     def reads_narrow(self, op: Op, at: int) -> bool | None:
         """Whether an operation reads an operand in bfloat16."""
-        if op.opcode in PRODUCTS:
+        if op.opcode in ("dot", "convolution"):
             return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
         if op.opcode == "convert":
             return self.program.buffers[op.makes[0]].dtype == "bf16"
@@ -96,10 +96,15 @@ class _Narrowing:
 
     def is_by_vector(self, product: Op) -> bool:
         """Whether a side of a product has nothing but what is added up: it is multiplied and added in float32."""
-        sides = [math.prod(self.program.buffers[value].shape) for value in product.reads]
-        inner = contracted(product.instruction, self.program.buffers[product.reads[0]])
-        made = math.prod(self.program.buffers[product.makes[0]].shape)
-        return inner is not None and made * inner in sides
+        if product.opcode != "dot":
+            return False
+        # An operand can have another shape, but not another size, than the value that it is a reshape of.
+        left, right, made = (self.program.buffers[value].shape for value in (*product.reads, *product.makes))
+        found = _BATCHED.search(product.instruction.attributes)
+        batch = math.prod(made[: found[1].count(",") + 1]) if found else 1
+        sizes = math.prod(left), math.prod(right)
+        added = math.isqrt(math.prod(sizes) // max(1, math.prod(made) * batch))
+        return batch * added in sizes
 
     def convert_before_loops(self, body: Body) -> None:
         """Adds conversions before the loops that read a value of this body in bfloat16 alone."""
