@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 
-from .dtypes import dtype_of
 from .factors import RULE, Factors, by_element, flops_of, handed, of_rule, opaque, own
-from .operations import Operation, Program, Value
+from .operations import Operation, Program, Value, dtype_of
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"

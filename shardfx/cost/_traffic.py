@@ -13,14 +13,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._ground.errors import LeafTypeError, ProgramError
 from .._step.lines import own_line
 from ..topology._mesh import MeshSpec
-from ._between_hosts import is_transfer, slices_of, transfer_of
 from ._collective import Collective, channel_of, collective_of
 from ._groups import Numbering
 from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
 from ._runs import Runs, runs_of
 from ._traffic_rows import Traffic, TrafficRow, largest_first
-from ._where import Where
+from ._where import Where, is_transfer, slices_of, transfer_of
 
 
 # Said of the rows of a branch that sends less than another one.

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from .._hlo_text import HloModule, Instruction
 from .._hlo_types import array_of
-from .details import Details
-from .graph import Computation, in_each, users_of
+from .graph import Computation, Details, in_each, users_of
 
 
 # Operations for each byte, times the devices of a group, above which a product hides what is sent. By 16 programs for
