@@ -7,6 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.mlir import ir
 
 from .._ground.spec import bits
 
@@ -63,7 +64,7 @@ class Operation:
     # In products and convolutions, of one run.
     flops: float
     # Where it stands in the program, and the calls around it, from the innermost: locations of MLIR.
-    location: tuple[Any, ...]
+    location: tuple[ir.Location, ...]
     counted: tuple[tuple[int, int], ...] = ()
     # Of a convolution: which dimensions of its operands are windows and channels.
     windows: Any = None

@@ -1,14 +1,15 @@
 """Which argument of a compiled program a collective is about: the weight that it gathers, or whose gradient it adds."""
 
 import collections
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .._step.lines import Frame
 from ._hlo_text import HloModule, Instruction
 from ._live.kinds import PRODUCTS
-from ._live.program import Op, Uses, program_of
+from ._live.program import Op, Uses, program_of, reached
 
 
 # What passes its first operand on, in another form or a part of it; of several arrays each its own.
@@ -17,6 +18,7 @@ _PASSES = frozenset(
     "all-gather all-gather-start all-gather-done collective-permute collective-permute-start collective-permute-done "
     "all-to-all all-to-all-start all-to-all-done slice-start slice-done recv-done while".split()
 )
+_WHOLE = ("all-gather", "all-gather-done")
 # What was read slice by slice, in one piece.
 _JOINED = 'custom_call_target="ConcatBitcast"'
 # Their results are other values, whatever shape they have.
@@ -84,13 +86,9 @@ class Origins:
 
     def _behind(self, op: Op) -> Iterator[Op]:
         """The operations that use what one makes, the nearest first."""
-        waiting, seen = collections.deque([op]), {op}
-        while waiting and len(seen) < _FAR:
-            users = [one for value in waiting.popleft().makes for one, _, _ in self._uses.users.get(value, ())]
-            new = [one for one in dict.fromkeys(users) if one not in seen]
-            seen.update(new)
-            waiting += new
-            yield from new
+        uses = self._uses.users
+        users = reached([op], lambda one: (user for value in one.makes for user, _, _ in uses.get(value, ())))
+        return itertools.islice(users, _FAR)
 
     def gathered(self, instruction: Instruction, element: int | None) -> str | None:
         """The argument of which an instruction moves a part, by the name that JAX gave it.
@@ -118,13 +116,7 @@ class Origins:
 
     def _later(self, begun: int) -> Iterator[int]:
         """A value and all that it becomes, the nearest first."""
-        waiting, seen = collections.deque([begun]), {begun}
-        while waiting and len(seen) < _MANY:
-            value = waiting.popleft()
-            yield value
-            following = [one for one in self._next(value) if one not in seen]
-            seen.update(following)
-            waiting += following
+        return itertools.islice(reached([begun], self._next), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
         """What a value is one operation later, in the same shape, as a shard, or as a part of what is stacked."""
@@ -160,23 +152,19 @@ class Origins:
         Such a sum begins with zeros, and in a loop it is what the body made the last time.
         """
         op = self._ops.get(id(instruction))
-        waiting, seen = [*(() if op is None else op.reads)], set[int]()
-        arguments = False
-        while waiting and len(seen) < _FAR:
-            if (value := waiting.pop(0)) in seen:
-                continue
-            seen.add(value)
-            made = self._uses.maker.get(value)
-            if made is not None and made.opcode in PRODUCTS:
-                return True
-            if value in self._carried:
-                loop, at = self._carried[value]
-                waiting.append(loop.bodies[0].results[at])
-            if made is None or made.opcode in ("all-gather", "all-gather-done"):
-                arguments = True
-            else:
-                waiting += made.reads
-        return not arguments
+        values = [*itertools.islice(reached(() if op is None else op.reads, self._made_of), _FAR)]
+        makers = [self._uses.maker.get(value) for value in values]
+        if any(made is not None and made.opcode in PRODUCTS for made in makers):
+            return True
+        return not any(made is None or made.opcode in _WHOLE for made in makers)
+
+    def _made_of(self, value: int) -> Iterable[int]:
+        """The values that one is made of; of what a loop carries, what its body made the last time."""
+        if value in self._carried:
+            loop, at = self._carried[value]
+            return (loop.bodies[0].results[at],)
+        made = self._uses.maker.get(value)
+        return () if made is None or made.opcode in _WHOLE else made.reads
 
     def _is_like(self, part: int, whole: int) -> bool:
         """Whether a value has as many elements as another, or the shape of a shard of it."""

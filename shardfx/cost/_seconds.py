@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -194,7 +193,7 @@ def _rate(row: TrafficRow, places: _Places, chip: chips.Chip) -> tuple[float, st
     return float(link * ways), shape
 
 
-def _across(rings: Sequence[Ring], link: Any) -> tuple[float, str]:
+def _across(rings: Sequence[Ring], link: float) -> tuple[float, str]:
     """An all-to-all: half of what each sends crosses the middle of the longest ring.
 
     Of n devices that each take in B bytes, half come from the other side: n B / 2 over the links of the cut, of

@@ -37,7 +37,7 @@ _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 class _Lowered(Protocol):
     """What `jax.jit` and `filter_jit` lower to."""
 
-    def compile(self) -> Any: ...
+    def compile(self) -> object: ...
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ class _OnDevices(Protocol):
     device_ids: tuple[int, ...]
 
 
-def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
+def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
     """What a step sends: a row for each collective of its compiled program, with the line of yours that causes it.
 
     Loops count as often as they run, a collective that begins and ends apart counts once, and one that is not known is
@@ -143,7 +143,7 @@ class _Program(NamedTuple):
     ids: tuple[int, ...] = ()
 
 
-def _program(compiled: Any) -> _Program:
+def _program(compiled: object) -> _Program:
     if isinstance(compiled, str):
         return _Program(compiled)
     if isinstance(compiled, _Lowered):
@@ -199,8 +199,8 @@ class _Reader:
             if instruction.opcode == "fusion"
             for _, target in instruction.called
         }
-        groups: dict[Any, list[_Found]] = {}
-        begun: set[Any] = set()
+        groups: dict[object, list[_Found]] = {}
+        begun: set[object] = set()
         for name, instruction, runs in self.instructions():
             row = self.row(name, instruction, runs)
             if row is None:

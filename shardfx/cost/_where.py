@@ -6,10 +6,9 @@ Between the hosts of TPU slices a program writes transfers as sends and receives
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from .. import topology
 from .._ground.errors import MeshError, ProgramError
@@ -49,7 +48,12 @@ class Where:
     """
 
     def __init__(
-        self, spec: MeshSpec | None, mesh: Any, numbering: Numbering, slices: int = 1, ids: Sequence[int] = ()
+        self,
+        spec: MeshSpec | None,
+        mesh: MeshSpec | Mesh | AbstractMesh | None,
+        numbering: Numbering,
+        slices: int = 1,
+        ids: Sequence[int] = (),
     ):
         self.devices = numbering.size * slices if spec is None else spec.size
         self.names = () if spec is None else spec.axis_names
@@ -91,7 +95,7 @@ class Where:
         return tuple(name for name, differs in zip(self.names, found.tolist(), strict=True) if differs)
 
 
-def _slice_numbers(spec: MeshSpec | None, mesh: Any, devices: int) -> np.ndarray:
+def _slice_numbers(spec: MeshSpec | None, mesh: MeshSpec | Mesh | AbstractMesh | None, devices: int) -> np.ndarray:
     if isinstance(mesh, Mesh):
         found = topology.slices(mesh.devices.ravel().tolist())
         number = {id_: at for at, ids in enumerate(found) for id_ in ids}

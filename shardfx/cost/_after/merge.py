@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from .._collective import KINDS
 from .._hlo_text import HloModule, Instruction
+from .._live.program import reached
 from .graph import Computation, Details, in_each, renamed, root_of, users_of, without_names
 
 
@@ -106,10 +107,5 @@ def without_dead(module: HloModule) -> HloModule:
 
 def _living(computation: Computation) -> Computation:
     kept = {root_of(computation).name} | {own.name for own in computation.values() if own.opcode in _STAYS}
-    waiting = [*kept]
-    while waiting:
-        for operand in computation[waiting.pop()].operands:
-            if operand in computation and operand not in kept:
-                kept.add(operand)
-                waiting.append(operand)
+    kept = {*reached(kept, lambda name: filter(computation.__contains__, computation[name].operands))}
     return {name: own for name, own in computation.items() if name in kept}

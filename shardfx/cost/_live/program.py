@@ -1,9 +1,10 @@
 """A program as operations on buffers: tuples, copies, calls and fusions are opened, loops and branches nest."""
 
+import collections
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 from .._hlo_text import HloModule, Instruction
 from .._hlo_types import Array, index_of
@@ -96,6 +97,21 @@ class Uses:
                 self.maker[value], self.home[value] = op, body
             for inner in op.bodies:
                 self.read(inner)
+
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """What can be reached from where a walk begins, each once, the nearest first."""
+    waiting = collections.deque(dict.fromkeys(begun))
+    seen = set(waiting)
+    while waiting:
+        one = waiting.popleft()
+        yield one
+        new = [other for other in dict.fromkeys(onward(one)) if other not in seen]
+        seen.update(new)
+        waiting += new
 
 
 def program_of(module: HloModule) -> Program:
