@@ -3,7 +3,7 @@
 import collections
 import math
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -35,10 +35,8 @@ class Taken(NamedTuple):
     result: int | None
 
 
-class _Node(NamedTuple):
-    """A part of the tree of arguments or results: its paths below it, and the number of the array at each."""
-
-    leaves: tuple[tuple[str, int], ...]
+# A part of the tree of arguments or results: its paths below it, and the number of the array at each.
+_Node: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def taken(step: Step, program: Program) -> tuple[Taken, ...]:
@@ -98,12 +96,12 @@ def _returned(step: Step, dtypes: Sequence[str]) -> dict[int, int]:
     found: dict[int, int] = {}
     gone: set[int] = set()
     for node in _nodes(given):
-        if any(at in found for _, at in node.leaves):
+        if any(at in found for _, at in node):
             continue
         for other in by_kind.get(_kind(node, given), ()):
-            if gone.isdisjoint(at for _, at in other.leaves):
-                found.update((at, to) for (_, at), (_, to) in zip(node.leaves, other.leaves, strict=True))
-                gone.update(at for _, at in other.leaves)
+            if gone.isdisjoint(at for _, at in other):
+                found.update((at, to) for (_, at), (_, to) in zip(node, other, strict=True))
+                gone.update(at for _, at in other)
                 break
     return found
 
@@ -116,11 +114,11 @@ def _nodes(leaves: Sequence[tuple[str, object]]) -> Iterator[_Node]:
         for at, own in enumerate(parts):
             if len(own) >= depth:
                 below.setdefault(tuple(own[:depth]), []).append(("/".join(own[depth:]), at))
-        yield from (_Node(tuple(sorted(found))) for found in below.values())
+        yield from (tuple(sorted(found)) for found in below.values())
 
 
 def _kind(node: _Node, leaves: Sequence[tuple[str, object]]) -> object:
-    return tuple((path, leaves[at][1]) for path, at in node.leaves)
+    return tuple((path, leaves[at][1]) for path, at in node)
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:

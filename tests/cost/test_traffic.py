@@ -245,20 +245,6 @@ ENTRY %main (x: f32[64]) -> f32[64] {
         assert {row.calls for row in made.rows} == {5}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "%u = f32[8]{0} all-shuffle(%x), replica_groups={{0,1}}",
-        '%u = f32[8]{0} custom-call(%x), channel_id=4, custom_call_target="mine"',
-        "%u = f32[8]{0} collective-quantum(%x)",
-    ],
-)
-def test_a_collective_that_is_not_known_is_an_error_with_its_line(line):
-    with pytest.raises(ProgramError) as caught:
-        traffic(one(line, 2))
-    assert line[: line.index("(")] in str(caught.value)
-
-
 CUT = one("%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_all-gather", 2)
 
 

@@ -167,6 +167,9 @@ def test_bytes_of_forms_that_are_seldom(line, right):
         ("%r = token[] all-gather(%x), channel_id=1, replica_groups=[4]<=[4]", "groups of a collective cannot be read"),
         (f"%r = () all-gather(%x), {ALL}", "does not say what it sends"),
         ("%r = (f32[64], u32[], token[]) recv(%t), channel_id=1", "a kind that is not known, `recv`"),
+        ("%u = f32[8]{0} all-shuffle(%x), replica_groups={{0,1}}", "a kind that is not known, `all-shuffle`"),
+        ('%u = f32[8]{0} custom-call(%x), channel_id=4, custom_call_target="mine"', "not known, `custom-call`"),
+        ("%u = f32[8]{0} collective-quantum(%x)", "not known, `collective-quantum`"),
         ("%r = f32[8] collective-permute(%t), channel_id=1", "does not say who sends to whom"),
         (
             "%r = (f32[8], u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={"
