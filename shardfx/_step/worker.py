@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-from typing import Any
 
 import numpy as np
 from jaxlib import xla_client
@@ -67,10 +66,10 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
             os.waitpid(child, 0)
 
 
-def _compile(module: bytes, devices: int, debug_options: dict[str, Any], writing: int) -> None:
+def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], writing: int) -> None:
     """Compiles in the child, writes the error if there is one, and never returns."""
     # XLA writes its warnings to standard error, and nothing may reach the standard output of the parent.
-    silence = os.open(os.path.join(debug_options["xla_dump_to"], "stderr"), os.O_WRONLY | os.O_CREAT)
+    silence = os.open(os.path.join(str(debug_options["xla_dump_to"]), "stderr"), os.O_WRONLY | os.O_CREAT)
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
     try:

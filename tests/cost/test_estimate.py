@@ -94,6 +94,10 @@ STEPS = {
         lambda x, w: jax.grad(lambda w: layers(x, w).sum())(w),
         [((256, 64), "data"), ((8, 64, 64), "data")],
     ),
+    "gradients that a loop adds up": (
+        lambda w, xs: lax.scan(lambda g, x: (g + jax.grad(lambda w: ((x @ w) ** 2).sum())(w), None), w * 0, xs)[0],
+        [((64, 64), "data", "tensor"), ((4, 64, 64), None, "data")],
+    ),
     "a map over a cut dimension": (lambda x: lax.map(jnp.sin, x, batch_size=8), [((64, 32), "data")]),
     "a batch and a cut sequence that merge": (lambda x: jnp.sin(x.reshape(512, 16)), [((8, 64, 16), None, "tensor")]),
     "a cut sequence behind a cut batch": (lambda x: jnp.sin(x.reshape(512, 16)), [((8, 64, 16), "data", "tensor")]),
