@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, plan_reshard, reshard
+from shardfx._reshard.job import journey_of
 from shardfx._reshard.mover import resharded
 from shardfx._reshard.pieces.exchange import program
-from shardfx._reshard.through_map import journey_of
 
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value
 from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes

@@ -14,10 +14,11 @@ import numpy as np
 
 import shardfx as sfx
 from shardfx.auto import Limits
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import EMULATED, asked_for
 from shardfx.auto._core import assignment_count, find, shares_of
-from shardfx.auto._emulated import EMULATED
+from shardfx.auto._naming import named_classes
 from shardfx.auto._space import Space
+from shardfx.auto._trace import trace
 
 from . import search_answers, search_hands, search_order
 from ._case import Entry, Finding, Limit, Value
@@ -87,7 +88,7 @@ def _small() -> tuple[Any, ...]:
 def _speed() -> dict[str, Value]:
     """The compiled function on blocks as a search makes them, without compiling; by the wall clock, median of 5."""
     step, *args = _large()
-    made = Space(step, args, asked_for(256, "v5p"), Limits())
+    made = Space(named_classes(trace(step, *args)), asked_for(256, "v5p"), Limits())
     machine = made.machine()
     find(made.terms, machine, 256)  # compiles
     seconds = []
@@ -95,9 +96,9 @@ def _speed() -> dict[str, Value]:
         begin = time.perf_counter()
         find(made.terms, machine, 256)
         seconds.append(time.perf_counter() - begin)
-    shares = [shares_of(256, axes, 1) for axes in range(5)]
+    shares = [shares_of(256, axes, 1) for axes in range(1, 5)]
     assignments = assignment_count(made.terms, shares)
-    count = sum(math.comb(assignments, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares))
+    count = sum(math.comb(assignments, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares, start=1))
     return {
         "million candidates per second": count / statistics.median(seconds) / 1e6,
         "candidates": count,

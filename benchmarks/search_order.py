@@ -71,7 +71,6 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
         made = pricer.priced(one)
         compiled, flops = _compiled(pricer, made, devices)
         sent.append((float(made.wire_bytes), float(compiled.wire_bytes)))
-        assert made.traffic is not None
         # Both by the flops of the compiled program: what is held against it is the sending.
         seconds.append((_seconds(made.traffic, flops, made.mesh), _seconds(compiled, flops, made.mesh)))
     return {_BYTES: _spearman(sent), _SECONDS: _spearman(seconds), "candidates": len(ones), **_ratios(sent)}

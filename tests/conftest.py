@@ -25,11 +25,18 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false" if jax.__version
 _STANDARD_PROMOTION = {
     *("test_aot", "test_benchmarks", "test_benchmarks_reshard", "test_cli", "test_demo"),
     *("test_conformance_eformer", "test_conformance_flax", "test_conformance_t5x", "test_conformance_checkpoint"),
-    *("test_docs", "test_minilm", "test_check_step", "test_recipes", "test_follow", "test_checkpoint_names"),
+    *("test_docs", "test_minilm", "test_check_step", "test_recipes", "test_follow"),
     *("test_foreign_trees", "test_hosts", "test_interop_flax", "test_jit", "test_messages", "test_presets"),
     *("test_hf_presets", "test_replan", "test_suggestions"),
     *("test_code", "test_constrain_step", "test_name_axes", "test_search"),
 }
+
+
+def pytest_collection_finish():
+    """Modules and tests live as long as the process: no collection of garbage has to walk over them, or often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def maps(draw, keeps_all=False, dtypes=DTYPES):
 
 
 def pieces_of(map, arrays, target=None):
-    return bound(map, structs_of(arrays, arrays.values()), target).made
+    return bound(map, structs_of(arrays, arrays.values()), target)
 
 
 def same(one, two):

@@ -61,13 +61,11 @@ CASES = {
     "disjoint, other layout": ("last", P("a"), "first", P(None, "a")),
     "to an odd subset": ("turned", P(("a", "b")), "three", P("a")),
     "to replicas": ("first", P("a"), "all", P()),
-    "from replicas": ("all", P(), "last", P("a")),
-    "replicas to a process's": ("all", P(), "last", P()),
+    "replicas to a process's": ("all", P(), "last", P("a")),
     "replicas to one device": ("all", P(), "last one", P()),
     "one device to replicas": ("last one", P(), "all", P()),
     "a process's to one device": ("first", P("a"), "one", P()),
     "a process's in another order": ("first", P("a"), "first turned", P("a")),
-    "one device to itself by another name": ("one", P(), "one", P("a")),
     "one device to another": ("one", P(), "last one", P()),
     "within processes": ("grid", P("b"), "first", P("a")),
 }
@@ -77,7 +75,7 @@ def case(name, **options):
     source, ours, target, theirs = CASES[name]
     made = meshes()
     src, dst = NamedSharding(made[source], ours), NamedSharding(made[target], theirs)
-    expected = {"w": values((24, 48)), "h": values((48, 24), "bfloat16"), "b": values((48, 24), "bool")}
+    expected = {"w": values((24, 48)), "h": values((48, 24), "bfloat16")}
     tree = {key: placed(value, src) for key, value in expected.items()}
     shown = plan_reshard(tree, dst)
     moved = reshard(tree, dst, **options)
@@ -148,6 +146,8 @@ def moves():
         reshard(many["0"], dst, lost=lost)
     except MeshError as error:
         result["lost"] = str(error)
+    if jax.process_count() == 4:
+        result["maps"] = through_maps()
     return result
 
 
@@ -243,7 +243,6 @@ def through_maps():
 
 
 multiprocess_worker.TASKS["moves"] = moves
-multiprocess_worker.TASKS["through_maps"] = through_maps
 
 if __name__ == "__main__":
     multiprocess_worker.main(*sys.argv[1:])

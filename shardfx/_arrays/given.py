@@ -3,6 +3,7 @@
 The runtime finds out too, and where a program runs on several CPU devices it ends the process.
 """
 
+import functools as ft
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
+from .._ground.boxes import boxes
 from .._ground.errors import PlanMismatchError
-from .._ground.spec import canonical
 from ..topology._mesh import MeshSpec
 
 
@@ -57,14 +58,16 @@ def raise_gone_or_shared(given: Iterable[Given]) -> None:
 
 def _is_moved(one: Given) -> bool:
     """Whether JAX puts an array where the program wants it, so that a copy is donated."""
-    return not one.leaf.committed or not lies_as(one.leaf.sharding, one.wanted, one.leaf.ndim)
+    is_asked = isinstance(one.wanted, Sharding)
+    return not one.leaf.committed or (is_asked and not lies_as(one.leaf.sharding, one.wanted, one.leaf.shape))
 
 
 def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
     """Raises for the first array that does not lie as its entry says."""
     for one in given:
         own = struct_of(one.leaf).sharding
-        if not lies_as(own, one.wanted, one.leaf.ndim):
+        is_known = own is not None and isinstance(one.wanted, Sharding)
+        if is_known and not lies_as(own, one.wanted, one.leaf.shape):
             raise PlanMismatchError(
                 f"{one.text} lies by {own}, but its entry of `in_shardings` is {one.wanted}. Move it first: "
                 "`shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry out, to take the argument as it "
@@ -113,17 +116,27 @@ def is_abstract(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
 
 
-def lies_as(own: Any, wanted: Any, ndim: int) -> bool:
-    """Whether the sharding of an array, if it has one, is what an entry wants; without devices, by mesh and spec."""
-    if own is None or not isinstance(wanted, Sharding):
+@ft.lru_cache(maxsize=4096)
+def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether all devices hold the same parts; a mesh without devices is compared by the places in it."""
+    if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(wanted):
+        return False
+    if found == wanted:
         return True
-    if not (is_abstract(own) or is_abstract(wanted)):
-        return own.is_equivalent_to(wanted, ndim)
-    ends = [
-        (tuple(one.mesh.shape.items()), canonical(one.spec)) if isinstance(one, NamedSharding) else one
-        for one in (own, wanted)
-    ]
-    return ends[0] == ends[1]
+    ours, theirs = boxes(found, shape), boxes(wanted, shape)
+    is_abstract_one = is_abstract(found) or is_abstract(wanted)
+    return [*ours.values()] == [*theirs.values()] if is_abstract_one else ours == theirs
+
+
+def memory_kind(sharding: Sharding) -> str | None:
+    """The kind of memory; `None` for the one that the devices have unless told otherwise."""
+    kind = sharding.memory_kind
+    return None if kind in (None, "device", "unpinned_host") else kind
+
+
+def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
+    is_named = isinstance(sharding, NamedSharding)
+    return (sharding.spec.unreduced, sharding.spec.reduced) if is_named else (frozenset(), frozenset())
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

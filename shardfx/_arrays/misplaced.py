@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
-from .._ground.boxes import boxes
 from .._ground.html import html_table
 from .._ground.spec import array_bytes, canonical, entries_of
 from .._ground.text import array_text, between_numbers, bytes_text, joined_exactly, plural, spec_text, table
@@ -17,6 +16,7 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan
 from .._plan.leaf import canonical_dtype
 from .._plan.shard_plan import check_plan
+from .given import lies_as, memory_kind
 from .read_back import known_sharding
 
 
@@ -157,37 +157,11 @@ def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, s
         excess, fix = 0 if found is None else _held(found), _PLAN_AGAIN
     elif found[1] != asked[1] or canonical_dtype(found[2]) != asked[2]:
         excess, fix = _held(found) - _held(asked), _PLAN_AGAIN
-    elif found[0] is not None and _is_same(found[0], asked[0], asked[1]):
+    elif found[0] is not None and lies_as(found[0], asked[0], asked[1]):
         return None
     else:
         excess, fix = _held(found) - _held(asked), _MOVE
     return *texts, max(excess, 0), fix
-
-
-def _is_same(found: Sharding, asked: Any, shape: tuple[int, ...]) -> bool:
-    """Whether all devices hold the same parts; a mesh without devices is compared by the places in it."""
-    if _kind(found) != _kind(asked) or _reductions(found) != _reductions(asked):
-        return False
-    if found == asked:
-        return True
-    ours, theirs = boxes(found, shape), boxes(asked, shape)
-    are_real = _is_real(found) and _is_real(asked)
-    return ours == theirs if are_real else [*ours.values()] == [*theirs.values()]
-
-
-def _is_real(sharding: Sharding) -> bool:
-    return not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh)
-
-
-def _kind(sharding: Sharding) -> str | None:
-    """The kind of memory; `None` for the one that the devices have unless told otherwise."""
-    kind = sharding.memory_kind
-    return None if kind in (None, "device", "unpinned_host") else kind
-
-
-def _reductions(sharding: Sharding) -> tuple[Any, ...]:
-    is_named = isinstance(sharding, NamedSharding)
-    return (sharding.spec.unreduced, sharding.spec.reduced) if is_named else (frozenset(), frozenset())
 
 
 def _held(described: _Described) -> int:
@@ -206,4 +180,4 @@ def _text(described: _Described | None) -> str:
     if not isinstance(sharding, NamedSharding):
         return f"{text} on {plural(len(sharding.device_set), 'device')}"
     text += f" {spec_text(entries_of(canonical(sharding.spec)))}"
-    return text if _kind(sharding) is None else f"{text} in {sharding.memory_kind}"
+    return text if memory_kind(sharding) is None else f"{text} in {sharding.memory_kind}"

@@ -1,5 +1,6 @@
-"""A map on whole arrays in memory."""
+"""A map on whole arrays in memory: by its operations, or, as what goes backwards has none, by pieces."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.tree import flatten
-from . import in_jax
-from .binding import Bound, bound_steps, places, structs_of, tree_structs
+from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
 from .evaluate import evaluated
+from .expression import Rules
 from .on_arrays import on_arrays
-from .pieces import Made
-from .rules import Rules
-from .values import fill
+from .pieces import NOWHERE, Factor, Made, Piece, along, changed, extended, swapped
+from .values import constant, fill
 
 
 def applied(steps: Sequence[Rules], tree: Any, like: Any) -> Any:
@@ -27,8 +27,8 @@ def applied(steps: Sequence[Rules], tree: Any, like: Any) -> Any:
     target = None if like is None else tree_structs(like)
     made = bound_steps(steps, structs_of(arrays, arrays.values()), target)
     if any(step.inverted for step in steps):
-        put = in_jax.assembled if _is_in_jax(arrays) else _assembled
-        found = {path: put(one, arrays) for path, one in made.made.items()}
+        put = _assembled_in_jax if _is_in_jax(arrays) else _assembled
+        found = {path: put(one, arrays) for path, one in made.items()}
     else:
         found = _by_rules(steps, arrays, made)
     if like is None:
@@ -42,15 +42,15 @@ def _is_in_jax(arrays: Mapping[str, Any]) -> bool:
     return any(isinstance(one, jax.Array) for one in arrays.values())
 
 
-def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Bound) -> dict[str, Any]:
+def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Mapping[str, Made]) -> dict[str, Any]:
     """Step by step, rule by rule: not by pieces, so that the two can be compared."""
-    ops = on_arrays(jnp if _is_in_jax(arrays) else np)
+    xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
-        target = dict(made.made) if last else dict(bound_steps([step], structs).made)
-        found = {}
-        for path, rule, binding in places(step, structs, target, {}, []):
+        target = made if last else bound_steps([step], structs)
+        found, ops = {}, on_arrays(xp, leaves)
+        for path, rule, binding in places(step, structs, target, []):
             value = evaluated(rule, binding, leaves, ops)
             found[path] = cast_array(value, target[path].dtype) if value.dtype != target[path].dtype else value
         leaves, structs = {path: found[path] for path in target}, structs_of(target, target.values())
@@ -64,3 +64,67 @@ def _assembled(made: Made, arrays: Mapping[str, Any]) -> Any:
     for piece in made.pieces:
         fill(out, whole, piece, lambda path, box: np.asarray(arrays[path])[(..., *[slice(*ends) for ends in box])])
     return out
+
+
+def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
+    """The same in JAX, traced or not; of PRNG keys the bits are moved."""
+    if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
+        return _filled(made.pieces, made.shape, made.dtype, arrays)
+    names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
+    bits = {name: jax.random.key_data(arrays[name]) for name in names}
+    more = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), made.dtype))
+    data = _filled([extended(one, more.shape) for one in made.pieces], (*made.shape, *more.shape), more.dtype, bits)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(arrays[names[0]]) if names else None)
+
+
+def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, arrays: Mapping[str, Any]) -> jax.Array:
+    if len(pieces) == 1 and pieces[0].elements == math.prod(shape):
+        return _values(pieces[0], arrays, dtype).reshape(shape)
+    out = jnp.zeros(shape, dtype)
+    for piece in pieces:
+        places = [_places(piece, dim) for dim in range(len(shape))]
+        values = _values(piece, arrays, dtype)
+        if all(isinstance(place, slice) for place in places):
+            out = out.at[tuple(places)].set(values)
+        else:
+            numbers = [np.arange(shape[dim])[place] for dim, place in enumerate(places)]
+            out = out.at[np.ix_(*numbers)].set(values)
+    return out
+
+
+def _values(piece: Piece, arrays: Mapping[str, Any], dtype: Any) -> jax.Array:
+    """The elements of a piece, in the order of the target's dimensions."""
+    order = [factor for dim in range(len(piece.target)) for factor in along(piece, dim)]
+    sizes = [math.prod(factor.size for factor in along(piece, dim)) for dim in range(len(piece.target))]
+    if piece.value.path is None:
+        return jnp.full(sizes, constant(piece), dtype)
+    other = swapped(piece)
+    found = jnp.asarray(arrays[piece.value.path])
+    for dim in range(len(piece.source)):
+        found = found[(slice(None),) * dim + (_places(other, dim),)]
+    # As many dimensions as digits, then in the target's order, then in its dimensions.
+    digits = [factor for dim in range(len(piece.source)) for factor in along(other, dim)]
+    found = found.reshape([factor.size for factor in digits])
+    repeated = [factor for factor in other.factors if factor.target_dim == NOWHERE]
+    found = jnp.broadcast_to(found, [*[factor.size for factor in repeated], *found.shape])
+    at = {factor: number for number, factor in enumerate([*repeated, *digits])}
+    found = found.transpose([at[one] for one in map(_swapped, order)]).reshape(sizes)
+    for to in piece.value.casts:
+        found = changed(found, to)
+    return found.astype(dtype)
+
+
+def _swapped(factor: Factor) -> Factor:
+    return Factor(factor.size, factor.target_dim, factor.target_step, factor.source_dim, factor.source_step)
+
+
+def _places(piece: Piece, dim: int) -> slice | np.ndarray:
+    """Where the elements of a piece are along a dimension of its target."""
+    numbers = np.array([piece.target[dim]])
+    for factor in along(piece, dim):
+        numbers = (numbers[:, None] + np.arange(factor.size) * factor.target_step).reshape(-1)
+    steps = np.diff(numbers)
+    if not len(steps) or (steps == steps[0]).all():
+        step = int(steps[0]) if len(steps) else 1
+        return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
+    return numbers

@@ -1,6 +1,5 @@
 """A map with the leaves of both trees: every rule in its places, checked, before anything is read or moved."""
 
-import dataclasses
 import difflib
 import itertools as it
 import math
@@ -11,36 +10,23 @@ from .._ground.boxes import Box
 from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
-from .evaluate import ON_SHAPES, Absent, cast, count_of, dim_of, evaluated, leaf_made
-from .expression import From, leaves_of
+from .evaluate import Absent, cast, dim_of, evaluated, on_shapes
+from .expression import From, Rules, counted_leaf, leaves_of
 from .patterns import Binding, Pattern, pattern, sum_of
-from .pieces import Counted, Factor, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
-from .rules import Rules
+from .pieces import Counted, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 
 
 Leaf = Struct | Made
 _SHOWN = 20
-_COMPARED = 2000
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """What each leaf of a target is made of.
-
-    **Arguments:**
-
-    - `source`: the leaves of the source, by path.
-    - `made`: the leaves of the target, by path, in the target's order.
-    """
-
-    source: Mapping[str, Struct]
-    made: Mapping[str, Made]
+# Comparing names costs the product of their lengths, and there may be millions.
+_COMPARED_NAMES = 2000
+_COMPARED_CHARACTERS = 200
 
 
 def bound_steps(
     steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
-) -> Bound:
-    """The steps of a map, one after the other, with the leaves of both trees."""
+) -> Mapping[str, Made]:
+    """What each leaf of a target is made of by the steps of a map, one after the other; in the target's order."""
     made: Mapping[str, Made] | None = None
     known: Mapping[str, Leaf] = source
     for step, there in zip(steps, _targets(steps, target), strict=True):
@@ -48,7 +34,7 @@ def bound_steps(
         made = new if made is None else _through(new, made)
         known = new
     assert made is not None
-    return Bound(source, made)
+    return made
 
 
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
@@ -74,52 +60,29 @@ def _step(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | 
 
 
 def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | None) -> Mapping[str, Made]:
-    leaves = {path: leaf_made(path, leaf) for path, leaf in source.items()}
     problems: list[tuple[str, str]] = []
     found: dict[str, Made] = {}
     used: dict[str, None] = {}
     failed: list[Pattern] = []
-    for path, rule, binding in places(step, source, target, leaves, problems):
+    ops = on_shapes(source, used)
+    for path, rule, binding in places(step, source, target, problems):
         try:
-            made = evaluated(rule, binding, leaves, ON_SHAPES)
+            made = evaluated(rule, binding, source, ops)
         except MapError as error:
             near = _near(error.path, source) if isinstance(error, Absent) else ""
             problems.append((path, f"{str(error).removesuffix('.')}{near}. It is made by {rule}"))
             failed += [pattern(leaf) for leaf in leaves_of(rule)]
             continue
-        made = Made(made.shape, made.dtype, tuple(_simplified(made.pieces)))
+        made = Made(made.shape, made.dtype, tuple(map(simplified, made.pieces)))
         wanted = None if target is None else target[path]
         if wanted is not None:
             made = _fitting(path, rule, made, wanted, step.casts, problems)
         found[path] = made
-        used.update(dict.fromkeys(_used(rule, binding, leaves)))
     # What a rule that failed would have used is no second problem.
     problems += _unused(step, source, used, tuple(dict.fromkeys(failed)))
     if problems:
         _raise(problems)
     return found if target is None else {path: found[path] for path in target}
-
-
-def _simplified(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces with as few factors as say the same; thousands of them have the same few."""
-    known: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
-    for piece in pieces:
-        if piece.factors not in known:
-            known[piece.factors] = simplified(piece).factors
-        yield Piece(piece.value, piece.source, piece.target, known[piece.factors])
-
-
-def _used(rule: From, binding: Binding, leaves: Mapping[str, Made]) -> Iterator[str]:
-    if rule.op == "leaf":
-        path = pattern(rule.args[0]).filled(binding)
-        assert path is not None
-        yield path
-    elif rule.op == "stack":
-        for number in count_of(rule, binding, leaves):
-            yield from _used(rule.of[0], {**binding, rule.args[0]: number}, leaves)
-    else:
-        for part in rule.of:
-            yield from _used(part, binding, leaves)
 
 
 def _fitting(path: str, rule: From, made: Made, wanted: Leaf, casts: bool, problems: list[tuple[str, str]]) -> Made:
@@ -157,12 +120,11 @@ def places(
     step: Rules,
     source: Mapping[str, Leaf],
     target: Mapping[str, Leaf] | None,
-    leaves: Mapping[str, Made],
     problems: list[tuple[str, str]],
 ) -> Iterable[tuple[str, From, Binding]]:
     """Each leaf of the target, its rule, and what the names in braces stand for."""
     if target is None:
-        return _inferred(step, source, leaves, problems)
+        return _inferred(step, source, problems)
     rules = [(pattern(text), rule) for text, rule in step.made]
     unused = {text: None for text, _ in step.made}
     found = []
@@ -182,12 +144,12 @@ def places(
 
 
 def _inferred(
-    step: Rules, source: Mapping[str, Leaf], leaves: Mapping[str, Made], problems: list[tuple[str, str]]
+    step: Rules, source: Mapping[str, Leaf], problems: list[tuple[str, str]]
 ) -> Iterator[tuple[str, From, Binding]]:
     seen: dict[str, str] = {}
     for text, rule in step.made:
         try:
-            bindings = list(_bindings(text, rule, source, leaves))
+            bindings = list(_bindings(text, rule, source))
         except MapError as error:
             problems.append((text, str(error).removesuffix(".")))
             continue
@@ -204,9 +166,7 @@ def _inferred(
             yield path, rule, binding
 
 
-def _bindings(
-    text: str, rule: From, source: Mapping[str, Leaf], leaves: Mapping[str, Made]
-) -> Iterator[dict[str, Any]]:
+def _bindings(text: str, rule: From, source: Mapping[str, Leaf]) -> Iterator[dict[str, Any]]:
     """All that the names of a target's path may stand for, read off the paths and shapes of the source."""
     names = pattern(text).names
     found: list[dict[str, Any]] = [{}]
@@ -219,11 +179,11 @@ def _bindings(
         found = [{**one, **row} for one in found for row in rows if all(one.get(n, v) == v for n, v in row.items())]
     unique = {tuple((name, one.get(name)) for name in names): one for one in found}
     for one in unique.values():
-        yield from _counted([name for name in names if name not in one], one, text, rule, leaves)
+        yield from _counted([name for name in names if name not in one], one, text, rule, source)
 
 
 def _counted(
-    names: Sequence[str], binding: dict[str, Any], text: str, rule: From, leaves: Mapping[str, Made]
+    names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, Leaf]
 ) -> Iterator[dict[str, Any]]:
     """Names that only `at` has go through the numbers of its dimension."""
     if not names:
@@ -236,13 +196,13 @@ def _counted(
     place = found[name]
     if place is None:
         raise MapError(f"nothing in {rule} says what `{{{name}}}` stands for; give the target, `like=...`")
-    made = evaluated(place.of[0], binding, leaves, ON_SHAPES)
+    made = evaluated(place.of[0], binding, source, on_shapes(source, {}))
     size = made.shape[dim_of(place.args[1], len(made.shape), "at")]
     one = sum_of(str(place.args[0]))
     for number in range(size):
         solved = one.solved(number)
         if solved is not None:
-            yield from _counted([n for n in names if n != name], {**binding, name: solved[1]}, text, rule, leaves)
+            yield from _counted([n for n in names if n != name], {**binding, name: solved[1]}, text, rule, source)
 
 
 def _at_of(rule: From, name: str) -> From | None:
@@ -293,20 +253,27 @@ def _behind_gaps(step: Rules, source: Mapping[str, Leaf], used: Mapping[str, Non
 def _endless(rule: From) -> Iterator[tuple[str, str]]:
     """The name that each stack without a count goes through, with the leaf that it counts."""
     if rule.op == "stack" and len(rule.args) == 2:
-        text = next((leaf for leaf in leaves_of(rule.of[0]) if rule.args[0] in pattern(leaf).names), None)
+        text = counted_leaf(rule)
         if text is not None:
             yield rule.args[0], text
     for part in rule.of:
         yield from _endless(part)
 
 
-def _near(path: str, names: Mapping[str, Any], what: str = "") -> str:
-    short = [name for name in names if len(name) < 200]
-    template = between_numbers(path)
-    alike = [name for name in short if between_numbers(name) == template] if len(short) > _COMPARED else short
-    near = difflib.get_close_matches(path, (alike or short)[:_COMPARED], n=2, cutoff=0.6)
-    shown = " or ".join(f"`{printable(name)}`" for name in near)
-    return f"; near {what + ' ' if what else ''}{shown}" if near else ""
+def _near(path: str, names: Iterable[str], what: str = "") -> str:
+    shown = " or ".join(f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6))
+    return f"; near {what + ' ' if what else ''}{shown}" if shown else ""
+
+
+def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
+    """The most alike of `names`, found in a time that does not grow with what a file says."""
+    if len(path) > _COMPARED_CHARACTERS:
+        return []
+    found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
+    if len(found) > _COMPARED_NAMES:
+        template = "".join(between_numbers(path))
+        found = [name for name in found if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template]
+    return difflib.get_close_matches(path, found[:_COMPARED_NAMES], n=most, cutoff=cutoff)
 
 
 def _raise(problems: Sequence[tuple[str, str]]) -> None:

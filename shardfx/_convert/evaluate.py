@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._ground.errors import MapError
-from .expression import From, leaves_of
+from .expression import From, counted_leaf
 from .forms import check_number
 from .patterns import Binding, pattern, sum_of
 from .pieces import (
@@ -26,6 +26,7 @@ from .pieces import (
     renumbered,
     shifted,
     split,
+    stacked,
     whole,
 )
 
@@ -43,16 +44,14 @@ def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapp
 
     **Arguments:**
 
-    - `leaves`: by path, what each leaf is worth.
-    - `ops`: `ON_SHAPES` or `on_arrays(...)`: what each operation does with what its parts are worth.
+    - `leaves`: the leaves that there are, by path.
+    - `ops`: `on_shapes(...)` or `on_arrays(...)`: what each leaf is worth, and what each operation does with what its
+        parts are worth.
     """
     if made.op == "leaf":
-        return leaves[resolved(made.args[0], binding, leaves)]
+        return ops["leaf"](resolved(made.args[0], binding, leaves))
     if made.op == "stack":
         over, dim = made.args[:2]
-        alike = _stacked_alike(made, binding, leaves) if ops is ON_SHAPES else None
-        if alike is not None:
-            return alike
         parts = [evaluated(made.of[0], {**binding, over: i}, leaves, ops) for i in count_of(made, binding, leaves)]
         return ops["stacked"](parts, dim)
     parts = [evaluated(part, binding, leaves, ops) for part in made.of]
@@ -62,47 +61,6 @@ def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapp
     if made.op == "scale":
         return ops["scale"](parts, made.args)
     return ops[made.op](parts, *made.args)
-
-
-def _stacked_alike(made: From, binding: Binding, leaves: Mapping[str, Made]) -> Made | None:
-    """A stack of parts that differ in the names of their leaves alone: the first is evaluated, the others renamed.
-
-    `None` where they differ in more, or come in stacks themselves.
-    """
-    (part,), (over, dim), numbers = made.of, made.args[:2], count_of(made, binding, leaves)
-    if len(numbers) < 2 or _depends_on(part):
-        return None
-    texts = tuple(dict.fromkeys(leaves_of(part)))
-    first = {text: resolved(text, {**binding, over: 0}, leaves) for text in texts}
-    if len({*first.values()}) < len(texts):
-        return None
-    one = evaluated(part, {**binding, over: 0}, leaves, ON_SHAPES)
-    rank = len(one.shape) + 1
-    dim = dim_of(dim, rank, "stack")
-    templates = [renumbered(piece, [*range(dim), None, *range(dim, rank - 1)]) for piece in one.pieces]
-    pieces = list(templates)
-    for number in numbers[1:]:
-        names = {path: resolved(text, {**binding, over: number}, leaves) for text, path in first.items()}
-        if any(
-            leaves[old].shape != leaves[new].shape or leaves[old].dtype != leaves[new].dtype
-            for old, new in names.items()
-        ):
-            return None
-        for piece in templates:
-            target = (*piece.target[:dim], number, *piece.target[dim + 1 :])
-            pieces.append(Piece(_renamed(piece.value, names), piece.source, target, piece.factors))
-    return Made((*one.shape[:dim], len(numbers), *one.shape[dim:]), one.dtype, tuple(pieces))
-
-
-def _renamed(value: Value, names: Mapping[str, str]) -> Value:
-    scale = None if value.scale is None else Scale(names[value.scale.path], value.scale.block)
-    return Value(None if value.path is None else names[value.path], value.number, scale, value.casts)
-
-
-def _depends_on(made: From) -> bool:
-    """Whether an expression depends on numbers in more than the names of its leaves."""
-    is_counted = made.op == "at" and isinstance(made.args[0], str)
-    return made.op == "stack" or is_counted or any(map(_depends_on, made.of))
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
@@ -119,7 +77,7 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, Any]) -> range:
     """The numbers that a stack goes through: as it says, or as long as the source has the first of its leaves."""
-    over, first = made.args[0], _first_with(made.of[0], made.args[0])
+    over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
         return range(made.args[2])
     if first is None:
@@ -140,12 +98,6 @@ def _inner_stacks(made: From) -> list[str]:
     """What stacks within an expression go through."""
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
-
-
-def _first_with(made: From, name: str) -> str | None:
-    if made.op == "leaf":
-        return made.args[0] if name in pattern(made.args[0]).names else None
-    return next((found for part in made.of if (found := _first_with(part, name)) is not None), None)
 
 
 def _index(index: int | str, binding: Binding) -> int:
@@ -205,8 +157,7 @@ def _transpose(parts: Sequence[Made], *order: int) -> Made:
     order = tuple(dim_of(dim, rank, "transpose") for dim in order) if order else tuple(reversed(range(rank)))
     if sorted(order) != list(range(rank)):
         raise MapError(f"`transpose{order}` is no order of the {rank} dimensions of shape {made.shape}.")
-    shape = tuple(made.shape[dim] for dim in order)
-    return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
+    return _placed(made, order, tuple(made.shape[dim] for dim in order))
 
 
 def _split(parts: Sequence[Made], dim: int, *sizes: int) -> Made:
@@ -237,47 +188,22 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
     sizes = sizes_of(sizes, math.prod(made.shape), f"`reshape` of shape {made.shape}")
     if 0 in sizes:
         return Made(sizes, made.dtype, ())
-    pieces, done, old, new = list(made.pieces), 0, list(made.shape), list(sizes)
-    # Dimensions that begin and end together are taken together, as one.
-    while old or new:
-        take, give = _together(old, new)
-        one = Made((*sizes[:done], *old), made.dtype, tuple(pieces))
-        if take == 0:
-            order = [*range(done), *[None] * give, *range(done, done + len(old))]
-            pieces = [renumbered(piece, order) for piece in one.pieces]
-        elif give == 0:
-            order = [*range(done), *range(done + take, done + len(old))]
-            pieces = [renumbered(piece, order) for piece in one.pieces]
-        else:
-            pieces = list(_split([_merge([one], done, take)], done, *new[:give]).pieces)
-        done, old, new = done + give, old[take:], new[give:]
-    return Made(sizes, made.dtype, tuple(pieces))
+    flat = _merge(parts, 0, len(made.shape)) if made.shape else _placed(made, [None], (1,))
+    return _split([flat], 0, *sizes) if sizes else _placed(flat, [], ())
 
 
-def _together(old: list[int], new: list[int]) -> tuple[int, int]:
-    """How many of the first sizes on either side have the same product."""
-    if not old or not new:
-        return len(old), len(new)
-    take = give = 1
-    while (left := math.prod(old[:take])) != (right := math.prod(new[:give])):
-        take, give = take + (left < right), give + (right < left)
-    return take, give
+def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
+    """With other dimensions: each is one that there was, or `None` for a new one."""
+    return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
 
 
 def _stacked(parts: Sequence[Made], dim: int) -> Made:
     first = _alike(parts, "stack", None)
     rank = len(first.shape) + 1
     dim = dim_of(dim, rank, "stack")
-    order = [*range(dim), None, *range(dim, rank - 1)]
-    pieces, known = [], dict[tuple[Factor, ...], tuple[Factor, ...]]()
-    for number, part in enumerate(parts):
-        for piece in part.pieces:
-            # Thousands of pieces have the same few factors.
-            if piece.factors not in known:
-                known[piece.factors] = renumbered(piece, order).factors
-            target = (*piece.target[:dim], number, *piece.target[dim:])
-            pieces.append(Piece(piece.value, piece.source, target, known[piece.factors]))
-    return Made((*first.shape[:dim], len(parts), *first.shape[dim:]), first.dtype, tuple(pieces))
+    order, shape = (*range(dim), None, *range(dim, rank - 1)), (*first.shape[:dim], len(parts), *first.shape[dim:])
+    pieces = [stacked(piece, order, dim, number) for number, part in enumerate(parts) for piece in part.pieces]
+    return Made(shape, first.dtype, tuple(pieces))
 
 
 def _concat(parts: Sequence[Made], dim: int, shards: int) -> Made:
@@ -332,8 +258,7 @@ def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
     if not -made.shape[dim] <= index < made.shape[dim]:
         raise MapError(f"`at({index})` along dim {dim} of shape {made.shape}.")
     one = _slice(parts, index % made.shape[dim], index % made.shape[dim] + 1, dim)
-    order = [at for at in range(rank) if at != dim]
-    return Made(_shape_after(made.shape, dim), made.dtype, tuple(renumbered(piece, order) for piece in one.pieces))
+    return _placed(one, [at for at in range(rank) if at != dim], _shape_after(made.shape, dim))
 
 
 def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Made:
@@ -426,7 +351,17 @@ def _scale(parts: Sequence[Made], block: tuple[int, ...]) -> Made:
     return Made(made.shape, jnp.dtype("float32"), tuple(pieces))
 
 
-ON_SHAPES: Mapping[str, Callable[..., Made]] = {
+def on_shapes(leaves: Mapping[str, Struct | Made], used: dict[str, None]) -> Mapping[str, Callable[..., Made]]:
+    """What each operation does with pieces; `used` gets the path of each leaf that is taken."""
+
+    def leaf(path: str) -> Made:
+        used[path] = None
+        return leaf_made(path, leaves[path])
+
+    return {**_ON_SHAPES, "leaf": leaf}
+
+
+_ON_SHAPES: Mapping[str, Callable[..., Made]] = {
     "constant": _constant,
     "transpose": _transpose,
     "split": _split,

@@ -1,4 +1,4 @@
-"""What a leaf of the target is made of, as a value: operations on leaves of the source."""
+"""What the leaves of a target are made of, as values: operations on leaves of the source, and rules of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from .._ground.errors import MapError
 from .forms import checked
+from .patterns import pattern
 
 
 Op = Literal[
@@ -243,3 +244,28 @@ def _tuples(value: Any) -> Any:
 def leaves_of(made: From) -> list[str]:
     """The paths of the leaves that an expression names, in order."""
     return [made.args[0]] if made.op == "leaf" else [path for part in made.of for path in leaves_of(part)]
+
+
+def counted_leaf(stack: From) -> str | None:
+    """The leaf whose numbers a stack goes through: the first that has the stack's name."""
+    return next((leaf for leaf in leaves_of(stack.of[0]) if stack.args[0] in pattern(leaf).names), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """One step of a map.
+
+    **Arguments:**
+
+    - `made`: per pattern of a target's path, what such a leaf is made of.
+    - `drop`: patterns of leaves of the source that nothing is made of.
+    - `casts`: whether what comes out of another dtype than the target's is cast to it.
+    - `rest`: patterns of leaves that the source may have, and that nothing is made of.
+    - `inverted`: whether the step goes the other way: from the targets of these rules to their sources.
+    """
+
+    made: tuple[tuple[str, From], ...]
+    drop: tuple[str, ...] = ()
+    casts: bool = False
+    inverted: bool = False
+    rest: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """The operations of a map on whole arrays, as anybody would write them: what all faster ways must agree with."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from .casts import cast_array
 from .evaluate import check_counted, dim_of, sizes_of
 
 
-def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
+def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., Any]]:
     """What each operation does with arrays of `xp`, which is `numpy` or `jax.numpy`."""
 
     def constant(_: Sequence[Any], value: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -28,10 +29,8 @@ def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
 
     def merge(parts: Sequence[Any], dim: int, count: int) -> Any:
         (x,) = parts
-        dim, size = dim_of(dim, x.ndim, "merge"), 1
-        for one in x.shape[dim : dim + count]:
-            size *= one
-        return x.reshape(*x.shape[:dim], size, *x.shape[dim + count :])
+        dim = dim_of(dim, x.ndim, "merge")
+        return x.reshape(*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :])
 
     def stacked(parts: Sequence[Any], dim: int) -> Any:
         return xp.stack(list(parts), axis=dim)
@@ -49,14 +48,8 @@ def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
     def repeat(parts: Sequence[Any], count: int, dim: int, unit: int) -> Any:
         (x,) = parts
         dim = dim_of(dim, x.ndim, "repeat")
-        units = xp.repeat(
-            split(parts, dim, -1, unit)
-            if x.size
-            else x.reshape(*x.shape[:dim], x.shape[dim] // unit, unit, *x.shape[dim + 1 :]),
-            count,
-            axis=dim,
-        )
-        return units.reshape(*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :])
+        units = x.reshape(*x.shape[:dim], x.shape[dim] // unit, unit, *x.shape[dim + 1 :])
+        return xp.repeat(units, count, axis=dim).reshape(*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :])
 
     def pad_to(parts: Sequence[Any], size: int, dim: int, value: Any) -> Any:
         (x,) = parts
@@ -83,6 +76,7 @@ def on_arrays(xp: Any) -> Mapping[str, Callable[..., Any]]:
         return run
 
     return {
+        "leaf": leaves.__getitem__,
         "constant": constant,
         "transpose": transpose,
         "reshape": reshape,

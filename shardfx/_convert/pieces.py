@@ -180,6 +180,7 @@ def swapped(piece: Piece) -> Piece:
     return Piece(piece.value, piece.target, piece.source, _swapped(piece.factors))
 
 
+# Thousands of pieces have the same few factors.
 @ft.lru_cache(maxsize=4096)
 def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
     return tuple(Factor(f.size, f.target_dim, f.target_step, f.source_dim, f.source_step) for f in factors)
@@ -252,10 +253,20 @@ def shifted(piece: Piece, by: Sequence[int]) -> Piece:
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
     """The piece in a target whose dimensions are others: each is one of the present ones, or `None` for a new one."""
+    target = tuple([0 if dim is None else piece.target[dim] for dim in order])
+    return Piece(piece.value, piece.source, target, _renumbered(piece.factors, tuple(order)))
+
+
+def stacked(piece: Piece, order: tuple[int | None, ...], dim: int, number: int) -> Piece:
+    """The piece in a target that has a further dimension `dim`, as `order` says, at `number` along it."""
+    target = (*piece.target[:dim], number, *piece.target[dim:])
+    return Piece(piece.value, piece.source, target, _renumbered(piece.factors, order))
+
+
+@ft.lru_cache(maxsize=4096)
+def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> tuple[Factor, ...]:
     new = {dim: number for number, dim in enumerate(order) if dim is not None}
-    target = tuple(0 if dim is None else piece.target[dim] for dim in order)
-    factors = tuple(f if f.target_dim == NOWHERE else f._replace(target_dim=new[f.target_dim]) for f in piece.factors)
-    return Piece(piece.value, piece.source, target, factors)
+    return tuple(f if f.target_dim == NOWHERE else f._replace(target_dim=new[f.target_dim]) for f in factors)
 
 
 def merged(piece: Piece, dim: int, inner: int) -> Piece:
@@ -324,14 +335,19 @@ def _without(piece: Piece, factor: Factor) -> Piece:
 
 def simplified(piece: Piece) -> Piece:
     """The piece with as few factors as say the same."""
+    return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
+
+
+@ft.lru_cache(maxsize=4096)
+def _simplified(given: tuple[Factor, ...]) -> tuple[Factor, ...]:
     factors: list[Factor] = []
-    for factor in sorted(piece.factors, key=lambda f: (f.target_dim, -f.target_step)):
+    for factor in sorted(given, key=lambda f: (f.target_dim, -f.target_step)):
         last = factors[-1] if factors else None
         if last is not None and _goes_on(last, factor):
             factors[-1] = factor._replace(size=last.size * factor.size)
         else:
             factors.append(factor)
-    return piece._replace(factors=tuple(factors))
+    return tuple(factors)
 
 
 def _goes_on(outer: Factor, inner: Factor) -> bool:
@@ -351,7 +367,6 @@ def hull(piece: Piece) -> Box:
     )
 
 
-# Thousands of pieces have the same few factors.
 @ft.lru_cache(maxsize=4096)
 def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
     """From the first to the last element that factors reach along each dimension of the target, both included."""

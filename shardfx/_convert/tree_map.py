@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._ground.errors import MapError
+from .._ground.html import html_text
+from .._ground.text import first_lines
 from .applied import applied
-from .binding import Bound, bound_steps
-from .expression import From, from_data, leaves_of, to_data
+from .binding import bound_steps
+from .expression import From, Rules, from_data, leaves_of, to_data
 from .patterns import pattern
 from .pieces import Made, Struct
-from .rules import Rules
 
 
 _VERSION = 1
@@ -200,6 +201,9 @@ class TreeMap:
     def __str__(self) -> str:
         return "\n".join(line for step in self.steps for line in _lines(step))
 
+    __repr__ = first_lines
+    _repr_html_ = html_text
+
 
 def _step_of(data: Any) -> Rules:
     """A step out of JSON."""
@@ -221,7 +225,7 @@ def _step_of(data: Any) -> Rules:
     return dataclasses.replace(TreeMap(made, drop=drop, rest=rest, casts=casts).steps[0], inverted=inverted)
 
 
-def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Bound:
+def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:
     """A map with the leaves of both trees.
 
     **Arguments:**
@@ -232,7 +236,7 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 
     **Returns:**
 
-    A Bound.
+    What each leaf of the target is made of, in the target's order.
 
     **Raises:**
 
@@ -245,8 +249,8 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """As `bound`, what is made; from a bounded cache where the same was asked before."""
-    return bound(map, dict(source), dict(target)).made
+    """As `bound`; from a bounded cache where the same was asked before."""
+    return bound(map, dict(source), dict(target))
 
 
 def _set(made: TreeMap, steps: tuple[Rules, ...]) -> None:

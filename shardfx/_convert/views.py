@@ -107,27 +107,6 @@ def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     yield piece
 
 
-def landing_count(piece: Piece, box: Box) -> int:
-    """How many landings a piece has, found without making them; at most."""
-    strides = strides_of(tuple(stop - start for start, stop in box))
-    other, count = swapped(piece), 1
-    for factor in other.factors:
-        if factor.target_dim == NOWHERE:
-            count *= factor.size
-    for dim in range(len(other.target)):
-        length = 1
-        own = along(other, dim)
-        for at in reversed(range(len(own))):
-            factor = own[at]
-            below = own[at + 1] if at + 1 < len(own) else None
-            even = below is None or _step(factor, strides) == _step(below, strides) * below.size
-            if factor.target_step != length or not even:
-                count *= math.prod(one.size for one in own[: at + 1])
-                break
-            length *= factor.size
-    return count
-
-
 def seen(memory: np.ndarray, landing: Landing) -> np.ndarray:
     """A landing as a view of the memory, with the dimensions of the source."""
     shape = tuple(stop - start for start, stop in landing.source)

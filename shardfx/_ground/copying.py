@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-# Elements of a block along the dimension that the target has in a row.
+# Elements of a block along the dimension that the target has in a row, at least; a cache line of smaller elements.
 _BLOCK = 16
 # A block of fewer elements costs more than it saves.
 _LEAST_PER_BLOCK = 2048
@@ -26,9 +26,9 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
-    before = (slice(None),) * dim
-    for start in range(0, target.shape[dim], _BLOCK):
-        block = (*before, slice(start, start + _BLOCK))
+    before, step = (slice(None),) * dim, max(_BLOCK, _LINE_BYTES // target.itemsize)
+    for start in range(0, target.shape[dim], step):
+        block = (*before, slice(start, start + step))
         np.copyto(target[block], source[block], casting="unsafe")
 
 

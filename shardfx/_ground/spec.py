@@ -31,7 +31,7 @@ def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
     return (*entries, *[None] * (rank - len(entries)))
 
 
-def entry_axes(entry: Any) -> tuple[str, ...]:
+def entry_axes(entry: object) -> tuple[str, ...]:
     """The mesh axes that one entry of a PartitionSpec names, in order; none for `None` and UNCONSTRAINED."""
     if entry is None or entry is UNCONSTRAINED:
         return ()
@@ -76,7 +76,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     return trimmed(entries_of(spec), spec)
 
 
-def trimmed(entries: Any, like: PartitionSpec | None = None) -> PartitionSpec:
+def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> PartitionSpec:
     """The canonical PartitionSpec of `entries`, with the `unreduced` and `reduced` axes of `like`."""
     short = [canonical_entry(entry) for entry in entries]
     while short and short[-1] is None:
@@ -93,7 +93,7 @@ def unreduced_kind(spec: PartitionSpec) -> str:
 
 
 def with_reductions(
-    entries: Iterable[Any], unreduced: Iterable[str], reduced: Iterable[str], kind: str
+    entries: Iterable[object], unreduced: Iterable[str], reduced: Iterable[str], kind: str
 ) -> PartitionSpec:
     """The PartitionSpec of `entries` with these unreduced and reduced axes; `kind` is as `unreduced_kind` gives it."""
     given: dict[str, Any] = {"unreduced": frozenset(unreduced), "reduced": frozenset(reduced)}

@@ -198,12 +198,12 @@ def first_lines(self: object) -> str:
     return "\n".join(lines if len(lines) <= 40 else [*lines[:39], f"... {len(lines) - 39} lines more; print it."])
 
 
-def spec_text(partitions: Sequence[Any]) -> str:
+def spec_text(partitions: Sequence[object]) -> str:
     """The entries of a spec or of names, with commas; those on one dimension are joined by "+"."""
     return ",".join(map(entry_text, partitions)) or "-"
 
 
-def entry_text(entry: Any) -> str:
+def entry_text(entry: object) -> str:
     """One entry of a spec or of names."""
     if isinstance(entry, tuple):
         return "+".join(map(entry_text, entry)) or "-"

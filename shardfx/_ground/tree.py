@@ -11,7 +11,7 @@ import difflib
 import functools as ft
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -19,6 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
+from jaxtyping import PyTree
 
 from .errors import LeafTypeError, RuleError, UnknownPathError
 
@@ -29,6 +30,9 @@ METADATA = "shardfx"
 _MARKER = re.compile(r"""\.(\w+)|\['(.*?)'\]|\["(.*?)"\]|\[(?:<flat index )?(.*?)>?\]""")
 _ZEROS = str.maketrans("123456789", "000000000")
 
+# JAX exports its `PyTreeDef` as a value, which no checker takes for a type.
+TreeDef: TypeAlias = Any
+
 
 class Flat(NamedTuple):
     """A tree as columns, one entry per leaf in JAX's order. `stacked` is how many leading dimensions modules declare
@@ -36,7 +40,7 @@ class Flat(NamedTuple):
     """
 
     leaves: list[Any]
-    treedef: Any
+    treedef: TreeDef
     paths: tuple[str, ...]
     templates: tuple[str, ...]
     names: tuple[Any, ...]
@@ -53,7 +57,11 @@ class _Columns(NamedTuple):
     stacked: list[int]
 
 
-def flatten(tree: Any) -> Flat:
+# Paths, templates, names, and counts of stacked dimensions.
+_Kept = tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]
+
+
+def flatten(tree: PyTree) -> Flat:
     """The leaves of `tree`, and for each its path, the path with every digit as 0, and the names it was given."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = _columns_of(treedef)
@@ -65,7 +73,7 @@ def flatten(tree: Any) -> Flat:
     return Flat(leaves, treedef, *columns, is_array)
 
 
-def tree_paths(treedef: Any) -> tuple[str, ...]:
+def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
     """The paths of the leaves of a tree of this structure."""
     return _columns_of(treedef)[0]
 
@@ -110,7 +118,7 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
             )
 
 
-def _columns_of(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
+def _columns_of(treedef: TreeDef) -> _Kept:
     """The paths, templates, names and counts of stacked dimensions of the leaves."""
     try:
         return _remembered(treedef)
@@ -119,7 +127,7 @@ def _columns_of(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[A
         return _walked(treedef)
 
 
-def _walked(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
+def _walked(treedef: TreeDef) -> _Kept:
     columns = _Columns([], [], [], [])
     _append(treedef, "", "", columns, {}, "")
     return tuple(columns.paths), tuple(columns.templates), tuple(columns.names), tuple(columns.stacked)
@@ -128,7 +136,7 @@ def _walked(treedef: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, 
 _remembered = ft.lru_cache(maxsize=8)(_walked)
 
 
-def _columns(treedef: Any, seen: dict[Any, _Columns]) -> _Columns:
+def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
     """The columns of a subtree; its paths begin with "/", so that any prefix can go before them."""
     found = seen.get(treedef)
     if found is None:
@@ -137,7 +145,9 @@ def _columns(treedef: Any, seen: dict[Any, _Columns]) -> _Columns:
     return found
 
 
-def _append(treedef: Any, prefix: str, template: str, out: _Columns, seen: dict[Any, _Columns], slash: str) -> None:
+def _append(
+    treedef: TreeDef, prefix: str, template: str, out: _Columns, seen: dict[TreeDef, _Columns], slash: str
+) -> None:
     """Adds the leaves below `treedef`, whose own path is `prefix`, to the columns `out`."""
     data = treedef.node_data()
     if data is None:
@@ -151,7 +161,7 @@ def _append(treedef: Any, prefix: str, template: str, out: _Columns, seen: dict[
     # A subtree that occurs once is walked with its whole prefix at hand, so that its paths are joined once; one that
     # is repeated, a layer or an expert, is walked once and its columns are copied under each prefix. Hashing a
     # treedef is what costs here: once per child.
-    kinds: dict[Any, int] = {}
+    kinds: dict[TreeDef, int] = {}
     numbers = [kinds.setdefault(child, len(kinds)) for child in children]
     counts, empty = collections.Counter(numbers), [not kind.num_leaves for kind in kinds]
     keys = _keys(treedef, data, len(children))
@@ -193,7 +203,7 @@ def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {field.name: field.metadata[METADATA] for field in dataclasses.fields(kind) if METADATA in field.metadata}
 
 
-def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:
+def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
     kind, aux = data
     if kind is dict:
         return [str(key) for key in aux]
@@ -207,7 +217,7 @@ def _keys(treedef: Any, data: tuple[type, Any], count: int) -> list[str]:
     return [jtu.keystr(path, simple=True) for path, _ in keyed]
 
 
-def _state_key(marker: Any, index: int) -> str:
+def _state_key(marker: object, index: int) -> str:
     """The key of an entry of an `eqx.nn.State`, by where it belongs in the model: "norms.0.batch_counter".
 
     `eqx.nn.make_with_state` marks each entry with the model's class and JAX's text of the path,

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
-from .carry_out import carry_out, least_limit_bytes, why_least
+from .carry_out import carry_out
 from .destinations import leaf_name
 from .move import Move, move_of
 from .pieces.carry import Means, begun
@@ -58,25 +58,21 @@ class Job:
 
 def require_room(job: Job, limit_bytes: int) -> None:
     """Raises where some array cannot move within the limit, before any has moved."""
-    least = {move: least_limit_bytes(move) for move in job.moves if move.extra_bytes > limit_bytes}
+    needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
+    needed += [(work, at, 1) for at, work in job.works]
     short = [
-        (need, places[0][0], len(places), f"{move.dtype}{list(move.shape)}", why_least(move))
-        for move, places in job.moves.items()
-        if (need := least.get(move, 0)) > limit_bytes
-    ]
-    short += [
-        (work.least_bytes, at, 1, f"{work.dtype}{list(work.shape)}", "even in the finest of pieces")
-        for at, work in job.works
-        if work.least_bytes > limit_bytes
+        (one.least_bytes, at, count, f"{one.dtype}{list(one.shape)}")
+        for one, at, count in needed
+        if one.least_bytes > limit_bytes
     ]
     if not short:
         return
-    need, at, _, array, why = max(short, key=lambda one: one[0])
-    others = sum(count for _, _, count, _, _ in short) - 1
+    need, at, _, array = max(short, key=lambda one: one[0])
+    others = sum(count for _, _, count, _ in short) - 1
     raise MoveError(
-        f"{leaf_name(job.path_of(at))}, {array}, needs {need} bytes beside its source and target: {why}; "
-        f"`memory_limit_bytes={limit_bytes}` is too little for it{f' and {others} more' if others else ''}. Nothing "
-        f"was moved; pass `memory_limit_bytes={need}` or more."
+        f"{leaf_name(job.path_of(at))}, {array}, needs {need} bytes beside its source and target, even in the finest "
+        f"of parts; `memory_limit_bytes={limit_bytes}` is too little for it{f' and {others} more' if others else ''}. "
+        f"Nothing was moved; pass `memory_limit_bytes={need}` or more."
     )
 
 

@@ -1,8 +1,6 @@
 """A function of whole matrices over a tree whose matrices are cut: each goes to one owner and comes back."""
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.errors import LeafTypeError
 from .._ground.tree import flatten
 from .._plan import plan as plan_of
+from .._plan.content import rows_of
 from .._plan.shard_plan import ShardPlan, check_plan
 from .._rules.path_rules import PathRules
-from .mover import reshard
-from .owners import Layout
+from .owners import apart, joined, packed, row_of_owner, sent, unpacked
 from .stacks import Exchange, Other, Stack, Where, exchanges_of
+from .steps.program import placed
+from .traced import traced
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,22 +40,19 @@ class MappedMatrices:
     def __call__(self, tree: Any, states: Any = None) -> Any:
         """The tree with `fn` applied to every matrix; with `state=`, that and the new states."""
         flat = flatten(tree)
-        arrays = [leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True) if yes]
-        self._check(flat)
-        mesh = _mesh_of(self.plan, arrays)
-        made: list[Any] = [
-            other(array) if (other := self._others.get(at)) is not None else array for at, array in enumerate(arrays)
-        ]
+        rows_of(self.plan.content, flat)
+        leaves, places = [*flat.leaves], [at for at, is_array in enumerate(flat.is_array) if is_array]
+        mesh = _mesh_of(self.plan, [leaves[at] for at in places])
         new_states = {}
+        for at, other in self._others.items():
+            leaves[places[at]] = leaves[places[at]] if other is None else other(leaves[places[at]])
         for exchange in self.exchanges:
-            names, parts = [one.name for one in exchange.stacks], [p for one in exchange.stacks for p in one.parts]
-            own = [None if self._state is None else states[name] for name in names]
-            results, kept = _mapped(self._fn, exchange, [arrays[part.at] for part in parts], own, mesh)
-            new_states.update(zip(names, kept, strict=True))
-            for part, result in zip(parts, results, strict=True):
-                made[part.at] = result
-        column = iter(made)
-        leaves = [next(column) if yes else leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True)]
+            own = {one.name: None if self._state is None else states[one.name] for one in exchange.stacks}
+            arrays = [leaves[places[part.at]] for part in exchange.parts]
+            results, kept = _mapped(self._fn, exchange, arrays, own, mesh)
+            new_states |= kept
+            for part, result in zip(exchange.parts, results, strict=True):
+                leaves[places[part.at]] = result
         result = jax.tree.unflatten(flat.treedef, leaves)
         return result if self._state is None else (result, new_states)
 
@@ -63,12 +60,9 @@ class MappedMatrices:
         """The states of all matrices as they begin, one stack each; call it inside `jit` with `states.shardings`."""
         if self._state is None:
             raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")
-        init = self._state
-        sizes = self.plan.mesh.shape
-        made = {}
+        init, made = self._state, {}
         for exchange, number, stack in self._stacks():
-            slots = exchange.starts(number).size * math.prod(sizes[axis] for axis in exchange.cut)
-            first = stack.parts[0]
+            slots, first = exchange.starts(number).size * exchange.size(exchange.cut), stack.parts[0]
             made[stack.name] = jax.vmap(lambda _, one=first: init(jnp.zeros(one.matrix, one.dtype)))(jnp.zeros(slots))
         return made
 
@@ -82,17 +76,6 @@ class MappedMatrices:
 
     def _stacks(self) -> list[tuple[Exchange, int, Stack]]:
         return [(by, number, one) for by in self.exchanges for number, one in enumerate(by.stacks)]
-
-    def _check(self, flat: Any) -> None:
-        columns = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
-        found = [(path, tuple(leaf.shape)) for path, leaf, yes in columns if yes]
-        known = [(leaf.path, leaf.shape) for leaf in self.plan.leaves]
-        for mine, planned in itertools.zip_longest(found, known):
-            if mine != planned:
-                here, there = (f"`{one[0]}` of shape {one[1]}" if one else "no more arrays" for one in (mine, planned))
-                raise PlanMismatchError(
-                    f"`map_matrices`: the tree has {here}, and the plan has {there} there; pass the plan of this tree."
-                )
 
 
 def map_matrices(
@@ -112,7 +95,11 @@ def map_matrices(
     back. Matrices of different shapes and layouts share an all-to-all where it then sends less.
 
     Arrays come and go as the plan lays them out. An array of two dimensions is a matrix. Leading dimensions that the
-    plan's names call layers, stages, blocks or experts count matrices. Vectors and scalars stay as they are.
+    plan's names call layers, stages, blocks or experts count matrices. Vectors and scalars stay as they are. No matrix
+    is cut: if there are fewer matrices than owners, some owners have none.
+
+    Arrays that hold several matrices side by side (q, k and v in one) are split by a [`shardfx.TreeMap`][]. With `plan`
+    of the parts, call `map.inverse().apply(mapped(map.apply(tree)), like=tree)`.
 
     **Arguments:**
 
@@ -167,72 +154,54 @@ def _mesh_of(plan: ShardPlan, arrays: Sequence[Any]) -> Any:
     return plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
 
 
-def _is_typed(mesh: Any) -> bool:
-    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
-
-
-def _laid(x: Any, sharding: NamedSharding) -> Any:
-    if _is_typed(sharding.mesh):
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
-
-
 def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
-    x = _laid(x, src)
-    return x if src.spec == dst.spec else reshard(x, dst, src=None if _is_typed(dst.mesh) else src)
+    x = placed(x, src)
+    return x if src.spec == dst.spec else traced(x, dst, src)
 
 
 def _mapped(
     fn: Callable[..., Any], exchange: Exchange, arrays: Sequence[Any], states: Any, mesh: Any
 ) -> tuple[list[Any], Any]:
     """The arrays of an exchange after `fn`, and the new states: one program of each device."""
-    parts = [part for stack in exchange.stacks for part in stack.parts]
-    layout = Layout(exchange, dict(mesh.shape))
+    parts = exchange.parts
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.laid) for part in parts]
     there = [NamedSharding(mesh, spec) for spec in specs]
     whole = [jnp.reshape(one, (*part.many, *part.rest)) for one, part in zip(arrays, parts, strict=True)]
 
-    def owned(arrays: list[Any], states: Any) -> Any:
-        column = iter(arrays)
-        rows = [layout.rows(stack, [next(column) for _ in stack.parts]) for stack in exchange.stacks]
-        held = layout.sent(layout.packed(rows))
-        made = []
-        for number, own in enumerate(states):
-            held, state = _owned(fn, layout, number, held, own)
-            made.append(state)
-        rows = layout.unpacked(layout.sent(held))
-        return [
-            one for stack, own in zip(exchange.stacks, rows, strict=True) for one in layout.arrays(stack, own)
-        ], made
+    def run(arrays: list[Any], states: dict[str, Any]) -> Any:
+        held, made = sent(exchange, packed(exchange, arrays)), {}
+        for number, stack in enumerate(exchange.stacks):
+            held, made[stack.name] = _owned(fn, exchange, number, held, states[stack.name])
+        return unpacked(exchange, sent(exchange, held)), made
 
     owners = PartitionSpec((*exchange.cut, *exchange.axes))
-    run = jax.shard_map(owned, mesh=mesh, in_specs=(specs, owners), out_specs=(specs, owners), check_vma=False)
-    results, states = run([*map(_moved, whole, here, there)], states)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, owners), out_specs=(specs, owners), check_vma=False)
+    results, states = mapped([*map(_moved, whole, here, there)], states)
     back = map(_moved, results, there, here)
     return [jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)], states
 
 
-def _owned(fn: Callable[..., Any], layout: Layout, number: int, owned: Any, states: Any) -> tuple[Any, Any]:
+def _owned(fn: Callable[..., Any], exchange: Exchange, number: int, owned: Any, states: Any) -> tuple[Any, Any]:
     """What a device owns after `fn` of the matrices of one stack, and their states, one after the other in a loop."""
-    starts, stack = layout.exchange.starts(number), layout.exchange.stacks[number]
+    starts, stack = exchange.starts(number), exchange.stacks[number]
 
     def turn(owned: Any, slot: Any) -> Any:
         start, state = slot
 
         def called() -> Any:
             pieces = jax.lax.dynamic_slice_in_dim(owned, start, stack.width, axis=1)
-            matrix = layout.whole(stack, pieces)
+            matrix = joined(exchange, stack, pieces)
             given = (matrix,) if state is None else (matrix, state)
             made = fn(*given)
             _check_result(made, matrix if state is None else given)
             made, new = (made, None) if state is None else made
-            return jax.lax.dynamic_update_slice_in_dim(owned, layout.pieces(stack, made), start, axis=1), new
+            return jax.lax.dynamic_update_slice_in_dim(owned, apart(exchange, stack, made), start, axis=1), new
 
         # A slot without a matrix costs nothing.
         return called() if starts.min() >= 0 else jax.lax.cond(start >= 0, called, lambda: (owned, state))
 
-    return jax.lax.scan(turn, owned, (layout.mine(starts), states))
+    return jax.lax.scan(turn, owned, (row_of_owner(exchange, starts), states))
 
 
 def _check_result(made: Any, same: Any) -> None:

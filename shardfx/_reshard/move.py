@@ -23,6 +23,7 @@ from .ends import (
     sharers,
 )
 from .pieces.work import Work, work_between
+from .steps.in_parts import Cut, cut_in
 from .steps.program import live_program
 from .steps.redistribute import Redistribution, layout, redistribute
 
@@ -99,12 +100,35 @@ class Move:
         devices = self.dst.device_set
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
-    @ft.cached_property
-    def programs(self) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-        """The compiled steps that keep their argument, and those that give it up."""
-        assert self.plan is not None
-        made = ft.partial(live_program, self.shape, self.plan, named(self.src), named(self.dst))
-        return made(donate=False), made(donate=True)
+    def cut_in(self, count: int) -> Cut | None:
+        """The steps in `count` parts or more, or in as many as there can be; None where they move all at once."""
+        return None if self.plan is None else cut_in(count, self.src.shard_shape(self.shape), self.plan.steps)
+
+    def cut_within(self, limit_bytes: int | None) -> Cut | None:
+        """The parts of the steps that take so many bytes, which are enough for the finest."""
+        if limit_bytes is None or self.extra_bytes <= limit_bytes:
+            return None
+        cut = self.cut_in(-(-self.held_bytes // max(1, limit_bytes - self.aside_bytes)))
+        return cut if cut is None or self.bytes_in(cut) <= limit_bytes else self.cut_in(max(self.shape))
+
+    def bytes_in(self, cut: Cut) -> int:
+        """What the steps take in parts: a part of all that an array takes, its source and target included."""
+        return -(-(self.held_bytes - self.aside_bytes) * cut.part // cut.block) + self.aside_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The least memory limit under which it can be made: whole, or in the finest of parts or pieces."""
+        if self.work is not None:
+            return min(self.extra_bytes, self.work.least_bytes + self.aside_bytes)
+        finest = self.cut_in(max(self.shape, default=1))
+        return self.extra_bytes if finest is None else min(self.extra_bytes, self.bytes_in(finest))
+
+
+@ft.lru_cache(maxsize=4096)
+def program_of(move: Move, donate: bool, cut: Cut | None) -> Callable[[jax.Array], jax.Array]:
+    """The steps of a move, compiled when they are first called."""
+    assert move.plan is not None
+    return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, cut=cut)
 
 
 @ft.lru_cache(maxsize=4096)

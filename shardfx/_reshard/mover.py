@@ -15,8 +15,7 @@ from .._ground.errors import LeafTypeError, MoveError, SpecError
 from .._ground.tree import tree_paths
 from .destinations import is_array, leaf_name, lost_devices, targets
 from .flight import Job, carried_out, require_room
-from .job import job_of, naming
-from .through_map import job_through, journey_of
+from .job import job_of, job_through, journey_of, naming
 from .traced import traced
 
 
@@ -98,8 +97,8 @@ def reshard(
         the devices that have it, so that each element enters a device that needs it once, and nothing else does.
     - `src`: where traced arrays lie, in the forms of `dst`; needed inside `jit` under Auto axes alone.
     - `memory_limit_bytes`: how much may be used beside the source's and the target's shards, per device (the CPU's
-        devices share one memory). One group moves at a time, and an array that needs more moves in slices or
-        smaller pieces; where even those need more, that is an error with the least limit that works. Inside `jit` it
+        devices share one memory). One group moves at a time, and an array that needs more moves in
+        smaller parts; where even those need more, that is an error with the least limit that works. Inside `jit` it
         has no effect: there XLA decides over the memory.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read. An array of which every device keeps its
         shard is not deleted: the result shares its buffers, under another mesh's names too.
@@ -116,7 +115,7 @@ def reshard(
     another tree or has no devices; `SpecError` if a sharding does not divide its array, or has unreduced axes and is
     not where the array lies; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of another
     type; `MeshError` if there is no way, or elements are on `lost` devices alone; `MoveError` if `memory_limit_bytes`
-    is less than some array needs in the finest of slices or pieces. In the middle: `MoveError`, which says and holds
+    is less than some array needs in the finest of parts. In the middle: `MoveError`, which says and holds
     what was moved.
 
     !!! Example

@@ -3,7 +3,6 @@
 import heapq
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -83,6 +82,7 @@ class Exchange(NamedTuple):
     - `axes`: the mesh axes whose devices share out the matrices.
     - `unit`: the shape of what is counted on the wire: a device's piece of a matrix, or some elements of a row.
     - `holds`: for each owner its matrices in order, each as the number of its stack and its own number in that.
+    - `sizes`: of the mesh axes.
     """
 
     stacks: tuple[Stack, ...]
@@ -90,6 +90,16 @@ class Exchange(NamedTuple):
     axes: tuple[str, ...]
     unit: tuple[int, ...]
     holds: tuple[tuple[tuple[int, int], ...], ...]
+    sizes: Mapping[str, int]
+
+    def size(self, axes: Iterable[str]) -> int:
+        """How many devices there are along some mesh axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def parts(self) -> list[Matrices]:
+        """The arrays of all stacks."""
+        return [part for stack in self.stacks for part in stack.parts]
 
     @property
     def width(self) -> int:
@@ -136,20 +146,19 @@ def _batch_axes(plan: ShardPlan) -> tuple[str, ...]:
 
 
 def _sorted_out(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int, Other]]:
-    unused = dict.fromkeys(where)
+    unused: dict[str | None, None] = dict.fromkeys(where)
     found: list[Matrices] = []
     others: dict[int, Other] = {}
     for at, leaf in enumerate(plan.leaves):
-        regexes = [regex for regex in where if re.search(regex, leaf.path)][:1]
-        for regex in regexes:
-            unused.pop(regex, None)
-            asked = where[regex]
-            if isinstance(asked, tuple):
-                found.append(_matrices(at, leaf, asked))
-            else:
-                others[at] = asked
-        if not regexes and len(leaf.shape) > 1:
-            found.append(_matrices(at, leaf, _dims(leaf)))
+        regex = next((one for one in where if re.search(one, leaf.path)), None)
+        if regex is None and len(leaf.shape) < 2:
+            continue
+        unused.pop(regex, None)
+        asked = _dims(leaf) if regex is None else where[regex]
+        if isinstance(asked, tuple):
+            found.append(_matrices(at, leaf, asked))
+        else:
+            others[at] = asked
     if unused:
         raise RuleError(
             f"`where`: {next(iter(unused))!r} decides about no array of the plan; correct it, or take it out."
@@ -253,7 +262,7 @@ class _Dealer:
                 holds[owner].append((number, matrix))
                 self.loads[owner] = load + _cost(stack.parts[0])
                 heapq.heapreplace(waiting, (width + stack.width, self.loads[owner], owner))
-        return Exchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)))
+        return Exchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)), self.sizes)
 
     def total(self, arrays: Sequence[Matrices]) -> int:
         """How many elements a device sends to each owner where these arrays travel together."""
@@ -280,14 +289,14 @@ class _Dealer:
     def within(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
         """Some of the arrays at a time, so that a device's part of two exchanges and one matrix stay within a limit."""
         some: list[Matrices] = []
-        limit = sys.maxsize if limit is None else limit
+        most = math.inf if limit is None else limit
         for one in arrays:
-            if self.needed([one]) > limit:
+            if self.needed([one]) > most:
                 raise MoveError(
                     f"`memory_limit_bytes={limit}`: {self.count(one)} matrices of {one.matrix[0]} x {one.matrix[1]} on "
                     f"{self.owners} owners need {self.needed([one])} bytes; allow as much, or name more axes in `over`."
                 )
-            if some and self.needed([*some, one]) > limit:
+            if some and self.needed([*some, one]) > most:
                 yield some
                 some = []
             some = [*some, one]

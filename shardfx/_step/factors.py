@@ -7,11 +7,12 @@ the jaxlib at hand writes them.
 import functools as ft
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
+from .lowered import Op
 from .operations import Factors
 
 
@@ -21,7 +22,7 @@ RULE = "sdy.sharding_rule"
 
 
 @ft.lru_cache(maxsize=4096)
-def of_rule(rule: Any) -> Factors:
+def of_rule(rule: ir.Attribute) -> Factors:
     """The factors of a rule's attribute."""
     read = sdy.OpShardingRuleAttr(rule)
     return Factors(
@@ -33,7 +34,7 @@ def of_rule(rule: Any) -> Factors:
     )
 
 
-def _mapped(mappings: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _mapped(mappings: Iterable[ir.Attribute]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     read = map(sdy.TensorMappingAttr, mappings)
     return tuple(tuple(tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in tensor.dim_mappings) for tensor in read)
 
@@ -72,13 +73,13 @@ def opaque(ins: Shapes, outs: Shapes) -> Factors:
     return Factors(tuple(sizes), tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), replicated=whole)
 
 
-def _top_k(operation: Any, ins: Shapes, outs: Shapes) -> Factors:
+def _top_k(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     """The last dimension is needed whole; results are shorter there."""
     dims = tuple((dim,) for dim in range(len(ins[0])))
     return Factors(ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1}))
 
 
-def _ragged_dot(operation: Any, ins: Shapes, outs: Shapes) -> Factors:
+def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     """Rows in groups, each with a matrix of its own; the gradient of the matrices has the groups of what is summed.
 
     Groups are looked up: a device that has some of them makes some of the rows, and zeros.
@@ -112,13 +113,13 @@ def _ragged_dot(operation: Any, ins: Shapes, outs: Shapes) -> Factors:
     return Factors(tuple(sizes), tuple(dims[:3]), (dims[3],), summed)
 
 
-_OWN: dict[str, Callable[[Any, Shapes, Shapes], Factors]] = {
+_OWN: dict[str, Callable[[Op, Shapes, Shapes], Factors]] = {
     "chlo.top_k": _top_k,
     "chlo.ragged_dot": _ragged_dot,
 }
 
 
-def own(operation: Any, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
+def own(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
     """The factors of an operation without a rule, or `None` where nothing is known of it."""
     if name in _OWN:
         return _OWN[name](operation, ins, outs)
@@ -126,7 +127,7 @@ def own(operation: Any, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
     return by_element(ins, outs) if name.startswith("chlo.") and ins else None
 
 
-def flops_of(name: str, operation: Any, factors: Factors, ins: Shapes, outs: Shapes) -> float:
+def flops_of(name: str, operation: Op, factors: Factors, ins: Shapes, outs: Shapes) -> float:
     """Floating-point operations of a product or convolution."""
     if name == "convolution":
         numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 
-from .dtypes import dtype_of
 from .factors import RULE, Factors, by_element, flops_of, handed, of_rule, opaque, own
-from .lowered import laid_arguments, laid_results
-from .operations import Laid, Operation, Program, Value
+from .lowered import Module, Op, laid_arguments, laid_results
+from .operations import Laid, Operation, Program, Value, dtype_of
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -35,7 +34,7 @@ class Instruction(NamedTuple):
     # What it calls, or the literal integer that it is, or the text that it is to be known by.
     detail: Any
     blocks: "tuple[Block, ...]"
-    location: Any
+    location: ir.Location
 
 
 class Block(NamedTuple):
@@ -53,7 +52,7 @@ class Function(NamedTuple):
     values: tuple[Value, ...]
 
 
-def program_of(module: Any) -> Program:
+def program_of(module: Module) -> Program:
     """The operations of a module's `main`, with their factors; the module itself is left as it is.
 
     **Arguments:**
@@ -75,26 +74,26 @@ class _Reader:
     """Reads one function: MLIR's objects are asked once, however often the function is called."""
 
     def __init__(self):
-        self.numbers: dict[Any, int] = {}
+        self.numbers: dict[ir.Value, int] = {}
         self.values: list[Value] = []
 
-    def function(self, operation: Any) -> Function:
+    def function(self, operation: Op) -> Function:
         laid = laid_arguments(operation)
         return Function(self.block(operation.regions[0].blocks[0], laid), tuple(self.values))
 
-    def block(self, block: Any, laid: Sequence[Laid | None] = ()) -> Block:
+    def block(self, block: ir.Block, laid: Sequence[Laid | None] = ()) -> Block:
         pairs = itertools.zip_longest(block.arguments, laid)
         arguments = tuple(self.new(value, own) for value, own in pairs)
         *body, last = (inner.operation for inner in block.operations)
         instructions = tuple(map(self.instruction, body))
         return Block(arguments, instructions, tuple(self.numbers[value] for value in last.operands))
 
-    def new(self, value: Any, laid: Laid | None = None) -> int:
+    def new(self, value: ir.Value, laid: Laid | None = None) -> int:
         number = self.numbers[value] = len(self.values)
         self.values.append(dataclasses.replace(_value(value.type), laid=laid))
         return number
 
-    def instruction(self, operation: Any) -> Instruction:
+    def instruction(self, operation: Op) -> Instruction:
         full = operation.name
         name = full.rpartition(".")[2]
         ins = tuple(self.numbers[value] for value in operation.operands)
@@ -113,13 +112,13 @@ class _Reader:
         return Instruction(name, ins, outs, factors, flops, detail, blocks, operation.location)
 
 
-def _value(kind: Any) -> Value:
+def _value(kind: ir.Type) -> Value:
     if not isinstance(kind, ir.RankedTensorType):
         return Value((), dtype_of("i1"))
     return Value(tuple(kind.shape), dtype_of(str(kind.element_type)))
 
 
-def _detail(name: str, attributes: Any, out: Value | None) -> Any:
+def _detail(name: str, attributes: ir.OpAttributeMap, out: Value | None) -> Any:
     if name in _CALLS:
         return ir.FlatSymbolRefAttr(attributes[_CALLS[name]]).value
     if name == "constant" and out is not None and not out.shape and out.dtype.kind in "iu":
@@ -140,7 +139,7 @@ class _Walk:
         self.operations: list[Operation] = []
         self.notes: dict[str, int] = {}
         # The locations of the calls that are being entered.
-        self.calls: list[Any] = []
+        self.calls: list[ir.Location] = []
         # Integers that are known, and integers that count the iterations of a loop, with its number.
         self.literals: dict[int, int] = {}
         self.counters: dict[int, int] = {}
@@ -156,7 +155,7 @@ class _Walk:
         self.values.append(value)
         return len(self.values) - 1
 
-    def at(self, made: Instruction) -> tuple[Any, ...]:
+    def at(self, made: Instruction) -> tuple[ir.Location, ...]:
         """Where an operation stands, and the calls around it."""
         return (made.location, *reversed(self.calls))
 
@@ -229,7 +228,7 @@ class _Walk:
         return tuple((dim, self.counters[at]) for dim, at in enumerate(ins[first:]) if at in self.counters)
 
     def hand(
-        self, name: str, ins: tuple[int, ...], times: float, location: tuple[Any, ...], out: int | None = None
+        self, name: str, ins: tuple[int, ...], times: float, location: tuple[ir.Location, ...], out: int | None = None
     ) -> int:
         """Hands an array on: into a loop, to its next iteration, or out of a branch."""
         shape = self.values[ins[0]].shape
@@ -313,7 +312,7 @@ class _Walk:
             self.apart(shard, out, times, self.at(made))
         return outs
 
-    def apart(self, value: int, out: int, times: float, location: tuple[Any, ...]) -> None:
+    def apart(self, value: int, out: int, times: float, location: tuple[ir.Location, ...]) -> None:
         """An array and its shards: dimensions that are not cut stay tied."""
         shapes = [self.values[value].shape], [self.values[out].shape]
         factors = by_element(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)

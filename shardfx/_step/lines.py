@@ -3,7 +3,9 @@
 import functools as ft
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jax.extend.mlir import ir
 
 from .._ground.text import printable
 
@@ -29,13 +31,13 @@ _STACK = re.compile(r'loc\("([^"]*)"')
 
 
 @ft.lru_cache(maxsize=2**14)
-def lines_of(locations: tuple[Any, ...]) -> tuple[Frame, ...]:
+def lines_of(locations: tuple[ir.Location, ...]) -> tuple[Frame, ...]:
     """The lines of an operation and of the calls around it, the innermost first."""
     found = (_FRAME.findall(str(location)) for location in locations)
     return tuple(Frame(file, int(line), function) for frames in found for function, file, line in frames)
 
 
-def name_stacks(locations: tuple[Any, ...]) -> tuple[str, ...]:
+def name_stacks(locations: tuple[ir.Location, ...]) -> tuple[str, ...]:
     """JAX's names for what an operation, and each call around it, is part of: `jit(step)/while/body/dot_general`."""
     found = (_STACK.match(str(location)) for location in locations)
     return tuple(one[1] for one in found if one)

@@ -4,7 +4,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
@@ -15,6 +15,9 @@ from .operations import Laid
 
 # For each dimension of an array the mesh axes that cut it.
 Dims = tuple[tuple[str, ...], ...]
+# What MLIR gives out as an operation: of its dialect's own class, or of none.
+Op: TypeAlias = ir.Operation | ir.OpView
+Module: TypeAlias = ir.Module | Op
 _OF_LOOPS = "sdy.result_sharding_origins"
 _MANUAL = "sdy.manual_computation"
 _REFERENCE = re.compile(r'@"?([\w.]+)"?$')
@@ -40,7 +43,7 @@ class Parameter(NamedTuple):
     path: str = ""
 
 
-def parameters(module: Any) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
     """What the module takes, and what it returns; arguments that JAX drops since nothing reads them are not there."""
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
@@ -51,7 +54,7 @@ def parameters(module: Any) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...
     return tuple(taken), tuple(made)
 
 
-def meshes(module: Any) -> dict[str, dict[str, int]]:
+def meshes(module: Module) -> dict[str, dict[str, int]]:
     """The sizes of the axes of each mesh that the module names."""
     found = {}
     for op in module.operation.regions[0].blocks[0]:
@@ -62,7 +65,7 @@ def meshes(module: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-def mesh_of_arguments(module: Any) -> str | None:
+def mesh_of_arguments(module: Module) -> str | None:
     """The name of the mesh that the first argument or result with a sharding lies on."""
     main = _main(module)
     for said in (*_said(main, "arg_attrs"), *_said(main, "res_attrs")):
@@ -71,7 +74,7 @@ def mesh_of_arguments(module: Any) -> str | None:
     return None
 
 
-def bytecode(module: Any) -> bytes:
+def bytecode(module: Module) -> bytes:
     """The module as XLA reads it."""
     sink = io.BytesIO()
     module.operation.write_bytecode(sink)
@@ -79,7 +82,7 @@ def bytecode(module: Any) -> bytes:
 
 
 def resharded(
-    module: Any, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
+    module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
     """The bytecode of the module under another mesh, and other shardings of what it takes and returns.
 
@@ -117,14 +120,14 @@ def resharded(
         return bytecode(clone)
 
 
-def _main(module: Any) -> Any:
+def _main(module: Module) -> Op:
     for op in module.operation.regions[0].blocks[0]:
         if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main":
             return op.operation
     raise ProgramError("the lowered module has no function `main`.")
 
 
-def _said(main: Any, attribute: str) -> list[dict[str, Any]]:
+def _said(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
     """The attributes of each argument or result."""
     if attribute not in main.attributes:
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
@@ -132,7 +135,7 @@ def _said(main: Any, attribute: str) -> list[dict[str, Any]]:
     return [{one.name: one.attr for one in ir.DictAttr(said)} for said in ir.ArrayAttr(main.attributes[attribute])]
 
 
-def _parameter(name: str, kind: Any, said: Mapping[str, Any]) -> Parameter:
+def _parameter(name: str, kind: ir.Type, said: Mapping[str, ir.Attribute]) -> Parameter:
     sharding = said.get("sdy.sharding")
     dims = None if sharding is None else _dims(sharding)
     donated = bool({"tf.aliasing_output", "jax.buffer_donor"} & {*said})
@@ -140,18 +143,18 @@ def _parameter(name: str, kind: Any, said: Mapping[str, Any]) -> Parameter:
     return Parameter(name, tuple(ir.RankedTensorType(kind).shape), dims, donated, memory != "device")
 
 
-def _dims(sharding: Any) -> Dims:
+def _dims(sharding: ir.Attribute) -> Dims:
     cut = sdy.TensorShardingAttr(sharding).dimension_shardings
     return tuple(tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(one).axes) for one in cut)
 
 
-def laid_arguments(function: Any) -> list[Laid | None]:
+def laid_arguments(function: Op) -> list[Laid | None]:
     """How a function's arguments lie, in a module that was propagated."""
     told = _said(function, "arg_attrs")
     return [_laid(one.get("sdy.sharding"), one.get("sdy.sharding_origins")) for one in told]
 
 
-def laid_results(operation: Any) -> list[Laid | None]:
+def laid_results(operation: Op) -> list[Laid | None]:
     """How an operation's results lie, in a module that was propagated."""
     attributes = operation.attributes
     origins = attributes["sdy.sharding_origins"] if "sdy.sharding_origins" in attributes else None
@@ -171,7 +174,7 @@ def laid_results(operation: Any) -> list[Laid | None]:
     return [_laid(sharding, own) for sharding, own in zip(shardings, each, strict=True)]
 
 
-def _laid(sharding: Any, origins: Any, name: str = "") -> Laid | None:
+def _laid(sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str = "") -> Laid | None:
     if sharding is None:
         return None
     told = {} if origins is None else {one.name: ir.StringAttr(one.attr).value for one in ir.DictAttr(origins)}
@@ -180,7 +183,7 @@ def _laid(sharding: Any, origins: Any, name: str = "") -> Laid | None:
     return Laid(dims, {axis: name if one == "self" and name else one for axis, one in told.items()})
 
 
-def _axis_text(axis: Any) -> str:
+def _axis_text(axis: ir.Attribute) -> str:
     """An axis by its name; a part of one as Shardy writes it, "fsdp:(1)2"."""
     read = sdy.AxisRefAttr(axis)
     part = read.sub_axis_info
@@ -190,17 +193,17 @@ def _axis_text(axis: Any) -> str:
     return f"{read.name}:({part.pre_size}){part.size}"
 
 
-def _mesh_name(sharding: Any) -> str | None:
+def _mesh_name(sharding: ir.Attribute) -> str | None:
     found = _REFERENCE.match(str(sdy.TensorShardingAttr(sharding).mesh_or_ref))
     return found[1] if found else None
 
 
-def _name(location: Any) -> str:
+def _name(location: ir.Location) -> str:
     found = _LOCATION.match(str(location))
     return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
-def _with_sharding(said: Mapping[str, Any], mesh: str, dims: Dims | None) -> dict[str, Any]:
+def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
     """The attributes with this sharding. Which result takes an argument's memory depends on how both lie."""
     kept = {name: one for name, one in said.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
     if "tf.aliasing_output" in said:
@@ -211,11 +214,11 @@ def _with_sharding(said: Mapping[str, Any], mesh: str, dims: Dims | None) -> dic
     return kept
 
 
-def _sharded_inside(module: Any) -> set[str]:
+def _sharded_inside(module: Module) -> set[str]:
     """The kinds of operations inside the step that have a sharding of their own."""
     found: set[str] = set()
 
-    def look(op: Any) -> Any:
+    def look(op: Op) -> ir.WalkResult:
         names = [name if isinstance(name, str) else name.name for name in op.attributes]
         if op.name not in ("func.func", "builtin.module", "sdy.mesh") and any("shard" in name for name in names):
             found.add(op.name)

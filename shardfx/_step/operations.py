@@ -1,9 +1,14 @@
 """A lowered step as a flat list of operations over numbered values, each with the factors of its dimensions."""
 
 import dataclasses
+import functools as ft
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.mlir import ir
 
 from .._ground.spec import bits
 
@@ -74,7 +79,7 @@ class Operation:
     # In products and convolutions, of one run.
     flops: float
     # Where it stands in the program, and the calls around it, from the innermost: locations of MLIR.
-    location: tuple[Any, ...]
+    location: tuple[ir.Location, ...]
     counted: tuple[tuple[int, int], ...] = ()
     # Of a convolution: which dimensions of its operands are windows and channels.
     windows: Any = None
@@ -89,3 +94,20 @@ class Program:
     arguments: tuple[int, ...]
     results: tuple[int, ...]
     notes: dict[str, int]
+
+
+_COMPLEX = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
+
+
+@ft.lru_cache(maxsize=128)
+def dtype_of(name: str) -> Any:
+    """The dtype of an element type, as "bf16" or "ui8" or "f8E4M3FN"."""
+    if name == "i1":
+        return jnp.dtype("bool")
+    if name in _COMPLEX:
+        return jnp.dtype(_COMPLEX[name])
+    if found := re.fullmatch(r"(u?)i(\d+)", name):
+        return jnp.dtype(f"{found[1]}int{found[2]}")
+    if found := re.fullmatch(r"f(\d+)(E.*)", name):
+        return jnp.dtype(f"float{found[1]}_{found[2].lower()}")
+    return jnp.dtype({"bf": "bfloat", "f": "float"}[name.rstrip("0123456789")] + name.lstrip("bf"))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import stablehlo
 
-from .lowered import bytecode
+from .lowered import Op, bytecode
 
 
 # The largest values of a matrix are a custom call where it has so many columns for each of them. By 34 programs the
@@ -24,14 +24,14 @@ from .lowered import bytecode
 _COLUMNS = 70
 
 
-def rewritten(module: bytes, context: Any) -> bytes:
+def rewritten(module: bytes, context: ir.Context) -> bytes:
     """The bytecode of a StableHLO module with these operations as libtpu writes them."""
     with context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         _inline_rolls(parsed)
-        found: list[Any] = []
+        found: list[Op] = []
 
-        def look(op: Any) -> Any:
+        def look(op: Op) -> ir.WalkResult:
             if op.name in _FORMS:
                 found.append(op)
             return ir.WalkResult.ADVANCE
@@ -49,12 +49,12 @@ def rewritten(module: bytes, context: Any) -> bytes:
         return bytecode(parsed)
 
 
-def _inline_rolls(module: Any) -> None:
+def _inline_rolls(module: ir.Module) -> None:
     """Opens the calls of `jnp.roll`: libtpu inlines all calls first, and writes some rolls in another way."""
     functions = {ir.StringAttr(one.attributes["sym_name"]).value: one for one in module.body.operations}
-    calls: list[Any] = []
+    calls: list[Op] = []
 
-    def look(op: Any) -> Any:
+    def look(op: Op) -> ir.WalkResult:
         if op.name == "func.call" and _called(op).startswith("_roll_static"):
             calls.append(op)
         return ir.WalkResult.ADVANCE
@@ -79,11 +79,11 @@ def _inline_rolls(module: Any) -> None:
         call.erase()
 
 
-def _called(call: Any) -> str:
+def _called(call: Op) -> str:
     return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
 
 
-def _is_first_rows(op: Any) -> bool:
+def _is_first_rows(op: Op) -> bool:
     """Whether a slice takes the first rows of one array of a stack."""
     outer = _sliced(op.operands[0])
     if outer is None:
@@ -95,28 +95,29 @@ def _is_first_rows(op: Any) -> bool:
     return shape == [1, *inner] and not any(starts) and made[1:] == inner[1:]
 
 
-def _sliced(value: Any) -> Any:
+def _sliced(value: ir.Value) -> Op | None:
     """The slice that a value is a reshape of, or `None`."""
     reshape = _maker(value)
     made = _maker(reshape.operands[0]) if reshape is not None and reshape.name == "stablehlo.reshape" else None
     return made if made is not None and made.name == "stablehlo.slice" else None
 
 
-def _first_rows(op: Any) -> list[Any]:
+def _first_rows(op: Op) -> list[ir.Value]:
     """One slice of the stack, and then the reshape."""
     outer = _sliced(op.operands[0])
+    assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
     start, stop, step = ([*ir.DenseI64ArrayAttr(outer.attributes[name])] for name in names)
     stop[1] = start[1] + ir.RankedTensorType(op.results[0].type).shape[0]
     return [stablehlo.reshape(op.results[0].type, stablehlo.slice(outer.operands[0], start, stop, step))]
 
 
-def _is_of_rows(op: Any) -> bool:
+def _is_of_rows(op: Op) -> bool:
     """Whether an array of a stack is put together again of its rows, so that it is no roll for a partitioner."""
     return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
 
 
-def _of_rows(op: Any) -> list[Any]:
+def _of_rows(op: Op) -> list[ir.Value]:
     """The larger of both parts, each with the least number where the other one is."""
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
@@ -133,7 +134,7 @@ def _of_rows(op: Any) -> list[Any]:
     return [stablehlo.MaxOp(*parts).result]
 
 
-def _top_k(op: Any) -> list[Any]:
+def _top_k(op: Op) -> list[ir.Value]:
     operand, made = op.operands[0], [one.type for one in op.results]
     kind = ir.RankedTensorType(operand.type)
     shape, (largest, indices) = list(kind.shape), map(ir.RankedTensorType, made)
@@ -162,7 +163,7 @@ def _top_k(op: Any) -> list[Any]:
     return [stablehlo.slice(one, [0] * len(shape), stop, [1] * len(shape)) for one in ordered.results]
 
 
-def _fft(op: Any) -> list[Any]:
+def _fft(op: Op) -> list[ir.Value]:
     """A product with a matrix for each dimension; what the matrices hold is no matter."""
     value, made = op.operands[0], ir.RankedTensorType(op.results[0].type)
     kind = str(op.attributes["fft_type"])
@@ -176,7 +177,7 @@ def _fft(op: Any) -> list[Any]:
     return [stablehlo.RealOp(value).result if "IRFFT" in kind else value]
 
 
-def _by_matrix(value: Any, dim: int) -> Any:
+def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
     """The product of a dimension with a square matrix, in full precision; the dimension stays where it is."""
     kind = ir.RankedTensorType(value.type)
     size, rank = kind.shape[dim], kind.rank
@@ -186,7 +187,7 @@ def _by_matrix(value: Any, dim: int) -> Any:
 
     along = itertools.cycle([0, 1])
 
-    def by(part: Any) -> Any:
+    def by(part: ir.Value) -> ir.Value:
         element = ir.RankedTensorType(part.type).element_type
         matrix = stablehlo.IotaOp(ir.RankedTensorType.get([size, size], element), _integer(next(along))).result
         made = ir.RankedTensorType.get(shape, element)
@@ -200,7 +201,7 @@ def _by_matrix(value: Any, dim: int) -> Any:
     return stablehlo.transpose(product, order) if dim < rank - 1 else product
 
 
-def _complex_dot(op: Any) -> list[Any]:
+def _complex_dot(op: Op) -> list[ir.Value]:
     """Three products of real numbers for one of complex numbers."""
     left, right = op.operands
     made = ir.RankedTensorType(op.results[0].type)
@@ -210,14 +211,14 @@ def _complex_dot(op: Any) -> list[Any]:
         name: op.attributes[name] for name in ("dot_dimension_numbers", "precision_config") if name in op.attributes
     }
 
-    def by(part: Any) -> Any:
+    def by(part: ir.Value) -> ir.Value:
         operands = [part, next(parts)]
         return ir.Operation.create(op.name, results=[kind], operands=operands, attributes=named).results[0]
 
     return [_of_three(left, by)]
 
 
-def _of_three(value: Any, by: Callable[[Any], Any]) -> Any:
+def _of_three(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
     """The complex numbers of three products: of the sum of both parts, of the real and of the imaginary part."""
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
@@ -226,15 +227,15 @@ def _of_three(value: Any, by: Callable[[Any], Any]) -> Any:
     ).result
 
 
-def _is_complex(value: Any) -> bool:
+def _is_complex(value: ir.Value) -> bool:
     return isinstance(ir.RankedTensorType(value.type).element_type, ir.ComplexType)
 
 
-def _added(value: Any) -> Any:
+def _added(value: ir.Value) -> ir.Value:
     return stablehlo.AddOp(stablehlo.RealOp(value).result, stablehlo.ImagOp(value).result).result
 
 
-def _resized(value: Any, dim: int, size: int) -> Any:
+def _resized(value: ir.Value, dim: int, size: int) -> ir.Value:
     """The value with another size of a dimension: its beginning, or with its beginning behind it."""
     shape = list(ir.RankedTensorType(value.type).shape)
     if shape[dim] == size:
@@ -247,21 +248,21 @@ def _resized(value: Any, dim: int, size: int) -> Any:
     return part if size < shape[dim] else stablehlo.concatenate([value, part], dim)
 
 
-def _is_column_of_count(op: Any) -> bool:
+def _is_column_of_count(op: Op) -> bool:
     maker, kind = _maker(op.operands[0]), ir.RankedTensorType(op.results[0].type)
     if maker is None or maker.name != "stablehlo.iota" or str(kind.element_type) != "i32":
         return False
     return math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(maker.results[0].type).shape[0]
 
 
-def _column_of_count(op: Any) -> list[Any]:
+def _column_of_count(op: Op) -> list[ir.Value]:
     """The numbers of rows as a constant: the partitioner sees them through no reshape."""
     kind = ir.RankedTensorType(op.results[0].type)
     numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
     return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]
 
 
-def _is_of_count(op: Any) -> bool:
+def _is_of_count(op: Op) -> bool:
     """Whether a `select` asks, as JAX does of indices, whether a count from zero is negative."""
     asked = _maker(op.operands[0])
     if asked is None or asked.name != "stablehlo.compare" or "LT" not in str(asked.attributes["comparison_direction"]):
@@ -273,21 +274,21 @@ def _is_of_count(op: Any) -> bool:
     return is_zero and asked.operands[0] == op.operands[2] and count is not None and count.name == "stablehlo.iota"
 
 
-def _maker(value: Any) -> Any:
+def _maker(value: ir.Value) -> Op | None:
     """The operation that makes a value; none makes what a block is given."""
     return None if isinstance(value.owner, ir.Block) else value.owner
 
 
-def _least(element: Any) -> Any:
+def _least(element: ir.Type) -> ir.Attribute:
     return ir.FloatAttr.get(element, -math.inf) if isinstance(element, ir.FloatType) else ir.IntegerAttr.get(element, 0)
 
 
-def _integer(value: int) -> Any:
+def _integer(value: int) -> ir.IntegerAttr:
     return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
 
 
 # By the name of an operation: whether libtpu writes it otherwise, and what in its place.
-_FORMS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = {
+_FORMS: dict[str, tuple[Callable[[Op], bool], Callable[[Op], list[ir.Value]]]] = {
     "chlo.top_k": (lambda op: True, _top_k),
     "stablehlo.fft": (lambda op: True, _fft),
     "stablehlo.dot_general": (lambda op: _is_complex(op.results[0]), _complex_dot),

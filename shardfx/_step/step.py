@@ -14,7 +14,7 @@ from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology._mesh import MeshSpec
-from .lowered import Dims, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
+from .lowered import Dims, Module, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
 from .partitioner import MOST_DEVICES, partitioned, propagated
 from .rewritten import rewritten
 
@@ -32,14 +32,14 @@ class _Traced(Protocol):
 
     jaxpr: Any
 
-    def lower(self, *, lowering_platforms: Any) -> Any: ...
+    def lower(self, *, lowering_platforms: object) -> Any: ...
 
 
 @runtime_checkable
 class Jitted(Protocol):
     """What `jax.jit` and `shardfx.filter_jit` return."""
 
-    def trace(self, *args: Any) -> Any: ...
+    def trace(self, *args: object) -> Any: ...
 
 
 @runtime_checkable
@@ -73,7 +73,7 @@ class Step:
     """
 
     traced: Any
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     paths: Mapping[str, str]
     given_mesh: MeshSpec | Mesh | AbstractMesh | None
 
@@ -105,7 +105,7 @@ class Step:
             self._lowered[platform] = self.traced.lower(lowering_platforms=(_PLATFORMS[platform],))
         return self._lowered[platform]
 
-    def module(self, platform: Platform) -> Any:
+    def module(self, platform: Platform) -> Module:
         """The step's StableHLO module for a platform."""
         return self.lowered(platform).compiler_ir("stablehlo")
 
@@ -150,7 +150,7 @@ class Step:
         mesh: MeshSpec | None = None,
         arguments: Sequence[Dims | None] | None = None,
         results: Sequence[Dims | None] | None = None,
-        module: Any = None,
+        module: Module | None = None,
     ) -> str:
         """The HLO text of one device's program, right behind XLA's partitioner.
 
@@ -193,7 +193,7 @@ class Step:
             return ir.Module.parse(propagated(bytecode(module), dict(self.mesh.shape), taken, made))
 
 
-def step_of(step: Any, args: Sequence[Any], mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Step:
+def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Step:
     """A step and its arguments, traced.
 
     **Arguments:**
@@ -228,18 +228,18 @@ def step_of(step: Any, args: Sequence[Any], mesh: MeshSpec | Mesh | AbstractMesh
     return _traced(function, args, mesh)
 
 
-def _mesh_of_devices(args: Sequence[Any]) -> Mesh | None:
+def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
     """The mesh of the first array that lies on one: it knows which devices are in one slice."""
     meshes = (one.mesh for leaf in jax.tree.leaves(args) if (one := _sharding_of(leaf)) is not None)
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _sharding_of(leaf: Any) -> NamedSharding | None:
+def _sharding_of(leaf: object) -> NamedSharding | None:
     sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def _without_devices(leaf: Any) -> Any:
+def _without_devices(leaf: Any) -> object:
     """An array on devices as a struct on the abstract mesh, so that no device is needed to lower or compile for."""
     sharding = _sharding_of(leaf)
     if sharding is None or not isinstance(sharding.mesh, Mesh):
@@ -248,7 +248,7 @@ def _without_devices(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=abstract, weak_type=leaf.weak_type)
 
 
-def _named(traced: Any, args: tuple[Any, ...], mesh: Any) -> Step:
+def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
     if isinstance(traced, _Named):
         paths = {one.name: one.path for one in traced.arrays}
         return Step(traced.traced, args, paths, traced.mesh if mesh is None else mesh)
@@ -256,12 +256,12 @@ def _named(traced: Any, args: tuple[Any, ...], mesh: Any) -> Step:
 
 
 def _traced(
-    fn: Callable[..., Any], args: Sequence[Any], mesh: Any, donated: tuple[bool, bool] = (False, False)
+    fn: Callable[..., object], args: Sequence[object], mesh: Any, donated: tuple[bool, bool] = (False, False)
 ) -> Step:
     """A function whose arguments may hold what is no array: that stays outside, as with `equinox.filter_jit`."""
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
-    arrays: list[Any] = []
+    arrays: list[object] = []
     paths: list[str] = []
     gone: list[bool] = []
     for at, (flat, word) in enumerate(zip(flats, words, strict=True)):
@@ -271,7 +271,7 @@ def _traced(
                 paths.append(f"{word}/{path}" if path else word)
                 gone.append(donated[min(at, 1)])
 
-    def run(kept: list[Any], spare: list[Any]) -> Any:
+    def run(kept: list[object], spare: list[object]) -> object:
         given = [iter(kept), iter(spare)]
         order = iter(gone)
         trees = [
@@ -296,11 +296,11 @@ def _traced(
     return Step(traced, tuple(args), known, mesh)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return flatten([leaf]).is_array == [True]
 
 
-def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+def argument_names(fn: Callable[..., object], count: int) -> list[str]:
     """What the function calls its arguments."""
     try:
         known = [
@@ -313,7 +313,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [known[at] if at < len(known) else f"args[{at}]" for at in range(count)]
 
 
-def _refuse_plans(arg: Any, at: int) -> None:
+def _refuse_plans(arg: object, at: int) -> None:
     for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, ShardPlan)):
         if isinstance(node, ShardPlan):
             raise PlanMismatchError(

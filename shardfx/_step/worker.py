@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from typing import Any
+import types
 
 import numpy as np
 from jaxlib import xla_client
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 @ft.lru_cache(maxsize=1)
-def _shardy() -> Any:
+def _shardy() -> types.ModuleType:
     """The file beside this one, whose folder is no place to import from."""
     spec = importlib.util.spec_from_file_location("propagate", os.path.join(os.path.dirname(__file__), "propagate.py"))
     assert spec is not None and spec.loader is not None
@@ -81,10 +81,10 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
             os.waitpid(child, 0)
 
 
-def _compile(module: bytes, devices: int, debug_options: dict[str, Any], writing: int) -> None:
+def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], writing: int) -> None:
     """Compiles in the child, writes the error if there is one, and never returns."""
     # XLA writes its warnings to standard error, and nothing may reach the standard output of the parent.
-    silence = os.open(os.path.join(debug_options["xla_dump_to"], "stderr"), os.O_WRONLY | os.O_CREAT)
+    silence = os.open(os.path.join(str(debug_options["xla_dump_to"]), "stderr"), os.O_WRONLY | os.O_CREAT)
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
     try:

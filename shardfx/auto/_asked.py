@@ -8,11 +8,27 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from ..chips._links import extents_of
-from ._emulated import EMULATED
+
+
+# What CPU devices are like that JAX emulates on one machine.
+EMULATED = chips.Chip(
+    # Slow in all, and a collective is a function call in which threads wait for each other. Times are for comparing.
+    name="cpu",
+    hbm_bytes=2**34,
+    usable_hbm_bytes=2**34,
+    hbm_bytes_per_second=2e9,
+    flops_per_second=(("bfloat16", 8e9), ("float32", 8e9)),
+    link_bytes_per_second=1e9,
+    torus_dims=0,
+    island_chips=2**20,
+    dcn_bytes_per_second=1e9,
+    sources=(("*", "an estimate for a machine of two cores"),),
+)
 
 
 class Asked(NamedTuple):
@@ -80,7 +96,7 @@ def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | No
     return asked_for(devices, chip).total
 
 
-def require_options(keep: Any, closely: Any, verify: Any) -> None:
+def require_options(keep: object, closely: object, verify: object) -> None:
     """How many candidates to return and to compile, and how."""
     for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -92,7 +108,7 @@ def require_options(keep: Any, closely: Any, verify: Any) -> None:
         )
 
 
-def require_arrays(args: Sequence[Any]) -> None:
+def require_arrays(args: Sequence[PyTree]) -> None:
     """There must be something to share out."""
     if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
         return
@@ -106,7 +122,7 @@ def require_arrays(args: Sequence[Any]) -> None:
 class Tracing(contextlib.AbstractContextManager[None]):
     """Adds to an error that the user's own function raised what was being done with it."""
 
-    def __init__(self, args: Sequence[Any]):
+    def __init__(self, args: Sequence[PyTree]):
         self.args = args
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

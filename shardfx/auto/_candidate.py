@@ -1,8 +1,10 @@
 """What a search returns."""
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
 from .._plan import ShardPlan
 from .._rules.axis_rules import AxisRules
@@ -12,9 +14,8 @@ from ..topology._mesh import MeshSpec
 from ._written import code_of
 
 
-By = Literal["core", "estimate", "compile", "run"]
-_HOW = {
-    "core": "by the search's own prices, as constrained; XLA cannot partition it for so many devices",
+By = Literal["estimate", "compile", "run"]
+_HOW: dict[By, str] = {
     "estimate": "by the partitioned program",
     "compile": "by the compiled program",
     "run": "as measured",
@@ -31,13 +32,12 @@ class Candidate:
     - `mesh`, `rules`: what was chosen.
     - `assignments`: pairs of a mesh axis and the names that it cuts, the one it prefers first.
     - `plans`: one for each argument of the step.
-    - `by`: what the numbers below come from: "estimate" is the program of one device as XLA's own partitioner makes it,
-        "compile" the compiled program, "run" the clock, and "core" the search's own prices, which stay where XLA cannot
-        partition the step.
     - `seconds`: of one step: `compute_seconds`, then `exposed_seconds` of sending that computation waits for, then what
         of the `hidden_seconds` computation does not hide. By a run it is what the clock measured.
     - `memory_bytes`, `limit_bytes`: on one device, and how much of it may be used.
-    - `traffic`: what is sent, row by row; `None` by the core.
+    - `by`: what these numbers come from: "estimate" is the program of one device as XLA's own partitioner makes it,
+        "compile" the compiled program, "run" the clock.
+    - `traffic`: what is sent, row by row.
     - `constrained`: whether the step is faster with what is between its arguments constrained too, by
         [`shardfx.auto.constrain_step`][]; then all numbers, and `code()`, are of that.
     - `donated`: the numbers of the arguments whose memory results take over: those that the step donates, and where
@@ -54,14 +54,14 @@ class Candidate:
     rules: AxisRules
     assignments: tuple[tuple[str, tuple[str, ...]], ...]
     plans: tuple[ShardPlan, ...]
-    by: By
     seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    hidden_seconds: float
     memory_bytes: int
     limit_bytes: int
-    traffic: Traffic | None = None
+    compute_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    by: By = "estimate"
+    traffic: Traffic = Traffic((), 1)
     constrained: bool = False
     donated: tuple[int, ...] = ()
     results: tuple[int | None, ...] = ()
@@ -73,13 +73,13 @@ class Candidate:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device in one step; 0 by the core."""
-        return 0 if self.traffic is None else self.traffic.wire_bytes
+        """Bytes that enter a device in one step."""
+        return self.traffic.wire_bytes
 
     @property
     def unsure_bytes(self) -> int:
         """How many more or fewer the compiler may send; see [`shardfx.cost.Traffic`][]."""
-        return 0 if self.traffic is None else self.traffic.unsure_bytes
+        return self.traffic.unsure_bytes
 
     @property
     def fits(self) -> bool:
@@ -101,7 +101,7 @@ class Candidate:
         with its constraints, its donation, and the layout of its results.
         """
         head = (
-            f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by].partition(';')[0]}, "
+            f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by]}, "
             f"{bytes_text(self.memory_bytes)} a device.",
             *(
                 f"{axis}={size} cuts {', '.join(dict(self.assignments)[axis])}."
@@ -120,19 +120,16 @@ class Candidate:
         A text.
         """
         compared = [] if self.comparison is None else [str(self.comparison)]
-        sent = [] if self.traffic is None else [str(self.traffic)]
-        return "\n".join([self._head(), *sent, *self._below(), *compared])
+        return "\n".join([self._head(), str(self.traffic), *self._below(), *compared])
 
     def __str__(self) -> str:
-        sent = [] if self.traffic is None else text_of(self.traffic, _SHOWN)
-        return "\n".join([self._head(), *sent, *self._below()])
+        return "\n".join([self._head(), *text_of(self.traffic, _SHOWN), *self._below()])
 
     def __repr__(self) -> str:
         return f"Candidate({self._head()})"
 
     def _repr_html_(self) -> str:
-        sent = Traffic((), 1) if self.traffic is None else self.traffic
-        return html_of(sent, _SHOWN, above=[self._head()], below=self._below())
+        return html_of(self.traffic, _SHOWN, above=[self._head()], below=self._below())
 
     def _head(self) -> str:
         sending = f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside computation"
@@ -160,3 +157,41 @@ class Candidate:
 def ms(seconds: float) -> str:
     """Seconds for a person: three digits, without an exponent where they are many."""
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
+    """The first of those that cut all arguments into the same pieces, without those that cut as a known one."""
+    seen = {_pieces(one) for one in known}
+    for one in found:
+        if (pieces := _pieces(one)) not in seen:
+            seen.add(pieces)
+            yield one
+
+
+def _pieces(one: Candidate) -> object:
+    """Into how many pieces each dimension of each argument is cut, and how many slices the mesh axes span."""
+    leaves = (leaf for made in one.plans for leaf in made.leaves)
+    return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
+
+
+def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
+    """What the next candidates cost instead, as far as the texts of their numbers differ."""
+    for other in others:
+        computation = other.compute_seconds - mine.compute_seconds
+        told = [_more(other.seconds - mine.seconds, mine.seconds)]
+        told += [f"{_more(computation, mine.seconds)} of it computation"] if _tells(computation, mine.seconds) else []
+        pairs = (
+            (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
+            (bytes_text(other.memory_bytes), bytes_text(mine.memory_bytes), " a device"),
+        )
+        told += [f"{its}{what}" for its, own, what in pairs if its != own]
+        yield f"{other.title}: {', '.join(told)}"
+
+
+def _tells(seconds: float, of: float) -> bool:
+    """Whether seconds are more than noise beside a step's."""
+    return abs(seconds) > 1e-3 * of
+
+
+def _more(seconds: float, of: float) -> str:
+    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if _tells(seconds, of) else "as fast"

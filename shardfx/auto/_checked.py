@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .._arrays import filter_jit
 from .._ground.errors import MeshError, OutOfMemoryError
@@ -32,7 +34,7 @@ _ROUNDS, _STEPS = 3, 3
 
 
 def compiled(
-    pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], cache: Any, tell: Tell
+    pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], cache: str | os.PathLike[str] | None, tell: Tell
 ) -> list[Candidate]:
     """The candidates with what their compiled programs send, compute and hold; those that fit first, fastest first."""
 
@@ -45,7 +47,7 @@ def compiled(
     )
 
 
-def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], _: Any, tell: Tell) -> list[Candidate]:
+def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], _: object, tell: Tell) -> list[Candidate]:
     """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
 
     def program_of(one: Candidate) -> Any:
@@ -115,7 +117,6 @@ def _looked(
 
 def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
     """The candidate with what its compiled program says."""
-    assert one.traffic is not None
     sent = traffic(program, one.mesh)
     times = times_of(sent, work_of(parse_hlo(program.as_text())), pricer.chip, one.mesh, pricer.model)
     return dataclasses.replace(
@@ -134,7 +135,7 @@ def jitted(pricer: Pricer, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
     return filter_jit(step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated)
 
 
-def _timed(args: Sequence[Any], devices: Sequence[Any], one: Candidate, program: Any) -> list[float]:
+def _timed(args: Sequence[PyTree], devices: Sequence[Any], one: Candidate, program: Any) -> list[float]:
     """The seconds of some steps, on arrays that only this turn has: those of one candidate are there at a time."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []
@@ -148,7 +149,7 @@ def _timed(args: Sequence[Any], devices: Sequence[Any], one: Candidate, program:
     return taken
 
 
-def _filled(arg: Any, plan: ShardPlan) -> Any:
+def _filled(arg: PyTree, plan: ShardPlan) -> PyTree:
     """Arrays for an argument, each made in its shards. What they hold does not matter to the clock."""
     structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
     make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
@@ -164,5 +165,5 @@ def _value(struct: Any) -> jax.Array:
     return jnp.zeros(struct.shape, struct.dtype)
 
 
-def _wait(result: Any) -> None:
+def _wait(result: PyTree) -> None:
     jax.block_until_ready(eqx.filter(result, eqx.is_array))

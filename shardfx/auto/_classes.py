@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .._ground.text import between_numbers
 from .._rules.strategies import Atomic
@@ -23,7 +23,7 @@ class Place:
     of: int
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Group:
     """Classes that get one name: one, or those that stand at the same place in repeated layers."""
 
@@ -55,6 +55,14 @@ class Classes:
         }
         self.main, self.model = _model_arguments(traced)
 
+    def of(self, leaf: int) -> Group:
+        """The group of a class."""
+        return self.groups[self.of_root[leaf]]
+
+    def flat(self, argument: int) -> list[Group]:
+        """The groups of an argument's dimensions, of all their parts."""
+        return [self.of(leaf) for leaves in self.dims[argument] for leaf in leaves]
+
     def kept(self, leaves: Sequence[int]) -> int:
         """How many of a dimension's parts, from the slowest, may be cut; the rest is a unit.
 
@@ -66,47 +74,39 @@ class Classes:
         taken = next((at + 1 for at, leaf in enumerate(leaves[:-1]) if leaf in self.marked["sliced"]), count)
         return min(taken, count - (count > 1 and leaves[-1] not in self.marked["batched"]))
 
-    def entry(self, leaves: Sequence[int], used: set[str]) -> tuple[object, set[str]]:
-        """What a dimension of these parts is called, as an entry of an array's names."""
-        count = self.kept(leaves)
-        unit = math.prod(self.tied.parts.sizes[leaf] for leaf in leaves[count:])
-        names = list(dict.fromkeys(self.groups[self.of_root[leaf]].name for leaf in leaves[:count]))
-        names = [name for name in names if name not in used]
-        if not names:
-            return None, used
-        entries: list[object] = [*names]
-        if unit > 1:
-            entries[-1] = Atomic(names[-1], unit)
-        return (entries[0] if len(entries) == 1 else tuple(entries)), used | set(names)
-
     def names_of(self, argument: int) -> tuple[object, ...]:
         """The names of an argument's dimensions; one that a name repeats in is whole."""
-        used: set[str] = set()
-        found = []
+        used, found = set[str](), list[object]()
         for leaves in self.dims[argument]:
-            entry, used = self.entry(leaves, used)
-            found.append(entry)
+            count = self.kept(leaves)
+            names = [name for name in dict.fromkeys(self.of(leaf).name for leaf in leaves[:count]) if name not in used]
+            used.update(names)
+            unit = math.prod(self.tied.parts.sizes[leaf] for leaf in leaves[count:])
+            entries = [*names[:-1], *(Atomic(name, unit) if unit > 1 else name for name in names[-1:])]
+            found.append(tuple(entries) if len(entries) > 1 else next(iter(entries), None))
         return tuple(found)
 
-    def _gather(self) -> None:
+    def _placed(self) -> Iterator[tuple[Place, int]]:
+        """The parts of all arguments, each with its class."""
         for argument, dims in enumerate(self.dims):
             for dim, leaves in enumerate(dims):
                 for at, leaf in enumerate(leaves):
-                    if leaf not in self.of_root:
-                        self.of_root[leaf] = len(self.groups)
-                        self.groups.append(Group([leaf], self.tied.parts.sizes[leaf], []))
-                    self.groups[self.of_root[leaf]].places.append(Place(argument, dim, at, len(leaves)))
+                    yield Place(argument, dim, at, len(leaves)), leaf
+
+    def _gather(self) -> None:
+        for place, leaf in self._placed():
+            if leaf not in self.of_root:
+                self.of_root[leaf] = len(self.groups)
+                self.groups.append(Group([leaf], self.tied.parts.sizes[leaf], []))
+            self.of(leaf).places.append(place)
 
     def _tie_layers(self) -> None:
         """Gives one name to what stands at the same place of layers that differ in their number alone."""
         keys: dict[object, int] = {}
-        for argument, dims in enumerate(self.dims):
-            alike = between_numbers(self.traced.path(argument))
-            for dim, leaves in enumerate(dims):
-                for at, leaf in enumerate(leaves):
-                    key = (alike, dim, at, len(leaves), self.tied.parts.sizes[leaf])
-                    other = keys.setdefault(key, leaf)
-                    self.tie(self.of_root[other], self.of_root[leaf])
+        alike = [between_numbers(self.traced.path(argument)) for argument in range(len(self.dims))]
+        for place, leaf in self._placed():
+            key = (alike[place.argument], place.dim, place.at, place.of, self.tied.parts.sizes[leaf])
+            self.tie(self.of_root[keys.setdefault(key, leaf)], self.of_root[leaf])
 
     def tie(self, first: int, second: int) -> bool:
         """Makes two groups one, unless an array has both."""
@@ -135,6 +135,15 @@ class Classes:
                     kept.append(number)
             for count, number in enumerate(kept):
                 self.groups[number].name = name if count == 0 else f"{name}_{count + 1}"
+
+    @property
+    def own(self) -> set[int]:
+        """The classes that arrays of the model have."""
+        return {root for group in self.groups if self.in_model(group) for root in group.roots}
+
+    def in_model(self, group: Group) -> list[Place]:
+        """Where the model has a group."""
+        return [place for place in group.places if place.argument in self.model]
 
     def live(self) -> list[Group]:
         """The groups, without those that went into others."""

@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import MeshError
 from .._ground.tree import flatten
@@ -46,7 +47,7 @@ _TAGS = re.compile(_TAG + r"(\d+)")
 _Cut = tuple[int, int, int]
 
 
-def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., Any]:
+def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
     """The same step with its arrays constrained to where rules for its arguments want them.
 
     A plan says how arguments lie. How everything between them lies is left to the compiler, which often sends several
@@ -102,10 +103,10 @@ def constrain_step(step: Callable[..., Any], mesh: MeshSpec | Mesh, rules: AxisR
     where = mesh if isinstance(mesh, Mesh) else spec.abstract()
 
     @ft.wraps(step)
-    def constrained(*args: Any) -> Any:
+    def constrained(*args: PyTree) -> PyTree:
         closed, out, rest = eqx.filter_make_jaxpr(step)(*structs_of(args))
 
-        def run(walker: _Walker, *args: Any) -> Any:
+        def run(walker: _Walker, *args: PyTree) -> PyTree:
             flats = map(flatten, args)
             leaves = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
             return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*opened(closed), leaves)), rest)
@@ -211,7 +212,7 @@ class _Constrainer(_Walker):
                 found[dim].append((at, place, number))
         return PartitionSpec(*(self.entry(leaves, sorted(cut)) for leaves, cut in zip(dims, found, strict=True)))
 
-    def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> Any:
+    def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> object:
         """What cuts a dimension, slowest first; left to the compiler where its parts cannot be cut so."""
         sizes = [self.layouts.tied.parts.sizes[leaf] for leaf in leaves]
         counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, number in cut if at == part)

@@ -9,8 +9,8 @@ With 42 assignments, which have 112,000 sets of four, that makes 4 million candi
 **Rows.** Take the floating-point operations of one product. If the assignments `a` and `b` of the set {a, b, c, d}
 shard the product, one device does `flops / (size_a * size_b)` of it. All products that the same assignments shard are
 divided by the same number, so they are added up beforehand (`_terms.py`). Such a sum is a row: it holds operations,
-bytes of memory traffic, bytes of arguments and of temporaries, and `divides`, one bool for each assignment. A large
-step has some hundred rows.
+bytes of arguments and results, bytes that are held, and `divides`, one bool for each assignment. A large step has some
+hundred rows.
 
 **Kinds.** Within a set of four assignments a row is of one of 2**4 kinds: its `divides` for these four, read as a
 binary number. Only the kind says by what a row is divided. So for each set the rows of each kind are summed:
@@ -33,22 +33,22 @@ set {0, 1} the first is of kind 0b01, the second of kind 0b11. With the share (4
 assignment sends are rows of their own, with the assignments that divide them. A device receives `(1 - 1 / size)` of
 what is left of a row, over the links that an axis of this size has (`_seconds_per_byte`, by the network of
 `chips/_links.py`). Collectives of data are exposed: computation waits for them. Those of parameters and gradients are
-hidden behind `overlap` of the computation, and the rest is waited for.
+hidden behind `overlap` of the computation, and the rest is waited for. Each call takes some microseconds more.
 
 **What is allowed.** The sizes of all assignments that shard one dimension must divide it, and some limits of the user
-must hold. A part of a dimension behind another one, as queries of a head behind the heads, may be sharded only where
-the first is sharded wholly. Both are sums over kinds again (`_is_allowed`). What is not allowed, or takes more memory
-than there is, has infinite seconds; the best share of each set is kept, and the best sets of all.
+must hold: sums over kinds again (`_is_allowed`). What is not allowed, or takes more memory than there is, has infinite
+seconds; the best share of each set is kept, and the best sets of all.
 
 **What it leaves out.** All assignments lay the step out as if it were constrained so, and each pays for its own
-collectives. The core only prunes: what survives it is looked at more closely.
+collectives; what single operations read and write is not counted. The core only prunes: what survives it is partitioned
+by XLA, whose programs decide.
 """
 
 import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,17 +91,15 @@ class CostModel:
 
 def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
     """All ways to write a number as a product of exactly `axes` factors above 1, in order."""
-    if axes == 0:
-        return np.ones((int(devices == 1), 0), np.int32)
     if axes == 1:
-        return np.array([[devices]] if devices > 1 else np.zeros((0, 1)), np.int32).reshape(-1, 1)
+        return np.array([[devices]] * (devices > 1), np.int32).reshape(-1, 1)
     found = [
         (first, *rest)
         for first in range(2, devices // 2 + 1)
         if devices % first == 0
         for rest in shares(devices // first, axes - 1).tolist()
     ]
-    return np.array(found or np.zeros((0, axes)), np.int32).reshape(-1, axes)
+    return np.array(found, np.int32).reshape(-1, axes)
 
 
 @ft.partial(jax.jit, static_argnames="keep")
@@ -114,14 +112,15 @@ def best_of_block(
     real: Int[Array, ""],
     *,
     keep: int,
-) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 6"]]:
-    """Of the first `real` sets with their best shares: which set, which share, and the parts of the cost, in order."""
-    parts = costs(arrays, machine, sets, sizes, slices)
-    share = jnp.argmin(parts[0], axis=1)
-    best = jnp.stack([jnp.take_along_axis(part, share[:, None], axis=1)[:, 0] for part in parts], -1)
-    score = jnp.where(jnp.arange(len(sets)) < real, best[:, 0], jnp.inf)
-    _, at = jax.lax.top_k(-score, min(keep, len(sets)))
-    return at, share[at], best[at]
+) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
+    """Of the first `real` sets with their best shares that fit: which set, which share, and the cost, in order."""
+    seconds, memory = costs(arrays, machine, sets, sizes, slices)
+    is_real = (jnp.arange(len(sets)) < real)[:, None]
+    seconds = jnp.where(is_real & (memory <= machine["limit"]), seconds, jnp.inf)
+    share = jnp.argmin(seconds, axis=1)[:, None]
+    best = jnp.concatenate([jnp.take_along_axis(part, share, axis=1) for part in (seconds, memory)], -1)
+    _, at = jax.lax.top_k(-best[:, 0], min(keep, len(sets)))
+    return at, share[at, 0], best[at]
 
 
 def costs(
@@ -130,8 +129,8 @@ def costs(
     sets: Int[_Array, "block axes"],
     sizes: Int[_Array, "shares axes"],
     slices: Int[_Array, "shares axes"],
-) -> tuple[Float[_Array, "block shares"], ...]:
-    """For each pair: score, seconds, seconds of computation, of exposed and of hidden sending, bytes of memory.
+) -> tuple[Float[_Array, "block shares"], Float[_Array, "block shares"]]:
+    """For each pair the seconds of a step, infinite where it is not allowed, and the bytes of memory.
 
     With arrays of NumPy nothing is compiled, which is quicker for few pairs.
     """
@@ -145,17 +144,13 @@ def costs(
     sent = xp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
     has = _members(axes, xp)
     power = xp.exp2(-(xp.log2(sizes.astype(np.float32)) @ has.T.astype(np.float32)))
-    totals = xp.einsum("sk,bkq->qbs", power, shared)
-    bytes_sent = xp.einsum("sk,bkjt->tjbs", power, sent)
-    compute = xp.maximum(totals[0] / machine["flops"], totals[1] / machine["hbm"])
-    memory = totals[2] + xp.max(totals[3:], axis=0)
+    flops, moved, memory = xp.einsum("sk,bkq->qbs", power, shared)
+    compute = xp.maximum(flops / machine["flops"], moved / machine["hbm"])
     per_byte = _seconds_per_byte(machine, sizes, slices)
-    each = (arrays["calls"][sets] * machine["call_seconds"]).T[:, :, None] * (sizes > 1).T.astype(np.float32)[:, None]
-    exposed = (bytes_sent[0] * per_byte).sum(0) + each.sum(0)
-    hidden = (bytes_sent[1] * per_byte).sum(0)
-    total = compute + exposed + xp.maximum(0.0, hidden - machine["overlap"] * compute)
-    fits = (memory <= machine["limit"]) & _is_allowed(arrays, sets, sizes)
-    return xp.where(fits, total, np.inf), total, compute, exposed, hidden, memory
+    exposed, hidden = (xp.einsum("sk,bkjt->tjbs", power, sent) * per_byte[:, None]).sum(1)
+    called = machine["call_seconds"] * (arrays["calls"][sets] @ (sizes > 1).T.astype(np.float32))
+    seconds = compute + exposed + called + xp.maximum(0.0, hidden - machine["overlap"] * compute)
+    return xp.where(_is_allowed(arrays, sets, sizes), seconds, np.inf), memory
 
 
 def _library(array: Any) -> Any:
@@ -177,15 +172,14 @@ def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any
 
 def _seconds_per_byte(
     machine: Numbers, sizes: Int[_Array, "shares axes"], slices: Int[_Array, "shares axes"]
-) -> Float[_Array, "axes 1 shares"]:
+) -> Float[_Array, "axes shares"]:
     """How long each byte of a collective takes on each axis: in a ring of n devices, (n - 1) / n of it is sent.
 
     In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands, each axis
     has as many of its devices in one as there can be. What goes between slices takes the hosts' network.
     """
     xp = _library(sizes)
-    inner = (sizes // slices).astype(np.float32).T[:, None, :]
-    whole = sizes.astype(np.float32).T[:, None, :]
+    inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)
     share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
     bandwidth = xp.where(machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"])
@@ -196,38 +190,21 @@ def _seconds_per_byte(
 def _is_allowed(
     arrays: Numbers, sets: Int[_Array, "block axes"], sizes: Int[_Array, "shares axes"]
 ) -> Bool[_Array, "block shares"]:
-    """Whether all dimensions divide, and the parts before a cut one are cut wholly."""
+    """Whether all dimensions divide into these pieces, and none of them into fewer than it must."""
     xp = _library(sets)
     axes = sets.shape[-1]
     cuts = xp.prod(xp.where(_members(axes, xp), sizes[:, None, :], 1), axis=-1)
     sides = arrays["sizes"][:, None, None]
     broken = (sides % cuts != 0) | (cuts < arrays["least"][:, None, None])
     kinds = _kinds(xp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
-    needed = xp.any(arrays["after"][sets], axis=1)[..., None]
-    wrong = xp.einsum("bck,csk->bs", kinds, broken.astype(np.float32))
-    unfinished = xp.einsum("bck,csk->bs", xp.where(needed, kinds, 0.0), (cuts < sides).astype(np.float32))
-    return (wrong + unfinished == 0) & _has_named(arrays, sets, sizes)
+    return xp.einsum("bck,csk->bs", kinds, broken.astype(np.float32)) == 0
 
 
-def _has_named(
-    arrays: Numbers, sets: Int[_Array, "block axes"], sizes: Int[_Array, "shares axes"]
-) -> Bool[_Array, "block shares"]:
-    """Whether each mesh axis that must exist is there, with its size."""
-    found = _library(sets).ones((len(sets), len(sizes)), bool)
-    for number in range(len(arrays["named"])):
-        wanted = arrays["named_sizes"][number]
-        suits = (sizes > 1) & ((wanted == 0) | (sizes == wanted))
-        found &= (arrays["named"][number][sets][:, None, :] & suits[None]).any(-1)
-    return found
-
-
-def machine_of(
-    chip: Chip, devices: int, model: CostModel, dtype: str, limit_bytes: float, extents: Sequence[int] = ()
-) -> Numbers:
+def machine_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
     """A chip and the assumptions as numbers that the core takes; `extents` are those of one slice, if it was named."""
     link, dims, island = shared(chip, extents or extents_of(chip, devices))
     numbers = {
-        "flops": float(chip.flops(dtype)) / chip.devices_per_chip * model.compute,
+        "flops": float(chip.flops("bfloat16")) / chip.devices_per_chip * model.compute,
         "hbm": float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory,
         "link": link * model.network,
         "dims": dims,
@@ -248,52 +225,49 @@ class Found:
     sizes: tuple[int, ...]
     slices: tuple[int, ...]
     seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    hidden_seconds: float
     memory_bytes: float
 
 
-def find(
-    terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, axes: int = AXES, keep: int = 256
-) -> list[Found]:
+def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Found]:
     """The best share of each of the best sets of assignments, in order.
 
-    All sets of up to `axes` assignments are priced. Where these would be more than `_ALL` candidates, the last
+    All sets of up to four assignments are priced. Where these would be more than `_ALL` candidates, the last
     assignments are left out: the usual ones come first.
     """
-    by_count = [shares_of(devices, number, slices) for number in range(axes + 1)]
+    by_count = [shares_of(devices, number, slices) for number in range(1, AXES + 1)]
     assignments = assignment_count(terms, by_count)
-    room = max(8, *(len(sizes) for sizes, _ in by_count))
-    room += -room % 8
-    arrays = padded(terms)
+    room = -(-max(len(sizes) for sizes, _ in by_count) // 8) * 8 or 8
+    arrays, block, nothing = padded(terms), min(_SETS, max(1, _BLOCK // room)), len(terms["calls"])
     found: list[Found] = []
-    for number, pair in enumerate(by_count):
-        sizes, between = (_filled(each, axes, room) for each in pair) if len(pair[0]) else pair
-        sets = itertools.combinations(range(assignments), number) if len(sizes) else ()
-        # Fewer axes than there can be are filled up with an assignment that does nothing, so that one program serves
-        # all.
-        for block, real in _blocks(sets, axes, min(_SETS, max(1, _BLOCK // room)), terms.divides.shape[1]):
-            priced = best_of_block(arrays, machine, block, sizes, between, np.int32(real), keep=keep)
-            at, share, parts = map(np.asarray, priced)
-            few = (at < real) & (parts[:, 0] < (found[-1].seconds if len(found) == keep else math.inf))
-            picked = zip(block[at[few]], sizes[share[few]], between[share[few]], parts[few], strict=True)
+    for number, given in enumerate(by_count, start=1):
+        sets = itertools.combinations(range(assignments), number) if len(given[0]) else iter(())
+        # Fewer axes and shares than there can be are filled up, so that one program serves all.
+        wide = [np.pad(one, ((0, 0), (0, AXES - number)), constant_values=1) for one in given]
+        sizes, between = (np.concatenate([one, np.repeat(one[:1], room - len(one), axis=0)]) for one in wide)
+        while rows := [*itertools.islice(sets, block)]:
+            made = np.full((block, AXES), nothing, np.int32)
+            made[: len(rows), :number] = rows
+            priced = best_of_block(arrays, machine, made, sizes, between, np.int32(len(rows)), keep=keep)
+            least = found[-1].seconds if len(found) == keep else math.inf
             better = [
-                Found(_first(number, own), _first(number, size), _first(number, spans), *map(float, part[1:]))
-                for own, size, spans, part in picked
+                Found(
+                    tuple(made[at, :number].tolist()),
+                    tuple(sizes[share, :number].tolist()),
+                    tuple(between[share, :number].tolist()),
+                    seconds,
+                    memory,
+                )
+                for at, share, (seconds, memory) in zip(*(np.asarray(one).tolist() for one in priced), strict=True)
+                if seconds < least
             ]
             found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]
     return found
 
 
-def _first(count: int, numbers: Int[np.ndarray, " axes"]) -> tuple[int, ...]:
-    return tuple(map(int, numbers[:count]))
-
-
 def assignment_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
     """How many of the assignments are combined."""
-    count = terms.divides.shape[1]
-    while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count)) > _ALL:
+    count = len(terms["calls"])
+    while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:
         count -= 1
     return count
 
@@ -307,20 +281,3 @@ def shares_of(
         return sizes, np.ones_like(sizes)
     rows, spanning = np.nonzero(sizes % slices == 0)
     return sizes[rows], np.where(np.arange(axes) == spanning[:, None], slices, 1).astype(np.int32)
-
-
-def _filled(sizes: Int[np.ndarray, "some few"], axes: int, most: int) -> Int[np.ndarray, "most axes"]:
-    """With further axes of size 1, and the first row again until there are as many as ever."""
-    wide = np.pad(sizes, ((0, 0), (0, axes - sizes.shape[1])), constant_values=1)
-    return np.concatenate([wide, np.repeat(wide[:1], most - len(wide), axis=0)])
-
-
-def _blocks(
-    sets: Iterable[tuple[int, ...]], axes: int, block: int, nothing: int
-) -> Iterator[tuple[Int[np.ndarray, "block axes"], int]]:
-    """The sets in blocks of one shape, and how many of a block are real."""
-    left = iter(sets)
-    while rows := list(itertools.islice(left, block)):
-        made = np.full((block, axes), nothing, np.int32)
-        made[: len(rows), : len(rows[0])] = rows
-        yield made, len(rows)

@@ -1,21 +1,20 @@
 """Time against memory, and devices against time, for several batches and numbers of devices."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
+from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.errors import MeshError, RuleError
 from .._ground.html import html_text
 from .._ground.text import bytes_text, first_lines, table
-from .._ground.tree import flatten
 from ._asked import asked_for
 from ._candidate import Candidate, ms
 from ._limits import Limits
+from ._name_axes import name_axes
 from ._search import candidates_of, opened
-from ._space import Space
 
 
 # So many of the core's best are partitioned at least.
@@ -80,8 +79,8 @@ class Frontier:
 
 
 def frontier(
-    step: Any,
-    *args: Any,
+    step: Callable[..., object],
+    *args: PyTree,
     devices: Sequence[int | str],
     chip: str | chips.Chip | None = None,
     slices: int = 1,
@@ -138,14 +137,13 @@ def frontier(
     if not asked:
         raise MeshError("`devices` is empty; give numbers or slices, as `devices=(8, 16, 32)`.")
     points: list[FrontierPoint] = []
+    names = name_axes(step, *args).names if batches else ()
     for these in asked:
-        given = opened(step, args, these, limits, (), _silent)
-        for size in batches or (None,):
-            resized = (
-                given if size is None else opened(step, _resized(given[0], args, size), these, limits, (), _silent)
-            )
-            found, _ = candidates_of(*resized, _KEPT, _silent)
-            points += [FrontierPoint(_batch_of(resized[0]), one) for one in _undominated(found)]
+        for given in [_resized(args, names, size) for size in batches] or [args]:
+            space, pricer = opened(step, given, these, limits, (), _silent)
+            found, _ = candidates_of(space, pricer, _KEPT, _silent)
+            size = next((group.size for group in space.classes.live() if group.name == "batch"), 0)
+            points += [FrontierPoint(size, one) for one in _undominated(found)]
     return Frontier(tuple(sorted(points, key=lambda point: (point.devices, point.batch, point.candidate.seconds))))
 
 
@@ -162,32 +160,19 @@ def _undominated(found: Iterable[Candidate]) -> Iterable[Candidate]:
             yield one
 
 
-def _batch_of(space: Space) -> int:
-    """How large the batch is; 0 where nothing is called so."""
-    return next((group.size for group in space.classes.live() if group.name == "batch"), 0)
-
-
-def _resized(space: Space, args: Sequence[Any], size: int) -> list[Any]:
+def _resized(args: Sequence[PyTree], names: Sequence[PyTree], size: int) -> list[PyTree]:
     """The arguments with a batch of another size."""
-    places = {
-        (*space.classes.traced.places[place.argument], place.dim)
-        for group in space.classes.live()
-        for place in group.places
-        if group.name == "batch" and place.of == 1
-    }
-    if not places:
-        known = ", ".join(group.name for group in space.classes.live())
-        raise RuleError(f'`batches` needs a dimension called "batch", and the step has {known}; leave `batches` out.')
-    changed = []
-    for which, arg in enumerate(args):
-        flat = flatten(arg)
-        leaves = [
-            jax.ShapeDtypeStruct(
-                tuple(size if (which, leaf, dim) in places else old for dim, old in enumerate(value.shape)), value.dtype
-            )
-            if is_array
-            else value
-            for leaf, (value, is_array) in enumerate(zip(flat.leaves, flat.is_array, strict=True))
-        ]
-        changed.append(jax.tree.unflatten(flat.treedef, leaves))
-    return changed
+    found = False
+
+    def resized(leaf: object, called: tuple[object, ...] | None) -> object:
+        nonlocal found
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or called is None or "batch" not in called:
+            return leaf
+        found = True
+        shape = (size if name == "batch" else old for name, old in zip(called, leaf.shape, strict=True))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    made = [jax.tree.map(resized, arg, called) for arg, called in zip(args, names, strict=True)]
+    if not found:
+        raise RuleError('`batches` needs a dimension called "batch", and `name_axes` finds none; leave `batches` out.')
+    return made

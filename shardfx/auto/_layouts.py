@@ -96,7 +96,7 @@ class Layouts:
         ]
         self.kinds: dict[_Labelled, int] = {}
         # The number of the kind of each operation.
-        self.kind = [self.kinds.setdefault(_Labels(self).of(made), len(self.kinds)) for made in self.program.operations]
+        self.kind = [self.kinds.setdefault(_labelled(self, made), len(self.kinds)) for made in self.program.operations]
         self.labelled = list(self.kinds)
 
     def under(self, assignment: Assignment) -> Layout:
@@ -124,50 +124,38 @@ def _numbers(classes: Classes, devices: int) -> dict[int, int]:
     }
 
 
-class _Labels:
-    """The labels of one operation while they are found: a factor has one for each part of it."""
-
-    def __init__(self, layouts: Layouts):
-        self.layouts = layouts
-        self.numbers: dict[tuple[int, int], int] = {}
-        self.classes: list[int] = []
-        self.behind: set[int] = set()
-        self.leaves: dict[int, list[int]] = {}
-
-    def of(self, made: Operation) -> _Labelled:
-        if made.name == "use":
-            return _Labelled(made.name, (), (), (), frozenset(), ())
-        sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
-        for value, dims in sides:
-            for leaves, dim in zip(self.layouts.parts[value], dims, strict=True):
-                if len(dim) == 1:
-                    self.leaves.setdefault(dim[0], leaves)
-        found = [self.labels(made, value, dims) for value, dims in sides]
-        ins, outs = tuple(found[: len(made.ins)]), tuple(found[len(made.ins) :])
-        cuttable = tuple((label, number) for label, number in enumerate(self.classes) if number >= 0)
-        values = [self.layouts.program.values[value] for value in made.ins]
-        counts = tuple(0.0 if value.free or not value.shape else value.bytes for value in values)
-        return _Labelled(made.name, ins, outs, cuttable, frozenset(self.behind), counts)
-
-    def labels(self, made: Operation, value: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-        """A label for each part of each dimension, -1 for those that the operation needs whole."""
-        shape, found = self.layouts.program.values[value].shape, list[int]()
-        for size, leaves, dim in zip(shape, self.layouts.parts[value], dims, strict=True):
-            keys = [(factor, at) for factor in dim for at in range(len(self.leaves.get(factor, ())))]
-            same = [self.leaves[factor][at] for factor, at in keys] == leaves
-            if not same or whole(made, dim, size):
-                found += [-1] * len(leaves)
-            else:
-                found += [self.label(key, leaf, at) for at, (key, leaf) in enumerate(zip(keys, leaves, strict=True))]
-        return tuple(found)
-
-    def label(self, key: tuple[int, int], leaf: int, at: int) -> int:
-        if key not in self.numbers:
-            self.numbers[key] = len(self.classes)
-            self.classes.append(self.layouts.numbers.get(leaf, -1))
-        if at:
-            self.behind.add(self.numbers[key])
-        return self.numbers[key]
+def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
+    """The labels of one operation: a factor has one for each part of it."""
+    if made.name == "use":
+        return _Labelled(made.name, (), (), (), frozenset(), ())
+    sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
+    leaves: dict[int, list[int]] = {}
+    for value, dims in sides:
+        for own, dim in zip(layouts.parts[value], dims, strict=True):
+            if len(dim) == 1:
+                leaves.setdefault(dim[0], own)
+    numbers: dict[tuple[int, int], int] = {}
+    cuttable: dict[int, int] = {}
+    behind: set[int] = set()
+    found: list[tuple[int, ...]] = []
+    for value, dims in sides:
+        labels: list[int] = []
+        for size, own, dim in zip(layouts.program.values[value].shape, layouts.parts[value], dims, strict=True):
+            keys = [(factor, at) for factor in dim for at in range(len(leaves.get(factor, ())))]
+            if [leaves[factor][at] for factor, at in keys] != own or whole(made, dim, size):
+                labels += [-1] * len(own)
+                continue
+            labels += [numbers.setdefault(key, len(numbers)) for key in keys]
+            behind.update(labels[len(labels) - len(own) + 1 :])
+            pairs = zip(keys, own, strict=True)
+            cuttable |= {numbers[key]: layouts.numbers[leaf] for key, leaf in pairs if leaf in layouts.numbers}
+        found.append(tuple(labels))
+    values = [layouts.program.values[value] for value in made.ins]
+    counts = tuple(0.0 if value.free or not value.shape else value.bytes for value in values)
+    count = len(made.ins)
+    return _Labelled(
+        made.name, tuple(found[:count]), tuple(found[count:]), tuple(cuttable.items()), frozenset(behind), counts
+    )
 
 
 class _Run:
@@ -199,14 +187,8 @@ class _Run:
         for value in program.results:
             if self.state[value] == PARTIAL:
                 self.move(value, self.layouts.preferred(value, self.assignment), 1.0, len(program.operations) - 1)
-        return Layout(
-            self.assignment,
-            tuple(self.events),
-            tuple(self.cuts),
-            tuple(self.shared),
-            frozenset(self.used),
-            frozenset(self.summed),
-        )
+        made = tuple(self.events), tuple(self.cuts), tuple(self.shared)
+        return Layout(self.assignment, *made, frozenset(self.used), frozenset(self.summed))
 
     def set(self, value: int, state: int) -> None:
         self.state[value] = state

@@ -1,7 +1,6 @@
 """What a search must keep to."""
 
 import dataclasses
-import functools as ft
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -24,7 +23,6 @@ class Limits:
     - `free_bytes`: how much of a device's memory must stay free.
     - `axes`: mesh axes that must exist, by the names that a search gives them ("data", "fsdp", "tensor", "context",
         "expert"): a name, or a pair of a name and a size.
-    - `most_axes`: how many mesh axes there may be, 4 at most.
     - `rules`: rules whose mesh axes are kept as they are, so that only their sizes are chosen.
 
     !!! Example
@@ -41,12 +39,9 @@ class Limits:
     least: tuple[tuple[str, int], ...] = ()
     free_bytes: int = 0
     axes: tuple[str | tuple[str, int], ...] = ()
-    most_axes: int = 4
     rules: AxisRules | None = None
 
     def __post_init__(self):
-        if not 1 <= self.most_axes <= 4:
-            raise RuleError(f"`most_axes` is {self.most_axes}; a search can choose meshes of 1 to 4 axes.")
         both = sorted({*self.never} & {*self.always, *(name for name, _ in self.least)})
         if both:
             raise RuleError(f"`limits` wants {both[0]!r} cut, and `never` forbids it; take it out of one of them.")
@@ -55,8 +50,8 @@ class Limits:
                 raise RuleError(f"`least` wants {name!r} in {pieces} pieces; the fewest that there can be are 1.")
         if self.free_bytes < 0:
             raise RuleError(f"`free_bytes` is {self.free_bytes}; 0 leaves all memory to the step.")
-        if len(self.axes) > self.most_axes:
-            raise RuleError(f"`axes` wants {len(self.axes)} mesh axes, and `most_axes` allows {self.most_axes}.")
+        if len(self.axes) > 4:
+            raise RuleError(f"`axes` wants {len(self.axes)} mesh axes; a search can choose meshes of 1 to 4.")
         for name, size in self.wanted_axes:
             if size is not None and size < 2:
                 raise RuleError(
@@ -75,13 +70,7 @@ class Limits:
 
 
 def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Which assignments an axis that must exist can have, and its size.
-
-    **Arguments:**
-
-    - `limits`: what must hold.
-    - `called`: the name of a mesh axis for each assignment.
-    """
+    """Which assignments an axis that must exist can have, by what their axes are called; and its size, or 0."""
     named = np.zeros((len(limits.axes), len(called)), bool)
     for row, (name, _) in enumerate(limits.wanted_axes):
         named[row] = [name == one for one in called]
@@ -91,17 +80,11 @@ def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray
                 f"`limits` wants a mesh axis {name!r}, and no assignment of this step is called so{near(name, known)}; "
                 f"there are {', '.join(sorted(known))}."
             )
-    return named, np.array([size or 0 for _, size in limits.wanted_axes], np.int32)
+    return named, np.array([size or 0 for _, size in limits.wanted_axes], np.int64)
 
 
 def blocking(limits: Limits, can: Callable[[Limits], bool]) -> str:
-    """Which of the limits leaves nothing, in words: without it there would be a mesh.
-
-    **Arguments:**
-
-    - `limits`: what must hold.
-    - `can`: whether there is a mesh within other limits.
-    """
+    """Which of the limits leaves nothing, in words; `can` says whether there is a mesh within other limits."""
     singly = [text for text, other in _loosened(limits) if can(other)]
     if singly:
         return f"without `{'`, or without `'.join(singly)}` there is one"
@@ -112,21 +95,15 @@ def blocking(limits: Limits, can: Callable[[Limits], bool]) -> str:
 
 def _loosened(limits: Limits) -> Iterator[tuple[str, Limits]]:
     """Each limit in words, and the limits without it."""
-    change = ft.partial(dataclasses.replace, limits)
-    for name in limits.never:
-        yield f"never={name!r}", change(never=tuple(other for other in limits.never if other != name))
-    for name in limits.always:
-        yield f"always={name!r}", change(always=tuple(other for other in limits.always if other != name))
-    for name, pieces in limits.least:
-        yield f"least={name!r} in {pieces}", change(least=tuple(pair for pair in limits.least if pair[0] != name))
-    for one in limits.axes:
-        yield f"axes={one!r}", change(axes=tuple(other for other in limits.axes if other != one))
-    if limits.most_axes < 4:
-        yield f"most_axes={limits.most_axes}", change(most_axes=4)
-    if limits.rules is not None:
-        yield "rules", change(rules=None)
-    if limits.free_bytes:
-        yield f"free_bytes={limits.free_bytes}", change(free_bytes=0)
+    for field in dataclasses.fields(limits):
+        value, usual = getattr(limits, field.name), field.default
+        if isinstance(value, tuple):
+            for one in value:
+                left = tuple(other for other in value if other != one)
+                yield f"{field.name}={one!r}", dataclasses.replace(limits, **{field.name: left})
+        elif value != usual:
+            text = field.name if isinstance(value, AxisRules) else f"{field.name}={value!r}"
+            yield text, dataclasses.replace(limits, **{field.name: usual})
 
 
 def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:

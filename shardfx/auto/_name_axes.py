@@ -1,9 +1,11 @@
 """Logical names for the arguments of any step, read off what the step does."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from .._ground.html import html_text
 from .._ground.text import between_numbers, first_lines, joined, table
@@ -35,7 +37,7 @@ class NamedAxes:
     `notes` says what was not understood. Printed, it is a table with how each axis came about.
     """
 
-    names: tuple[Any, ...]
+    names: tuple[PyTree, ...]
     axes: tuple[NamedAxis, ...]
     notes: tuple[str, ...]
 
@@ -58,7 +60,7 @@ class NamedAxes:
     _repr_html_ = html_text
 
 
-def name_axes(step: Any, *args: Any) -> NamedAxes:
+def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
     """Finds the logical axes of a step's arguments: dimensions that must be cut alike get one name.
 
     The step is traced, and dimensions that an operation ties together (contracted, added, scanned over, looked up) are
@@ -119,10 +121,10 @@ def notes_of(classes: Classes) -> tuple[str, ...]:
     return tuple(words if count == 1 else f"{words} ({count} times)" for words, count in notes.items())
 
 
-def names_trees(classes: Classes) -> tuple[Any, ...]:
+def names_trees(classes: Classes) -> tuple[PyTree, ...]:
     """For each argument of the step a tree of its structure, with names at the arrays."""
     traced = classes.traced
-    columns: list[list[Any]] = [[None] * len(flat.leaves) for flat in traced.flats]
+    columns: list[list[object]] = [[None] * len(flat.leaves) for flat in traced.flats]
     for argument, (which, leaf) in enumerate(traced.places):
         columns[which][leaf] = classes.names_of(argument)
     return tuple(jax.tree.unflatten(flat.treedef, column) for flat, column in zip(traced.flats, columns, strict=True))
@@ -130,7 +132,7 @@ def names_trees(classes: Classes) -> tuple[Any, ...]:
 
 def _axis(group: Group, classes: Classes) -> NamedAxis:
     traced = classes.traced
-    alike: dict[Any, list[str]] = {}
+    alike: dict[tuple[object, str], list[str]] = {}
     # The moments of an optimizer have the parameters' axes: they are told of only where nothing else is.
     own = [place for place in group.places if traced.places[place.argument][0] == classes.main]
     data = [place for place in group.places if place.argument not in classes.model]
@@ -143,13 +145,17 @@ def _axis(group: Group, classes: Classes) -> NamedAxis:
 
 
 def _joins(group: Group, traced: Traced) -> tuple[tuple[str, str], ...]:
-    parts, roots = traced.tied.parts, set(group.roots)
+    """The operations that two operands with the axis meet in, products and lookups first."""
+    tied, roots = traced.tied, set(group.roots)
     found: dict[tuple[str, str], None] = {}
-    for join in parts.joins:
-        if roots.isdisjoint(parts.leaves(join.first)):
-            continue
-        operation = traced.tied.program.operations[join.operation]
-        found[operation.name, source_line(operation.location)] = None
+    for made in sorted(tied.program.operations, key=lambda made: not made.factors.reduction):
+        having = [
+            value
+            for value in dict.fromkeys(made.ins)
+            if any(not roots.isdisjoint(tied.parts.leaves(part)) for part in tied.dims[value])
+        ]
+        if len(having) > 1 and made.name not in ("carry", "return", "use"):
+            found[made.name, source_line(made.location)] = None
     return tuple(found)
 
 
@@ -159,5 +165,5 @@ def source_line(location: Any) -> str:
     return "-" if frame is None else frame.place
 
 
-def _some(texts: Any, most: int = 4) -> str:
+def _some(texts: Sequence[str], most: int = 4) -> str:
     return ", ".join(texts[:most]) + (f", and {len(texts) - most} more" if len(texts) > most else "")

@@ -22,15 +22,12 @@ def named_classes(traced: Traced) -> Classes:
 
 _VOCAB = re.compile(r"vocab|emb|wte|lm_head|logits|unembed|tok|shared", re.IGNORECASE)
 _POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
-_CELLS = re.compile(r"lstm|gru|rnn|(?<![a-z])cell|weight_hh", re.IGNORECASE)
-_GATES = (3, 4)
 _MLP = re.compile(r"mlp|ffn|ff|feed|gate|up_|down|\bw[io]\b|hidden|swiglu", re.IGNORECASE)
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
 _ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
 _DULL = frozenset("weight kernel w params bias scale value".split())
 _SMALL_VOCAB = 1000
 _KEY_WORDS = (2, 4)
-_IMAGE = ("height", "width", "channels")
 _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
@@ -40,37 +37,29 @@ class _Namer:
     def __init__(self, classes: Classes):
         self.classes = classes
         self.traced, self.tied = classes.traced, classes.tied
-        self.left = {number for number, group in enumerate(classes.groups) if group.roots}
 
     def name_all(self) -> None:
         self.declared()
         self.key_words()
-        self.layers()
+        for group in self.unnamed("scanned"):
+            group.name = "layers" if self.classes.in_model(group) else ""
         self.data()
         self.heads()
         self.routers()
         self.looked_up()
-        self.windows()
-        self.gates()
+        # What convolutions slide along is a window, and no axis should cut it.
+        for group in self.unnamed("windows"):
+            group.name = "window" if len(self.classes.in_model(group)) == len(group.places) else ""
         self.width()
         self.by_path()
 
-    def groups(self) -> list[tuple[int, Group]]:
-        return [(number, self.classes.groups[number]) for number in sorted(self.left)]
+    def unnamed(self, mark: str | None = None) -> list[Group]:
+        """The groups without a name, or those of them that operations marked so."""
+        found = [group for group in self.classes.live() if not group.name]
+        return [group for group in found if mark is None or self.is_marked(group, mark)]
 
-    def give(self, number: int, name: str) -> None:
-        self.classes.groups[number].name = name
-        self.left.discard(number)
-
-    def is_marked(self, group: Group, kind: str) -> bool:
-        return any(root in self.classes.marked[kind] for root in group.roots)
-
-    def in_model(self, group: Group) -> list[Place]:
-        return [place for place in group.places if place.argument in self.classes.model]
-
-    def own(self) -> set[int]:
-        """The classes that arrays of the model have."""
-        return {root for group in self.classes.groups if self.in_model(group) for root in group.roots}
+    def is_marked(self, group: Group, mark: str) -> bool:
+        return not self.classes.marked[mark].isdisjoint(group.roots)
 
     def paths(self, places: Iterable[Place]) -> list[str]:
         return list(dict.fromkeys(self.traced.path(place.argument) for place in places))
@@ -80,34 +69,28 @@ class _Namer:
 
     def declared(self) -> None:
         """Names that the model's fields declare come first."""
-        for number, group in self.groups():
+        for group in self.unnamed():
             for place in group.places:
                 which, leaf = self.traced.places[place.argument]
                 names = self.traced.flats[which].names[leaf]
-                if names is None or ... in names or len(names) != self.rank(place) or place.at != 0:
+                if names is None or ... in names or len(names) != self.rank(place) or place.of > 1:
                     continue
                 name = names[place.dim]
                 name = name.target if isinstance(name, Atomic) else name
-                if isinstance(name, str) and place.of == 1:
-                    self.give(number, name)
+                if isinstance(name, str):
+                    group.name = name
                     break
 
     def key_words(self) -> None:
         """The two or four numbers of a raw key are no batch, and no axis cuts them."""
-        for number, group in self.groups():
-            places = group.places
-            last = all(place.dim == self.rank(place) - 1 for place in places)
-            if last and group.size in _KEY_WORDS and all(map(self.is_raw, places)):
-                self.give(number, "key_words")
+        for group in self.unnamed():
+            last = all(place.dim == self.rank(place) - 1 for place in group.places)
+            if last and group.size in _KEY_WORDS and all(map(self.is_raw, group.places)):
+                group.name = "key_words"
 
     def is_raw(self, place: Place) -> bool:
         value = self.tied.program.values[self.tied.program.arguments[place.argument]]
         return value.dtype == np.dtype("uint32") and place.argument not in self.classes.model
-
-    def layers(self) -> None:
-        for number, group in self.groups():
-            if self.is_marked(group, "scanned") and self.in_model(group):
-                self.give(number, "layers")
 
     def data(self) -> None:
         """The first dimension of the data is the batch; others are those of images, or the second a sequence.
@@ -115,218 +98,149 @@ class _Namer:
         The layers that a loop walks through do not count, as those of a cache of keys and values.
         """
         images = self.images()
-        for number, group in self.groups():
+        for group in self.unnamed():
+            own = self.classes.in_model(group)
             places = [place for place in group.places if place.argument not in self.classes.model]
-            positions = all(map(_POSITIONS.search, self.paths(self.in_model(group))))
-            if not places or not (positions or images.get(number) == "channels"):
+            positions = all(map(_POSITIONS.search, self.paths(own)))
+            if not places or not (positions or images.get(group) == "channels"):
                 continue
             first = max(places, key=lambda place: (len(self.data_dims(place)), -place.dim))
             dims = self.data_dims(first)
             at = dims.index(first.dim)
             if all(self.data_dims(place)[:1] == [place.dim] and place.at == 0 for place in places):
-                self.give(number, "batch")
-            elif number in images:
-                self.give(number, images[number])
-            elif self.is_marked(group, "batched") and self.in_model(group):
+                group.name = "batch"
+            elif group in images:
+                group.name = images[group]
+            elif not at or (own and self.is_marked(group, "batched")):
                 continue
-            elif len(dims) == 4 and at and not self.has_heads(first.argument):
-                self.give(number, _IMAGE[at - 1])
-            elif (
-                at and (at < len(dims) - 1 or len(dims) == 2) and not any(image in images for image in self.near(first))
-            ):
-                self.give(number, "sequence")
-            elif at and len(dims) == 3:
-                self.give(number, "features")
+            elif (at < len(dims) - 1 or len(dims) == 2) and images.keys().isdisjoint(self.classes.flat(first.argument)):
+                group.name = "sequence"
+            elif len(dims) == 3:
+                group.name = "features"
 
     def data_dims(self, place: Place) -> list[int]:
         """The dimensions of an argument that no loop walks through."""
-        groups, of_root = self.classes.groups, self.classes.of_root
-        named = [{groups[of_root[leaf]].name for leaf in leaves} for leaves in self.classes.dims[place.argument]]
+        named = [{self.classes.of(leaf).name for leaf in leaves} for leaves in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
-    def near(self, place: Place) -> list[int]:
-        """The groups of the argument that a place is in."""
-        return [self.classes.of_root[leaf] for leaves in self.classes.dims[place.argument] for leaf in leaves]
-
-    def has_heads(self, argument: int) -> bool:
-        """Whether products run in batches over a dimension that the model has, too."""
-        leaves = {leaf for leaves in self.classes.dims[argument] for leaf in leaves}
-        return not self.classes.marked["batched"].isdisjoint(leaves & self.own())
-
-    def images(self) -> dict[int, str]:
+    def images(self) -> dict[Group, str]:
         """What convolutions call dimensions of the data: their own numbers say it, whichever comes first."""
-        of_root, parts = self.classes.of_root, self.tied.parts
-        found = {of_root[leaf]: "channels" for leaf in self.classes.marked["channels"] if leaf in of_root}
+        classes = self.classes
+        found = {classes.of(leaf): "channels" for leaf in classes.marked["channels"] if leaf in classes.of_root}
         for part, (at, count) in self.tied.spatial.items():
-            for leaf in parts.leaves(part)[:1]:
-                if leaf in of_root and count in _SPATIAL:
-                    found[of_root[leaf]] = _SPATIAL[count][at]
+            for leaf in self.tied.parts.leaves(part)[:1]:
+                if leaf in classes.of_root and count in _SPATIAL:
+                    found[classes.of(leaf)] = _SPATIAL[count][at]
         return found
-
-    def windows(self) -> None:
-        """What convolutions slide along is a window, and no axis should cut it."""
-        for number, group in self.groups():
-            if self.is_marked(group, "windows") and all(place.argument in self.classes.model for place in group.places):
-                self.give(number, "window")
 
     def looked_up(self) -> None:
         """Rows that the tokens of sequences look up are a vocabulary; what one label of an example says are classes."""
-        vocabs: set[int] = set()
-        others: list[tuple[int, Group]] = []
-        for number, group in self.groups():
-            paths = self.paths(self.in_model(group))
-            if not self.is_marked(group, "looked_up") or not paths:
-                continue
-            if any(map(_POSITIONS.search, paths)):
-                self.give(number, "positions")
-            elif self.is_vocabulary(number, group, paths):
-                vocabs.add(group.size)
-                self.give(number, "vocab")
+        found = {
+            group: self.is_vocabulary(group, paths)
+            for group in self.unnamed("looked_up")
+            if (paths := self.paths(self.classes.in_model(group)))
+        }
+        vocabs = {group.size for group, is_vocabulary in found.items() if is_vocabulary}
+        for group in found:
+            if any(map(_POSITIONS.search, self.paths(self.classes.in_model(group)))):
+                group.name = "positions"
             else:
-                others.append((number, group))
-        for number, group in others:
-            # Logits of as many classes as there are tokens are of tokens.
-            self.give(number, "vocab" if group.size in vocabs else "classes")
+                # Logits of as many classes as there are tokens are of tokens.
+                group.name = "vocab" if group.size in vocabs else "classes"
 
-    def is_vocabulary(self, number: int, group: Group, paths: list[str]) -> bool:
-        if any(map(_VOCAB.search, paths)):
-            return True
-        return group.size >= _SMALL_VOCAB and (self.is_marked(group, "tokens") or self.is_tied_to_logits(number, group))
-
-    def is_tied_to_logits(self, number: int, group: Group) -> bool:
-        """Whether the table that is looked up makes logits, too."""
-        tables = {place.argument for place in self.in_model(group)}
-        return self.is_marked(group, "multiplied") and len(tables) == 1
+    def is_vocabulary(self, group: Group, paths: list[str]) -> bool:
+        named = any(map(_VOCAB.search, paths)) and not any(map(_POSITIONS.search, paths))
+        return named or (group.size >= _SMALL_VOCAB and self.is_marked(group, "tokens"))
 
     def heads(self) -> None:
         """Parts that products run over in batches: heads where a unit follows them, or where both operands are data;
         experts where an operand is made of weights alone.
         """
-        found = [(n, g) for n, g in self.groups() if self.is_marked(g, "batched") and self.in_model(g)]
-        groups = self.classes.of_root
-        kept = [leaves[: self.classes.kept(leaves)] for dims in self.classes.dims for leaves in dims]
-        kept = [leaves for leaves in kept if len(leaves) > 1 and groups[leaves[0]] in {number for number, _ in found}]
-        behind = {groups[leaf] for leaves in kept for leaf in leaves[1:]}
-        shared = {groups[leaves[0]] for leaves in kept}
-        found = [(n, g) for n, g in self.groups() if n in behind or (n, g) in found]
-        named, of_weights = set[int](), self.batches_of_weights()
-        for number, group in found:
-            paths = self.paths(self.in_model(group))
+        classes, of = self.classes, self.classes.of
+        found = [group for group in self.unnamed("batched") if classes.in_model(group)]
+        kept = [leaves[: classes.kept(leaves)] for dims in classes.dims for leaves in dims]
+        kept = [[*map(of, leaves)] for leaves in kept if len(leaves) > 1 and of(leaves[0]) in found]
+        shared, behind = {groups[0] for groups in kept}, {group for groups in kept for group in groups[1:]}
+        of_weights, named = self.batches_of_weights(), set[Group]()
+        for group in [*found, *(group for group in self.unnamed() if group in behind and group not in found)]:
+            paths = self.paths(classes.in_model(group))
             attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in group.places)
-            attends |= number not in of_weights
-            if number in behind:
-                self.give(number, "query_groups")
-            elif number in shared:
-                self.give(number, "kv_heads")
-            elif any(map(_EXPERTS.search, paths)) or not attends:
-                self.give(number, "experts")
+            if group in behind:
+                group.name = "query_groups"
+            elif group in shared:
+                group.name = "kv_heads"
+            elif any(map(_EXPERTS.search, paths)) or not (attends or group not in of_weights):
+                group.name = "experts"
                 continue
             else:
-                self.give(number, "heads")
-            named.add(number)
-        self.within_heads(named)
+                group.name = "heads"
+            named.add(group)
+        # What follows heads, in their dimension or in the next one, is a head's own.
+        for argument in range(len(classes.dims)):
+            flat = classes.flat(argument)
+            for before, after in zip(flat, flat[1:], strict=False):
+                if before in named and not after.name and self.is_marked(after, "contracted"):
+                    after.name = "head_dim"
 
-    def batches_of_weights(self) -> set[int]:
+    def batches_of_weights(self) -> set[Group]:
         """The groups over which products run in batches with an operand that has dimensions of the model alone."""
-        of_root, tied, own, found = self.classes.of_root, self.tied, self.own(), set[int]()
+        tied, own, found = self.tied, self.classes.own, set[Group]()
         for made in tied.program.operations:
             over = batched(made)
             for value, dims in zip(made.ins, made.factors.ins, strict=True) if over else ():
-                parts = tied.dims[value]
-                leaves = {leaf for part in parts for leaf in tied.parts.leaves(part)}
+                parts = [tied.parts.leaves(part) for part in tied.dims[value]]
+                leaves = {leaf for part in parts for leaf in part}
                 if len(leaves) > 1 and leaves <= own:
-                    wide = [part for part, dim in zip(parts, dims, strict=True) if dim[0] in over]
-                    found |= {of_root[leaf] for part in wide for leaf in tied.parts.leaves(part) if leaf in of_root}
+                    wide = (part for part, dim in zip(parts, dims, strict=True) if dim[0] in over)
+                    found.update(self.classes.of(leaf) for part in wide for leaf in part)
         return found
 
-    def within_heads(self, heads: set[int]) -> None:
-        """What follows heads, in their dimension or in the next one, is a head's own."""
-        groups = self.classes.of_root
-        for dims in self.classes.dims:
-            flat = [groups[leaf] for leaves in dims for leaf in leaves]
-            for before, after in zip(flat, flat[1:], strict=False):
-                if before in heads and after in self.left and self.is_marked(self.classes.groups[after], "contracted"):
-                    self.give(after, "head_dim")
-
-    def gates(self) -> None:
-        """A recurrent cell makes three or four gates at once, each as wide as its state."""
-        groups, of_root = self.classes.groups, self.classes.of_root
-        sizes, parts = set[int](), self.classes.marked["sliced"]
-        for argument in sorted(self.classes.model) if parts else ():
-            flat = [of_root[leaf] for leaves in self.classes.dims[argument] for leaf in leaves]
-            if len(flat) != 2 or not _CELLS.search(self.traced.path(argument)):
-                continue
-            for wide, state in (flat, flat[::-1]):
-                many = groups[wide].size in [count * groups[state].size for count in _GATES]
-                if many and not parts.isdisjoint(groups[wide].roots):
-                    sizes.add(groups[wide].size)
-                    if state in self.left:
-                        self.give(state, "hidden")
-        for number, group in self.groups():
-            if group.size in sizes and all(map(_CELLS.search, self.paths(self.in_model(group)))):
-                self.give(number, "gates")
+    def routers(self) -> None:
+        """What scores as many things as there are experts scores them, though choosing the best ties nothing."""
+        sizes = {group.size for group in self.classes.live() if group.name == "experts"}
+        for group in self.unnamed():
+            places = self.classes.in_model(group)
+            if group.size in sizes and places and all(self.rank(place) <= 3 and place.of == 1 for place in places):
+                chosen = self.is_marked(group, "chosen") or self.is_marked(group, "looked_up")
+                if chosen or any(map(_ROUTERS.search, self.paths(places))):
+                    group.name = "experts"
 
     def width(self) -> None:
         """What residual sums have, and most arrays of the model, is its width; beside a vocabulary it always is.
 
         A model of several towers has several widths, each with residual sums of its own.
         """
-        sums = residual(self.tied, self.own())
-        counts = {
-            number: len({place.argument for place in self.in_model(group)})
-            for number, group in self.groups()
-            if not sums.isdisjoint(group.roots) and self.is_marked(group, "contracted")
-        }
-        beside = self.beside_vocabulary()
-        for number in {**counts, **dict.fromkeys(sorted(beside), 2)} if len(beside) < 2 else counts:
-            if number in beside or counts.get(number, 0) >= 2:
-                self.give(number, "embed")
-
-    def beside_vocabulary(self) -> set[int]:
-        """The unnamed dimensions of tables in which tokens are looked up."""
-        groups, found = self.classes.of_root, set()
-        for dims in self.classes.dims:
-            flat = [groups[leaf] for leaves in dims for leaf in leaves]
-            if len(flat) == 2 and any(self.classes.groups[number].name == "vocab" for number in flat):
-                found |= self.left.intersection(flat)
-        return found
-
-    def routers(self) -> None:
-        """What scores as many things as there are experts scores them, though choosing the best ties nothing."""
-        sizes = {group.size for group in self.classes.live() if group.name == "experts"}
-        for number, group in self.groups():
-            places = self.in_model(group)
-            if group.size in sizes and places and all(self.rank(place) <= 3 and place.of == 1 for place in places):
-                chosen = self.is_marked(group, "chosen") or self.is_marked(group, "looked_up")
-                if chosen or any(map(_ROUTERS.search, self.paths(places))):
-                    self.give(number, "experts")
+        sums = residual(self.tied, self.classes.own)
+        found = [
+            group
+            for group in self.unnamed("contracted")
+            if not sums.isdisjoint(group.roots) and len({place.argument for place in self.classes.in_model(group)}) > 1
+        ]
+        tables = [flat for flat in map(self.classes.flat, range(len(self.classes.dims))) if len(flat) == 2]
+        tables = [flat for flat in tables if any(group.name == "vocab" for group in flat)]
+        beside = {group for flat in tables for group in flat if not group.name}
+        for group in [*found, *(beside if len(beside) == 1 else ())]:
+            group.name = "embed"
 
     def by_path(self) -> None:
-        for number, group in self.groups():
-            places = self.in_model(group) or group.places
+        for group in self.unnamed():
+            places = self.classes.in_model(group) or group.places
             places = [place for place in places if self.rank(place) > 1] or places
             paths = self.paths(places)
             if all(map(_POSITIONS.search, paths)):
-                name = "positions"
+                group.name = "positions"
             elif any(map(_MLP.search, paths)) or self.between_widths(group):
-                name = "mlp"
+                group.name = "mlp"
             elif any(map(_VOCAB.search, paths)):
-                name = "vocab"
+                group.name = "vocab"
             else:
-                name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
-            self.give(number, name)
+                group.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def between_widths(self, group: Group) -> bool:
         """Whether matrices lead from the model's width into this dimension, and others out of it."""
-        dims: set[int] = set()
-        for place in self.in_model(group):
-            if self.rank(place) < 2 or place.of > 1:
-                continue
-            others = self.classes.dims[place.argument]
-            if not any(self.classes.groups[self.classes.of_root[leaf]].name == "embed" for d in others for leaf in d):
-                return False
-            dims.add(place.dim)
-        return len(dims) > 1 and self.is_marked(group, "contracted")
+        places = [place for place in self.classes.in_model(group) or group.places if place.of == 1]
+        wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
+        return len(wide) > 1 and self.is_marked(group, "contracted")
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:

@@ -5,15 +5,6 @@ an operation ties together are one class: a union-find whose members can be spli
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-
-class Join(NamedTuple):
-    """One operation that made two classes one: both held a dimension of an argument."""
-
-    first: int
-    second: int
-    operation: int
 
 
 class Parts:
@@ -21,16 +12,13 @@ class Parts:
 
     def __init__(self):
         self.sizes: list[int] = []
-        self.joins: list[Join] = []
         self._parent: list[int] = []
         self._children: dict[int, tuple[int, ...]] = {}
-        self._origin: list[int] = []
 
-    def new(self, size: int, origin: int = -1) -> int:
-        """A part of `size` elements; `origin` says which argument's dimension it is or comes from, -1 for none."""
+    def new(self, size: int) -> int:
+        """A part of `size` elements."""
         self.sizes.append(size)
         self._parent.append(len(self._parent))
-        self._origin.append(origin)
         return len(self._parent) - 1
 
     def find(self, part: int) -> int:
@@ -47,7 +35,7 @@ class Parts:
             return [leaf for child in self._children[part] for leaf in self.leaves(child)]
         return [part] if self.sizes[part] > 1 else []
 
-    def align(self, left: Sequence[int], right: Sequence[int], operation: int) -> bool:
+    def align(self, left: Sequence[int], right: Sequence[int]) -> bool:
         """Ties two sequences of parts that hold the same elements in the same order; splits where they differ.
 
         Returns whether it got to the end. From the first pair of sizes of which neither divides the other, nothing
@@ -63,7 +51,7 @@ class Parts:
             elif self.sizes[b] == 1:
                 theirs.pop()
             elif self.sizes[a] == self.sizes[b] and not (a in self._children and b in self._children):
-                self._unite(a, b, operation)
+                self._unite(a, b)
                 ours.pop()
                 theirs.pop()
             elif not self._opened(ours, a, b) and not self._opened(theirs, b, a):
@@ -78,26 +66,12 @@ class Parts:
         if part not in self._children:
             if size % least or size == least:
                 return False
-            self._split(part, (least, size // least))
+            self._children[part] = self.new(least), self.new(size // least)
         stack.pop()
         stack.extend(reversed(self._children[part]))
         return True
 
-    def _split(self, part: int, sizes: tuple[int, ...]) -> None:
-        self._children[part] = tuple(self.new(size, self._origin[part]) for size in sizes)
-
-    def _unite(self, a: int, b: int, operation: int) -> None:
-        if self._origin[a] >= 0 and self._origin[b] >= 0:
-            self.joins.append(Join(a, b, operation))
+    def _unite(self, a: int, b: int) -> None:
         # The one that is split stands for both, so that its children are found.
         root, other = (b, a) if b in self._children else (a, b)
         self._parent[other] = root
-        if self._origin[root] < 0:
-            self._inherit(root, self._origin[other])
-
-    def _inherit(self, part: int, origin: int) -> None:
-        part = self.find(part)
-        if origin >= 0 and self._origin[part] < 0:
-            self._origin[part] = origin
-            for child in self._children.get(part, ()):
-                self._inherit(child, origin)

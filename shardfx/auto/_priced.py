@@ -5,15 +5,15 @@ import functools as ft
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.spec import entry_axes
-from .._plan import ShardPlan
+from .._plan import ShardPlan, follow
 from .._step import Platform, Step, step_of
-from .._step.lowered import bytecode
+from .._step.lowered import Dims, bytecode
 from ..cost import Traffic, TrafficRow
 from ..cost._after import as_compiled
 from ..cost._estimate import DIRECT, LARGEST, SIZED
@@ -24,10 +24,11 @@ from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
 from ..cost._work import Work, work_of
 from ..topology._mesh import MeshSpec
+from ._asked import EMULATED
 from ._candidate import Candidate
+from ._classes import Classes
 from ._constrain_step import constrain_step
 from ._core import CostModel
-from ._emulated import EMULATED
 from ._times import Times, times_of
 from ._trace import Traced
 
@@ -63,7 +64,7 @@ class Pricer:
     - `chip`: of the devices.
     """
 
-    def __init__(self, step: Callable[..., Any], traced: Traced, chip: chips.Chip, model: CostModel):
+    def __init__(self, step: Callable[..., object], traced: Traced, chip: chips.Chip, model: CostModel):
         self.step, self.args, self.words = step, traced.structs, traced.words
         self.results = results_of(self.args, traced.out)
         self.chip, self.model = chip, model
@@ -102,7 +103,6 @@ class Pricer:
         fits = read.held[0] <= one.limit_bytes
         return dataclasses.replace(
             timed(one, times, largest_first(read.sent)),
-            by="estimate",
             memory_bytes=round(read.held[0 if fits else 1]),
             constrained=constrained,
             notes=(*one.notes, *read.work.notes),
@@ -177,7 +177,7 @@ class Pricer:
         return [f"{word}/{leaf.path}" if leaf.path else word for word, plan in pairs for leaf in plan.leaves]
 
 
-def results_of(args: Sequence[Any], made: Any) -> tuple[tuple[int | None, int], ...]:
+def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
     """How results lie: a part that has the structure, shapes and dtypes of an argument leaves as that came.
 
     **Returns:**
@@ -196,7 +196,7 @@ def results_of(args: Sequence[Any], made: Any) -> tuple[tuple[int | None, int], 
     return tuple(found)
 
 
-def kind_of(tree: Any) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
+def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
     """What two trees have in common that lie alike: structure, shapes and dtypes."""
     arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
     leaves, treedef = jax.tree.flatten(arrays)
@@ -208,6 +208,31 @@ def _dims_of(plan: ShardPlan) -> list[tuple[tuple[str, ...], ...]]:
     return [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
 
 
-def _filled(dims: Any, shape: Sequence[int]) -> Any:
+def _filled(dims: Dims | None, shape: Sequence[int]) -> Dims | None:
     """With the dimensions that a spec leaves out, and those of a key's words."""
     return None if dims is None else (*dims, *[()] * (len(shape) - len(dims)))
+
+
+def states_of(classes: Classes) -> tuple[int, ...]:
+    """Which arguments are the state of an optimizer: they lie as the model does, and come out of the step anew."""
+    traced = classes.traced
+    members = {traced.places[argument][0] for argument in classes.model} - {classes.main}
+    made = traced.out
+    results = [kind_of(part) for part in (made if isinstance(made, tuple) else (made,))]
+    return tuple(sorted(which for which in members if kind_of(traced.structs[which]) in results))
+
+
+def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
+    """The candidate with the optimizer's state cut over its data axes, too; `None` where that changes nothing."""
+    axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
+    if not states or not axes or one.state_over:
+        return None
+    plans = list(one.plans)
+    for which in states:
+        plans[which] = follow(lambda state: state, plans[which], over=axes)
+    saved = sum(one.plans[which].bytes_per_device - plans[which].bytes_per_device for which in states)
+    if not saved:
+        return None
+    return dataclasses.replace(
+        one, plans=tuple(plans), memory_bytes=one.memory_bytes - saved, state_over=axes, states=states
+    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterable
 
 from jax.extend.mlir.dialects import stablehlo
 
@@ -13,7 +13,7 @@ from ._parts import Parts
 # Operations that look at neighbours: what a stride makes of a dimension is no split of it.
 _WINDOWED = ("convolution", "reduce_window", "select_and_scatter")
 _MARKS = (
-    "scanned", "looked_up", "tokens", "multiplied", "batched", "contracted", "sliced", "chosen", "channels", "windows"
+    "scanned", "looked_up", "tokens", "batched", "contracted", "sliced", "chosen", "channels", "windows"
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ class Tied:
     """A program, the part that each dimension of each value is, and the classes that operations make of parts.
 
     `marks` are parts by what is done with them: loops walk through them, an index looks them up (one for each token of
-    a sequence), products have them, run over them in batches or sum over them, slices take some of them, the largest
+    a sequence), products run over them in batches or sum over them, slices take some of them, the largest
     of them are chosen, convolutions have them as channels or as windows. `spatial` are the parts of images that
     convolutions slide along, with their place among these.
     """
@@ -37,22 +37,18 @@ class Tied:
 def tied(program: Program) -> Tied:
     """The program with its dimensions tied by every operation."""
     parts = Parts()
-    origins = {value: number for number, value in enumerate(program.arguments)}
-    dims = [
-        tuple(parts.new(size, origins.get(number, -1)) for size in value.shape)
-        for number, value in enumerate(program.values)
-    ]
+    dims = [tuple(map(parts.new, value.shape)) for value in program.values]
     found = Tied(program, parts, dims, {kind: [] for kind in _MARKS}, {})
     loops: dict[tuple[int, int], int] = {}
-    for number, made in enumerate(program.operations):
+    for made in program.operations:
         if made.name == "use":
             continue
-        first = _tie(found, number, made)
+        first = _tie(found, made)
         _mark(found, made, first)
         for dim, loop in made.counted:
             part = found.dims[made.ins[0]][dim]
             # What one loop walks through is of one length, and one dimension.
-            parts.align([loops.setdefault((loop, parts.sizes[part]), part)], [part], number)
+            parts.align([loops.setdefault((loop, parts.sizes[part]), part)], [part])
             found.marks["scanned"].append(part)
     return found
 
@@ -65,10 +61,10 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
     return short or apart or not factors.replicated.isdisjoint(dim)
 
 
-def _tie(found: Tied, number: int, made: Operation) -> dict[Any, int]:
+def _tie(found: Tied, made: Operation) -> dict[object, int]:
     """Ties the dimensions of one operation; returns the part that each factor is."""
     sizes, parts = made.factors.sizes, found.parts
-    first: dict[Any, int] = {}
+    first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
     for values, sides in ((made.ins, made.factors.ins), (made.outs, made.factors.outs)):
         for at, (value, dims) in enumerate(zip(values, sides, strict=True)):
@@ -80,11 +76,11 @@ def _tie(found: Tied, number: int, made: Operation) -> dict[Any, int]:
                     # What is sorted or updated stays the same dimension: of the operand and the result in one place.
                     key = (dim[0], at) if dim[0] in made.factors.replicated else dim[0]
                     if first.setdefault(key, part) != part:
-                        parts.align([first[key]], [part], number)
+                        parts.align([first[key]], [part])
                 elif not whole(made, dim, size):
                     fused.append((part, dim))
     for part, dim in fused:
-        parts.align([part], [first.setdefault(one, parts.new(sizes[one])) for one in dim], number)
+        parts.align([part], [first.setdefault(one, parts.new(sizes[one])) for one in dim])
     return first
 
 
@@ -98,14 +94,13 @@ def batched(made: Operation) -> tuple[int, ...]:
     return tuple(sorted(left & right & out))
 
 
-def _mark(found: Tied, made: Operation, first: dict[Any, int]) -> None:
-    def mark(kind: str, factors: Any) -> None:
+def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
+    def mark(kind: str, factors: Iterable[int]) -> None:
         found.marks[kind] += [first[factor] for factor in factors if factor in first]
 
     factors = made.factors
     if made.name in ("dot_general", "ragged_dot"):
         groups = batched(made)
-        mark("multiplied", range(len(factors.sizes)))
         mark("batched", groups)
         mark("contracted", factors.reduction.difference(groups))
     elif made.name == "gather":

@@ -8,19 +8,21 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxtyping import PyTree
+
 from .. import chips
-from .._ground.errors import ProgramError
+from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text
 from .._rules.axis_rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
 from ._asked import Asked, Tracing, asked_for, require_arrays, require_options
-from ._candidate import Candidate
+from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
-from ._held import states_of, zero_1
 from ._limits import Limits
-from ._priced import Pricer
-from ._reasons import against, without_twins
+from ._naming import named_classes
+from ._priced import Pricer, states_of, zero_1
 from ._space import MODEL, Space, by_hand, fastest, near
+from ._trace import trace
 
 
 # Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
@@ -45,8 +47,8 @@ _NO_LIMITS = Limits()
 
 
 def search(
-    step: Any,
-    *args: Any,
+    step: Callable[..., object],
+    *args: PyTree,
     devices: int | str | Sequence[Any],
     chip: str | chips.Chip | None = None,
     slices: int = 1,
@@ -92,8 +94,7 @@ def search(
     **Returns:**
 
     Candidates, the fastest first. Where nothing fits in memory, the one that takes least is returned alone, with a
-    reason that says so. Above 2,048 devices the program is read on smaller meshes and carried on from there; where
-    that cannot be done, candidates keep the order and the numbers of the compiled function, and say so.
+    reason that says so. Above 2,048 devices the program is read on smaller meshes and carried on from there.
 
     **Raises:**
 
@@ -130,11 +131,12 @@ def search(
     tell = progress or (lambda _: None)
     require_options(keep, closely, verify)
     asked = asked_for(devices, chip, slices)
+    given = None if isinstance(devices, int | str) else devices
+    targets = () if verify is None else devices_for(verify, asked, given)
     space, pricer = opened(step, args, asked, limits, also, tell)
     tell(f"pricing meshes of {asked.total} devices")
     found, usual = candidates_of(space, pricer, keep, tell)
     if verify is not None and found[0].fits:
-        targets = devices_for(verify, asked, None if isinstance(devices, int | str) else devices)
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
         verified = ran if verify == "run" else compiled
         found = verified(pricer, chosen, targets, cache, tell)
@@ -142,14 +144,21 @@ def search(
 
 
 def opened(
-    step: Any, args: Sequence[Any], asked: Asked, limits: Limits, also: Sequence[AxisRules], tell: Tell
+    step: Callable[..., object],
+    args: Sequence[PyTree],
+    asked: Asked,
+    limits: Limits,
+    also: Sequence[AxisRules],
+    tell: Tell,
 ) -> tuple[Space, Pricer]:
     """A step that is laid out under its assignments, and traced and lowered to be partitioned."""
+    if asked.total == 1:
+        raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
     tell("laying the step out under assignments")
     with Tracing(args):
-        space = Space(step, args, asked, limits, also)
-        return space, Pricer(step, space.classes.traced, asked.chip, MODEL)
+        traced = trace(step, *args)
+    return Space(named_classes(traced), asked, limits, also), Pricer(step, traced, asked.chip, MODEL)
 
 
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
@@ -172,32 +181,20 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
         written.add([*itertools.islice(without_twins(nearby, written.tried), left)])
         if len(written.tried) == count:
             break
-    pairs = written.pairs
-    if not pairs:
+    if not written.pairs:
         assert written.refused is not None
-        if space.devices <= DIRECT:
-            raise written.refused
-        return [dataclasses.replace(one, constrained=True) for one in drawn], set()
-    ranked = written.ranked
-    by_core = sorted(pairs, key=lambda pair: pair[0].seconds)
-    best = ranked[0][1]
-    worth = [
-        (one, made)
-        for one, made in dict.fromkeys([*ranked[:2], *by_core, *ranked])
-        # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
-        if not _is_data(one)
-        and not (best.fits and min(one.compute_seconds, made.compute_seconds) > _WORTH * best.seconds)
-    ][:constrained]
-    made: dict[int, Candidate] = {}
+        raise written.refused
+    made, ranked = dict(written.pairs), [one for one, _ in written.ranked]
+    by_core = sorted(ranked, key=lambda one: one.seconds)
+    # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
+    worth = [one for one in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(one)][:constrained]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        better = pool.map(ft.partial(_better, pricer), [priced for _, priced in worth])
-        for number, ((one, priced), other) in enumerate(zip(worth, better, strict=True), start=1):
+        better = pool.map(ft.partial(_better, pricer), [made[one] for one in worth])
+        for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
             tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
-            made[id(priced)] = other
+            made[one] = other
     names = {one.title for one in usual}
-    final = [(one.title in names, made.get(id(priced), priced)) for one, priced in pairs]
-    found = sorted((one for _, one in final), key=_rank)
-    return found, {one.title for is_usual, one in final if is_usual}
+    return sorted(made.values(), key=_rank), {other.title for one, other in made.items() if one.title in names}
 
 
 class _Written:

@@ -1,30 +1,25 @@
 """The meshes and rules that a step can have: laid out under all assignments worth a look, ready for the core."""
 
-import dataclasses
 import functools as ft
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from .._ground.errors import MeshError, RuleError, SpecError
+from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
 from .._rules.axis_rules import AxisRules
-from ..topology._mesh import MeshSpec
 from ._asked import Asked
-from ._assignments import assignments_of, assignments_of_rules, can_be_whole
-from ._candidate import Candidate
+from ._assignments import assignments_of, assignments_of_rules, seeds
+from ._candidate import Candidate, without_twins
+from ._classes import Classes
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import Assignment, Layout, Layouts
 from ._limits import Limits, blocking, named_assignments, numbers_of
 from ._name_axes import names_trees, notes_of
-from ._naming import named_classes
-from ._seeds import seeds
-from ._terms import Terms, padded, terms_of
-from ._trace import trace
+from ._terms import Terms, cut_by, padded, terms_of
 from ._written import axis_name, mesh_and_rules
 
 
@@ -36,8 +31,8 @@ MODEL = CostModel()
 class Space:
     """All meshes and rules of a step within some limits, and what the core says of each.
 
-    - `classes`: the step's dimensions by name, and its arguments as structs without shardings: how arrays lie now is
-        another question.
+    - `classes`: the step's dimensions by name.
+    - `args`: its arguments as structs without shardings: how arrays lie now is another question.
     - `made`: the layout of each assignment.
     - `asked`, `usual`, `known`: ways by hand as numbers of assignments: the caller's, those that most people write,
         others.
@@ -46,30 +41,31 @@ class Space:
 
     def __init__(
         self,
-        step: Any,
-        args: Sequence[Any],
+        classes: Classes,
         asked: Asked,
         limits: Limits,
         also: Sequence[AxisRules] = (),
         *,
         explains: bool = True,
     ):
-        if asked.total == 1:
-            raise MeshError("one device needs no plan: `search` chooses how several share the work.")
-        self.step, self.limits = step, limits
+        self.classes, self.hardware, self.limits = classes, asked, limits
         self.devices, self.slices, self.chip, self.extents = asked.total, asked.slices, asked.chip, asked.extents
         self.limit_bytes = self.chip.usable_hbm_bytes // self.chip.devices_per_chip - limits.free_bytes
-        self.classes = named_classes(trace(step, *args))
         self.args = self.classes.traced.structs
         self.layouts = Layouts(self.classes, self.devices)
         never = frozenset(numbers_of(limits.never, self.classes).values())
         self.made: list[Layout] = []
         self._keys: dict[object, int] = {}
         self.asked = self._numbered(tuple(assignments_of_rules(rules, self.classes, never).values()) for rules in also)
-        usual, known = seeds(self.layouts, never) if limits.rules is None else ([], [])
+        # Nobody cuts the words of a raw key, or what convolutions slide along.
+        called = [group.name for group in self.classes.groups]
+        whole = never | {
+            n for n, name in enumerate(called) if name == "key_words" or name.partition("_")[0] == "window"
+        }
+        usual, known = seeds(self.layouts, whole) if limits.rules is None else ([], [])
         self.usual = self._numbered(usual)
         self.known = [way for way in self._numbered(known) if way not in self.usual]
-        own = assignments_of(self.layouts, never)
+        own = assignments_of(self.layouts, whole)
         for assignment in (
             own if limits.rules is None else assignments_of_rules(limits.rules, self.classes, never).values()
         ):
@@ -85,7 +81,7 @@ class Space:
     def _number(self, assignment: Assignment) -> int | None:
         """The number of an assignment, which is laid out if it was not; `None` for one that cuts nothing."""
         made = self.layouts.under(assignment)
-        if not made.used or not can_be_whole(self.layouts, made):
+        if not made.used:
             return None
         number = self._keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
         self.made += [made] if number == len(self.made) else []
@@ -104,7 +100,7 @@ class Space:
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
         """The numbers that the core takes, with so many bytes of memory a device."""
-        return machine_of(self.chip, self.devices, MODEL, "bfloat16", float(limit), self.extents)
+        return machine_of(self.chip, self.devices, MODEL, float(limit), self.extents)
 
     def names_of(self, layout: Layout) -> tuple[str, ...]:
         """What an assignment cuts, the first first."""
@@ -131,20 +127,18 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
 
 def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
-    axes = min(space.limits.most_axes, AXES)
-    return find(space.terms, space.machine(limit), space.devices, space.slices, axes=axes)
+    return find(space.terms, space.machine(limit), space.devices, space.slices)
 
 
 def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
     """Ways that people write, each with the sizes at this place of the core's order: first those that fit in memory."""
     for way in ways:
-        if len(way) <= space.limits.most_axes:
-            each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
-            ranked = sorted(
-                (one for one in each if one is not None),
-                key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
-            )
-            yield from [*various(space, ranked, place + 1)][place:]
+        each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
+        ranked = sorted(
+            (one for one in each if one is not None),
+            key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
+        )
+        yield from [*various(space, ranked, place + 1)][place:]
 
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
@@ -159,8 +153,7 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
         if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
             way = tuple(assignment for assignment, size in changed.items() if size > 1)
-            fits = len(way) <= space.limits.most_axes
-            priced = _priced(space, way, [changed[assignment] for assignment in way]) if fits else None
+            priced = _priced(space, way, [changed[one] for one in way]) if len(way) <= AXES else None
             found += [] if priced is None else [priced]
     yield from various(space, found, len(found))
 
@@ -168,9 +161,9 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
 def _limited(space: Space) -> Terms:
     limits, terms = space.limits, terms_of(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
-    least = np.ones_like(terms.sizes)
+    used = cut_by(space.made)
     for name, number in numbers_of(tuple(wanted), space.classes).items():
-        if number not in terms.classes:
+        if number not in used:
             size = space.classes.groups[number].size
             raise SpecError(
                 f"`limits` wants {name!r} cut, but its size {size} has no factor in common with {space.devices} "
@@ -179,19 +172,19 @@ def _limited(space: Space) -> Terms:
                 else f"`limits` wants {name!r} cut, and no mesh axis within the other limits cuts it; let `rules` "
                 "cut it, take it out of `never`, or do not want it."
             )
-        least[terms.classes.index(number)] = wanted[name]
-    named, sizes = named_assignments(limits, [axis_name(list(space.names_of(layout))) for layout in space.made])
-    return dataclasses.replace(terms, least=least, named=named, named_sizes=sizes)
+        terms["least"][used.index(number)] = wanted[name]
+    # A mesh axis that must exist is one more class: what has its name cuts it into so many pieces, 0 for any number.
+    named, sizes = named_assignments(limits, [axis_name(space.names_of(layout)) for layout in space.made])
+    more = {"limits": named, "sizes": sizes, "least": np.maximum(sizes, 2)}
+    return {**terms, **{name: np.concatenate([terms[name], array]) for name, array in more.items()}}
 
 
 def _has_any(space: Space, limits: Limits) -> bool:
     """Whether there is a mesh within other limits, whatever memory it takes."""
-    asked = Asked(space.devices, space.chip, None, space.slices, 1)
     try:
-        other = Space(space.step, space.args, asked, limits, explains=False)
+        return bool(_found(Space(space.classes, space.hardware, limits, explains=False)))
     except (SpecError, RuleError):
         return False
-    return bool(_found(other))
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:
@@ -205,37 +198,14 @@ def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found |
     machine, rest = space.machine(), AXES - len(way)
     sets = np.array([[*way, *[len(space.made)] * rest]], np.int32)
     share, between = (np.array([[*one, *[1] * rest]], np.int32) for one in (sizes, spans))
-    score, *parts = [float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between)]
-    return Found(way, tuple(sizes), tuple(spans), *parts) if math.isfinite(score) else None
+    seconds, memory = (float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between))
+    return Found(way, tuple(sizes), tuple(spans), seconds, memory) if math.isfinite(seconds) else None
 
 
 def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
-    """The best of those that say something different: in what the arguments' axes cut, not in their spelling."""
-    seen: set[object] = set()
-    for one in found:
-        if len(seen) >= keep:
-            return
-        built = mesh_and_rules(space.made, one, space.classes)
-        if built is None or not space.limits.has_axes(built[0]):
-            continue
-        mesh, rules, axes = built
-        plans = tuple(
-            plan(arg, mesh, names=names, axes=rules, unused="allow")
-            for arg, names in zip(space.args, space.names, strict=True)
-        )
-        key = _pieces(space, one)
-        if key not in seen and _agrees(space, one, plans, axes):
-            seen.add(key)
-            yield _candidate(space, one, mesh, rules, axes, plans)
-
-
-def _pieces(space: Space, one: Found) -> object:
-    """Into how many pieces each class is cut."""
-    cuts: dict[int, int] = {}
-    for assignment, size in zip(one.assignments, one.sizes, strict=True):
-        for number in space.made[assignment].used:
-            cuts[number] = cuts.get(number, 1) * size
-    return tuple(sorted(cuts.items()))
+    """The best of those whose plans say something different."""
+    made = (_candidate(space, one) for one in found)
+    return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
 
 def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
@@ -255,23 +225,23 @@ def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[st
     return True
 
 
-def _candidate(
-    space: Space, one: Found, mesh: MeshSpec, rules: AxisRules, axes: tuple[str, ...], plans: tuple[ShardPlan, ...]
-) -> Candidate:
-    """A candidate with the times of the core, which are those of the step as it is constrained."""
+def _candidate(space: Space, one: Found) -> Candidate | None:
+    """A candidate by the core, to be partitioned; `None` where no rules cut the arguments as its assignments do."""
+    orders = [space.names_of(space.made[number]) for number in one.assignments]
+    built = mesh_and_rules(orders, one, (group.name for group in space.classes.live()))
+    if built is None or not space.limits.has_axes(built[0]):
+        return None
+    mesh, rules, axes = built
+    pairs = zip(space.args, space.names, strict=True)
+    plans = tuple(plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs)
+    if not _agrees(space, one, plans, axes):
+        return None
     return Candidate(
         mesh=mesh,
         rules=rules,
-        assignments=tuple(
-            (axis, space.names_of(space.made[assignment]))
-            for axis, assignment in zip(axes, one.assignments, strict=True)
-        ),
+        assignments=tuple(zip(axes, orders, strict=True)),
         plans=plans,
-        by="core",
         seconds=one.seconds,
-        compute_seconds=one.compute_seconds,
-        exposed_seconds=one.exposed_seconds,
-        hidden_seconds=one.hidden_seconds,
         memory_bytes=math.ceil(one.memory_bytes),
         limit_bytes=space.limit_bytes,
         notes=notes_of(space.classes),

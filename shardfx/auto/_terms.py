@@ -4,59 +4,21 @@ A row stands for all quantities that the same assignments divide. A candidate gi
 a row is divided by the product of the numbers of its assignments.
 """
 
-import dataclasses
 import math
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
 from .._step import Operation, Program
 from ._layouts import Layout, Layouts
 
 
-# How many moments of the step are looked at for the memory that is in use.
-_MOMENTS = 8
 # A value that is used this many operations after it was made, or later, was put aside in memory.
 _LONG = 40
 # Results of these lie where what they are made of lay.
 _IN_PLACE = ("carry", "dynamic_update_slice")
-_HEAVY = frozenset("dynamic_update_slice gather scatter sort top_k reduce_window select_and_scatter fft opaque".split())
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """Coefficients of rows, for some assignments. All are global: of the whole step on one device.
-
-    - `divides`: which assignments divide a row.
-    - `flops`, `hbm`: operations, and bytes moved to and from memory.
-    - `arguments`: bytes that the arguments take.
-    - `moments`: bytes of temporaries, at several moments.
-    - `divides_sent`: which assignments divide a row of what one assignment sends.
-    - `sent`: for each assignment the bytes that a device receives: first those that computation waits for, then those
-        that it can hide. They are still to be multiplied by (1 - 1 / size).
-    - `calls`: how many collectives each assignment has.
-    - `classes`, `sizes`: the classes of dimensions that any assignment cuts, by number, and their sizes.
-    - `limits`: which assignments cut each class.
-    - `least`: into how many pieces each class must be cut at least.
-    - `after`: for each assignment the classes that must be cut wholly, since it cuts what stands behind them.
-    - `named`, `named_sizes`: which assignments a mesh axis that must exist can have, and its size; 0 for any size.
-    """
-
-    divides: Bool[np.ndarray, "rows assignments"]
-    flops: Float[np.ndarray, " rows"]
-    hbm: Float[np.ndarray, " rows"]
-    arguments: Float[np.ndarray, " rows"]
-    moments: Float[np.ndarray, "rows moments"]
-    divides_sent: Bool[np.ndarray, "assignments few assignments"]
-    sent: Float[np.ndarray, "assignments few two"]
-    calls: Float[np.ndarray, " assignments"]
-    limits: Bool[np.ndarray, "classes assignments"]
-    sizes: Int[np.ndarray, " classes"]
-    after: Bool[np.ndarray, "assignments classes"]
-    classes: tuple[int, ...]
-    least: Int[np.ndarray, " classes"]
-    named: Bool[np.ndarray, "names assignments"]
-    named_sizes: Int[np.ndarray, " names"]
+Terms = dict[str, np.ndarray]
 
 
 class _Rows:
@@ -80,29 +42,27 @@ class _Rows:
 
 
 def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
-    """The terms of a step under these assignments."""
+    """The terms of a step under some assignments, as arrays. All are of the whole step on one device.
+
+    - `divides` (rows, assignments): which assignments divide a row.
+    - `shared` (rows, 3): floating-point operations, bytes of arguments and results, bytes of arguments and temporaries.
+    - `divides_sent` (assignments, few, assignments): which assignments divide a row of what one assignment sends.
+    - `sent` (assignments, few, 2): the bytes that a device receives, still to be multiplied by (1 - 1 / size): those
+        that computation waits for, then those that it can hide.
+    - `calls` (assignments): how many collectives each assignment has.
+    - `limits` (classes, assignments), `sizes`, `least` (classes): which assignments cut each class of `cut_by`, the
+        size of that class, and into how many pieces it must be cut at least.
+    """
     program, count = layouts.program, len(made)
     cut = np.array([[position >= 0 for position in layout.cuts] for layout in made]).T
     shared = np.array([layout.shared for layout in made]).T
-    moments = _moments(program, cut)
-    # The columns: flops, memory traffic, arguments, the moments.
-    rows = _Rows(count, 3 + len(moments))
-    sent = [_Rows(count, 2) for _ in made]
+    rows, sent = _Rows(count, 3), [_Rows(count, 2) for _ in made]
     for number, operation in enumerate(program.operations):
-        if operation.flops:
-            rows.add(shared[number], 0, operation.flops * operation.times)
-        if _is_heavy(operation):
-            for value in (*operation.ins, *operation.outs):
-                rows.add(cut[value], 1, _moved(program, operation, value))
-    for value in program.arguments:
+        rows.add(shared[number], 0, operation.flops * operation.times)
+    for value in (*program.arguments, *program.results):
+        rows.add(cut[value], 1, program.values[value].bytes)
+    for value in (*program.arguments, *_temporaries(program)):
         rows.add(cut[value], 2, program.values[value].bytes)
-        rows.add(cut[value], 1, program.values[value].bytes)
-    for value in program.results:
-        rows.add(cut[value], 1, program.values[value].bytes)
-    for number, live in enumerate(moments):
-        for value in live:
-            rows.add(cut[value], 3 + number, program.values[value].bytes)
-    calls = np.zeros(count)
     data = _has_data(layouts)
     moving: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(made):
@@ -118,62 +78,31 @@ def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
             mask[number] = event.kind == "all-to-all"
             amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
             sent[number].add(mask, int(not data[event.value]), amount)
-            calls[number] += event.times
     masks, columns = rows.arrays()
-    used = _used(layouts, made)
-    sizes = [layouts.classes.groups[number].size for number in used]
+    used = cut_by(made)
     limits = np.array([[number in layout.used for layout in made] for number in used]).reshape(len(used), count)
-    return Terms(
-        divides=masks,
-        flops=columns[:, 0],
-        hbm=columns[:, 1],
-        arguments=columns[:, 2],
-        moments=columns[:, 3:],
-        divides_sent=_stacked([rows.arrays()[0] for rows in sent]),
-        sent=_stacked([rows.arrays()[1] for rows in sent]),
-        calls=calls,
-        limits=limits,
-        sizes=np.array(sizes, dtype=np.int64),
-        after=_after(layouts, made, used),
-        classes=tuple(used),
-        least=np.ones(len(used), np.int32),
-        named=np.zeros((0, count), bool),
-        named_sizes=np.zeros(0, np.int32),
-    )
-
-
-def _is_heavy(operation: Operation) -> bool:
-    """Whether an operation reads and writes memory on its own: others are fused with those beside them."""
-    made = operation
-    return bool(made.flops or made.factors.reduction or made.counted or made.name in _HEAVY)
-
-
-def _moved(program: Program, operation: Operation, value: int) -> float:
-    """How many bytes of a value an operation moves: a lookup reads what it takes, and no more; an update writes it."""
-    made = program.values[value].bytes
-    if operation.name in ("gather", "dynamic_slice"):
-        made = min(made, program.values[operation.outs[0]].bytes)
-    if operation.name == "dynamic_update_slice":
-        made = min(made, program.values[operation.ins[1]].bytes)
-    return made * operation.times
+    return {
+        "divides": masks,
+        "shared": columns,
+        "divides_sent": _stacked([rows.arrays()[0] for rows in sent]),
+        "sent": _stacked([rows.arrays()[1] for rows in sent]),
+        "calls": np.array([sum(event.times for event in layout.events) for layout in made], float),
+        "limits": limits,
+        "sizes": np.array([layouts.classes.groups[number].size for number in used], dtype=np.int64),
+        "least": np.ones(len(used), np.int64),
+    }
 
 
 def _has_data(layouts: Layouts) -> list[bool]:
     """Which values have a dimension that no parameter has: the compiler waits for what becomes of them."""
-    model = {
-        root
-        for group in layouts.classes.groups
-        for root in group.roots
-        if any(place.argument in layouts.classes.model for place in group.places)
-    }
-    return [any(leaf not in model for dim in dims for leaf in dim) for dims in layouts.parts]
+    own = layouts.classes.own
+    return [any(leaf not in own for dim in dims for leaf in dim) for dims in layouts.parts]
 
 
-def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
-    """Sets of temporaries that live at one time: where they are largest, whole and under each assignment."""
-    count = len(program.operations)
+def _temporaries(program: Program) -> list[int]:
+    """What lives at the moment when temporaries are largest, as long as nothing is cut."""
     maker: dict[int, Operation] = {}
-    born, dies = dict[int, int](), dict.fromkeys(program.results, count)
+    born, dies = dict[int, int](), dict.fromkeys(program.results, len(program.operations))
     for number, operation in enumerate(program.operations):
         for value in operation.outs:
             maker.setdefault(value, operation)
@@ -186,16 +115,14 @@ def _moments(program: Program, cut: np.ndarray) -> list[list[int]]:
         if made.name not in _IN_PLACE
         and not program.values[value].free
         # Others are fused into those that use them.
-        and (_is_heavy(made) or made.name == "return" or dies[value] - born[value] >= _LONG)
+        and (made.flops or made.name == "return" or dies[value] - born[value] >= _LONG)
     ]
-    totals = np.zeros((cut.shape[1] + 1, count + 2))
+    totals = np.zeros(len(program.operations) + 2)
     for value in kept:
-        sizes = program.values[value].bytes * np.where(np.append(cut[value], False), 1 / 16, 1.0)
-        totals[:, born[value]] += sizes
-        totals[:, dies[value] + 1] -= sizes
-    tops = np.argmax(np.cumsum(totals, axis=1), axis=1)
-    chosen = list(dict.fromkeys(int(top) for top in tops[::-1]))[:_MOMENTS]
-    return [[value for value in kept if born[value] <= at <= dies[value]] for at in chosen]
+        totals[born[value]] += program.values[value].bytes
+        totals[dies[value] + 1] -= program.values[value].bytes
+    most = int(np.argmax(np.cumsum(totals)))
+    return [value for value in kept if born[value] <= most <= dies[value]]
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
@@ -204,27 +131,9 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
 
 
-def _used(layouts: Layouts, made: list[Layout]) -> list[int]:
-    """The classes that some assignment cuts, and those that stand before them in one dimension."""
-    before = {
-        number
-        for layout in made
-        for parts, position in zip(layouts.flat, layout.cuts, strict=True)
-        if position >= 0
-        for number, _ in parts[position - parts[position][1] : position]
-    }
-    return sorted(before.union(*(layout.used for layout in made)))
-
-
-def _after(layouts: Layouts, made: list[Layout], used: list[int]) -> np.ndarray:
-    """For each assignment the classes that stand before one that it cuts, in one dimension: they must be cut wholly."""
-    found = np.zeros((len(made), len(used)), bool)
-    for number, layout in enumerate(made):
-        for parts, position in zip(layouts.flat, layout.cuts, strict=True):
-            at = parts[position][1] if position >= 0 else 0
-            for before, _ in parts[position - at : position] if at else ():
-                found[number, used.index(before)] = True
-    return found
+def cut_by(made: list[Layout]) -> list[int]:
+    """The classes that some assignment cuts, by number."""
+    return sorted(frozenset().union(*(layout.used for layout in made)))
 
 
 def _small(size: int) -> int:
@@ -232,25 +141,27 @@ def _small(size: int) -> int:
     return size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
 
 
-def padded(terms: Terms) -> dict[str, np.ndarray]:
+def padded(terms: Terms) -> Terms:
     """The arrays that the core takes, filled up with assignments, rows and classes that do nothing.
 
     So most searches of a process share one compiled program. Counts become float32: their leading digits decide.
     """
-    shared = np.concatenate([np.stack([terms.flops, terms.hbm, terms.arguments], 1), terms.moments], 1)
-    rows, moments, few = -len(shared) % 32, 3 + _MOMENTS - shared.shape[1], -terms.sent.shape[1] % 16
+    rows, few = -len(terms["shared"]) % 32, -terms["sent"].shape[1] % 16
     # At least one assignment more: sets that have fewer assignments than there can be name it.
-    assignments, classes = 1 + (-1 - terms.divides.shape[1]) % 80, -len(terms.sizes) % 16
+    more, classes = 1 + (-1 - len(terms["calls"])) % 80, -len(terms["sizes"]) % 16
+    widths = {
+        "divides": (rows, more),
+        "shared": (rows, 0),
+        "divides_sent": (more, few, more),
+        "sent": (more, few, 0),
+        "calls": (more,),
+        "limits": (classes, more),
+        "sizes": (classes,),
+        "least": (classes,),
+    }
+    kinds = {np.dtype(float): np.float32, np.dtype(bool): np.bool_, np.dtype(np.int64): np.int32}
+    small = {**terms, "sizes": np.array([*map(_small, terms["sizes"].tolist())], np.int64)}
     return {
-        "divides": np.pad(terms.divides, ((0, rows), (0, assignments))),
-        "shared": np.pad(shared, ((0, rows), (0, moments))).astype(np.float32),
-        "divides_sent": np.pad(terms.divides_sent, ((0, assignments), (0, few), (0, assignments))),
-        "sent": np.pad(terms.sent, ((0, assignments), (0, few), (0, 0))).astype(np.float32),
-        "calls": np.pad(terms.calls, (0, assignments)).astype(np.float32),
-        "limits": np.pad(terms.limits, ((0, classes), (0, assignments))),
-        "sizes": np.pad(np.array([*map(_small, terms.sizes.tolist())], np.int32), (0, classes), constant_values=1),
-        "least": np.pad(terms.least, (0, classes), constant_values=1).astype(np.int32),
-        "after": np.pad(terms.after, ((0, assignments), (0, classes))),
-        "named": np.pad(terms.named, ((0, 0), (0, assignments))),
-        "named_sizes": terms.named_sizes.astype(np.int32),
+        name: np.pad(small[name], [(0, n) for n in wide]).astype(kinds[small[name].dtype])
+        for name, wide in widths.items()
     }

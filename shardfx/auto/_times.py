@@ -1,11 +1,11 @@
 """How long a step takes, from what its program computes and sends."""
 
 import dataclasses
-from typing import Any
 
 from .. import chips
 from ..cost import Traffic, seconds as seconds_of
 from ..cost._work import Work
+from ..topology._mesh import MeshSpec
 from ._core import CostModel
 
 
@@ -23,7 +23,7 @@ class Times:
     seconds: float
 
 
-def times_of(sent: Traffic, work: Work, chip: chips.Chip, mesh: Any, model: CostModel) -> Times:
+def times_of(sent: Traffic, work: Work, chip: chips.Chip, mesh: MeshSpec, model: CostModel) -> Times:
     """The one model of time: for a partitioned program, and for a compiled one that does not tell its cycles.
 
     Computation is products at the peak, or memory traffic at its bandwidth, whichever is longer. What is sent takes

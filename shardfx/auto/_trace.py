@@ -2,11 +2,13 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError
 from .._ground.tree import Flat, flatten
@@ -29,11 +31,11 @@ class Traced:
     # For each argument of the program: which argument of the step it is in, and which leaf of that.
     places: tuple[tuple[int, int], ...]
     # The structs of all arguments, as the step took them.
-    structs: tuple[Any, ...]
+    structs: tuple[PyTree, ...]
     step: Step
 
     @property
-    def out(self) -> Any:
+    def out(self) -> PyTree:
         """What the step returns, with structs for its arrays and `None` for the rest."""
         return self.step.traced.out_info
 
@@ -49,7 +51,7 @@ class Traced:
         return f"{self.words[which]}/{inner}" if inner else self.words[which]
 
 
-def trace(step: Any, *args: Any) -> Traced:
+def trace(step: Callable[..., object], *args: PyTree) -> Traced:
     """Traces and lowers the step over the shapes of its arguments; nothing is run."""
     if not callable(step):
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
@@ -77,7 +79,7 @@ def _count(jaxpr: Any, name: str) -> int:
     return found + sum(_count(one, name) for one in held if isinstance(one, jex.ClosedJaxpr | jex.Jaxpr))
 
 
-def _several(param: Any) -> tuple[Any, ...]:
+def _several(param: object) -> tuple[object, ...]:
     return param if isinstance(param, tuple) else (param,)
 
 
@@ -91,13 +93,13 @@ def _module(step: Step) -> Any:
     return step.module(_PLATFORMS[-1])
 
 
-def structs_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     """The arguments with structs in the place of arrays, without shardings."""
     flats = list(map(flatten, args))
     arrays = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
     made = iter(jax.eval_shape(lambda leaves: leaves, arrays))
 
-    def struct(leaf: Any, shaped: bool) -> Any:
+    def struct(leaf: object, shaped: bool) -> object:
         return jax.ShapeDtypeStruct((one := next(made)).shape, one.dtype) if shaped else leaf
 
     return tuple(jax.tree.unflatten(flat.treedef, map(struct, flat.leaves, flat.is_array)) for flat in flats)

@@ -1,108 +1,72 @@
 """Assignments with sizes as a mesh and rules, and as code to be committed."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._rules.axis_rules import AxisRules
 from ..topology._mesh import MeshSpec
-from ._classes import Classes
 from ._core import Found
-from ._layouts import Layout
 
 
-_HEADS = ("heads", "kv_heads", "query_groups", "mlp", "hidden", "gates", "vocab")
+_HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
+# In which order axes stand in the mesh: tensor stands innermost, others before it.
+_RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
-def axis_names(layouts: Sequence[Layout], found: Found, classes: Classes) -> tuple[str, ...]:
-    """What the mesh axes are called: after what they cut, as engineers do."""
-    taken: dict[str, int] = {}
-    names = []
-    for assignment in found.assignments:
-        layout = layouts[assignment]
-        order = [number for number in layout.assignment.order if number in layout.used]
-        called = [classes.groups[number].name for number in order]
-        name = axis_name(called)
-        taken[name] = taken.get(name, 0) + 1
-        names.append(name if taken[name] == 1 else f"{name}_{taken[name]}")
-    return tuple(names)
-
-
-def axis_name(called: list[str]) -> str:
-    """What a mesh axis is called that cuts these names; the second of a name gets a number."""
-    first = called[0] if called else "rest"
-    if first == "batch":
-        return "data" if len(called) == 1 else "fsdp"
-    if first == "experts":
-        return "expert"
-    if first == "sequence":
-        return "context"
-    if first in _HEADS or any(name in _HEADS for name in called):
-        return "tensor"
-    return f"{first}_axis"
-
-
-def outside_in(names: Sequence[str], found: Found) -> list[int]:
-    """In which order the axes stand in the mesh: what spans slices first, then data; tensor stands innermost."""
-    ranks = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
-    return sorted(
-        range(len(names)),
-        key=lambda at: (-found.slices[at], ranks.get(names[at].split("_")[0], 4), at),
-    )
+def axis_name(cut: Sequence[str]) -> str:
+    """What a mesh axis is called that cuts these names, the first first."""
+    if cut[0] == "batch":
+        return "data" if len(cut) == 1 else "fsdp"
+    if cut[0] in ("experts", "sequence"):
+        return {"experts": "expert", "sequence": "context"}[cut[0]]
+    return f"{cut[0]}_axis" if _HEADS.isdisjoint(cut) else "tensor"
 
 
 def mesh_and_rules(
-    layouts: Sequence[Layout], found: Found, classes: Classes
+    orders: Sequence[Sequence[str]], found: Found, known: Iterable[str]
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules, and the axis of each assignment; `None` where these want names in orders that contradict."""
-    axes = axis_names(layouts, found, classes)
-    order = outside_in(axes, found)
+    """The mesh, the rules, and the axis of each assignment; `None` where these want names in orders that contradict.
+
+    **Arguments:**
+
+    - `orders`: the names that each assignment cuts, the first first.
+    - `found`: the sizes of the axes.
+    - `known`: all names of the step.
+    """
+    called = [axis_name(order) for order in orders]
+    counts = [called[: at + 1].count(name) for at, name in enumerate(called)]
+    axes = tuple(name if count == 1 else f"{name}_{count}" for name, count in zip(called, counts, strict=True))
+    inner = sorted(range(len(axes)), key=lambda at: (-found.slices[at], _RANKS.get(called[at], 4), at))
     mesh = MeshSpec(
-        {axes[at]: found.sizes[at] for at in order},
-        dcn={axes[at]: found.slices[at] for at in order if found.slices[at] > 1} or None,
+        {axes[at]: found.sizes[at] for at in inner},
+        dcn={axes[at]: found.slices[at] for at in inner if found.slices[at] > 1} or None,
     )
-    assignments = [
-        [n for n in layouts[assignment].assignment.order if n in layouts[assignment].used]
-        for assignment in found.assignments
-    ]
-    ranked = _in_order(assignments)
+    ranked = _in_order(orders)
     if ranked is None:
         return None
     entries: list[tuple[str, object]] = []
-    for number in ranked:
+    for name in ranked:
         # What an axis cuts as its last resort it gives up first, so it stands innermost.
-        wanted = [
-            axes[at]
-            for at in sorted(order, key=lambda at: _place(assignments[at], number))
-            if number in assignments[at]
-        ]
-        first = all(assignment[0] == number for assignment in assignments if number in assignment)
-        for count in range(len(wanted), 0, -1):
-            entries += [
-                (classes.groups[number].name, some[0] if count == 1 else some)
-                for some in itertools.combinations(wanted, count)
-            ]
-            if first:
-                break
-    known = {name for name, _ in entries}
-    others = sorted({group.name for group in classes.live()} - known)
-    return mesh, AxisRules([*entries, *((name, None) for name in others)], axes=mesh.axis_names), axes
+        having = sorted((at for at in inner if name in orders[at]), key=lambda at: orders[at].index(name))
+        least = len(having) if all(orders[at][0] == name for at in having) else 1
+        for count in range(len(having), least - 1, -1):
+            some = itertools.combinations([axes[at] for at in having], count)
+            entries += [(name, one[0] if count == 1 else one) for one in some]
+    entries += [(name, None) for name in sorted({*known}.difference(ranked))]
+    return mesh, AxisRules(entries, axes=mesh.axis_names), axes
 
 
-def _place(assignment: Sequence[int], number: int) -> int:
-    return assignment.index(number) if number in assignment else len(assignment)
-
-
-def _in_order(orders: list[list[int]]) -> list[int] | None:
+def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     """One order that holds all of these; `None` if they contradict each other."""
-    left, found = [list(order) for order in orders], []
+    left, found = [list(order) for order in orders], list[str]()
     while any(left):
         heads = [order[0] for order in left if order]
         free = [head for head in heads if not any(head in order[1:] for order in left)]
         if not free:
             return None
         found.append(free[0])
-        left = [[number for number in order if number != free[0]] for order in left]
+        left = [[name for name in order if name != free[0]] for order in left]
     return found
 
 

@@ -71,12 +71,12 @@ def bundled(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Bundle], Wanted]:
         entry = entries.get(str(piece.value.path))
         if not isinstance(entry, FileArray) or once[entry.path] > 1 or not _is_small(entry):
             continue
-        if is_plain(piece, leaf, entries):
+        if piece.elements == math.prod(entry.shape) and is_plain(piece, leaf, entries):
             key = (piece.factors, piece.source, entry.shape, entry.dtype)
             groups.setdefault(key, []).append(piece)
     found, taken = [], set[str | None]()
     for pieces in groups.values():
-        placings = _placings(pieces, boxes, entries) if len(pieces) >= _LEAST_COUNT else None
+        placings = _placings(pieces, boxes) if len(pieces) >= _LEAST_COUNT else None
         if placings is not None:
             own = [entries[str(piece.value.path)] for piece in pieces]
             found.append(Bundle([one for one in own if isinstance(one, FileArray)], placings))
@@ -90,8 +90,8 @@ def _is_small(entry: FileArray) -> bool:
     return 0 < (entry.nbytes or 0) <= _MOST_BYTES
 
 
-def _placings(pieces: Sequence[Piece], boxes: Sequence[Box], entries: object) -> list[Placing] | None:
-    """Where pieces that are alike in all but name and place belong; `None` where some of them is not needed whole."""
+def _placings(pieces: Sequence[Piece], boxes: Sequence[Box]) -> list[Placing] | None:
+    """Where pieces that are alike in all but name and place belong; `None` where not each is in boxes read as it is."""
     first = pieces[0]
     if any(factor.source_dim == NOWHERE for factor in first.factors):
         return None
@@ -112,12 +112,7 @@ def _placings(pieces: Sequence[Piece], boxes: Sequence[Box], entries: object) ->
                 for landing in part:
                     found.append(Placing(number, landing, members, offsets[members] + landing.offset))
                     covered[members] += volume(landing.source)
-    return found if (covered == first.elements).all() and first.elements == _elements(pieces, entries) else None
-
-
-def _elements(pieces: Sequence[Piece], entries: object) -> int:
-    entry = entries[str(pieces[0].value.path)]  # pyright: ignore[reportIndexIssue]
-    return math.prod(entry.shape)
+    return found if (covered == first.elements).all() else None
 
 
 def _alike(rows: np.ndarray, numbers: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:

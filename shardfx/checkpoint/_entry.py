@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._convert.views import as_bits
 from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.spec import bits
@@ -125,6 +126,9 @@ def may_change(stored: Any, to: Any) -> bool:
 
 def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
     """Writes `values`, of the array `name`, into `view`, cast to its dtype."""
+    if view.dtype == values.dtype:
+        copy(as_bits(view), as_bits(values))
+        return
     is_checked = may_change(values.dtype, view.dtype) and values.size > 0
     if is_checked and jnp.issubdtype(view.dtype, jnp.integer):
         _require_range(view.dtype, values, name)

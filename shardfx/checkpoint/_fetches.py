@@ -1,6 +1,7 @@
 """Which boxes of which arrays fill a leaf, and where in its memory each belongs."""
 
 import dataclasses
+import itertools as it
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,11 +9,12 @@ import numpy as np
 
 from .._convert.pieces import Piece, hull, is_only, shifted, swapped, within
 from .._convert.values import chunks, fill, scale_box
-from .._convert.views import Landing, landing_count, landings, seen, strides_of
+from .._convert.views import Landing, landings, seen, strides_of
 from .._ground.boxes import Box
 from . import _stores as stores
 from ._entry import FileArray, StoreArray, may_change
 from ._reader import COPY_BYTES, Files, spans_of
+from ._spans import Span
 from ._stores import MissingChunks
 from ._units import Unit
 from ._wanted import Wanted
@@ -42,17 +44,19 @@ class Fetch:
         """The memory of each box, seen with the dimensions of the checkpoint's array."""
         return [memory[number] if home is None else seen(memory[number], home) for number, home in self.homes]
 
-    def fills_rows(self) -> bool:
-        """Whether the bytes of each box lie in the memory as they do in the file."""
-        for box, (_, home) in zip(self.boxes, self.homes, strict=True):
-            if home is None:
-                continue
-            step = 1
-            for (start, stop), stride in zip(reversed(box), reversed(home.strides), strict=True):
-                if stop - start > 1 and stride != step:
-                    return False
-                step *= stop - start
+    def spans(self, entry: FileArray, dtype: Any, gap_bytes: int) -> tuple[Span, ...]:
+        """The reads of an array in a file, for memory of a dtype."""
+        in_place = dtype == entry.dtype and all(map(_is_in_place, self.boxes, self.homes))
+        return spans_of(entry.shape, entry.dtype.itemsize, self.boxes, in_place, gap_bytes)
+
+
+def _is_in_place(box: Box, home: tuple[int, Landing | None]) -> bool:
+    """Whether the bytes of a box lie in the memory as they do in the file."""
+    if home[1] is None:
         return True
+    sizes = [stop - start for start, stop in box]
+    pairs = zip(sizes, home[1].strides, strides_of(sizes), strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +116,8 @@ def _first_like(piece: Piece, ends: Box, box: Box) -> tuple[Piece, tuple[int, ..
 def landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
     """The parts of a piece in a box: as landings, or as they are, where they are looked at on the way."""
     for part in within(piece, box):
-        if not is_plain or landing_count(part, box) > _MOST_LANDINGS:
-            yield part
-        else:
-            yield tuple(landings(part, box))
+        few = tuple(it.islice(landings(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
+        yield few if 0 < len(few) <= _MOST_LANDINGS else part
 
 
 def is_plain(piece: Piece, leaf: Wanted, entries: Mapping[str, FileArray | StoreArray]) -> bool:
@@ -140,7 +142,9 @@ def gather(
         if isinstance(entry, StoreArray):
             read_bytes += stores.read_into(entry, (box,), [scratch], missing_chunks=missing_chunks)
         else:
-            read_bytes += files.read(entry, spans_of(entry, (box,), True, gap_bytes), (box,), [scratch])
+            read_bytes += files.read(
+                entry, spans_of(entry.shape, entry.dtype.itemsize, (box,), True, gap_bytes), (box,), [scratch]
+            )
         return scratch
 
     for piece in _chunks(one.piece, entries[one.piece.value.path] if one.piece.value.path else None):

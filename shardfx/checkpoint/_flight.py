@@ -56,20 +56,6 @@ Filled = tuple[tuple[Box, ...], list[np.ndarray]]
 _MOST_OPEN = 256
 
 
-def groups(units: Sequence[Unit], most_bytes: int) -> Iterator[list[Unit]]:
-    """Units that follow each other in the file and are small together: handing each to a thread would cost more."""
-    group: list[Unit] = []
-    nbytes = 0
-    for unit in units:
-        if group and nbytes + unit.nbytes > most_bytes:
-            yield group
-            group, nbytes = [], 0
-        group.append(unit)
-        nbytes += unit.nbytes
-    if group:
-        yield group
-
-
 @dataclasses.dataclass
 class _Group:
     """Units under way, the memory of each, and how many of their tasks are not done."""
@@ -103,7 +89,9 @@ class Flight:
         while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > _MOST_OPEN):
             self._land_one()
         wanted = [(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]
-        memory = iter(buffers(wanted, memory_to_fill))
+        # What is large has memory of its own: a block below 32 MiB is one that `malloc` had touched before.
+        together = [wanted] if len(units) > 1 else [[one] for one in wanted]
+        memory = iter([one for some in together for one in buffers(some, memory_to_fill)])
         pairs = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
         tasks: list[Task] = []
         for unit, filled in pairs:
@@ -155,10 +143,10 @@ def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> Iterator[FilePiec
     """The reads of units whose bytes are in the file as they will be in memory."""
     for unit, memory in pairs:
         if unit.direct is not None:
-            entry, pieces = unit.direct
-            for offset, nbytes, numbers in pieces:
-                into = [memory[number] for number in numbers]
-                yield FilePiece(entry.file, entry.path, entry.offset + offset, nbytes, into)
+            entry, spans = unit.direct
+            for span in spans:
+                into = [memory[part.number] for part in span.parts]
+                yield FilePiece(entry.file, entry.path, entry.offset + span.offset, span.nbytes, into)
 
 
 def _in_turn(tasks: list[Task]) -> Task:

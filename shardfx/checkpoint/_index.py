@@ -1,7 +1,6 @@
 """What a checkpoint holds, read from its headers alone."""
 
 import dataclasses
-import difflib
 import functools as ft
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,8 +8,20 @@ from typing import Any
 
 import jax
 
+from .._convert import near_names
 from .._ground.errors import CheckpointError, UnknownPathError
-from .._ground.text import array_text, between_numbers, bytes_text, joined, plural, printable, quoted, table
+from .._ground.html import html_text
+from .._ground.text import (
+    array_text,
+    between_numbers,
+    bytes_text,
+    first_lines,
+    joined,
+    plural,
+    printable,
+    quoted,
+    table,
+)
 from . import _listings as listings, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import Place, inside, place, read_json
@@ -20,9 +31,6 @@ _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 120
 # Deeper trees than any model's exhaust the stack of whoever walks them.
 _MOST_PARTS = 100
-# Comparing names costs the product of their lengths, and there may be millions.
-_COMPARED_NAMES = 2000
-_COMPARED_CHARACTERS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Index:
     def __getitem__(self, path: str) -> ArrayEntry:
         found = self.by_path.get(path)
         if found is None:
-            near = _near(path, self.by_path)
+            near = near_names(path, self.by_path, 3, 0.5)
             hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {some(self.by_path)}."
             raise UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
         return found
@@ -88,6 +96,9 @@ class Index:
         total = f"{size}, in {self.format} at {self.directory!r}"
         return "\n".join([*lines, *more, total])
 
+    __repr__ = first_lines
+    _repr_html_ = html_text
+
 
 def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
     first = entries[0]
@@ -100,18 +111,6 @@ def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
     if len(path) > _SHOWN_CHARACTERS:
         path = f"{path[:30]}...{path[33 - _SHOWN_CHARACTERS :]}"
     return path, str(len(entries)), array, nbytes
-
-
-def _near(path: str, names: Mapping[str, Any]) -> list[str]:
-    """At most three of `names` that look like `path`, found in a time that does not grow with what a file says."""
-    candidates = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
-    if len(path) > _COMPARED_CHARACTERS:
-        return []
-    if len(candidates) > _COMPARED_NAMES:
-        template = "".join(between_numbers(path))
-        alike = [name for name in candidates if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template]
-        candidates = alike[:_COMPARED_NAMES]
-    return difflib.get_close_matches(path, candidates, n=3, cutoff=0.5)
 
 
 def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None) -> Index:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,40 +117,31 @@ def _check_leaf(path: str, leaf: Any, planned: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Exported:
-    """An array that a map makes of others.
+class Output:
+    """An array that is written piece by piece.
 
     **Arguments:**
 
-    - `made`: its shape, its dtype and its pieces.
-    - `sources`: the tree's arrays by path.
+    - `shape`, `dtype`: of the whole array.
+    - `pieces`: from whether this is the first process to the boxes that it writes, each with a view of what it holds;
+        that may have yet to be cast.
     """
 
-    made: Made
-    sources: Mapping[str, Any]
+    shape: tuple[int, ...]
+    dtype: Any
+    pieces: Callable[[bool], Iterator[tuple[Box, np.ndarray]]]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
-        return self.made.shape
 
-    @property
-    def dtype(self) -> Any:
-        """Its dtype."""
-        return self.made.dtype
-
-    def pieces(self, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-        """The boxes that this process writes, and a view of what each holds; it may have yet to be cast."""
-        for piece in self.made.pieces:
-            if piece.value.path is None:
-                if is_first:
-                    for part in dense(piece):
-                        sizes = [stop - start for start, stop in hull(part)]
-                        yield hull(part), np.broadcast_to(constant(part), sizes)
-                continue
-            for box, memory in shards_of(self.sources[piece.value.path], is_first):
-                for part in within(swapped(piece), box):
-                    yield from _written(part, box, memory)
+def _pieces_of(made: Made, sources: Mapping[str, Any], is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+    """What this process writes of an array that a map makes of others."""
+    for piece in made.pieces:
+        if piece.value.path is None:
+            for part in dense(piece) if is_first else ():
+                yield hull(part), np.broadcast_to(constant(part), [stop - start for start, stop in hull(part)])
+            continue
+        for box, memory in shards_of(sources[piece.value.path], is_first):
+            for part in within(swapped(piece), box):
+                yield from _written(part, box, memory)
 
 
 def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
@@ -164,35 +155,19 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
         yield landing.source, values
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Held:
-    """What this process writes of an array, copied to its memory.
-
-    **Arguments:**
-
-    - `shape`, `dtype`: of the whole array.
-    - `parts`: a box and its values each.
-    - `is_everywhere`: whether all processes have all of it, so that the first one writes it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    parts: tuple[tuple[Box, np.ndarray], ...]
-    is_everywhere: bool
-
-    def pieces(self, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-        """The parts that this process writes."""
-        return iter(self.parts if is_first or not self.is_everywhere else ())
-
-
-def held(value: Any) -> Held:
+def held(value: Any) -> Output:
     """A copy of what this process writes of an array: the array may be given up afterwards."""
-    parts = tuple((box, np.array(memory)) for box, memory in shards_of(value, True))
-    return Held(tuple(value.shape), np.dtype(value.dtype), parts, not isinstance(value, jax.Array))
+    parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
+    everywhere = not isinstance(value, jax.Array)
+    pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
+    return Output(tuple(value.shape), np.dtype(value.dtype), pieces)
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """The parts of an array that this process writes."""
+    """The parts of an array, or of an Output, that this process writes."""
+    if isinstance(value, Output):
+        yield from value.pieces(is_first)
+        return
     if not isinstance(value, jax.Array):
         if is_first:
             yield whole(value.shape), np.ascontiguousarray(value).reshape(value.shape)
@@ -217,7 +192,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
     """The arrays that a map makes of a tree's, in the place of those."""
     source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
-    made = bound(map, source, None if like is None else tree_structs(like)).made
+    made = bound(map, source, None if like is None else tree_structs(like))
     arrays, kinds, found = dict(leaves.arrays), {}, []
     for path, one in made.items():
         if any(piece.value.scale is not None for piece in one.pieces):
@@ -231,12 +206,12 @@ def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
             raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
         elif one.dtype not in safetensors.NAMES:
             kinds[path] = np.dtype(one.dtype).name
-        found.append((path, Exported(one, arrays)))
+        found.append((path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays))))
     return Leaves(found, kinds, {})
 
 
 def _bits_of(made: Made) -> Made:
-    """Keys as the integers that they are saved as, which are those that the tree's keys are there."""
+    """PRNG keys as their key data."""
     one = prng.bits_of(made.dtype)
     pieces = tuple(extended(piece, one.shape) for piece in made.pieces)
     return Made((*made.shape, *one.shape), np.dtype(one.dtype), pieces)

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools as ft
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -19,11 +19,11 @@ from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray
 from ._fetches import fetches, gather
 from ._files import ChangedError, require_seen_unchanged
-from ._flight import Filled, Flight, Progress, Task, groups
+from ._flight import Filled, Flight, Progress, Task
 from ._index import Index, read_index
 from ._metadata import keys_from
-from ._reader import GAP_BYTES, RUN_BYTES, Files, spans_of
-from ._spans import Span
+from ._reader import GAP_BYTES, RUN_BYTES, Files
+from ._spans import grouped
 from ._stores import MissingChunks
 from ._units import Host, Unit, units_of
 from ._wanted import Unread, Wanted, require_devices, wanted
@@ -194,7 +194,8 @@ def _read(index: Index, leaves: Sequence[Wanted], asked: Asked, host: Host) -> F
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = Flight(pool, limit, bar, host, len(leaves))
             try:
-                for group in groups(units, min(limit, RUN_BYTES)):
+                # Small units that follow each other in the file: handing each to a thread would cost more.
+                for group in grouped(units, lambda unit: unit.nbytes, min(limit, RUN_BYTES)):
                     flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, asked), files.read_pieces)
                 flight.land()
             finally:
@@ -217,25 +218,12 @@ def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: Asked) -> 
         if isinstance(entry, StoreArray):
             yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=asked.missing_chunks)
             continue
-        in_place = all(t.dtype == entry.dtype and t.flags.c_contiguous for t in targets)
-        for batch in _batches(spans_of(entry, fetch.boxes, in_place, asked.gap_bytes)):
+        # A read costs a call besides its bytes.
+        spans = fetch.spans(entry, unit.leaf.dtype, asked.gap_bytes)
+        for batch in grouped(spans, lambda span: span.nbytes + _CALL_BYTES * span.runs, RUN_BYTES):
             yield ft.partial(files.read, entry, batch, fetch.boxes, targets)
     for one in gathered:
         yield ft.partial(gather, files, unit, one, memory[one.number], asked.gap_bytes, asked.missing_chunks)
-
-
-def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    batch: list[Span] = []
-    nbytes = 0
-    for span in spans:
-        batch.append(span)
-        # A read costs a call besides its bytes.
-        nbytes += span.nbytes + _CALL_BYTES * span.runs
-        if nbytes >= RUN_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def _assembled(leaf: Wanted, filled: Filled, placed: list[jax.Array] | None) -> jax.Array:

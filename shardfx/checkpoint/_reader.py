@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._ground.boxes import Box
-from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import FileArray, fill
@@ -25,14 +24,12 @@ GAP_BYTES = 64
 # Of a span that must be copied out; and of one that is read into place, which is as long as a task should be.
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
-_ALIGNMENT = 64
 # POSIX lets one call fill at least 16 of them; Linux 1024.
 _MOST_BUFFERS = min(1000, os.sysconf("SC_IOV_MAX"))
 # Python has no other way to a bytearray that is not first filled with zeros.
 _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
-_BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
 
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
@@ -95,29 +92,19 @@ class Files:
                 memory = scratch if span.nbytes <= len(scratch) else np.empty(span.nbytes, np.uint8)
                 _read(descriptor, [memory[: span.nbytes]], span, entry)
                 for view, part in zip(views, span.parts, strict=True):
-                    _copy(view, memory, entry, part, span.strides)
+                    fill(view, _part_in(memory, entry.dtype, part, span.strides), entry.path)
         finally:
             self._scratch.put(scratch)
         return sum(span.nbytes for span in todo)
 
     def read_alike(self, entries: Sequence[FileArray]) -> np.ndarray:
-        """Arrays of one shape and dtype, stacked; those that follow each other in a file by one call."""
+        """Arrays of one shape and dtype, stacked."""
         first = entries[0]
         size = first.dtype.itemsize * math.prod(first.shape)
+        stacked = np.empty((len(entries), size), np.uint8)
         order = sorted(range(len(entries)), key=lambda at: (entries[at].file, entries[at].offset))
-        raw, start = np.empty(len(entries) * size, np.uint8), 0
-        for at in range(1, len(order) + 1):
-            last = entries[order[at - 1]]
-            if at < len(order):
-                one = entries[order[at]]
-                if one.file == last.file and one.offset == last.offset + size:
-                    continue
-            begin = entries[order[start]]
-            into = [raw[start * size : at * size]]
-            _read_run(self._descriptors[begin.file], into, begin.offset, (at - start) * size, begin)
-            start = at
-        stacked = np.empty_like(raw).reshape(len(entries), size)
-        stacked[order] = raw.reshape(len(entries), size)
+        rows = [(entries[at], stacked[at]) for at in order]
+        self.read_pieces([FilePiece(one.file, one.path, one.offset, size, [row]) for one, row in rows])
         return stacked.reshape(-1).view(first.dtype).reshape(len(entries), *first.shape)
 
     def read_pieces(self, pieces: Iterable[FilePiece]) -> int:
@@ -144,46 +131,34 @@ class Files:
         return nbytes
 
 
-def spans_of(entry: FileArray, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES) -> tuple[Span, ...]:
-    """The reads that fetch `boxes` of an array in a file."""
-    return _spans_of(entry.shape, entry.dtype.itemsize, boxes, in_place, gap_bytes)
-
-
 # A model has many layers of the same shapes.
 @ft.lru_cache(maxsize=32)
-def _spans_of(
-    shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int
+def spans_of(
+    shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
+    """The reads that fetch `boxes` of an array of this shape in a file."""
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
 def copied_out(views: Sequence[np.ndarray], span: Span, dtype: Any, path: str) -> np.ndarray:
     """The bytes of a span, gathered from what its parts hold, and cast where they are of another dtype."""
-    memory, kind = np.empty(span.nbytes, np.uint8), _BITS.get(dtype.itemsize, dtype)
+    memory = np.empty(span.nbytes, np.uint8)
     for view, part in zip(views, span.parts, strict=True):
-        extent = tuple(stop - start for start, stop in part.where)
-        if view.dtype == dtype:
-            copy(np.ndarray(extent, kind, memory.data, part.offset, span.strides), view.view(kind))
-        else:
-            fill(np.ndarray(extent, dtype, memory.data, part.offset, span.strides), view, path)
+        fill(_part_in(memory, dtype, part, span.strides), view, path)
     return memory
+
+
+def _part_in(memory: np.ndarray, dtype: Any, part: Part, strides: tuple[int, ...]) -> np.ndarray:
+    """A part in the bytes of its span."""
+    shape = tuple([stop - start for start, stop in part.where])
+    return np.ndarray(shape, dtype, memory.data, part.offset, strides)
 
 
 def part_of(target: np.ndarray, box: Box, where: Box) -> np.ndarray:
     """The part `where` of an array that holds the box `box` of a larger one."""
     index = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(where, box, strict=True))
     return target[(*index, ...)]
-
-
-def _copy(view: np.ndarray, memory: np.ndarray, entry: FileArray, part: Part, strides: tuple[int, ...]) -> None:
-    dtype = np.dtype(entry.dtype)
-    if view.dtype == dtype and dtype.itemsize in _BITS:
-        # numpy copies elements of the dtypes that it does not know itself one by one.
-        dtype = _BITS[dtype.itemsize]
-        view = view.view(dtype)
-    shape = tuple(stop - start for start, stop in part.where)
-    fill(view, np.ndarray(shape, dtype, memory.data, part.offset, strides), entry.path)
 
 
 def _read(descriptor: int, into: list[Any], span: Span, entry: FileArray) -> None:

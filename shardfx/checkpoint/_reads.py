@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from .._convert import Piece, TreeMap
+from .._convert import TreeMap
 from .._ground.boxes import Box, boxes as all_boxes
 from .._ground.errors import PlanMismatchError
 from .._ground.html import html_text
@@ -14,9 +14,9 @@ from .._ground.text import first_lines
 from . import _stores as stores
 from ._bundles import bundled
 from ._entry import StoreArray
-from ._fetches import Fetch, fetches, gathered_fetches
+from ._fetches import fetches, gathered_fetches
 from ._index import Index
-from ._reader import GAP_BYTES, spans_of
+from ._reader import GAP_BYTES
 from ._wanted import Unread, Wanted, box_bytes, wanted
 
 
@@ -127,10 +127,9 @@ def plan_reads(
     known: dict[Any, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in leaves:
+        # A model has many leaves and few kinds of them.
         stored = [(one.dtype, one.shape, one.chunks if isinstance(one, StoreArray) else None) for one in leaf.entries]
-        numbers = {entry.path: number for number, entry in enumerate(leaf.entries)}
-        pieces = None if leaf.pieces is None else tuple([_without_names(piece, numbers) for piece in leaf.pieces])
-        key = (leaf.shape, leaf.sharding, leaf.dtype, pieces, tuple(stored))
+        key = (leaf.shape, leaf.sharding, leaf.dtype, *(stored if leaf.pieces is None else [leaf.path]))
         if key not in known:
             known[key] = _reads_of(leaf, processes, gap_bytes)
         for process, counts in known[key].items():
@@ -148,27 +147,15 @@ def _reads_of(leaf: Wanted, processes: int | None, gap_bytes: int) -> Mapping[in
         count = sum(len(bundle.entries) for bundle in bundles)
         plain, gathered = fetches(rest, boxes)
         for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
-            needed += sum(box_bytes(box, fetch.entry.dtype) for box in dict.fromkeys(fetch.boxes))
-            for nbytes, reads in _sizes(fetch, leaf, gap_bytes):
-                read, count = read + nbytes, count + reads
+            entry = fetch.entry
+            needed += sum(box_bytes(box, entry.dtype) for box in dict.fromkeys(fetch.boxes))
+            if isinstance(entry, StoreArray):
+                sizes = [(stores.chunk_bytes(entry, box), 1) for box in fetch.boxes]
+            else:
+                sizes = [(span.nbytes, span.runs) for span in fetch.spans(entry, leaf.dtype, gap_bytes)]
+            read, count = read + sum(nbytes for nbytes, _ in sizes), count + sum(reads for _, reads in sizes)
         found[process] = (needed, read, count)
     return found
-
-
-def _without_names(piece: Piece, numbers: Mapping[str, int]) -> Any:
-    """A piece by the numbers of its arrays: equal for the same piece of another layer."""
-    value = piece.value
-    scale = None if value.scale is None else (numbers[value.scale.path], value.scale.block)
-    path = None if value.path is None else numbers[value.path]
-    return path, scale, value.casts, piece.source, piece.target, piece.factors
-
-
-def _sizes(fetch: Fetch, leaf: Wanted, gap_bytes: int) -> list[tuple[int, int]]:
-    """Bytes and reads, span by span."""
-    if isinstance(fetch.entry, StoreArray):
-        return [(stores.chunk_bytes(fetch.entry, box), 1) for box in fetch.boxes]
-    in_place = leaf.dtype == fetch.entry.dtype and fetch.fills_rows()
-    return [(span.nbytes, span.runs) for span in spans_of(fetch.entry, fetch.boxes, in_place, gap_bytes)]
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:

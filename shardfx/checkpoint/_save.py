@@ -4,11 +4,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools as ft
+import itertools as it
 import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ from ._entry import fill
 from ._files import inside, place, read_json
 from ._flight import Progress
 from ._index import read_index, require_local
-from ._leaves import Exported, Held, Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
+from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
 from ._metadata import NUMBERS_KEY, to_text
 from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
-from ._spans import spans
+from ._spans import grouped, spans
 from ._staging import PLAN, Headers, begin, commit, remove_partial, require_free, require_space
 from ._together import Together, digest_of, holders_of, lines_of, meeting
 
@@ -243,15 +244,8 @@ def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[Headers, list[_Tensor]]:
     """Per file its header, its size and its tensors' names; and where each tensor goes. The same on every process."""
-    groups: list[list[tuple[str, Any]]] = [[]]
-    filled = 0
-    for path, value in leaves.arrays:
-        nbytes = _nbytes(value)
-        if groups[-1] and file_bytes is not None and filled + nbytes > file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append((path, value))
-        filled += nbytes
+    most = float("inf") if file_bytes is None else file_bytes
+    groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
     headers, tensors = {}, []
     for number, group in enumerate(groups):
         file = staging if file_bytes is None else os.path.join(staging, _file_name(number, len(groups)))
@@ -287,7 +281,9 @@ def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterw
     pool, stop = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event()
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
-    groups = _groups(tensors)
+    # Tensors that are small together: each call of a thread costs more than these.
+    by_file = it.groupby(tensors, lambda one: one.file)
+    groups = [group for _, own in by_file for group in grouped(own, lambda one: one.nbytes, COPY_BYTES)]
     writes = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in groups]
     wrote = together.attend(writes, bar.advance)
     together.attend([pool.submit(os.fsync, file) for file in files.values()])
@@ -295,26 +291,14 @@ def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterw
     return wrote
 
 
-def _groups(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Tensors that follow each other in a file and are small together: each call of a thread costs more than these."""
-    group: list[_Tensor] = []
-    for tensor in tensors:
-        if group and (tensor.file != group[0].file or tensor.offset + tensor.nbytes - group[0].offset > COPY_BYTES):
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
-
-
 def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
     """Writes what this process holds of tensors that follow each other: by one call those that it holds whole."""
     if len(tensors) == 1:
-        return _write_parts(descriptor, tensors[0], _pieces(tensors[0], is_first), stop)
+        return _write_parts(descriptor, tensors[0], list(shards_of(tensors[0].value, is_first)), stop)
     begin, runs, written = tensors[0].offset, list[slice](), 0
     memory = np.empty(tensors[-1].offset + tensors[-1].nbytes - begin, np.uint8)
     for tensor in tensors:
-        pieces = _pieces(tensor, is_first)
+        pieces = list(shards_of(tensor.value, is_first))
         if sum([values.size for _, values in pieces]) < math.prod(tensor.shape):
             # Another process writes the rest of it.
             written += _write_parts(descriptor, tensor, pieces, stop)
@@ -336,11 +320,6 @@ def _put_together(whole: np.ndarray, pieces: Sequence[tuple[Box, np.ndarray]], n
             part[...] = values
         else:
             fill(part, values, name)
-
-
-def _pieces(tensor: _Tensor, is_first: bool) -> list[tuple[Box, np.ndarray]]:
-    value = tensor.value
-    return list(value.pieces(is_first) if isinstance(value, Exported | Held) else shards_of(value, is_first))
 
 
 def _write_parts(

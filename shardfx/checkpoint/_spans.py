@@ -3,10 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from .._ground.boxes import Box, volume
 
+
+T = TypeVar("T")
 
 # So many short reads are a task, whatever their bytes.
 _MOST_RUNS = 4096
@@ -177,3 +180,18 @@ def _span(
 
 def _first(box: Box, strides: tuple[int, ...]) -> int:
     return sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
+    """Items that follow each other, together as long as their sizes have no more than `most`; one may have more."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if group and total + size > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group

@@ -1,6 +1,7 @@
 """What of a checkpoint is read together, and then moved together: boxes of one leaf, in the order of the files."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from .._ground.boxes import Box, boxes_here
 from .._ground.errors import CheckpointError
 from ._entry import FileArray
 from ._reader import spans_of
+from ._spans import Span
 from ._wanted import Wanted, box_bytes
 
 
@@ -45,10 +47,6 @@ class Host:
     boxes_here: BoxesOf = boxes_here
     is_final: Callable[[Sharding], bool] = is_final
     move: Callable[[np.ndarray, Sequence[Any], Sharding], list[Any]] = moved
-
-
-# In the order of a file: where a read begins, its bytes, and the boxes that it fills one after the other.
-Piece = tuple[int, int, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Unit:
     leaf: Wanted
     kind: Kind
     nbytes: int
-    direct: tuple[FileArray, tuple[Piece, ...]] | None = None
+    direct: tuple[FileArray, tuple[Span, ...]] | None = None
 
 
 def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> tuple[list[Unit], int]:
@@ -104,9 +102,8 @@ def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> t
     known: dict[Any, Kind] = {}
     kinds = [_kind(leaf, host, known) for leaf in leaves]
     limit = _limit(leaves, kinds, asked_limit)
-    pieces: dict[Any, tuple[Piece, ...] | None] = {}
     numbers = sorted(range(len(leaves)), key=lambda number: _position(leaves[number]))
-    return [unit for number in numbers for unit in _units(number, leaves[number], kinds[number], limit, pieces)], limit
+    return [unit for number in numbers for unit in _units(number, leaves[number], kinds[number], limit)], limit
 
 
 def _position(leaf: Wanted) -> tuple[str, int]:
@@ -145,28 +142,21 @@ def _limit(leaves: Sequence[Wanted], kinds: Sequence[Kind], asked: int | None) -
     return asked
 
 
-def _units(
-    number: int, leaf: Wanted, kind: Kind, limit: int, pieces: dict[Any, tuple[Piece, ...] | None]
-) -> Iterator[Unit]:
+@ft.lru_cache(maxsize=256)
+def _direct(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> tuple[Span, ...] | None:
+    spans = spans_of(shape, itemsize, boxes, True)
+    is_direct = all(span.is_direct and span.runs == 1 for span in spans)
+    is_whole = all(part.where == boxes[part.number] for span in spans for part in span.parts)
+    return spans if is_direct and is_whole else None
+
+
+def _units(number: int, leaf: Wanted, kind: Kind, limit: int) -> Iterator[Unit]:
     if kind.staging_bytes > limit:
         for one in map(kind.alone, range(len(kind.boxes))):
             yield Unit(number, leaf, one, sum(one.sizes))
         return
-    entry, nbytes = leaf.entries[0] if leaf.entries else None, sum(kind.sizes)
-    if leaf.pieces is not None or not isinstance(entry, FileArray) or entry.dtype != leaf.dtype:
-        yield Unit(number, leaf, kind, nbytes)
-        return
-    if id(kind) not in pieces:
-        pieces[id(kind)] = _pieces(entry, kind)
-    found = pieces[id(kind)]
-    yield Unit(number, leaf, kind, nbytes, None if found is None else (entry, found))
-
-
-def _pieces(entry: FileArray, kind: Kind) -> tuple[Piece, ...] | None:
-    found = []
-    for span in spans_of(entry, kind.boxes, True):
-        numbers = tuple(part.number for part in span.parts)
-        if not span.is_direct or span.runs > 1 or any(part.where != kind.boxes[part.number] for part in span.parts):
-            return None
-        found.append((span.offset, span.nbytes, numbers))
-    return tuple(found)
+    entry, direct = leaf.entries[0] if leaf.entries else None, None
+    if leaf.pieces is None and isinstance(entry, FileArray) and entry.dtype == leaf.dtype:
+        spans = _direct(leaf.shape, leaf.dtype.itemsize, kind.boxes)
+        direct = None if spans is None else (entry, spans)
+    yield Unit(number, leaf, kind, sum(kind.sizes), direct)

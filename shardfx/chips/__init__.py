@@ -6,5 +6,4 @@ are per chip, as vendors print them; where JAX shows a chip as several devices (
 """
 
 from ._chip import Chip as Chip
-from ._find import CHIPS as CHIPS, find as find, parse_slice as parse_slice, table as table
-from ._slices import Slice as Slice
+from ._find import CHIPS as CHIPS, Slice as Slice, find as find, parse_slice as parse_slice, table as table

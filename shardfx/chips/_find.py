@@ -1,13 +1,14 @@
 """From a name to a chip or a slice, and all chips as a table."""
 
 import difflib
+import math
 import re
+from typing import NamedTuple
 
 from .._ground.errors import ChipError, MeshError
 from .._ground.text import bytes_text, table as _aligned
 from ._chip import Chip
 from ._gpus import GPUS
-from ._slices import Slice, existing, near_cube
 from ._tpus import TPUS
 
 
@@ -31,6 +32,56 @@ _ALIASES = {
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
 _FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
 _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
+
+
+class Slice(NamedTuple):
+    """So many chips of one kind along each dimension of their network; along one where a switch joins them."""
+
+    chip: Chip
+    extents: tuple[int, ...]
+
+    @property
+    def chips(self) -> int:
+        """How many chips it has."""
+        return math.prod(self.extents)
+
+    @property
+    def devices(self) -> int:
+        """How many devices JAX shows for it."""
+        return self.chips * self.chip.devices_per_chip
+
+    @property
+    def name(self) -> str:
+        """What it is called: `tpu:v5e:4x4`, or `h100:8`."""
+        return f"{'tpu:' * (self.chip.torus_dims > 0)}{self.chip.name}:{'x'.join(map(str, self.extents))}"
+
+
+def _existing(made: Slice, text: str) -> Slice:
+    """The slice, if there are such; `text` is what it was called."""
+    chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
+    if len(extents) != dims:
+        kind = f"{dims} dimensions" if dims > 1 else "1 dimension"
+        raise MeshError(
+            f"slice {text!r:.60}: {chip.name} has {kind}, as in {'x'.join('4' * dims)}, and this has {len(extents)}."
+        )
+    # A pod of two dimensions is a square; larger ones have more room in one dimension than in another.
+    longest = math.isqrt(chip.island_chips) if dims == 2 else chip.island_chips
+    if chip.torus_dims and (made.chips > chip.island_chips or max(extents) > longest):
+        pod = "x".join([str(longest)] * dims) if dims == 2 else f"{chip.island_chips:,} chips"
+        raise MeshError(
+            f"slice {text!r:.60} has {made.chips:,} chips, and a pod of {chip.name} is {pod}; take several slices, as "
+            f'`"{Slice(chip, near_cube(min(64, chip.island_chips), dims)).name}*2"`.'
+        )
+    return made
+
+
+def near_cube(count: int, dims: int) -> tuple[int, ...]:
+    """The extents of so many chips that differ least, smallest first."""
+    if dims == 1:
+        return (count,)
+    root = round(count ** (1 / dims))
+    first = next(size for size in range(max(1, root), 0, -1) if count % size == 0)
+    return tuple(sorted((first, *near_cube(count // first, dims - 1))))
 
 
 def find(name: str | Chip) -> Chip:
@@ -73,7 +124,7 @@ def find(name: str | Chip) -> Chip:
             f"{', '.join(chip.name for chip in CHIPS)}. Make your own with `shardfx.chips.Chip(...)`."
         )
     if found := _FORM.fullmatch(name):
-        existing(Slice(known[asked], _extents(found[2])), name)
+        _existing(Slice(known[asked], _extents(found[2])), name)
     return known[asked]
 
 
@@ -108,12 +159,12 @@ def parse_slice(text: str) -> Slice:
         per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
         if count % per_chip:
             raise MeshError(f"slice {text!r}: {chip.name} has 2 cores a chip, and {count} cores are no whole chips.")
-        return existing(Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text)
+        return _existing(Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text)
     if (found := _FORM.fullmatch(text)) is None:
         raise MeshError(
             f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips."
         )
-    return existing(Slice(find(found[1]), _extents(found[2])), text)
+    return _existing(Slice(find(found[1]), _extents(found[2])), text)
 
 
 def _extents(text: str) -> tuple[int, ...]:

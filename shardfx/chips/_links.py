@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..topology import wraps
 from ._chip import Chip
-from ._slices import near_cube
+from ._find import near_cube
 
 
 class Ring(NamedTuple):

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -222,7 +221,7 @@ def with_batch(known: Counted, batch: int) -> Counted | None:
         return None
 
 
-def _resized(arg: Any, name: str, paths: set[str], batch: int) -> Any:
+def _resized(arg: object, name: str, paths: set[str], batch: int) -> object:
     flat = flatten(arg)
     leaves = [
         jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from .._ground.html import html_text
 from .._ground.text import bytes_text, first_lines, table
@@ -102,7 +101,7 @@ class Comparison:
     _repr_html_ = html_text
 
 
-def compare(estimated: Traffic, compiled: Any) -> Comparison:
+def compare(estimated: Traffic, compiled: object) -> Comparison:
     """What a compiled step sends beyond its estimate, line by line, and which pass of the compiler explains it.
 
     An estimate is what XLA's partitioner made, and what the compiler's passes are known to make of that: each of its
@@ -142,7 +141,7 @@ def compare(estimated: Traffic, compiled: Any) -> Comparison:
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
     # The line at which the gradient of each leaf is added up: there belong the shares of sums that are joined.
     lines = {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
-    places: dict[Any, _Place] = {}
+    places: dict[tuple[object, ...], _Place] = {}
     for side, sent in enumerate((_sent(estimated, {}), _sent(found, lines))):
         for source, row in sent:
             key = None if source is None else (source.file, source.line), row.axes

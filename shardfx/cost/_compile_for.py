@@ -113,7 +113,7 @@ class CompiledFor:
     device_ids: tuple[int, ...] = ()
 
     @property
-    def input_shardings(self) -> Any:
+    def input_shardings(self) -> tuple[NamedSharding]:
         """A sharding on the program's mesh, for those who read the mesh off it."""
         return (NamedSharding(self.mesh.abstract(), jax.P()),)
 
@@ -127,8 +127,8 @@ class CompiledFor:
 
 
 def compile_for(
-    step: Any,
-    *args: Any,
+    step: object,
+    *args: object,
     target: str | Mesh | Sequence[Any] = "tpu:v5e:4x4",
     mesh: MeshSpec | None = None,
     cache: str | os.PathLike[str] | None = None,
@@ -308,7 +308,7 @@ def _read(file: Path) -> dict[str, Any] | None:
     return found if _is_whole(found) else None
 
 
-def _is_whole(found: Any) -> bool:
+def _is_whole(found: object) -> bool:
     """Whether it has the form of what `_write` writes; the digest alone says nothing of who wrote it."""
     names = {field.name for field in dataclasses.fields(MemoryAnalysis)}
     if not isinstance(found, dict) or set(found) != {"text", "memory", "paths"}:

@@ -1,14 +1,14 @@
 """Where a step should say that its activations lie along the batch, because compilers lay them out otherwise."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from .._ground.errors import ProgramError
 from .._step.lines import Frame, is_library, lines_of, place_text
-from .._step.lowered import meshes
+from .._step.lowered import Module, Op, meshes
 from ._counted import Counted
 
 
@@ -75,7 +75,7 @@ def _saved(known: Counted, axes: Sequence[str], sizes: set[int], lines: Sequence
         return 0
 
 
-def _with_constraints(known: Counted, axes: Sequence[str], sizes: set[int], lines: set[Frame]) -> Any:
+def _with_constraints(known: Counted, axes: Sequence[str], sizes: set[int], lines: set[Frame]) -> Module:
     """The step's module with a constraint on each of these products."""
     module = known.step.module(known.platform)
     wanted = dict(known.step.mesh.shape)
@@ -93,22 +93,22 @@ def _with_constraints(known: Counted, axes: Sequence[str], sizes: set[int], line
     return clone
 
 
-def _products(module: Any, sizes: set[int]) -> Iterator[Any]:
+def _products(module: Module, sizes: set[int]) -> Iterator[Op]:
     """The products of a module whose first dimension is the batch's."""
-    found: list[Any] = []
+    found: list[Op] = []
 
-    def look(op: Any) -> Any:
+    def look(op: Op) -> ir.WalkResult:
         if op.name in _PRODUCTS and len(op.results) == 1:
             shape = ir.RankedTensorType(op.results[0].type).shape
             if len(shape) > 1 and shape[0] in sizes:
                 found.append(op)
         return ir.WalkResult.ADVANCE
 
-    getattr(module, "operation", module).walk(look)
+    module.operation.walk(look)
     yield from found
 
 
-def _line_of(op: Any) -> Frame | None:
+def _line_of(op: Op) -> Frame | None:
     """The innermost line of the user's own program."""
     return next((frame for frame in lines_of((op.location,)) if not is_library(frame)), None)
 

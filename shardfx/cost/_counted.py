@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import chips
 from .._step import Platform, Step
-from .._step.lowered import Dims
+from .._step.lowered import Dims, Module
 from ._after import as_compiled
 from ._hlo_text import HloModule, parse_hlo
 from ._hlo_types import Array
@@ -79,7 +79,7 @@ class Counted:
         away = [one.on_host for one in self.step.parameters[1]]
         return held(module, donated=donated, on_host=on_host, results_on_host=away, **given)
 
-    def written_as(self, module: Any) -> Held:
+    def written_as(self, module: Module) -> Held:
         """What one device holds where the step is another StableHLO module of the same arguments and results."""
         text = self.step.partitioned(self.platform, module=module)
         return self.of(as_compiled(parse_hlo(text), self.platform))

@@ -1,7 +1,6 @@
 """What a step should send, from XLA's own partitioner: nothing is compiled to the end."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -25,7 +24,7 @@ COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
 def estimate(
-    step: Any, *args: Any, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
+    step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> Traffic:
     """What a step should send, row by row, without compiling it and without its devices.
 

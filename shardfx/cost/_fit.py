@@ -176,8 +176,8 @@ class Fit:
 
 
 def fit(
-    step: Any,
-    *args: Any,
+    step: object,
+    *args: object,
     chip: str | chips.Chip = "v5p",
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
     compiled: Any = None,
@@ -335,7 +335,7 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
 
 def _alike(found: Sequence[Offender]) -> list[Offender]:
     """One for arrays whose paths differ in numbers only, and that are of one size; the largest first."""
-    groups: dict[tuple[Any, ...], list[Offender]] = {}
+    groups: dict[tuple[object, ...], list[Offender]] = {}
     for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
     merged = [

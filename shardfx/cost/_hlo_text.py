@@ -22,7 +22,6 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
-_CALLING = ("calls=", "to_apply=", "body=", "comp")
 _NUMBERED = {"replicas": re.compile(r"\breplica_count=(\d+)"), "partitions": re.compile(r"\bnum_partitions=(\d+)")}
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -95,7 +94,8 @@ class Instruction(NamedTuple):
     def called(self) -> Iterator[tuple[str, str]]:
         """The computations that it names, each with the attribute that names it."""
         # Most instructions name none, and to search each line for eight attributes takes long.
-        if not any(word in self.attributes for word in _CALLING):
+        told = self.attributes
+        if "calls=" not in told and "to_apply=" not in told and "body=" not in told and "comp" not in told:
             return
         for attribute, several, one in _CALLED.findall(self.structure):
             for name in several.split(",") if several else [one]:

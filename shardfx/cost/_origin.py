@@ -1,31 +1,28 @@
 """Which argument of a compiled program a collective is about: the weight that it gathers, or whose gradient it adds."""
 
+import collections
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .._step.lines import Frame
 from ._hlo_text import HloModule, Instruction
-from ._hlo_types import array_of, index_of, root_of
+from ._live.kinds import PRODUCTS
+from ._live.program import Op, Uses, program_of, reached
 
 
-# What passes its first operand on, in another form or a part of it.
+# What passes its first operand on, in another form or a part of it; of several arrays each its own.
 _PASSES = frozenset(
-    "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad "
-    "optimization-barrier all-gather all-gather-start all-gather-done collective-permute collective-permute-start "
-    "collective-permute-done all-to-all all-to-all-start all-to-all-done async-done async-update slice-start "
-    "slice-done fusion-done".split()
+    "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad opt-barrier "
+    "all-gather all-gather-start all-gather-done collective-permute collective-permute-start collective-permute-done "
+    "all-to-all all-to-all-start all-to-all-done slice-start slice-done recv-done while".split()
 )
+_WHOLE = ("all-gather", "all-gather-done")
 # What was read slice by slice, in one piece.
 _JOINED = 'custom_call_target="ConcatBitcast"'
-_PRODUCTS = ("dot", "convolution", "ragged-dot")
-# What begins apart gives out its operands too: the values are where it ends.
-_BEGUN = ("all-reduce-start", "reduce-scatter-start", "all-to-all-start", "collective-permute-start")
-_AGAIN = ("-done", "-update")
-# What runs a computation of its own with its operands.
-_RUNS = ("fusion", "fusion-start", "async-start", "call")
 # Their results are other values, whatever shape they have.
-_ENDS_HERE = (*_PRODUCTS, "custom-call", "reduce", "reduce-window", "gather", "scatter", "sort", "while", "conditional")
+_ENDS_HERE = PRODUCTS | frozenset("custom-call reduce reduce-window gather scatter sort while conditional send".split())
 _ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
 _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
 # How many instructions a value is followed back, and on.
@@ -33,266 +30,156 @@ _FAR, _MANY = 64, 2000
 
 
 class Origins:
-    """Follows values through a module: from an instruction back to an argument, and from one on to an update."""
+    """Follows values through a program: from an operation back to an argument, and from one on to an update."""
 
     def __init__(self, module: HloModule):
         self._module = module
-        self._callers: dict[str, tuple[str, Instruction]] = {}
-        self._users: dict[tuple[str, str], list[Instruction]] = {}
-        # What many collectives become is the same.
-        self._next: dict[tuple[str, str], tuple[tuple[str, Instruction], ...]] = {}
-        self._ends: dict[tuple[str, str, str], Instruction] = {}
-        for name, computation in module.computations.items():
-            for instruction in computation.values():
-                if (meets := instruction.rendezvous) is not None:
-                    self._ends[name, instruction.opcode, meets] = instruction
-                # The end of what began elsewhere names its computation again, and has other operands.
-                for _, called in () if instruction.opcode.endswith(_AGAIN) else instruction.called:
-                    self._callers[called] = (name, instruction)
-                for operand in instruction.operands:
-                    self._users.setdefault((name, operand), []).append(instruction)
+        self._program = program_of(module)
+        self._uses = uses = Uses(self._program)
+        self._names = dict(zip(self._program.entry.carried, self._program.parameters, strict=True))
+        self._results = frozenset(self._program.entry.results)
+        self._ops: dict[int, Op] = {}
+        # The loop that carries a value, with its place; what the result of a body, or what is sent, becomes.
+        self._carried: dict[int, tuple[Op, int]] = {}
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._becomes: dict[int, list[int]] = collections.defaultdict(list)
+        ends: dict[tuple[str, str], Op] = {}
+        for op in uses.ops:
+            self._ops.setdefault(id(op.instruction), op)
+            for body in op.bodies:
+                self._carried |= {value: (op, at) for at, value in enumerate(body.carried)}
+                for value, made in zip(body.results, op.makes, strict=False):
+                    self._becomes[value].append(made)
+            if (meets := op.instruction.rendezvous) is not None:
+                ends[op.opcode, meets] = op
+        self._senders: dict[Op, Op] = {}
+        for (opcode, meets), op in ends.items():
+            if opcode == "recv" and (sender := ends.get(("send", meets))) is not None:
+                self._senders[op] = sender
+                self._becomes[sender.reads[0]].append(op.makes[0])
 
-    def sender(self, computation: str, instruction: Instruction) -> Instruction:
-        """The instruction that has what is sent: of a receive the send that goes with it, else itself."""
-        return self._ends.get((computation, "send", instruction.rendezvous or ""), instruction)
-
-    def frames(self, computation: str, instruction: Instruction) -> tuple[Frame, ...]:
+    def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The lines that an instruction came from.
 
         What lays a result out is no line's: it came from the line that made what is sent, or else from that which uses
         what arrives.
         """
-        instruction = self.sender(computation, instruction)
-        where, made = computation, instruction
+        op = self._ops.get(id(instruction))
+        if op is None:
+            return self._module.frames(instruction)
+        return next(filter(None, (self._frames_of(one) for one in (*self._before(op), *self._behind(op)))), ())
+
+    def _frames_of(self, op: Op) -> tuple[Frame, ...]:
+        return next(filter(None, map(self._module.frames, (op.instruction, *op.calls))), ())
+
+    def _before(self, op: Op | None) -> Iterator[Op]:
+        """An operation, and those that made its first operand."""
         for _ in range(_FAR):
-            if found := self._module.frames(made):
-                return found
-            if made.opcode == "parameter" and where in self._callers:
-                given = self._operand(where, int(made.inside))
-                where, call = self._callers[where]
-                if call.opcode in _RUNS and (found := self._module.frames(call)):
-                    return found
-                made = self._module.computations[where].get(given or "", call)
-            elif made.operands and made.operands[0] in self._module.computations[where]:
-                made = self._module.computations[where][made.operands[0]]
-            else:
-                break
-        open_ends, seen = [(computation, instruction)], {instruction.name}
-        while open_ends and len(seen) < _FAR:
-            where, made = open_ends.pop(0)
-            for user in self._users.get((where, made.name), ()):
-                if found := self._module.frames(user):
-                    return found
-                if user.name not in seen:
-                    seen.add(user.name)
-                    open_ends.append((where, user))
-        return ()
+            if op is None:
+                return
+            yield op
+            op = self._senders.get(op, op)
+            value = op.reads[0] if op.reads else -1
+            if value in self._names:
+                yield Op(self._names[value], (), (value,))
+            op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
-    def _operand(self, computation: str, number: int) -> str | None:
-        """The name of what a computation's caller gives it as the parameter of a number; `None` for a loop's."""
-        _, call = self._callers[computation]
-        if call.opcode == "while":
-            return None
-        if call.opcode == "conditional":
-            number = 1 + [name for _, name in call.called].index(computation)
-        return call.operands[number] if number < len(call.operands) else None
+    def _behind(self, op: Op) -> Iterator[Op]:
+        """The operations that use what one makes, the nearest first."""
+        uses = self._uses.users
+        users = reached([op], lambda one: (user for value in one.makes for user, _, _ in uses.get(value, ())))
+        return itertools.islice(users, _FAR)
 
-    def gathered(self, computation: str, instruction: Instruction, element: int | None) -> str | None:
+    def gathered(self, instruction: Instruction, element: int | None) -> str | None:
         """The argument of which an instruction moves a part, by the name that JAX gave it.
 
         `element` is the number of the array among those that are moved, where there are several.
         """
-        moved = self.sender(computation, instruction).operands[element or 0 :]
-        return self._argument(computation, moved[0], 0) if moved else None
+        op = self._ops.get(id(instruction))
+        moved = () if op is None else self._senders.get(op, op).reads[element or 0 :]
+        return self._argument(moved[0]) if moved else None
 
-    def updated(self, computation: str, instruction: Instruction, element: int | None) -> str | None:
+    def updated(self, instruction: Instruction, element: int | None) -> str | None:
         """The argument to which the result of a reduction is added in the end: the one whose gradient it is of.
 
         `element` is the number of the array in the result, where that is a tuple.
         """
-        for found in self._elements(computation, instruction, element):
-            for where, value in self._later(computation, found):
-                for user in self._users.get((where, value.name), ()):
-                    partner = self._partner(where, value, user)
-                    if partner is not None and self._is_returned(where, user):
-                        return partner
+        op = self._ops.get(id(instruction))
+        for begun in () if op is None else _of_one(op, element or 0):
+            for value in self._later(begun):
+                for user, at, _ in self._uses.users.get(value, ()):
+                    if user.opcode in ("add", "subtract") and len(user.reads) == 2:
+                        found = self._argument(user.reads[1 - at])
+                        if found is not None and self._is_returned(user.makes[0]):
+                            return found
         return None
 
-    def _later(self, where: str, value: Instruction) -> Iterator[tuple[str, Instruction]]:
+    def _later(self, begun: int) -> Iterator[int]:
         """A value and all that it becomes, the nearest first."""
-        open_ends, seen = [(where, value)], {(where, value.name)}
-        while open_ends and len(seen) < _MANY:
-            end = open_ends.pop(0)
-            yield end
-            key = end[0], end[1].name
-            if key not in self._next:
-                self._next[key] = tuple(self._onward(*end))
-            following = [found for found in self._next[key] if (found[0], found[1].name) not in seen]
-            seen |= {(found[0], found[1].name) for found in following}
-            open_ends += following
+        return itertools.islice(reached([begun], self._next), _MANY)
 
-    def _is_returned(self, where: str, value: Instruction) -> bool:
+    def _next(self, value: int) -> tuple[int, ...]:
+        """What a value is one operation later, in the same shape, as a shard, or as a part of what is stacked."""
+        if value not in self._known:
+            found = [*self._becomes.get(value, ())]
+            for op, at, _ in self._uses.users.get(value, ()):
+                made = () if op.opcode in _ENDS_HERE else _of_one(op, at)
+                found += [one for one in made if op.opcode == "dynamic-update-slice" or self._is_like(one, value)]
+            self._known[value] = tuple(found)
+        return self._known[value]
+
+    def _is_returned(self, value: int) -> bool:
         """Whether a value becomes a result of the program: an updated weight does, a difference from data does not."""
-        entry = self._module.entry
-        return any(
-            place == entry and (end.is_root or any(user.is_root for user in self._users.get((entry, end.name), ())))
-            for place, end in self._later(where, value)
-        )
+        return any(one in self._results for one in self._later(value))
 
-    def is_sum_of_products(self, computation: str, instruction: Instruction) -> bool:
+    def _argument(self, value: int) -> str | None:
+        """The argument of the whole program that a value is, or is a part of."""
+        for _ in range(_FAR):
+            if value in self._names:
+                return self._names[value].op_name or None
+            op = self._uses.maker.get(value)
+            if op is None or not (op.opcode in _PASSES or _JOINED in op.instruction.attributes):
+                return None
+            op, at = self._senders.get(op, op), op.makes.index(value)
+            if not op.reads:
+                return None
+            value = op.reads[at if at < len(op.reads) else 0]
+        return None
+
+    def is_sum_of_products(self, instruction: Instruction) -> bool:
         """Whether a permute passes on products that others add to, and no argument as it is.
 
         Such a sum begins with zeros, and in a loop it is what the body made the last time.
         """
-        instructions, seen = self._module.computations[computation], set()
-        open_ends, arguments = list(instruction.operands), False
-        while open_ends and len(seen) < _FAR:
-            made = instructions.get(open_ends.pop(0))
-            if made is None or made.name in seen:
-                continue
-            seen.add(made.name)
-            if made.opcode in _PRODUCTS or any(self._has_product(name) for _, name in made.called):
-                return True
-            if made.opcode == "get-tuple-element" and instructions[made.operands[0]].opcode == "parameter":
-                root = root_of(instructions)
-                open_ends += [root.operands[index_of(made) or 0]] if root.opcode == "tuple" else []
-                arguments = True
-            elif made.opcode not in ("parameter", "all-gather", "all-gather-done"):
-                open_ends += made.operands
-            else:
-                arguments = True
-        return not arguments
+        op = self._ops.get(id(instruction))
+        values = [*itertools.islice(reached(() if op is None else op.reads, self._made_of), _FAR)]
+        makers = [self._uses.maker.get(value) for value in values]
+        if any(made is not None and made.opcode in PRODUCTS for made in makers):
+            return True
+        return not any(made is None or made.opcode in _WHOLE for made in makers)
 
-    def _has_product(self, computation: str) -> bool:
-        inner = self._module.computations[computation].values()
-        return any(
-            made.opcode in _PRODUCTS or any(self._has_product(name) for _, name in made.called) for made in inner
+    def _made_of(self, value: int) -> Iterable[int]:
+        """The values that one is made of; of what a loop carries, what its body made the last time."""
+        if value in self._carried:
+            loop, at = self._carried[value]
+            return (loop.bodies[0].results[at],)
+        made = self._uses.maker.get(value)
+        return () if made is None or made.opcode in _WHOLE else made.reads
+
+    def _is_like(self, part: int, whole: int) -> bool:
+        """Whether a value has as many elements as another, or the shape of a shard of it."""
+        sizes, limits = (self._program.buffers[value].shape for value in (part, whole))
+        if not sizes or not limits or math.prod(sizes) == math.prod(limits):
+            return bool(sizes and limits)
+        return len(sizes) == len(limits) and all(
+            size and not limit % size for size, limit in zip(sizes, limits, strict=True)
         )
 
-    def _elements(self, computation: str, instruction: Instruction, element: int | None) -> Iterator[Instruction]:
-        if element is None:
-            yield instruction
-            return
-        for user in self._users.get((computation, instruction.name), ()):
-            if user.opcode.endswith("-done"):
-                yield from self._elements(computation, user, element)
-            elif index_of(user) == element:
-                yield user
 
-    def _ends_of(self, where: str, begun: Instruction, operand: str) -> Iterator[Instruction]:
-        """What becomes of an operand where what was begun ends."""
-        for done in self._users.get((where, begun.name), ()):
-            if len(begun.operands) == 1:
-                yield done
-            else:
-                yield from self._elements(where, done, begun.operands.index(operand))
-
-    def _partner(self, where: str, value: Instruction, user: Instruction) -> str | None:
-        """An argument, of the shape of `value` or of a shard of it, that an instruction combines with it."""
-        if user.opcode not in ("add", "subtract"):
-            return None
-        others = [operand for operand in user.operands if operand != value.name]
-        fitting = [name for name in others if _is_shard(self._module.computations[where][name], value)]
-        return next(filter(None, (self._argument(where, name, 0) for name in fitting)), None)
-
-    def _onward(self, where: str, value: Instruction) -> Iterator[tuple[str, Instruction]]:
-        """Where a value is one instruction later, in the same shape, as a shard, or as a part of what is stacked."""
-        if value.is_root and where in self._callers:
-            yield self._callers[where]
-        for user in self._users.get((where, value.name), ()):
-            if user.opcode in _RUNS:
-                inner = next(called for _, called in user.called)
-                for given in self._module.computations[inner].values():
-                    if given.opcode == "parameter" and user.operands[int(given.inside)] == value.name:
-                        yield inner, given
-            elif user.opcode == "tuple" and user.is_root and where in self._callers:
-                caller, call = self._callers[where]
-                for position in [at for at, operand in enumerate(user.operands) if operand == value.name]:
-                    yield from ((caller, found) for found in self._elements(caller, call, position))
-            elif user.opcode == "send":
-                received = self._ends.get((where, "recv", user.rendezvous or ""))
-                yield from () if received is None else ((where, found) for found in self._elements(where, received, 0))
-            elif value.opcode in _RUNS and user.opcode.endswith("-done"):
-                yield where, user
-            elif user.opcode in _BEGUN:
-                ends = self._ends_of(where, user, value.name)
-                yield from ((where, end) for end in ends if _is_shard(end, value) or _same_count(end, value))
-            elif user.opcode in _ENDS_HERE:
-                continue
-            elif (
-                user.opcode in ("copy-start", "dynamic-update-slice")
-                or _is_shard(user, value)
-                or _same_count(user, value)
-            ):
-                yield where, user
-
-    def _argument(self, computation: str, name: str, depth: int) -> str | None:
-        """The argument of the whole program that a value is, or is a part of."""
-        made = self._module.computations[computation].get(name)
-        if made is None or depth > _FAR:
-            return None
-        if made.opcode == "parameter":
-            if computation == self._module.entry:
-                return made.op_name or None
-            return self._given(computation, int(made.inside), depth + 1)
-        if made.opcode == "get-tuple-element":
-            return self._tuple_element(computation, made, depth + 1)
-        if (made.opcode in _PASSES or _JOINED in made.attributes) and made.operands:
-            return self._argument(computation, made.operands[0], depth + 1)
-        if made.opcode in _RUNS:
-            inner = next(called for _, called in made.called)
-            return self._argument(inner, root_of(self._module.computations[inner]).name, depth + 1)
-        return None
-
-    def _given(self, computation: str, number: int, depth: int) -> str | None:
-        """What a computation's caller gave it."""
-        given = self._operand(computation, number) if computation in self._callers else None
-        return None if given is None else self._argument(self._callers[computation][0], given, depth)
-
-    def _tuple_element(self, computation: str, made: Instruction, depth: int) -> str | None:
-        index, holder = index_of(made), self._module.computations[computation].get(made.operands[0])
-        while holder is not None and holder.opcode.endswith(("optimization-barrier", "copy", *_AGAIN)):
-            holder = self._module.computations[computation].get(holder.operands[0])
-        if holder is None or index is None:
-            return None
-        if holder.opcode == "tuple" or (holder.opcode in _PASSES and len(holder.operands) > index):
-            return self._argument(computation, holder.operands[index], depth)
-        if holder.opcode == "while":
-            given = self._module.computations[computation].get(holder.operands[0])
-            return self._tuple_given(computation, given, index, depth)
-        if holder.opcode == "parameter" and computation in self._callers:
-            caller, call = self._callers[computation]
-            given = self._operand(computation, int(holder.inside)) or ""
-            if call.opcode == "while":
-                given = call.operands[0] if self._is_carried_unchanged(computation, index) else ""
-            return self._tuple_given(caller, self._module.computations[caller].get(given), index, depth)
-        return None
-
-    def _tuple_given(self, computation: str, given: Instruction | None, index: int, depth: int) -> str | None:
-        if given is None or given.opcode != "tuple":
-            return None
-        return self._argument(computation, given.operands[index], depth)
-
-    def _is_carried_unchanged(self, body: str, index: int) -> bool:
-        """Whether a loop hands the variable `index` on as it came, if need be through loops inside it."""
-        instructions = self._module.computations[body]
-        root = root_of(instructions)
-        carried = instructions.get(root.operands[index]) if root.opcode == "tuple" else None
-        while carried is not None:
-            if carried.opcode in ("copy", "copy-done", "copy-start"):
-                carried = instructions.get(carried.operands[0])
-                continue
-            position = index_of(carried)
-            if position is None:
-                return False
-            holder = instructions[carried.operands[0]]
-            if holder.opcode == "parameter":
-                return position == index
-            if holder.opcode != "while" or not self._is_carried_unchanged(dict(holder.called)["body"], position):
-                return False
-            given = instructions[holder.operands[0]]
-            carried = instructions.get(given.operands[position]) if given.opcode == "tuple" else None
-        return False
+def _of_one(op: Op, at: int) -> tuple[int, ...]:
+    """What an operation makes of one of the arrays that it reads: what only begins gives out its operands, too."""
+    count = max(1, min(len(op.reads), len(op.makes)))
+    return op.makes[at % count :: count]
 
 
 def path_of(argument: str) -> str:
@@ -300,18 +187,3 @@ def path_of(argument: str) -> str:
     named = _ARGUMENT.match(argument)
     keys = _KEY.findall(argument[named.end() :] if named else argument)
     return "/".join(next(filter(None, key), "") for key in keys) or argument
-
-
-def _same_count(one: Instruction, other: Instruction) -> bool:
-    is_array = not one.result.startswith("(")
-    ours, theirs = array_of(one).shape, array_of(other).shape
-    return is_array and math.prod(ours) == math.prod(theirs) and bool(theirs)
-
-
-def _is_shard(part: Instruction, whole: Instruction) -> bool:
-    sizes, limits = array_of(part).shape, array_of(whole).shape
-    if part.result.startswith("(") or not sizes:
-        return False
-    return len(sizes) == len(limits) and all(
-        size and not limit % size for size, limit in zip(sizes, limits, strict=True)
-    )

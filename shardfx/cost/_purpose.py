@@ -3,14 +3,14 @@
 import collections
 import math
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
 from .._ground.tree import flatten
 from .._step import Parameter, Step
 from ._live.kinds import ELEMENTWISE, PIECES, VIEWS
-from ._live.program import Op, Program, Uses
+from ._live.program import Op, Program, Uses, reached
 
 
 # What makes an argument's new value of its old one. Where the optimizer's state is cut further, so is the update: it is
@@ -35,10 +35,8 @@ class Taken(NamedTuple):
     result: int | None
 
 
-class _Node(NamedTuple):
-    """A part of the tree of arguments or results: its paths below it, and the number of the array at each."""
-
-    leaves: tuple[tuple[str, int], ...]
+# A part of the tree of arguments or results: its paths below it, and the number of the array at each.
+_Node: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def taken(step: Step, program: Program) -> tuple[Taken, ...]:
@@ -92,23 +90,23 @@ def _returned(step: Step, dtypes: Sequence[str]) -> dict[int, int]:
     results = [(path, leaf) for path, leaf, yes in zip(info.paths, info.leaves, info.is_array, strict=True) if yes]
     made = [(path, (leaf.shape, _short(leaf.dtype))) for path, leaf in results]
     given = [(one.path, (one.shape, dtype)) for one, dtype in zip(step.arguments, dtypes, strict=True)]
-    by_kind: dict[Any, list[_Node]] = collections.defaultdict(list)
+    by_kind: dict[object, list[_Node]] = collections.defaultdict(list)
     for node in _nodes(made):
         by_kind[_kind(node, made)].append(node)
     found: dict[int, int] = {}
     gone: set[int] = set()
     for node in _nodes(given):
-        if any(at in found for _, at in node.leaves):
+        if any(at in found for _, at in node):
             continue
         for other in by_kind.get(_kind(node, given), ()):
-            if gone.isdisjoint(at for _, at in other.leaves):
-                found.update((at, to) for (_, at), (_, to) in zip(node.leaves, other.leaves, strict=True))
-                gone.update(at for _, at in other.leaves)
+            if gone.isdisjoint(at for _, at in other):
+                found.update((at, to) for (_, at), (_, to) in zip(node, other, strict=True))
+                gone.update(at for _, at in other)
                 break
     return found
 
 
-def _nodes(leaves: Sequence[tuple[str, Any]]) -> Iterator[_Node]:
+def _nodes(leaves: Sequence[tuple[str, object]]) -> Iterator[_Node]:
     """The parts of a tree, larger ones first: those of one depth in order."""
     parts = [path.split("/") for path, _ in leaves]
     for depth in range(max(map(len, parts), default=0) + 1):
@@ -116,46 +114,39 @@ def _nodes(leaves: Sequence[tuple[str, Any]]) -> Iterator[_Node]:
         for at, own in enumerate(parts):
             if len(own) >= depth:
                 below.setdefault(tuple(own[:depth]), []).append(("/".join(own[depth:]), at))
-        yield from (_Node(tuple(sorted(found))) for found in below.values())
+        yield from (tuple(sorted(found)) for found in below.values())
 
 
-def _kind(node: _Node, leaves: Sequence[tuple[str, Any]]) -> Any:
-    return tuple((path, leaves[at][1]) for path, at in node.leaves)
+def _kind(node: _Node, leaves: Sequence[tuple[str, object]]) -> object:
+    return tuple((path, leaves[at][1]) for path, at in node)
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
     """Whether a result is an argument, changed element by element or in place."""
-    waiting, seen = [result], {result}
-    while waiting:
-        value = waiting.pop()
-        if value == given:
-            return True
+
+    def before(value: int) -> Sequence[int]:
         op = uses.maker.get(value)
         if op is None:
-            continue
+            return ()
         if op.opcode == "while":
             at = op.makes.index(value)
-            before = [op.reads[at], op.bodies[0].results[at]]
-        elif op.opcode in ("dynamic-update-slice", "scatter"):
-            before = op.reads[:2]
-        else:
-            before = op.reads if op.opcode in _FOLLOWED else ()
-        waiting += [one for one in before if one not in seen]
-        seen.update(before)
-    return False
+            return op.reads[at], op.bodies[0].results[at]
+        if op.opcode in ("dynamic-update-slice", "scatter"):
+            return op.reads[:2]
+        return op.reads if op.opcode in _FOLLOWED else ()
+
+    return given in reached([result], before)
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
     """Whether a forward pass reads a value, or anything but an update by elements."""
-    waiting, seen = [value], {value}
-    while waiting:
-        for op, _, _ in uses.users.get(waiting.pop(), ()):
-            if "jvp(" in op.instruction.op_name or not _is_update(op):
-                return True
-            if op.opcode in VIEWS or op.opcode == "convert":
-                waiting += [one for one in op.makes if one not in seen]
-                seen.update(op.makes)
-    return False
+
+    def forms(value: int) -> Iterator[int]:
+        for op, _, _ in uses.users.get(value, ()):
+            yield from op.makes if op.opcode in VIEWS or op.opcode == "convert" else ()
+
+    readers = (op for one in reached([value], forms) for op, _, _ in uses.users.get(one, ()))
+    return any("jvp(" in op.instruction.op_name or not _is_update(op) for op in readers)
 
 
 def _is_update(op: Op) -> bool:
@@ -188,7 +179,7 @@ def _moment(path: str, parameters: Set[str]) -> str:
     return "optimizer: the rest" if len(parts) > 1 or not parameters else f"optimizer: {path}"
 
 
-def _short(dtype: Any) -> str:
+def _short(dtype: jax.typing.DTypeLike) -> str:
     """A dtype as HLO names it."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return "u32"

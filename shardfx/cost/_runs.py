@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from .._ground.errors import ProgramError
 from ._hlo_text import HloModule, Instruction
@@ -87,7 +86,7 @@ def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -
     return [(target, own) for _, target in called]
 
 
-def _in_branch(own: Runs, label: str, number: int, *, by_slice: bool) -> dict[str, Any]:
+def _in_branch(own: Runs, label: str, number: int, *, by_slice: bool) -> dict[str, object]:
     return {"slice": number} if by_slice else {"branch": (*own.branch, (label, number))}
 
 

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -135,23 +134,19 @@ def seconds(
     """
     chip = chips.find(chip)
     spec = None if mesh is None else MeshSpec.of(mesh)
-    places = _Places(chip, spec, slice)
-    rows = [_row(row, places, chip) for row in traffic.rows]
+    axes = _rings(chip, spec, slice)
+    rows = [_row(row, axes, chip) for row in traffic.rows]
     return Seconds(tuple(sorted(rows, key=lambda row: -row.seconds)), chip)
 
 
-class _Places:
+def _rings(chip: chips.Chip, spec: MeshSpec | None, extents: str) -> Mapping[str, tuple[Ring, ...]]:
     """The links of each mesh axis."""
-
-    def __init__(self, chip: chips.Chip, spec: MeshSpec | None, extents: str):
-        self.axes: dict[str, tuple[Ring, ...]] = {}
-        if spec is None or not chip.torus_dims:
-            return
-        inside = {
-            name: size // dcn for name, size, dcn in zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
-        }
-        known = extents_of(chip, math.prod(inside.values()))
-        self.axes = axes_on(chip, _extents(extents, known, chip) if extents else known, inside)
+    if spec is None or not chip.torus_dims:
+        return {}
+    sizes = zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
+    inside = {name: size // dcn for name, size, dcn in sizes}
+    known = extents_of(chip, math.prod(inside.values()))
+    return axes_on(chip, _extents(extents, known, chip) if extents else known, inside)
 
 
 def _extents(given: str, known: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
@@ -165,11 +160,11 @@ def _extents(given: str, known: tuple[int, ...], chip: chips.Chip) -> tuple[int,
     return found
 
 
-def _row(row: TrafficRow, places: _Places, chip: chips.Chip) -> SecondsRow:
-    rate, why = _rate(row, places, chip)
+def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> SecondsRow:
+    rate, why = _rate(row, axes, chip)
     near = (row.wire_bytes - row.dcn_bytes) / rate
     far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
-    if not chip.torus_dims and row.group_size * 1 > chip.island_chips:
+    if not chip.torus_dims and row.group_size > chip.island_chips:
         # A group that is larger than what the switch joins sends between islands too.
         share = 1 / chip.island_chips
         far += row.wire_bytes * share / chip.dcn_bytes_per_second
@@ -177,12 +172,12 @@ def _row(row: TrafficRow, places: _Places, chip: chips.Chip) -> SecondsRow:
     return SecondsRow(row, near + far, far, rate, why)
 
 
-def _rate(row: TrafficRow, places: _Places, chip: chips.Chip) -> tuple[float, str]:
+def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> tuple[float, str]:
     """Bytes per second that enter one device, and over which links."""
     link = chip.link_bytes_per_second
     if not chip.torus_dims:
         return link, "a switch"
-    rings = [ring for axis in row.axes for ring in places.axes.get(axis, ())]
+    rings = [ring for axis in row.axes for ring in axes.get(axis, ())]
     if not rings:
         return float(link), "one link one way"
     if row.kind in ("all-to-all", "ragged-all-to-all"):
@@ -194,7 +189,7 @@ def _rate(row: TrafficRow, places: _Places, chip: chips.Chip) -> tuple[float, st
     return float(link * ways), shape
 
 
-def _across(rings: Sequence[Ring], link: Any) -> tuple[float, str]:
+def _across(rings: Sequence[Ring], link: float) -> tuple[float, str]:
     """An all-to-all: half of what each sends crosses the middle of the longest ring.
 
     Of n devices that each take in B bytes, half come from the other side: n B / 2 over the links of the cut, of

@@ -1,6 +1,7 @@
 """What a compiled step sends over the wire, a row for each collective, with the line of the program that causes it."""
 
 import dataclasses
+import functools as ft
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -12,14 +13,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._ground.errors import LeafTypeError, ProgramError
 from .._step.lines import own_line
 from ..topology._mesh import MeshSpec
-from ._between_hosts import is_transfer, slices_of, transfer_of
 from ._collective import Collective, channel_of, collective_of
 from ._groups import Numbering
 from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
 from ._runs import Runs, runs_of
 from ._traffic_rows import Traffic, TrafficRow, largest_first
-from ._where import Where
+from ._where import Where, is_transfer, slices_of, transfer_of
 
 
 # Said of the rows of a branch that sends less than another one.
@@ -37,7 +37,7 @@ _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 class _Lowered(Protocol):
     """What `jax.jit` and `filter_jit` lower to."""
 
-    def compile(self) -> Any: ...
+    def compile(self) -> object: ...
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ class _OnDevices(Protocol):
     device_ids: tuple[int, ...]
 
 
-def traffic(compiled: Any, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
+def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
     """What a step sends: a row for each collective of its compiled program, with the line of yours that causes it.
 
     Loops count as often as they run, a collective that begins and ends apart counts once, and one that is not known is
@@ -143,7 +143,7 @@ class _Program(NamedTuple):
     ids: tuple[int, ...] = ()
 
 
-def _program(compiled: Any) -> _Program:
+def _program(compiled: object) -> _Program:
     if isinstance(compiled, str):
         return _Program(compiled)
     if isinstance(compiled, _Lowered):
@@ -184,7 +184,11 @@ class _Reader:
         paths: Mapping[str, str],
     ):
         self.module, self.runs, self.where, self.numbering, self.paths = module, runs, where, numbering, paths
-        self.origins = Origins(module)
+
+    @ft.cached_property
+    def origins(self) -> Origins:
+        """Where values come from and go."""
+        return Origins(self.module)
 
     def rows(self) -> list[_Found]:
         """A row for each collective."""
@@ -195,8 +199,8 @@ class _Reader:
             if instruction.opcode == "fusion"
             for _, target in instruction.called
         }
-        groups: dict[Any, list[_Found]] = {}
-        begun: set[Any] = set()
+        groups: dict[object, list[_Found]] = {}
+        begun: set[object] = set()
         for name, instruction, runs in self.instructions():
             row = self.row(name, instruction, runs)
             if row is None:
@@ -223,25 +227,21 @@ class _Reader:
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
         if is_transfer(instruction):
-            return self.counted(name, instruction, transfer_of(instruction, self.where), runs)
+            return self.counted(instruction, transfer_of(instruction, self.where), runs)
         collective = collective_of(instruction, self.numbering)
         if collective is None:
             return None
         collective = collective._replace(groups=self.where.lifted(collective.groups, runs.slice))
         if name.startswith(_SCATTERS):
-            return self.scattered(name, instruction, collective, runs)
-        return self.counted(name, instruction, collective, runs)
+            parts = tuple(part / collective.group_size for part in collective.parts)
+            collective = collective._replace(kind="reduce-scatter", parts=parts)
+        return self.counted(instruction, collective, runs)
 
-    def scattered(self, name: str, instruction: Instruction, whole: Collective, runs: Runs) -> TrafficRow:
-        """A sum of which a TPU keeps a part."""
-        parts = tuple(part / whole.group_size for part in whole.parts)
-        return self.counted(name, instruction, whole._replace(kind="reduce-scatter", parts=parts), runs)
-
-    def counted(self, name: str, instruction: Instruction, collective: Collective, runs: Runs) -> TrafficRow:
-        kind = self.replaced(name, instruction, collective)
+    def counted(self, instruction: Instruction, collective: Collective, runs: Runs) -> TrafficRow:
+        kind = self.replaced(instruction, collective)
         wire = runs.count * collective.wire_bytes(self.where.apart)
-        shares = self.shares(name, instruction, collective, round(wire))
-        stack = self.origins.frames(name, instruction)
+        shares = self.shares(instruction, collective, round(wire))
+        stack = self.origins.frames(instruction)
         return TrafficRow(
             kind=kind,
             wire_bytes=round(wire),
@@ -262,7 +262,7 @@ class _Reader:
             phase=instruction.phase,
         )
 
-    def replaced(self, name: str, instruction: Instruction, collective: Collective) -> str:
+    def replaced(self, instruction: Instruction, collective: Collective) -> str:
         """The kind of a collective; of a permute in a windowed product that of what the window replaces.
 
         The TPU's compiler turns a gather before a product into permutes of one factor, and a reduction after it into
@@ -271,16 +271,16 @@ class _Reader:
         is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.where.devices
         if not is_ring or not _PRODUCT.search(instruction.op_name):
             return collective.kind  # a permute that leaves a device out only changes the order of devices
-        return "reduce-scatter" if self.origins.is_sum_of_products(name, instruction) else "all-gather"
+        return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
 
     def shares(
-        self, name: str, instruction: Instruction, collective: Collective, wire_bytes: int
+        self, instruction: Instruction, collective: Collective, wire_bytes: int
     ) -> tuple[tuple[str | None, int], ...]:
         """The bytes of each leaf: of the weight that is gathered, or of those whose gradients are added up."""
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         parts = collective.parts
         is_whole = len(parts) == 1 and instruction.opcode != "recv"
-        leaves = [find(name, instruction, None if is_whole else at) for at in range(len(parts))]
+        leaves = [find(instruction, None if is_whole else at) for at in range(len(parts))]
         sums: dict[str | None, int] = {}
         whole = collective.bytes
         for leaf, part in zip(leaves, parts, strict=True):

@@ -196,7 +196,7 @@ class TrafficDifference:
         rows = self._table()
         return html_table(rows, right=_COMPARED, below=[self._below(rows)])
 
-    def _below(self, rows: Sequence[Any]) -> str:
+    def _below(self, rows: Sequence[object]) -> str:
         return f"{_signed(self.wire_bytes)} in all." if rows else "the same traffic"
 
     def _table(self) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, PyTree
 from .._ground.errors import PlanMismatchError
 from .._ground.spec import entries_of
 from .._ground.tree import flatten
-from .._plan.leaf import canonical_dtype
+from .._plan.leaf import LeafPlan, canonical_dtype
 from .._plan.shard_plan import ShardPlan
 
 
@@ -105,7 +105,7 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
 
 
 def _checked(
-    path: str, array: np.ndarray, shape: tuple[int, ...], dtype: Any, part: tuple[int, ...], short: bool
+    path: str, array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, part: tuple[int, ...], short: bool
 ) -> np.ndarray:
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
         raise PlanMismatchError(
@@ -124,7 +124,7 @@ def _checked(
     return array.astype(dtype, copy=False)
 
 
-def _same_rows(leaves: list[Any], loaded: list[int]) -> int:
+def _same_rows(leaves: list[LeafPlan], loaded: list[int]) -> int:
     first = leaves[0]
     for leaf, rows in zip(leaves, loaded, strict=True):
         entries = [(*entries_of(one.spec), None)[0] for one in (leaf, first)]

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec, Sharding
 
@@ -306,7 +305,7 @@ def _place(axes: tuple[str, ...], grid: HostGrid, process_index: int) -> int:
     return place
 
 
-def _axes(axes: Any, grid: HostGrid) -> tuple[str, ...]:
+def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
     if isinstance(axes, set | frozenset):
         raise MeshError(f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple.")
     names = (axes,) if isinstance(axes, str) else tuple(axes)

@@ -8,6 +8,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
 
 from .._ground.errors import CheckpointError, LeafTypeError, MeshError, PlanMismatchError, SpecError
 from .._ground.spec import canonical, entries_of, entry_axes
@@ -18,9 +19,11 @@ from ..topology._mesh import MeshSpec
 
 
 AnyMesh = MeshSpec | Mesh | AbstractMesh | None
+# One level of a tree: its type, its static data, its children by key.
+_Node = tuple[type, object, dict[str, PyTree]]
 
 
-def shardings(index: Any, mesh: AnyMesh, *, default: Any = None, prefix: str | None = None) -> dict[str, Any]:
+def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str | None = None) -> dict[str, PyTree]:
     """A sharding for every array of a checkpoint, from its headers alone.
 
     **Arguments:**
@@ -78,7 +81,7 @@ def _on(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, spec)
 
 
-def _sharding_of(entry: Any, mesh: AnyMesh, default: Any) -> Sharding | None:
+def _sharding_of(entry: Any, mesh: AnyMesh, default: object) -> Sharding | None:
     asked = default
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(entry)
@@ -116,7 +119,7 @@ def _check_fits(sharding: Sharding, shape: tuple[int, ...], path: str) -> None:
         ) from error
 
 
-def apply(tree: Any, shardings: Any, *, mesh: Mesh | None = None) -> Any:
+def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTree:
     """Puts the arrays of a tree where a tree of shardings says; all of them, or on an error none.
 
     **Arguments:**
@@ -164,7 +167,7 @@ def apply(tree: Any, shardings: Any, *, mesh: Mesh | None = None) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _spread(tree: Any, shardings: Any) -> Any:
+def _spread(tree: PyTree, shardings: PyTree) -> PyTree:
     """A tree of the structure of `tree`, with what `shardings`, a prefix of it, says of each leaf."""
     try:
         return jax.tree.broadcast(shardings, tree, is_leaf=lambda node: node is None)
@@ -176,7 +179,7 @@ def _spread(tree: Any, shardings: Any) -> Any:
         ) from error
 
 
-def _target(leaf: Any, path: str, asked: Any, mesh: Mesh | None) -> Sharding | None:
+def _target(leaf: Any, path: str, asked: object, mesh: Mesh | None) -> Sharding | None:
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(leaf)
     if asked is None:
@@ -210,7 +213,7 @@ class Difference:
         return f"`{self.path}`: {self.left} in the left tree, {self.right} in the right"
 
 
-def structure_diff(a: Any, b: Any) -> tuple[Difference, ...]:
+def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
     """Every place in which the structures of two trees differ; values do not count.
 
     `None`, PartitionSpecs and Shardings are leaves: a tree of "no sharding here" has the structure of its arrays.
@@ -240,7 +243,7 @@ def structure_diff(a: Any, b: Any) -> tuple[Difference, ...]:
     return tuple(_differences(a, b, ""))
 
 
-def _differences(a: Any, b: Any, path: str) -> list[Difference]:
+def _differences(a: PyTree, b: PyTree, path: str) -> list[Difference]:
     left, right = _node(a), _node(b)
     if left is None or right is None:
         return [] if left is right else [Difference(path, _kind(left), _kind(right))]
@@ -260,13 +263,13 @@ def _differences(a: Any, b: Any, path: str) -> list[Difference]:
     return found
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
-def _node(tree: Any) -> tuple[type, Any, dict[str, Any]] | None:
-    """One level of a tree: its type, its static data, its children by key; `None` for a leaf."""
+def _node(tree: PyTree) -> _Node | None:
+    """One level of a tree; `None` for a leaf."""
     if tree is None:
         return None
     children, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
@@ -278,11 +281,11 @@ def _node(tree: Any) -> tuple[type, Any, dict[str, Any]] | None:
     return data[0], data[1], {jtu.keystr((key,), simple=True): child for key, child in pairs}
 
 
-def _kind(node: tuple[type, Any, dict[str, Any]] | None) -> str:
+def _kind(node: _Node | None) -> str:
     return "a leaf" if node is None else node[0].__name__
 
 
-def replicate(tree: Any, mesh: Mesh) -> Any:
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     """Every array of a tree, whole on every device of a mesh. Nothing is compiled.
 
     **Arguments:**
@@ -310,7 +313,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return apply(tree, NamedSharding(mesh, PartitionSpec()))
 
 
-def axis_names_of(specs: Any) -> tuple[str, ...]:
+def axis_names_of(specs: PyTree) -> tuple[str, ...]:
     """The mesh axes that a tree of specs uses, each once, in the order of first appearance.
 
     **Arguments:**
@@ -340,7 +343,7 @@ def axis_names_of(specs: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_axes_in(specs)))
 
 
-def _axes_in(specs: Any) -> Iterator[str]:
+def _axes_in(specs: PyTree) -> Iterator[str]:
     for leaf in jax.tree.leaves(specs):
         spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
         if not isinstance(spec, PartitionSpec):

@@ -1,6 +1,6 @@
 """Flax's sharding metadata as names for `plan`, and Flax's own ways of reading rules as AxisRules."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,17 +9,18 @@ from flax.core import meta
 from flax.linen.spmd import LogicallyPartitioned
 from flax.nnx.bridge import NNXMeta
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import SpecError
 from .._ground.spec import entries_of
-from .._rules.axis_rules import AxisRules
+from .._rules.axis_rules import AxisRules, RulesLike
 from ..topology._mesh import MeshSpec
 
 
-RulesLike = AxisRules | Mapping[str, Any] | Iterable[Any] | None
+AnyRules = AxisRules | RulesLike | None
 
 
-def names_of(tree: Any, *, default: tuple[Any, ...] | None = None) -> Any:
+def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTree:
     """The logical names that Flax's boxes and variables carry, as a tree for `plan(tree, mesh, names=...)`.
 
     **Arguments:**
@@ -58,14 +59,14 @@ def names_of(tree: Any, *, default: tuple[Any, ...] | None = None) -> Any:
         ```
     """
 
-    def names(node: Any) -> Any:
+    def names(node: object) -> tuple[object, ...] | None:
         given = _sharding(node)
         return default if given is None else _names(given)
 
     return jax.tree.map(names, tree, is_leaf=_is_box)
 
 
-def unboxed(tree: Any) -> Any:
+def unboxed(tree: PyTree) -> PyTree:
     """`tree` with the plain values of Flax's boxes and variables, and no sharding constraint applied.
 
     **Arguments:**
@@ -88,7 +89,7 @@ def unboxed(tree: Any) -> Any:
         ```
     """
 
-    def value(node: Any) -> Any:
+    def value(node: object) -> object:
         if isinstance(node, nnx.Variable):
             return node.get_raw_value()
         if isinstance(node, meta.Partitioned):
@@ -98,7 +99,7 @@ def unboxed(tree: Any) -> Any:
     return jax.tree.map(value, tree, is_leaf=_is_box)
 
 
-def rules_of(tree: Any) -> AxisRules:
+def rules_of(tree: PyTree) -> AxisRules:
     """The rules that boxes and variables carry themselves (`rules=`, `sharding_rules=`), merged.
 
     **Arguments:**
@@ -132,7 +133,7 @@ def rules_of(tree: Any) -> AxisRules:
     return merged
 
 
-def core_rules(rules: RulesLike, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
+def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
     """Rules as `flax.core.spmd` (so nnx) reads them: the last one of a name wins, an unknown name is a mesh axis.
 
     **Arguments:**
@@ -162,7 +163,7 @@ def core_rules(rules: RulesLike, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRu
     return last.prepend([(axis, axis) for axis in MeshSpec.of(mesh).axis_names if axis not in last.names])
 
 
-def composite_rules(rule1: RulesLike, rule2: RulesLike) -> AxisRules:
+def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
     """The union of two rule sets, as `flax.core.spmd.composite_rules`, with all fallbacks kept.
 
     **Arguments:**
@@ -189,7 +190,7 @@ def composite_rules(rule1: RulesLike, rule2: RulesLike) -> AxisRules:
     return _as_rules(rule1).merge(_as_rules(rule2))
 
 
-def add_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[object, ...]:
     """The names of an array that got a new dimension, as `nn.scan` and `nn.vmap` add one.
 
     **Arguments:**
@@ -219,7 +220,7 @@ def add_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
     return (*padded[:at], name, *padded[at:])
 
 
-def remove_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+def remove_axis(names: tuple[object, ...], index: int, name: object) -> tuple[object, ...]:
     """The names of an array that lost a dimension: what `add_axis` did, undone.
 
     **Arguments:**
@@ -257,26 +258,26 @@ def remove_axis(names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...
     return left
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: object) -> bool:
     return isinstance(node, meta.AxisMetadata | nnx.Variable)
 
 
-def _metadata(node: Any) -> Mapping[str, Any]:
+def _metadata(node: object) -> Mapping[str, Any]:
     """What an nnx variable carries; `nnx.bridge.to_linen` puts it into a box."""
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     return node.metadata if isinstance(node, NNXMeta) else {}
 
 
-def _sharding(node: Any) -> Any:
+def _sharding(node: object) -> object:
     return node.names if isinstance(node, meta.Partitioned) else _metadata(node).get("out_sharding")
 
 
-def _own_rules(node: Any) -> RulesLike:
+def _own_rules(node: object) -> AnyRules:
     return node.rules if isinstance(node, LogicallyPartitioned) else _metadata(node).get("sharding_rules")
 
 
-def _names(sharding: Any) -> tuple[Any, ...]:
+def _names(sharding: object) -> tuple[object, ...]:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     # As JAX has it, a PartitionSpec says nothing about the dimensions beyond its end.
     entries = (*entries_of(spec), ...) if isinstance(spec, PartitionSpec) else spec
@@ -285,5 +286,5 @@ def _names(sharding: Any) -> tuple[Any, ...]:
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
 
 
-def _as_rules(rules: RulesLike) -> AxisRules:
+def _as_rules(rules: AnyRules) -> AxisRules:
     return rules if isinstance(rules, AxisRules) else AxisRules(rules or ())

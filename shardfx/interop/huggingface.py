@@ -71,7 +71,7 @@ class Style:
     unit: int = 1
     is_one_expert: bool = False
 
-    def __call__(self, path: str, leaf: Any) -> Any:
+    def __call__(self, path: str, leaf: Any) -> PartitionSpec | Atomic:
         rank = len(leaf.shape)
         if self.is_one_expert and STYLES[self.style] == _EXPERTS:
             raise RuleError(
@@ -128,7 +128,7 @@ def plans_in(source: str) -> dict[str, Plans]:
     return found
 
 
-def plans_of(config: Any) -> Plans:
+def plans_of(config: object) -> Plans:
     """The plans of a model or a configuration, or of the class of either.
 
     **Arguments:**
@@ -159,7 +159,7 @@ def rules_of(
     expert: str | tuple[str, ...] | None = None,
     prefix: str = "model",
     units: Mapping[str, int] | None = None,
-    rest: Any = replicate,
+    rest: object = replicate,
 ) -> PathRules:
     """PathRules that shard a model's parameters as Hugging Face's plan does.
 
@@ -220,7 +220,7 @@ def rules_of(
             raise RuleError(
                 f"{key!r} has the style {style!r}{near(style, tuple(STYLES))}, which is none of {[*STYLES]}."
             )
-    rules: list[tuple[str, Any]] = []
+    rules: list[tuple[str, object]] = []
     # A parameter's own name decides before that of its module.
     for key in sorted(merged, key=lambda key: -key.count(".")):
         style, axis = merged[key]
@@ -308,7 +308,7 @@ def _plan(owner: str, name: str, node: ast.expr | None) -> dict[str, str] | None
     return value
 
 
-def _value(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
+def _value(node: ast.expr, known: Mapping[str, object], what: str) -> Any:
     """The value of an expression that is made of constants."""
     match node:
         case ast.Constant(value):
@@ -322,7 +322,7 @@ def _value(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
         case ast.FormattedValue(inner, -1, None):
             return _value(inner, known, what)
         case ast.Dict(keys, values):
-            found: dict[Any, Any] = {}
+            found: dict[object, object] = {}
             for key, value in zip(keys, values, strict=True):
                 inner = _value(value, known, what)
                 found |= inner if key is None else {_value(key, known, what): inner}

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -11,6 +10,10 @@ from .._ground.errors import RuleError
 from .._ground.spec import entries_of
 from .._rules.path_rules import PathRules, check_path_rules
 from .._rules.strategies import Replicate, bare, optional, replicate
+
+
+# A mesh axis or `None` per dimension.
+Axes = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +28,10 @@ class Layout:
     """
 
     key: str
-    axes: tuple[Any, ...]
+    axes: Axes
     others: tuple[str, ...] = ()
 
-    def __call__(self, path: str, leaf: Any) -> PartitionSpec:
+    def __call__(self, path: str, leaf: object) -> PartitionSpec:
         if path != self.key:
             also = [other for other in self.others if re.fullmatch(other, path)]
             if also:
@@ -39,7 +42,7 @@ class Layout:
         return PartitionSpec(*self.axes)
 
 
-def rules_of(layout_map: Mapping[str, Any]) -> PathRules:
+def rules_of(layout_map: Mapping[str, object]) -> PathRules:
     """PathRules that give each variable the layout that `LayoutMap[variable.path]` has.
 
     A path that is a key takes its layout; else the one key that matches all of it (`re.fullmatch`). A path that two
@@ -81,7 +84,7 @@ def rules_of(layout_map: Mapping[str, Any]) -> PathRules:
     return PathRules([*exact, *matched, (".*", replicate)])
 
 
-def layout_of(rules: PathRules) -> dict[str, tuple[Any, ...]]:
+def layout_of(rules: PathRules) -> dict[str, Axes]:
     """The content of a LayoutMap: `layout_map[key] = axes` for each item.
 
     **Arguments:**
@@ -98,7 +101,7 @@ def layout_of(rules: PathRules) -> dict[str, tuple[Any, ...]]:
     `RuleError` that names the rule that a LayoutMap cannot say. Whether two keys match one path shows with a tree.
     """
     check_path_rules("rules", rules)
-    found: dict[str, tuple[Any, ...]] = {}
+    found: dict[str, Axes] = {}
     for number, (regex, target) in enumerate(rules.rules):
         inner = bare(target)
         if isinstance(inner, Layout):
@@ -122,7 +125,7 @@ def _grouped(key: str) -> str:
     return f"(?{found[1]}:{key[found.end() :]}{chr(10) if 'x' in found[1] else ''})"
 
 
-def _axes(key: str, layout: Any) -> tuple[Any, ...]:
+def _axes(key: str, layout: object) -> Axes:
     axes = getattr(layout, "axes", layout)
     if not isinstance(axes, tuple | list) or not all(axis is None or isinstance(axis, str) for axis in axes):
         raise RuleError(f"the layout of {key!r} is {layout!r:.80}; it must be a tuple of mesh axes and `None`.")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entry_axes
-from .._rules.axis_rules import AxisRules, check_axis_rules, repeated
+from .._rules.axis_rules import AxisRules, Target, check_axis_rules, repeated
 
 
 class Mappings(NamedTuple):
@@ -21,7 +21,7 @@ class Mappings(NamedTuple):
     compute: AxisRules
 
 
-def rules_of(mapping: Mapping[str, Any]) -> AxisRules:
+def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
     """A haliax axis mapping as AxisRules: each name has one target, and axes that no rule is about are whole.
 
     **Arguments:**
@@ -80,7 +80,7 @@ def mappings_of(
         assert resolve(("embed", "mlp"), both.compute).spec == P(None, "model")
         ```
     """
-    compute: dict[str, Any] = dict(trainer.get("axis_resources") or {})
+    compute: dict[str, Target] = dict(trainer.get("axis_resources") or {})
     compute |= dict.fromkeys(trainer.get("tensor_parallel_axes") or (), model)
     batch_axis = trainer.get("batch_axis", "batch")
     if batch_axis is not None:
@@ -91,7 +91,7 @@ def mappings_of(
     return Mappings(rules_of(parameter), rules_of(compute))
 
 
-def mapping_of(rules: AxisRules) -> dict[str, Any]:
+def mapping_of(rules: AxisRules) -> dict[str, Target]:
     """The haliax axis mapping of rules that have one target per name.
 
     **Arguments:**

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entry_axes
-from .._rules.axis_rules import AxisRules, check_axis_rules
+from .._rules.axis_rules import AxisRules, Rule, check_axis_rules
 
 
 class MeshAndRules(NamedTuple):
@@ -21,7 +21,7 @@ class MeshAndRules(NamedTuple):
     rules: AxisRules
 
 
-def rules_of(config: Mapping[str, Any], base: Iterable[Any] = ()) -> MeshAndRules:
+def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndRules:
     """The mesh axes and the rules of a configuration, read as MaxText reads them.
 
     MaxText resolves names as Flax does: in the rules' order, a rule whose mesh axes are taken is passed over, and an
@@ -70,7 +70,7 @@ def rules_of(config: Mapping[str, Any], base: Iterable[Any] = ()) -> MeshAndRule
     return MeshAndRules(mesh_axes, AxisRules(merged, axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]]))
 
 
-def config_of(rules: AxisRules, mesh_axes: Iterable[str]) -> dict[str, Any]:
+def config_of(rules: AxisRules, mesh_axes: Iterable[str]) -> dict[str, list]:
     """The content of a rule file, for `yaml.safe_dump`.
 
     **Arguments:**
@@ -97,7 +97,7 @@ def config_of(rules: AxisRules, mesh_axes: Iterable[str]) -> dict[str, Any]:
     return {"mesh_axes": [*mesh_axes], "logical_axis_rules": listed}
 
 
-def _rule(number: int, rule: Any) -> tuple[str, Any]:
+def _rule(number: int, rule: object) -> Rule:
     if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)):
         raise RuleError(f"`logical_axis_rules[{number}]` is {rule!r:.80}; a rule is [name, mesh axes].")
     name, target = rule

@@ -190,7 +190,7 @@ def _value_text(text: str) -> str:
     return text[: at + 1].strip()
 
 
-def _literal(bound: dict[str, str], name: str, default: Any, *, open_is_none: bool = False) -> Any:
+def _literal(bound: dict[str, str], name: str, default: object, *, open_is_none: bool = False) -> Any:
     """The constant that a name, or the macro that it is bound to, has; a macro may be open: bound to nothing."""
     value = bound.get(name)
     while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):

@@ -4,11 +4,10 @@ The tokens of `shardfx.presets.eformer` are in `shardfx.presets.tokens`, its lay
 """
 
 import enum
-from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 from .._ground.errors import RuleError
-from .._rules.axis_rules import AxisRules, axes_in
+from .._rules.axis_rules import AxisRules, RulesLike, axes_in
 from . import tokens
 
 
@@ -18,6 +17,9 @@ class _Unset(enum.Enum):
 
 # "Not given" means the default that eformer documents; `None` means replicated, in every mode.
 NOT_GIVEN: Final = _Unset.token
+# The mesh axes of a logical axis.
+Axes = str | tuple[str, ...] | None
+Field = Axes | _Unset
 
 
 def eformer(
@@ -27,28 +29,28 @@ def eformer(
     tensor_parallel_axis: str = "tp",
     sequence_parallel_axis: str = "sp",
     expert_parallel_axis: str = "ep",
-    batch_axis: Any = NOT_GIVEN,
-    sequence_axis: Any = NOT_GIVEN,
-    query_sequence_axis: Any = NOT_GIVEN,
-    head_axis: Any = NOT_GIVEN,
-    kv_head_axis: Any = NOT_GIVEN,
-    key_sequence_axis: Any = NOT_GIVEN,
-    hidden_state_axis: Any = NOT_GIVEN,
-    mlp_intermediate_axis: Any = NOT_GIVEN,
-    vocab_axis: Any = NOT_GIVEN,
-    expert_axis: Any = NOT_GIVEN,
-    expert_gate_axis: Any = None,
-    attention_dim_axis: Any = None,
-    attention_kv_dim_axis: Any = None,
-    bias_head_sequence_axis: Any = None,
-    bias_key_sequence_axis: Any = None,
-    decode_batch_axis: Any = NOT_GIVEN,
-    decode_query_sequence_axis: Any = None,
-    decode_head_axis: Any = NOT_GIVEN,
-    decode_kv_head_axis: Any = NOT_GIVEN,
-    decode_key_sequence_axis: Any = NOT_GIVEN,
-    decode_attention_dim_axis: Any = None,
-    decode_attention_kv_dim_axis: Any = None,
+    batch_axis: Field = NOT_GIVEN,
+    sequence_axis: Field = NOT_GIVEN,
+    query_sequence_axis: Field = NOT_GIVEN,
+    head_axis: Field = NOT_GIVEN,
+    kv_head_axis: Field = NOT_GIVEN,
+    key_sequence_axis: Field = NOT_GIVEN,
+    hidden_state_axis: Field = NOT_GIVEN,
+    mlp_intermediate_axis: Field = NOT_GIVEN,
+    vocab_axis: Field = NOT_GIVEN,
+    expert_axis: Field = NOT_GIVEN,
+    expert_gate_axis: Field = None,
+    attention_dim_axis: Field = None,
+    attention_kv_dim_axis: Field = None,
+    bias_head_sequence_axis: Field = None,
+    bias_key_sequence_axis: Field = None,
+    decode_batch_axis: Field = NOT_GIVEN,
+    decode_query_sequence_axis: Field = None,
+    decode_head_axis: Field = NOT_GIVEN,
+    decode_kv_head_axis: Field = NOT_GIVEN,
+    decode_key_sequence_axis: Field = NOT_GIVEN,
+    decode_attention_dim_axis: Field = None,
+    decode_attention_kv_dim_axis: Field = None,
 ) -> AxisRules:
     """AxisRules with the meaning of eformer's `PartitionAxis(...)`; its semantic tokens are the logical names.
 
@@ -84,21 +86,22 @@ def eformer(
         assert resolve(names, rules, mode="decode").spec == P(("fsdp", "dp"), None, "model")
         ```
     """
-    given = {**locals()}
+    given: dict[str, Field] = {**locals()}
     # One mesh axis may play both parts.
-    usual: dict[str, Any] = {
+    usual: dict[str, Axes] = {
         "batch_axis": tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))),
         **dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), sequence_parallel_axis),
         **dict.fromkeys(("hidden_state_axis", "head_axis", "kv_head_axis"), tensor_parallel_axis),
         **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), tensor_parallel_axis),
         "expert_axis": expert_parallel_axis,
     }
-    rules, generation = dict[str, Any](), dict[str, Any]()
+    rules, generation = dict[str, Axes](), dict[str, Axes]()
     for field, token in tokens.TOKENS.items():
-        rules[token] = usual.get(field) if given[field] is NOT_GIVEN else given[field]
+        asked = given[field]
+        rules[token] = usual.get(field) if isinstance(asked, _Unset) else asked
         if f"decode_{field}" in given:
             own = given[f"decode_{field}"]
-            generation[token] = rules[token] if own is NOT_GIVEN else own
+            generation[token] = rules[token] if isinstance(own, _Unset) else own
     decode = _generation_rules(rules, generation)
     modes = {tokens.MODE_TRAIN: (), tokens.MODE_PREFILL: (), tokens.MODE_DECODE: decode, tokens.MODE_INSERT: decode}
     made = AxisRules(rules, modes=modes)
@@ -106,12 +109,12 @@ def eformer(
     return made.extend(axes=[axis for _, axis in axes_in(made)])
 
 
-def _generation_rules(rules: dict[str, Any], generation: dict[str, Any]) -> list[tuple[str, Any]]:
+def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
     """The rules of a mode in which `generation` replaces what `rules` say of the same tokens."""
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)
     last = max((order.index(token) for token, target in changed.items() if target is not None), default=0)
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, Axes]] = []
     for place, token in enumerate(order):
         if token in changed:
             # `None` ends the search: the base rule of the token is no fallback in this mode.
@@ -128,9 +131,7 @@ _REPLICATED = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", 
 _EMBED = {(1, 1): (None,), (2, 1): ("model",), (1, 2): ("data",), (2, 2): ("model", "data")}
 
 
-def t5x(
-    activation_dims: int = 1, parameter_dims: int = 1, additional_rules: Iterable[Any] | AxisRules = ()
-) -> AxisRules:
+def t5x(activation_dims: int = 1, parameter_dims: int = 1, additional_rules: RulesLike | AxisRules = ()) -> AxisRules:
     """The rules of `t5x.partitioning.standard_logical_axis_rules`, for mesh axes "data" and "model".
 
     **Arguments:**

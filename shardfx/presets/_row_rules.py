@@ -7,14 +7,17 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .._rules.strategies import Fsdp, Replicate, atomic, fsdp as fsdp_strategy, replicate
+from .._rules.strategies import Atomic, Fsdp, Replicate, atomic, fsdp as fsdp_strategy, replicate
 from .maps._families import Form, Rows, rows_of, sight_of
 from .maps._places import Place, places_of
 
 
 # One mesh axis, several, for example `("data", "fsdp")`, or none: `()`.
 Axes = str | tuple[str, ...]
-Rules = list[tuple[str, Any]]
+Target = Atomic | Fsdp | Replicate | P
+Rules = list[tuple[str, Target]]
+# The sizes of axes.
+Sizes = Mapping[str, Any]
 
 # The projections into heads, up and gate are cut by rows, the ones back by columns; `fsdp` cuts the other dimension.
 _ACROSS = (
@@ -74,7 +77,7 @@ def rows_for_rules(family: str, form: Form) -> Rows:
 
 
 def rules_of(
-    rows: Rows, sizes: Mapping[str, Any], fsdp: Axes, tensor: Axes, *, expert: Axes = (), others: Sequence[str] = ()
+    rows: Rows, sizes: Sizes, fsdp: Axes, tensor: Axes, *, expert: Axes = (), others: Sequence[str] = ()
 ) -> Rules:
     """One rule for all rows that are cut alike.
 
@@ -85,7 +88,7 @@ def rules_of(
     - `others`: paths of which no rule may find one.
     """
     over = dict.fromkeys(_ACROSS, tensor) | dict.fromkeys(_ALONG, fsdp) | dict.fromkeys(_WHOLE)
-    cut: dict[Any, list[str]] = {}
+    cut: dict[Target, list[str]] = {}
     for path, entry in rows.items():
         place = places_of(path, entry)[0]
         own = over | {"experts": expert} if place.kind.startswith("expert_") else over
@@ -97,7 +100,7 @@ def rules_of(
     return rules
 
 
-def _target(place: Place, over: Mapping[str, Axes | None], sizes: Mapping[str, Any], fsdp: Axes) -> Any:
+def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: Axes) -> Target:
     first = [group[0] for group in place.dims]
     # Latents are cut where nothing else is.
     over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}

@@ -1,7 +1,7 @@
 """eformer's `DynamicShardingAxes` as data: the logical names of kinds of arrays, and the mode that a shape tells."""
 
 import dataclasses
-from typing import Any, Final
+from typing import Final
 
 from .._ground.errors import RuleError, SpecError
 from . import tokens
@@ -30,7 +30,7 @@ class Layout:
         ```
     """
 
-    axes: tuple[Any, ...]
+    axes: tuple[str | tuple[str, ...] | None, ...]
     mode_dim: int | None = None
 
 

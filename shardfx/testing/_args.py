@@ -1,5 +1,7 @@
 """Small real arguments for a step: random ones for structs, and sizes as small as the plan still cuts them alike."""
 
+import functools as ft
+import itertools as it
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from .._ground.errors import MeshError
 from .._ground.spec import shard_counts
@@ -16,11 +20,6 @@ from ..topology._mesh import MeshSpec
 
 # What a step raises that does not take arrays of other sizes.
 _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError)
-
-
-def has_structs(args: Any) -> bool:
-    """Whether there are arguments to make."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
 
 
 def made(args: Any, *, mild: bool) -> Any:
@@ -32,35 +31,31 @@ def made(args: Any, *, mild: bool) -> Any:
     - `mild`: floats above zero, and whole numbers below 2, for steps that make no numbers of others: an optimizer's
         second moments are not negative, and a token is in the vocabulary.
     """
-    leaves = jax.tree.leaves(args)
-    tables = [leaf.shape[0] for leaf in leaves if _is_float(leaf) and np.ndim(leaf) == 2]
+    leaves, structure = jax.tree.flatten(args)
+    shaped = [leaf for leaf in leaves if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    tables = [leaf.shape[0] for leaf in shaped if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, np.floating)]
     high = 2 if mild else max(tables, default=2)
 
-    def array(at: int, leaf: Any) -> Any:
+    def array(seed: int, leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        return jax.device_put(_random(leaf, jax.random.key(at), high, mild), _on_devices(leaf.sharding))
+        return jax.device_put(_random(leaf, seed, high, mild), _on_devices(leaf.sharding))
 
-    filled = [array(at, leaf) for at, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(jax.tree.structure(args), filled)
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, np.floating)
+    return structure.unflatten(it.starmap(array, enumerate(leaves)))
 
 
-def _random(leaf: jax.ShapeDtypeStruct, key: Any, high: int, mild: bool) -> Any:
-    shape, dtype = leaf.shape, leaf.dtype
+def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> ArrayLike:
+    shape, dtype, generator = leaf.shape, leaf.dtype, np.random.default_rng(seed)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.split(key, math.prod(shape)).reshape(shape)
+        return jax.random.split(jax.random.key(seed), math.prod(shape)).reshape(shape)
     if dtype == np.uint32 and shape[-1:] == (2,):
-        return jax.random.bits(key, shape, dtype)  # a key of the old form
+        return generator.integers(0, 2**32, shape, np.uint32)  # a key of the old form
     if np.dtype(dtype).kind == "b":
-        return jax.random.bernoulli(key, 0.5, shape)
+        return generator.random(shape) < 0.5
     if jnp.issubdtype(dtype, np.integer):
-        return jax.random.randint(key, shape, 0, high).astype(dtype) if shape else jnp.ones(shape, dtype)
-    numbers = jax.random.normal(key, shape) / math.sqrt(max(shape[-2:-1], default=1))
-    return (jnp.abs(numbers) if mild else numbers).astype(dtype)
+        return (generator.integers(0, high, shape) if shape else np.ones(shape)).astype(dtype)
+    numbers = generator.standard_normal(shape) / math.sqrt(max(shape[-2:-1], default=1))
+    return np.asarray(np.abs(numbers) if mild else numbers).astype(dtype)
 
 
 def _on_devices(sharding: Any) -> Any:
@@ -76,49 +71,61 @@ def _on_devices(sharding: Any) -> Any:
     return NamedSharding(mesh.build(devices[: mesh.size]), sharding.spec)
 
 
-def shrunk(step: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
     """The arguments in sizes as small as their shardings still cut them alike, where the step takes such sizes.
 
-    Dimensions of one size stay of one size. One after the other is made small, or with its multiples, and stays as it
-    is where the step cannot be traced so: what a step knows by heart, as the size of a head, is whole.
+    Dimensions of one size stay of one size. One size after the other is made small, or with its multiples. Where the
+    step cannot be traced so, the dimensions of that size are made small by themselves: a sequence may be as long as a
+    model is wide. What a step knows by heart, as the number of its heads, stays.
     """
-    needs: dict[int, int] = {}
-    for leaf in jax.tree.leaves(args):
-        is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-        shape, sharding = (leaf.shape, leaf.sharding) if is_array else ((), None)
-        is_cut = isinstance(sharding, NamedSharding)
-        counts = shard_counts(sharding.spec, len(shape), sharding.mesh.shape) if is_cut else [1] * len(shape)
-        for size, count in zip(shape, counts, strict=True):
-            needs[size] = math.lcm(needs.get(size, 1), count)
-    chosen: dict[int, int] = {}
-    for size in sorted(needs, reverse=True):
-        for factor in (1, 2, 3):  # so that sizes that differ go on to differ
-            small = 2 * factor * needs[size]
-            kin = {one: small * (one // size) for one in needs if one % size == 0 and one not in chosen}
-            trials = [{size: small}, kin]
-            found = next((one for one in trials if size > small and _is_taken(step, args, chosen, one)), None)
-            if found is not None:
-                chosen |= found
-                break
+    needs: dict[_Key, int] = {}
+    for number, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+            shape, sharding = (leaf.shape, leaf.sharding) if is_array else ((), None)
+            is_cut = isinstance(sharding, NamedSharding)
+            counts = shard_counts(sharding.spec, len(shape), sharding.mesh.shape) if is_cut else [1] * len(shape)
+            for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
+                for key in (size,), (size, number, dim):
+                    needs[key] = math.lcm(needs.get(key, 1), count)
+    chosen: dict[_Key, int] = {}
+    for key in sorted(needs, key=lambda key: (len(key), -key[0])):
+        if (key[0],) not in chosen:
+            chosen |= _smaller(step, args, needs, chosen, key)
     return _resized(args, chosen)
 
 
-def _is_taken(step: Any, args: Any, chosen: Mapping[int, int], more: Mapping[int, int]) -> bool:
-    if {*chosen.values()} & {*more.values()} - {*more}:
-        return False
+# A size, and perhaps the argument and the dimension that alone has it.
+_Key = tuple[int, ...]
+_FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
+
+
+def _smaller(step: Any, args: Any, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key) -> dict[_Key, int]:
+    """The first small sizes with which a step can be traced, such that sizes that differ go on to differ."""
+    size = key[0]
+    for small in (2 * factor * needs[key] for factor in _FACTORS if 2 * factor * needs[key] < size):
+        kin = {one: small * (one[0] // size) for one in needs if len(one) == 1 and one[0] % size == 0}
+        for more in [{key: small}, {one: new for one, new in kin.items() if one not in chosen}]:
+            if not {*chosen.values()} & {*more.values()} and _is_taken(step, _resized(args, {**chosen, **more})):
+                return more
+    return {}
+
+
+def _is_taken(step: Any, args: Any) -> bool:
     try:
-        jax.eval_shape(step, *_resized(args, {**chosen, **more}))
+        jax.eval_shape(step, *args)
     except _REFUSED:
         return False
     return True
 
 
-def _resized(args: Any, sizes: Mapping[int, int]) -> Any:
-    def struct(leaf: Any) -> Any:
+def _resized(args: Sequence[PyTree], chosen: Mapping[_Key, int]) -> list[PyTree]:
+    def struct(number: int, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
-        shape = tuple(sizes.get(size, size) for size in leaf.shape)
+        sizes = enumerate(leaf.shape)
+        shape = tuple(chosen.get((size,), chosen.get((size, number, dim), size)) for dim, size in sizes)
         sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
         return leaf if shape == leaf.shape else jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(struct, args)
+    return [jax.tree.map(ft.partial(struct, number), arg) for number, arg in enumerate(args)]

@@ -1,10 +1,13 @@
 """Whether a step computes under its plan what it computes on one device."""
 
+import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -14,9 +17,9 @@ from .._ground.tree import flatten
 from .._step.lines import Frame, place_text
 from .._step.step import EquinoxJitted, Jitted
 from ..cost import traffic
-from ._args import has_structs, made, shrunk
+from ._args import made, shrunk
 from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of
-from ._suspects import equations_of, suspects
+from ._suspects import suspects
 from ._tape import Record, Tape
 
 
@@ -50,14 +53,12 @@ class CheckedStep:
 
     - `outputs`: the arrays that the step returns.
     - `is_finite`: whether the reference is; what is infinite, or no number, is equal to its like alone.
-    - `frame`: the line of the first equation that differs, where one was found.
-    - `lines`: that, and the line that makes the value which it takes for another.
+    - `lines`: where the first equation that differs was found its line, and those that make what it takes.
     - `story`: what is known of it, in words.
     """
 
     outputs: tuple[CheckedOutput, ...]
     is_finite: bool = True
-    frame: Frame | None = None
     lines: tuple[Frame, ...] = ()
     story: tuple[str, ...] = ()
 
@@ -78,7 +79,7 @@ class CheckedStep:
 
 # Programs that run a few times need not be fast.
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Seeds of the rounding errors that are added in float64.
+# Of roundings up and down.
 _SEEDS = (1, 2, 3)
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
 
@@ -117,7 +118,7 @@ def check_step(
     **Raises:**
 
     `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on
-    more devices than there are; what the step raises.
+    more devices than there are; what the step raises. JAX itself raises where an array is used that was donated before.
 
     !!! Example
 
@@ -136,20 +137,20 @@ def check_step(
         step, reference = step(mesh), step(Mesh(ones, mesh.axis_names, axis_types=mesh.axis_types))
     given = shrunk(step, args) if shrink else args
     found = _compared(step, made(given, mild=False), reference, mesh)
-    if has_structs(given) and not found.is_finite:
+    if not found.is_finite and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
         found = _compared(step, made(given, mild=True), reference, mesh)
     return found
 
 
 def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
     ours = _traced(step, args)
-    devices = {device for one in ours.arrays for device in one.devices()}
+    devices = {device for one in ours.arrays if isinstance(one, jax.Array) for device in one.devices()}
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
     alone = jax.tree.map(lambda leaf: _on_one(leaf, device) if isinstance(leaf, jax.Array) else leaf, args)
     theirs = _traced(step if reference is None else reference, alone)
     if reference is None:
         theirs = theirs._replace(closed=ours.closed)
-    return _Check(ours, theirs).checked()
+    return _checked(ours, theirs)
 
 
 def _on_one(leaf: jax.Array, device: Any) -> jax.Array:
@@ -169,25 +170,18 @@ class _Traced(NamedTuple):
 
 
 def _traced(step: Callable[..., Any], args: Sequence[Any]) -> _Traced:
-    flats = [flatten(arg) for arg in args]
-    arrays = [leaf for flat in flats for leaf, yes in zip(flat.leaves, flat.is_array, strict=True) if yes]
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
     paths: list[str] = []
 
-    def run(*arrays: Any) -> list[Any]:
-        left = iter(arrays)
-        trees = [
-            jax.tree.unflatten(
-                flat.treedef,
-                [next(left) if yes else leaf for leaf, yes in zip(flat.leaves, flat.is_array, strict=True)],
-            )
-            for flat in flats
-        ]
-        out = flatten(step(*trees))
+    def run(*leaves: jax.Array) -> list[Any]:
+        out = flatten(step(*eqx.combine(structure.unflatten(leaves), rest)))
         paths[:] = [path for path, yes in zip(out.paths, out.is_array, strict=True) if yes]
         return [_data(leaf) for leaf, yes in zip(out.leaves, out.is_array, strict=True) if yes]
 
-    closed = jax.make_jaxpr(run)(*arrays)
-    return _Traced(run if isinstance(step, Jitted | EquinoxJitted) else jax.jit(run), closed, arrays, paths)
+    closed = jax.make_jaxpr(run)(*leaves)
+    is_jitted = isinstance(step, Jitted | EquinoxJitted)
+    return _Traced(run if is_jitted else jax.jit(run, compiler_options=_QUICKLY), closed, leaves, paths)
 
 
 def _data(leaf: Any) -> Any:
@@ -196,110 +190,96 @@ def _data(leaf: Any) -> Any:
 
 
 class _Played(NamedTuple):
-    """A jaxpr that was carried out: the tape, its compiled program, the results, their records, and all values."""
+    """A jaxpr that was carried out: the tape, its compiled program, the results' records, and what it takes."""
 
     tape: Tape
     compiled: Any
     ids: list[int]
     arrays: list[Any]
 
-    def __call__(self, *noise: int) -> tuple[list[np.ndarray], dict[int, np.ndarray], dict[int, Any]]:
-        outs, values = self.compiled(self.arrays, np.array(noise or (0, 0, 0), np.float32))
-        host = {at: np.asarray(one) for at, one in values.items()}
-        return [*map(np.asarray, outs)], host, values
+    def __call__(self, kind: int = 0, seed: int = 0) -> tuple[list[np.ndarray], dict[int, Any]]:
+        """The results and the records' values, as exactly as they are computed, or rounded: see `Tape`."""
+        odd = np.array(2 * seed + 1, np.uint32)
+        outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
+        return [*map(np.asarray, outs)], values
 
 
-def _played(traced: _Traced, arrays: list[Any], *, alone: bool, wide: Any = None, keeps: bool = False) -> _Played:
+def _played(traced: _Traced, *, alone: bool, wide: Any = None, keeps: bool = False) -> _Played:
     tape, ids = Tape(alone=alone, wide=wide), []
 
     def run(arrays: list[Any], noise: Any) -> Any:
         tape.records.clear()
-        tape.values, tape.noise = {}, _amplitudes(noise) if wide == np.float64 else None
+        tape.bodies.clear()
+        tape.values, (kind, odd) = {}, noise
+        is_rounded = wide == np.float64
+        tape.noise = (kind, odd.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) if is_rounded else None
         closed = traced.closed
-        outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], [-1] * len(arrays))
+        outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], tape.unknown(arrays))
         return outs, tape.values if keeps else {}
 
-    with jax.enable_x64(wide == np.float64):
-        compiled = jax.jit(run).lower(arrays, np.zeros(3, np.float32)).compile(_QUICKLY)
-    return _Played(tape, compiled, ids, arrays)
+    # What a reference is computed in knows no mesh.
+    here = jax.set_mesh(Mesh(np.empty((), object), ())) if alone else contextlib.nullcontext()
+    noise = np.array(0, np.int32), np.array(0, np.uint32)
+    with jax.enable_x64(wide == np.float64), here:
+        compiled = jax.jit(run).lower(traced.arrays, noise).compile(_QUICKLY)
+    return _Played(tape, compiled, ids, traced.arrays)
 
 
-def _amplitudes(noise: Any) -> tuple[dict[str, Any], Any]:
-    """Twice the rounding errors of float32, and of each dtype itself, as often as the noise says; and an odd number."""
-    sizes = noise.astype(np.float64)
-    own = {name: float(jax.numpy.finfo(name).eps) for name in ("bfloat16", "float16", "float32", "float64")}
-    odd = noise[2].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) * np.uint64(2) + np.uint64(0xBF58476D1CE4E5B9)
-    return {name: sizes[0] * own["float32"] + sizes[1] * eps for name, eps in own.items()}, odd
-
-
-class _Check:
+def _checked(ours: _Traced, theirs: _Traced) -> CheckedStep:
     """A step under its plan and its reference, compared."""
-
-    def __init__(self, ours: _Traced, theirs: _Traced):
-        self.ours, self.theirs = ours, theirs
-        self.exactly = _played(theirs, theirs.arrays, alone=True, wide=np.float64)
-        made = [var.aval.dtype for one in equations_of(ours.closed.jaxpr) for var in one.outvars]
-        self.is_narrow = any(jax.numpy.issubdtype(one, np.floating) and np.dtype(one).itemsize < 4 for one in made)
-
-    def checked(self) -> CheckedStep:
-        exact = self.exactly()[0]
-        copies = [jax.numpy.copy(one) for one in self.ours.arrays]
-        made = [*map(np.asarray, self.ours.run(*copies))]
-        alone = _played(self.theirs, self.theirs.arrays, alone=True)()[0]
-        noisy = [self.exactly(0, 1, seed)[0] for seed in _SEEDS]
-        outputs = self.outputs(made, exact, [alone, *noisy], [one.dtype for one in made])
-        is_wide = self.is_narrow and all(one.is_right for one in outputs)
-        if is_wide:
-            # What bfloat16 hides is plain in float32.
-            made = _played(self.ours, self.ours.arrays, alone=False, wide=np.float32)()[0]
-            noisy = [self.exactly(1, 0, seed)[0] for seed in _SEEDS]
-            outputs = self.outputs(made, exact, noisy, [one.dtype for one in made])
-        is_finite = all(np.isfinite(one).all() for one in exact if one.dtype.kind in "fc")
-        found = CheckedStep(tuple(outputs), is_finite)
-        if found:
-            return found
-        told = self.blamed(found, is_wide)
-        return dataclasses.replace(told, story=(*told.story, *suspects(self.ours.closed)))
-
-    def outputs(self, made: Any, exact: Any, others: Any, dtypes: Any) -> list[CheckedOutput]:
-        found = []
-        for at, (path, dtype) in enumerate(zip(self.ours.paths, dtypes, strict=True)):
-            apart = differences(made[at], exact[at])
-            place = tuple(map(int, np.unravel_index(int(apart.argmax()), apart.shape))) if apart.size else ()
-            most = allowed(exact[at], [one[at] for one in others], dtype)
-            found.append(CheckedOutput(path, float(apart.max(initial=0.0)), place, most))
+    exactly = _played(theirs, alone=True, wide=np.float64)
+    exact = exactly()[0]
+    made = [*map(np.asarray, ours.run(*[jax.numpy.copy(one) for one in ours.arrays]))]
+    rounded = [exactly(1, seed)[0] for seed in _SEEDS]
+    outputs = _outputs(ours, made, exact, rounded)
+    if not all(one.is_right for one in outputs):
+        outputs = _outputs(ours, made, exact, [*rounded, _played(theirs, alone=True)()[0]])
+    is_narrow = re.search(r"\b(b?f16|f8_\w+)\[", str(ours.closed)) is not None
+    wide = np.float32 if is_narrow and all(one.is_right for one in outputs) else None
+    if wide:
+        # What bfloat16 hides is plain in float32.
+        made = _played(ours, alone=False, wide=wide)()[0]
+        outputs = _outputs(ours, made, exact, [exactly(2, seed)[0] for seed in _SEEDS])
+    is_finite = all(np.isfinite(one).all() for one in exact if one.dtype.kind in "fc")
+    found = CheckedStep(tuple(outputs), is_finite)
+    if found:
         return found
+    return _blamed(ours, theirs, found, wide)
 
-    def blamed(self, found: CheckedStep, is_wide: bool) -> CheckedStep:
-        """With the first equation that differs."""
-        wide = np.float32 if is_wide else None
-        try:
-            ours = _played(self.ours, self.ours.arrays, alone=False, wide=wide, keeps=True)
-        except jax.errors.JaxRuntimeError as error:
-            story = f"no equation is named: XLA refuses the step where every value is kept: {error!s:.200}"
-            return dataclasses.replace(found, story=(story,))
-        theirs = _played(self.theirs, self.theirs.arrays, alone=True, wide=np.float64, keeps=True)
-        outs, values, arrays = ours()
-        _, exact, _ = theirs()
-        noisy = [theirs(*((1, 0) if is_wide else (0, 1)), seed)[1] for seed in _SEEDS]
-        records, others = ours.tape.records, theirs.tape.records
-        rows: dict[int, Compared] = {}
-        for one, other in aligned(records, others).items():
-            if one in values and other in exact:
-                dtype = (
-                    np.float32
-                    if is_wide and jax.numpy.issubdtype(records[one].dtype, np.inexact)
-                    else records[one].dtype
-                )
-                most = allowed(exact[other], [run[other] for run in noisy], dtype)
-                rows[one] = compared(records[one], values[one], others[other], exact[other], most)
-        wrong = [
-            ours.ids[at] for at, (out, one) in enumerate(zip(outs, found.outputs, strict=True)) if not one.is_right
-        ]
-        fault = fault_of(records, rows, wrong)
-        if fault is None:
-            return found
-        return dataclasses.replace(found, **_told(records, rows, fault, ours, arrays))
+
+def _outputs(
+    ours: _Traced, made: Sequence[np.ndarray], exact: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]]
+) -> list[CheckedOutput]:
+    found = []
+    for at, (path, one) in enumerate(zip(ours.paths, made, strict=True)):
+        apart = differences(one, exact[at])
+        place = tuple(map(int, np.unravel_index(int(apart.argmax()), apart.shape))) if apart.size else ()
+        most = allowed(exact[at], [other[at] for other in others], one.dtype)
+        found.append(CheckedOutput(path, float(apart.max(initial=0.0)), place, most))
+    return found
+
+
+def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: Any) -> CheckedStep:
+    """What was found, with the first equation that differs."""
+    try:
+        played = _played(ours, alone=False, wide=wide, keeps=True)
+    except jax.errors.JaxRuntimeError as error:
+        story = f"no equation is named: XLA refuses the step where every value is kept: {error!s:.200}"
+        return dataclasses.replace(found, story=(story,))
+    exactly = _played(theirs, alone=True, wide=np.float64, keeps=True)
+    arrays, exact = played()[1], exactly()[1]
+    rounded = [exactly(2 if wide else 1, seed)[1] for seed in _SEEDS]
+    records, others = played.tape.records, exactly.tape.records
+    rows: dict[int, Compared] = {}
+    for one, other in aligned(records, others).items():
+        if one in arrays and other in exact:
+            made, whole = np.asarray(arrays[one]), np.asarray(exact[other])
+            most = allowed(whole, [run[other] for run in rounded], made.dtype)
+            rows[one] = compared(records[one], made, others[other], whole, most)
+    wrong = [number for number, one in zip(played.ids, found.outputs, strict=True) if not one.is_right]
+    fault = fault_of(records, rows, wrong)
+    told = found if fault is None else dataclasses.replace(found, **_told(records, rows, fault, played, arrays))
+    return dataclasses.replace(told, story=(*told.story, *suspects(played.tape)))
 
 
 def _told(records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Any) -> Any:
@@ -327,7 +307,7 @@ def _told(records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault,
     sent = [row for row in traffic(ours.compiled).rows if row.source and (row.source.file, row.source.line) in near]
     kinds = dict.fromkeys(f"{row.kind} over {' x '.join(row.axes) or '-'} at {place_text(row.source)}" for row in sent)
     story += [f"the plan sends there: {kind}" for kind in kinds]
-    return {"frame": next(iter(lines), None), "lines": lines, "story": tuple(story)}
+    return {"lines": lines, "story": tuple(story)}
 
 
 def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:

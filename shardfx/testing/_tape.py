@@ -2,7 +2,8 @@
 
 import contextlib
 import functools as ft
-from collections.abc import Callable, Sequence
+import itertools as it
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,15 @@ _EXACT = frozenset(
 # What a loop begins a turn with.
 CARRY = "carry"
 # What these do is about the bits of their dtype.
-_BITS = ("bitcast_convert_type", "random_bits", "rng_bit_generator", "random_gamma", "pallas_call", "ffi_call")
+_BITS = (
+    "bitcast_convert_type",
+    "random_bits",
+    "rng_bit_generator",
+    "random_gamma",
+    "pallas_call",
+    "ffi_call",
+    "pure_callback",
+)
 
 
 class Record(NamedTuple):
@@ -43,12 +52,14 @@ class Record(NamedTuple):
 
     - `primitive`: as JAX names it.
     - `frames`: the lines of the user, the innermost first.
-    - `reads`: the numbers of the records whose values it takes; -1 for arguments, literals and constants.
+    - `reads`: the numbers of the records whose values it takes; less than 0 for arguments, literals and constants.
     - `leading`: what the leading dimensions of its value are, which loops and shard_maps around it add: for the turns
         of a loop 1, or -1 if it runs backwards; else the mesh axes, with their sizes, along which each device's own
         value is stacked.
     - `dtype`: that the step computes it in.
     - `loop`: the number of the outermost loop around it.
+    - `axes`: the mesh axes that a collective is over.
+    - `counted`: how far an `iota` counts.
     """
 
     primitive: str
@@ -57,6 +68,17 @@ class Record(NamedTuple):
     leading: tuple[tuple[tuple[str, int], ...] | int, ...]
     dtype: Any
     loop: int | None = None
+    axes: frozenset[str] = frozenset()
+    counted: int = 0
+
+
+class Body(NamedTuple):
+    """A shard_map, the records that it takes and returns, and the numbers of those of its equations."""
+
+    equation: Any
+    reads: Sequence[int]
+    results: Sequence[int]
+    numbers: range
 
 
 class Tape:
@@ -66,8 +88,8 @@ class Tape:
 
     - `alone`: on one device, without shardings.
     - `wide`: the dtype that narrower floats are replaced by, from the arguments on.
-    - `noise`: rounding errors to add to what each equation makes: their size for each dtype of the step, and an odd
-        number that says where they are up and where down. Needs `wide=np.float64`.
+    - `noise`: how to round what each equation makes: 0 for not at all, 1 to the dtype of the step, 2 to that or, if it
+        is narrower, to float32; and an odd number that says what goes up and what down. Needs `wide=np.float64`.
     """
 
     def __init__(self, *, alone: bool, wide: Any = None, noise: Any = None):
@@ -75,32 +97,31 @@ class Tape:
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] = ()
+        self.bodies: list[Body] = []
+        self.carried: dict[int, int] = {}
+        self.count = it.count(-2, -1)
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], ids: Sequence[int]
     ) -> tuple[list[Any], list[int]]:
         """The results of a jaxpr, and the numbers of the records that they are."""
-        arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*[-1] * len(consts), *ids), strict=True))
+        arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(self.widened, consts), *args), strict=True))
+        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.unknown(consts), *ids), strict=True))
 
-        def read(given: Any) -> Any:
-            if not isinstance(given, jex.Literal):
-                return arrays[given]
-            atom: Any = given
-            return (
-                atom.val if self.wide is None else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
-            )
+        def read(atom: Any) -> Any:
+            return self.literal(atom) if isinstance(atom, jex.Literal) else arrays[atom]
 
         def number(atom: Any) -> int:
             return -1 if isinstance(atom, jex.Literal) else numbers[atom]
 
         frames = self.frames
+        entered = {**dict.fromkeys(_INLINED, self.inlined), "custom_linear_solve": self.solved}
+        entered |= {"scan": self.scan, "while": self.loop, "cond": self.branch, "shard_map": self.shard_map}
         for equation in jaxpr.eqns:
             self.frames = tuple(one for one in frames_of(equation) if not is_library(one)) or frames
             ins, reads = [*map(read, equation.invars)], [*map(number, equation.invars)]
-            enter = self.entered(equation)
-            if enter is not None:
-                outs, made = enter(equation, ins, reads)
+            if equation.primitive.name in entered:
+                outs, made = entered[equation.primitive.name](equation, ins, reads)
             else:
                 outs = self.applied(jaxpr, equation, ins)
                 made = self.all_kept(equation, outs, reads)
@@ -110,12 +131,9 @@ class Tape:
         self.frames = frames
         return [*map(read, jaxpr.outvars)], [*map(number, jaxpr.outvars)]
 
-    def entered(self, equation: Any) -> Callable[..., tuple[Sequence[Any], Sequence[int]]] | None:
-        """How to enter an equation that holds programs; `None` for one that is carried out as it is."""
-        name = equation.primitive.name
-        if name in _INLINED:
-            return self.inlined
-        return {"scan": self.scan, "while": self.loop, "cond": self.branch, "shard_map": self.shard_map}.get(name)
+    def unknown(self, arrays: Sequence[Any]) -> list[int]:
+        """Numbers for arrays that no equation makes."""
+        return [next(self.count) for _ in arrays]
 
     def kept(self, name: str, var: Any, out: Any, reads: Sequence[int]) -> int:
         """The number of the record of what an equation made."""
@@ -124,13 +142,24 @@ class Tape:
         number = len(self.records)
         self.records.append(Record(name, self.frames, (*reads,), (), var.aval.dtype))
         if self.alone or not jax.typeof(out).sharding.spec.unreduced:  # no device has the value of a sum to come
-            is_exact = self.noise is None or name in _EXACT
-            self.values[number] = out if is_exact else _noisy(out, var.aval.dtype, self.noise)
+            noise = self.noise
+            self.values[number] = out if noise is None or name in _EXACT else _rounded(out, var.aval.dtype, *noise)
         return number
 
     def all_kept(self, equation: Any, outs: Sequence[Any], reads: Sequence[int]) -> list[int]:
-        name = equation.primitive.name
-        return [self.kept(name, var, out, reads) for var, out in zip(equation.outvars, outs, strict=True)]
+        name, params, start = equation.primitive.name, equation.params, len(self.records)
+        made = [self.kept(name, var, out, reads) for var, out in zip(equation.outvars, outs, strict=True)]
+        axes = params.get("axes", params.get("axis_name", ()))
+        named = frozenset(one for one in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(one, str))
+        counted = params["shape"][params["dimension"]] if name == "iota" else 0
+        self.records[start:] = [one._replace(axes=named, counted=counted) for one in self.records[start:]]
+        return made
+
+    def literal(self, atom: Any) -> Any:
+        """A number that stands in the jaxpr."""
+        if self.wide is None:
+            return atom.val
+        return jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def widened(self, array: Any) -> Any:
         """An array with floats at least as wide as asked for."""
@@ -186,32 +215,34 @@ class Tape:
 
     def inlined(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         params = equation.params
-        jaxpr, consts = opened(params[_INLINED[equation.primitive.name]])
-        ins = [
-            self.placed(one, asked)
-            for one, asked in zip(ins, params.get("in_shardings", [None] * len(ins)), strict=True)
-        ]
-        outs, ids = self.run(jaxpr, consts, ins, reads)
-        asked = params.get("out_shardings", [None] * len(outs))
-        return [self.placed(one, sharding) for one, sharding in zip(outs, asked, strict=True)], ids
+        program = opened(params[_INLINED[equation.primitive.name]])
+        outs, ids = self.run(*program, self.placed(ins, params.get("in_shardings", ())), reads)
+        return self.placed(outs, params.get("out_shardings", ())), ids
 
-    def placed(self, array: Any, asked: Any) -> Any:
-        is_asked = isinstance(asked, NamedSharding) and not self.alone and set(asked.mesh.axis_types) == {AxisType.Auto}
-        return jax.lax.with_sharding_constraint(array, asked) if is_asked else array
+    def placed(self, arrays: list[Any], asked: Sequence[Any]) -> list[Any]:
+        """Arrays as a `jax.jit` within the step asks for them."""
+        if self.alone:
+            return arrays
+        pairs = it.zip_longest(arrays, asked)
+        return [jax.lax.with_sharding_constraint(one, own) if _is_auto(own) else one for one, own in pairs]
 
-    def body(
-        self, closed: Any, args: Sequence[Any], ids: Sequence[int] | Callable[..., Sequence[int]], start: int
-    ) -> tuple[list[Any], list[int], dict[int, Any]]:
-        """What a program within an equation makes, and the values of its records, which its equation has to return.
+    def solved(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+        """A linear solve, whose equation holds further programs for derivatives."""
+        lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
+        first = lengths.matvec + lengths.vecmat
+        own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
+        return self.run(*opened(solve), [ins[at] for at in own], [reads[at] for at in own])
+
+    @contextlib.contextmanager
+    def within(self, start: int) -> Iterator[dict[int, Any]]:
+        """The values of the records of a program within an equation, which the equation has to return.
 
         JAX may trace it several times: its records begin anew at `start`.
         """
         del self.records[start:]
         outer, self.values = self.values, {}
-        jaxpr, consts = opened(closed)
-        outs, made = self.run(jaxpr, consts, args, ids if isinstance(ids, Sequence) else ids(jaxpr, args))
-        found, self.values = self.values, outer
-        return outs, made, found
+        yield self.values
+        self.values = outer
 
     def held(self, start: int, values: dict[int, Any], leading: Any) -> None:
         """Takes over what the records of an equation's program made."""
@@ -222,24 +253,19 @@ class Tape:
             self.records[at] = one._replace(leading=(leading, *one.leading), loop=loop)
 
     def scan(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
-        params, start = equation.params, len(self.records)
+        params, start, ids = equation.params, len(self.records), []
         first, carried = carry_of(equation)
         middle = first + carried
-        ids: list[int] = []
+        jaxpr, consts = opened(params["jaxpr"])
 
-        def turn(carry: Any, xs: Any) -> Any:
-            def begun(jaxpr: Any, args: Sequence[Any]) -> list[int]:
-                own = zip(jaxpr.invars[first:middle], args[first:middle], reads[first:middle], strict=True)
-                return [
-                    *reads[:first],
-                    *[self.kept(CARRY, var, one, [read]) for var, one, read in own],
-                    *reads[middle:],
-                ]
-
-            outs, made, found = self.body(params["jaxpr"], [*ins[:first], *carry, *xs], begun, start)
-            ids[:] = made
-            left = [_like(out, one) for out, one in zip(outs[: len(carry)], carry, strict=True)]
-            return left, (outs[len(carry) :], found)
+        def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
+            with self.within(start) as found:
+                own = zip(jaxpr.invars[first:middle], carry, reads[first:middle], strict=True)
+                begun = [self.kept(CARRY, var, one, [read]) for var, one, read in own]
+                numbers = [*reads[:first], *begun, *reads[middle:]]
+                outs, ids[:] = self.run(jaxpr, consts, [*ins[:first], *carry, *xs], numbers)
+                self.carried.update(zip(begun, ids, strict=False))
+            return _like(outs[:carried], carry), (outs[carried:], found)
 
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
             carry, (ys, found) = jax.lax.scan(
@@ -248,31 +274,29 @@ class Tape:
         self.held(start, found, -1 if params["reverse"] else 1)
         return [*carry, *ys], ids
 
+    def forgotten(self, closed: Any, *args: Any) -> list[Any]:
+        """The results of a program whose equations have no records."""
+        start = len(self.records)
+        with self.within(start):
+            outs = self.run(*opened(closed), args, [-1] * len(args))[0]
+        del self.records[start:]
+        return outs
+
     def loop(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         """A loop of unknown length is one equation."""
-        params, start = equation.params, len(self.records)
+        params = equation.params
         one, two = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-
-        def turn(carry: Any) -> Any:
-            outs = self.body(params["body_jaxpr"], [*ins[one:two], *carry], [-1] * (len(ins) - one), start)[0]
-            return [_like(out, old) for out, old in zip(outs, carry, strict=True)]
-
-        def is_on(carry: Any) -> Any:
-            return self.body(params["cond_jaxpr"], [*ins[:one], *carry], [-1] * (len(ins) - two + one), start)[0][0]
-
-        outs = jax.lax.while_loop(is_on, turn, ins[two:])
-        del self.records[start:]
+        outs = jax.lax.while_loop(
+            lambda carry: self.forgotten(params["cond_jaxpr"], *ins[:one], *carry)[0],
+            lambda carry: _like(self.forgotten(params["body_jaxpr"], *ins[one:two], *carry), carry),
+            ins[two:],
+        )
         return outs, self.all_kept(equation, outs, reads)
 
     def branch(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
         """A conditional is one equation."""
-        start = len(self.records)
-
-        def chosen(closed: Any, *args: Any) -> Any:
-            return self.body(closed, args, [-1] * len(args), start)[0]
-
-        outs = jax.lax.switch(ins[0], [ft.partial(chosen, one) for one in equation.params["branches"]], *ins[1:])
-        del self.records[start:]
+        branches = [ft.partial(self.forgotten, one) for one in equation.params["branches"]]
+        outs = jax.lax.switch(ins[0], branches, *ins[1:])
         return outs, self.all_kept(equation, outs, reads)
 
     def shard_map(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
@@ -289,22 +313,24 @@ class Tape:
             )
 
         def body(*args: Any) -> Any:
-            outs, made, found = self.body(params["jaxpr"], args, reads, start)
-            ids[:] = made
+            with self.within(start) as found:
+                outs, ids[:] = self.run(*opened(params["jaxpr"]), args, reads)
             return outs, {at: one[None] for at, one in found.items()}
 
+        out_specs = [*params["out_specs"]], PartitionSpec(names)
+        check = params["check_vma"]
         own = jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=params["in_specs"],
-            out_specs=([*params["out_specs"]], PartitionSpec(names)),
-            axis_names={*names},
-            check_vma=params["check_vma"],
+            body, mesh=mesh, in_specs=params["in_specs"], out_specs=out_specs, axis_names={*names}, check_vma=check
         )
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
             outs, found = own(*ins)
         self.held(start, found, tuple((name, mesh.shape[name]) for name in names))
+        self.bodies.append(Body(equation, reads, ids, range(start, len(self.records))))
         return outs, ids
+
+
+def _is_auto(sharding: object) -> bool:
+    return isinstance(sharding, NamedSharding) and {*sharding.mesh.axis_types} == {AxisType.Auto}
 
 
 def _wider(dtype: Any, wide: Any) -> Any:
@@ -315,14 +341,19 @@ def _wider(dtype: Any, wide: Any) -> Any:
     return np.dtype(wide) if is_narrow else dtype
 
 
-def _like(array: Any, other: Any) -> Any:
-    return array if array.dtype == other.dtype else array.astype(other.dtype)
+def _like(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [array.astype(other.dtype) for array, other in zip(arrays, others, strict=True)]
 
 
-def _noisy(array: Any, dtype: Any, noise: Any) -> Any:
-    """A float64 array with an error of one unit in the last place of a dtype, whose signs hang on its own bits."""
+def _rounded(array: Any, dtype: Any, kind: Any, odd: Any) -> Any:
+    """A float64 array rounded to a dtype, up or down as its own bits say; what the dtype holds stays as it is."""
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    amplitude, odd = noise
+    own = jnp.finfo(dtype if jnp.finfo(dtype).bits >= 16 else jnp.bfloat16)
     bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
-    return array * (1.0 + (bits.astype(np.float64) - 0.5) * amplitude.get(np.dtype(dtype).name, amplitude["bfloat16"]))
+    is_narrow = own.bits < 32
+    for to, is_on in [(own, kind == 1), (jnp.finfo(np.float32), kind == 2)] if is_narrow else [(own, kind > 0)]:
+        moved = array * (1.0 + (bits.astype(np.float64) - 0.5) * float(to.eps))
+        near, moved = (jax.lax.reduce_precision(one, to.nexp, to.nmant) for one in (array, moved))
+        array = jnp.where(is_on & ((near != array) | (to.bits == 64)), moved, array)
+    return array

@@ -5,7 +5,6 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -13,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._ground.errors import MeshError
 from ._order import DeviceOrder, device_order
+from ._place import Devices, listed
 
 
 _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
@@ -292,7 +292,7 @@ class MeshSpec(eqx.Module):
         """
         return AbstractMesh(self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types)
 
-    def order(self, devices: Sequence[Any] | np.ndarray) -> DeviceOrder:
+    def order(self, devices: Devices) -> DeviceOrder:
         """The order that [`shardfx.MeshSpec.build`][] puts devices in, with how and why.
 
         TPUs are ordered by JAX's `mesh_utils`, slice by slice if `dcn` or the devices say so; then each axis
@@ -324,11 +324,11 @@ class MeshSpec(eqx.Module):
             )
             ```
         """
-        given = list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
+        given = listed(devices)
         fitted = self._fitted(len(given), _EMULATE if given and given[0].platform == "cpu" else "")
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
-    def build(self, devices: Sequence[Any] | np.ndarray | Mesh) -> Mesh:
+    def build(self, devices: Devices | Mesh) -> Mesh:
         """The `jax.sharding.Mesh` of these axes over `devices`, in the order that suits their network.
 
         **Arguments:**
@@ -427,13 +427,14 @@ def _made(
     return MeshSpec(by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices)))
 
 
-def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
+def _pairs(axes: object) -> tuple[tuple[str, int], ...]:
     """The names and sizes that `MeshSpec` is given."""
     if isinstance(axes, str):
         raise MeshError(f"`MeshSpec({axes!r})`: a text is read by `MeshSpec.parse({axes!r})`.")
     items = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes) if isinstance(axes, Iterable) else (axes,)
-    if all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
-        return tuple((name, size) for name, size in items)
+    pairs = [tuple(item) for item in items if isinstance(item, tuple | list) and len(item) == 2]
+    if len(pairs) == len(items):
+        return tuple((name, size) for name, size in pairs)
     usual = ("data", "fsdp", "tensor")[-len(items) :] if len(items) <= 3 else tuple("abcdefgh"[: len(items)])
     named = dict(zip(usual, items, strict=False))
     raise MeshError(f"`MeshSpec({axes!r})`: a mesh axis has a name and a size, as in `MeshSpec({named!r})`.")

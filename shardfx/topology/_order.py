@@ -3,13 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.experimental import mesh_utils
 
 from .._ground.errors import MeshError
-from ._place import Devices, bounds, listed, positions, processes, slices
+from ._place import Device, Devices, bounds, listed, positions, processes, slices
 from ._torus import mean_hops, ring_path, torus_order, wraps
 
 
@@ -92,7 +91,7 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 
 
 def _granules(
-    devices: list[Any], sizes: tuple[int, ...], dcn: tuple[int, ...]
+    devices: list[Device], sizes: tuple[int, ...], dcn: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
     """Which devices share the fast network, the slices per axis that this gives, and why."""
     wanted, found = math.prod(dcn), slices(devices)
@@ -125,7 +124,7 @@ def _granules(
     return _even(found, devices), dcn, ()
 
 
-def _even(groups: tuple[tuple[int, ...], ...], devices: list[Any]) -> tuple[tuple[int, ...], ...]:
+def _even(groups: tuple[tuple[int, ...], ...], devices: list[Device]) -> tuple[tuple[int, ...], ...]:
     counts = [len(group) for group in groups]
     if len(set(counts)) > 1:
         raise MeshError(f"the {len(devices)} devices are {counts} per slice; pass the same number of each slice.")
@@ -141,7 +140,7 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(out) if count == 1 else None
 
 
-def _one_slice(devices: list[Any], sizes: tuple[int, ...], reasons: tuple[str, ...]) -> DeviceOrder:
+def _one_slice(devices: list[Device], sizes: tuple[int, ...], reasons: tuple[str, ...]) -> DeviceOrder:
     if devices[0].platform != "tpu":
         return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", reasons, None)
     # JAX's orders for small slices index the list as it comes, so it must not depend on the caller.
@@ -155,7 +154,7 @@ def _one_slice(devices: list[Any], sizes: tuple[int, ...], reasons: tuple[str, .
 
 
 def _torus_mesh(
-    devices: list[Any], sizes: tuple[int, ...], reasons: tuple[str, ...]
+    devices: list[Device], sizes: tuple[int, ...], reasons: tuple[str, ...]
 ) -> tuple[np.ndarray, str, tuple[str, ...]]:
     try:
         return mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", reasons
@@ -181,7 +180,7 @@ def _torus_mesh(
 
 
 def _walked(
-    devices: list[Any], grid: np.ndarray, array: np.ndarray, method: str, reasons: tuple[str, ...]
+    devices: list[Device], grid: np.ndarray, array: np.ndarray, method: str, reasons: tuple[str, ...]
 ) -> DeviceOrder:
     """Turns each axis that fills a box into a walk of it in single hops, which a row-major order is not."""
     extents = grid.shape

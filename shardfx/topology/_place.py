@@ -9,11 +9,13 @@ from jaxtyping import Int
 from .._ground.errors import MeshError
 
 
+# A device, or a description with its attributes.
+Device: TypeAlias = Any
 # An array, as `mesh.devices` is one, counts as the list of its elements.
-Devices: TypeAlias = Sequence[Any] | np.ndarray
+Devices: TypeAlias = Sequence[Device] | np.ndarray
 
 
-def coords(device: Any, local_device_count: int) -> tuple[int, ...]:
+def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
     """Where one device sits: its coordinates on the torus and its core, or its process and its place there.
 
     **Arguments:**
@@ -159,7 +161,7 @@ def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
     return _grouped([int(device.process_index) for device in listed(devices)])
 
 
-def listed(devices: Devices) -> list[Any]:
+def listed(devices: Devices) -> list[Device]:
     """The devices as a list."""
     return list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
 
@@ -171,7 +173,7 @@ def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in groups.values())
 
 
-def _places(devices: list[Any]) -> Int[np.ndarray, "devices dims"]:
+def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
     if not devices:
         raise MeshError("there are no devices; pass `jax.devices()`, or those of one slice.")
     torus = [_torus_coords(device) for device in devices]
@@ -196,7 +198,7 @@ def _places(devices: list[Any]) -> Int[np.ndarray, "devices dims"]:
     return places
 
 
-def _torus_coords(device: Any) -> tuple[int, ...] | None:
+def _torus_coords(device: Device) -> tuple[int, ...] | None:
     # JAX's own devices lack these attributes where they mean nothing, so absence is the way to tell.
     place = getattr(device, "coords", None)
     if place is None:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import checkpoint
-from shardfx._reshard.move import move_of
+from shardfx._reshard.move import move_of, program_of
 from shardfx._reshard.mover import resharded
 
 
@@ -36,12 +36,12 @@ def test_cleared_caches_hold_no_device_and_no_program(tmp_path):
         resharded(x, dst, copies=False, memory_limit_bytes=1 << 20)
         resharded(x, dst, copies=False, memory_limit_bytes=2000)
         moves.append(weakref.ref(move_of(x.shape, x.dtype, x.sharding, dst, (), False)))
-    program = weakref.ref(moves[0]().programs[0])
+    program = weakref.ref(program_of(moves[0](), False, None))
     made = shardfx.plan({"x": x}, mesh, paths=shardfx.PathRules([("x", P("a"))]))
     checkpoint.save(tmp_path / "saved", {"x": x}, made)
     checkpoint.load(tmp_path / "saved", made)
     held = [name for name, size in sizes().items() if size]
-    for name in ("_reshard.move.move_of", "_reshard.within_limit._programs", "_plan.leaf.named_sharding"):
+    for name in ("_reshard.move.move_of", "_reshard.move.program_of", "_plan.leaf.named_sharding"):
         assert f"shardfx.{name}" in held
     assert any(name.startswith("shardfx.checkpoint.") for name in held)
 

@@ -162,12 +162,6 @@ def test_errors_of_constrain():
         jax.jit(lambda x: constrain(x, P("data"), made))(jax.device_put(X, NamedSharding(other, P())))
 
 
-def test_a_plan_without_devices_constrains_inside_jit():
-    without = plan({"w": X}, MeshSpec.of(AUTO), unmatched="replicate")
-    x = jax.device_put(X, NamedSharding(AUTO, P()))
-    assert jax.jit(lambda x: constrain(x, P("data"), without))(x).sharding.spec == P("data")
-
-
 TREE = {"w": X, "b": jnp.ones(8), "k": jax.random.key(3), "s": np.float32(2), "f": jnp.tanh, "n": None, "i": 3}
 
 

@@ -137,12 +137,3 @@ def test_what_was_traced_on_devices_runs():
     compiled = jitted.trace(PARAMS, BATCH).lower().compile()
     found = compiled(shard(PARAMS, params), shard(BATCH, batch))
     assert found["text"] == "text" and np.array_equal(found["y"], BATCH["x"] @ PARAMS["w"] + 0.5)
-
-
-@pytest.mark.parametrize("donate, gone", [(True, (True, True)), (False, (False, False)), (0, (True, False))])
-def test_donation_by_a_bool_is_all_or_none(donate, gone):
-    a, b = jnp.ones((8, 16)), jnp.ones((8, 16))
-    filter_jit(lambda a, b: (a + 1, b + 1), donate=donate)(a, b)
-    assert (a.is_deleted(), b.is_deleted()) == gone
-    with pytest.raises(ValueError, match="`donate` names True, which is no positional parameter"):
-        filter_jit(lambda a, b: a, donate=(True, False))

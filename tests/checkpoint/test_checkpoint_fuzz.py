@@ -1,12 +1,99 @@
-"""Headers that nobody wrote by hand: mutations of real ones, and any bytes."""
+"""Any bytes as any of the headers that `checkpoint.read_index` reads: a checked index comes back, or one error."""
 
+import contextlib
 import json
+import math
+from pathlib import Path
 
-import fuzz_headers
 import hypothesis as hyp
 import hypothesis.strategies as st
+import jax
 import pytest
 import safetensors
+
+from shardfx import checkpoint
+from shardfx._ground.errors import CheckpointError
+from shardfx.checkpoint._safetensors import DTYPES as STORED, parse_header
+
+
+INDEX = "model.safetensors.index.json"
+KINDS = ("header", "file", INDEX, "tensorstore_index.json", ".zarray", "zarr.json")
+
+
+def consume(data: bytes, directory: Path) -> bool:
+    """Reads `data` as the kind of file that its first byte says; whether it was accepted."""
+    kind, data = KINDS[data[0] % len(KINDS)] if data else "header", data[1:]
+    if kind == "header":
+        return consume_header(data)
+    file = directory / ("x.safetensors" if kind == "file" else kind)
+    file.write_bytes(data)
+    try:
+        index = checkpoint.read_index(directory)
+        for entry in index.entries:
+            assert entry.file.startswith(str(directory)), "a file outside the directory"
+        with contextlib.suppress(CheckpointError):
+            checkpoint.structs(index)
+    except CheckpointError as error:
+        check_text(error)
+        return False
+    finally:
+        file.unlink()
+    return True
+
+
+def consume_header(data: bytes) -> bool:
+    """Reads `data` as a header, behind which its last two bytes say how many bytes there are."""
+    buffer_bytes = int.from_bytes(data[-2:], "little")
+    data = data[:-2]
+    try:
+        header = parse_header(data, buffer_bytes, "x")
+    except CheckpointError as error:
+        check_text(error)
+        return False
+    reached = 8 + len(data)
+    for array in header.arrays:
+        assert array.offset == reached, "a hole or an overlap"
+        stored_bits = math.prod(array.shape) * STORED[array.stored][0]
+        if array.dtype is not None and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+            stored_bits *= math.prod(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)).shape)
+        assert stored_bits % 8 == 0
+        reached += stored_bits // 8
+    assert reached == 8 + len(data) + buffer_bytes
+    return True
+
+
+def check_text(error: CheckpointError) -> None:
+    """What a file says must not flood a terminal, and must be printable."""
+    text = str(error)
+    assert len(text) < 2000, len(text)
+    text.encode()
+
+
+def seeds() -> list[bytes]:
+    """One accepted input of each kind."""
+    header = json.dumps(
+        {
+            "__metadata__": {"shardfx.dtypes": '{"b": "int4"}'},
+            "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+            "b": {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]},
+        }
+    ).encode()
+    file = len(header).to_bytes(8, "little") + header + bytes(32)
+    eformer = {"format": "tensorstore", "version": "1.0", "arrays": [{"path": "a/b", "shape": [2], "dtype": "float32"}]}
+    prefixes = {"format": "tensorstore", "prefixes": {"p": [{"path": "p/a", "shape": []}]}}
+    zarr = {"shape": [4, 4], "chunks": [2, 4], "dtype": "<f4"}
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2]}}
+    zarr3 = {"node_type": "array", "shape": [4], "data_type": "bfloat16", "chunk_grid": grid}
+    weights = {"weight_map": {"a": "x.safetensors"}}
+    return [
+        b"\0" + header + (32).to_bytes(2, "little"),
+        b"\1" + file,
+        b"\2" + json.dumps(weights).encode(),
+        b"\3" + json.dumps(eformer).encode(),
+        b"\3" + json.dumps(prefixes).encode(),
+        b"\4" + json.dumps(zarr).encode(),
+        b"\5" + json.dumps(zarr3).encode(),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +102,7 @@ def directory(tmp_path_factory):
 
 
 def test_the_seeds_are_accepted(directory):
-    refused = [seed[0] for seed in fuzz_headers.seeds() if not fuzz_headers.consume(seed, directory)]
+    refused = [seed[0] for seed in seeds() if not consume(seed, directory)]
     # The index of a set names a file that is not there.
     assert refused == [2]
 
@@ -23,18 +110,18 @@ def test_the_seeds_are_accepted(directory):
 @hyp.settings(max_examples=300, deadline=None)
 @hyp.given(data=st.binary(max_size=200))
 def test_any_bytes(directory, data):
-    fuzz_headers.consume(data, directory)
+    consume(data, directory)
 
 
 @hyp.settings(max_examples=300, deadline=None)
 @hyp.given(data=st.data())
 def test_real_files_with_some_bytes_changed(directory, data):
-    seed = bytearray(data.draw(st.sampled_from(fuzz_headers.seeds())))
+    seed = bytearray(data.draw(st.sampled_from(seeds())))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(1, len(seed) - 1))
         seed[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
         hyp.assume(len(seed) > 1)
-    fuzz_headers.consume(bytes(seed), directory)
+    consume(bytes(seed), directory)
 
 
 JSON = st.recursive(
@@ -47,7 +134,7 @@ JSON = st.recursive(
 @hyp.settings(max_examples=300, deadline=None)
 @hyp.given(kind=st.integers(1, 5), data=st.data())
 def test_real_files_with_other_values(directory, kind, data):
-    [seed, *_] = [seed for seed in fuzz_headers.seeds() if seed[0] == kind]
+    [seed, *_] = [seed for seed in seeds() if seed[0] == kind]
     content = json.loads(seed[9 : 9 + int.from_bytes(seed[1:9], "little")] if kind == 1 else seed[1:])
     node, key = content, data.draw(st.sampled_from(sorted(content)))
     while isinstance(node[key], dict | list) and node[key] and data.draw(st.booleans()):
@@ -57,7 +144,7 @@ def test_real_files_with_other_values(directory, kind, data):
     text = json.dumps(content).encode()
     if kind == 1:
         text = len(text).to_bytes(8, "little") + text + bytes(32)
-    fuzz_headers.consume(bytes([kind]) + text, directory)
+    consume(bytes([kind]) + text, directory)
 
 
 DTYPES = st.sampled_from(["F32", "BF16", "U8", "I64", "F8_E4M3", "BOOL", "F33"])
@@ -85,4 +172,4 @@ def test_what_is_accepted_is_what_the_format_s_own_library_accepts(rows, extra):
         accepted = True
     except safetensors.SafetensorError:
         accepted = False
-    assert fuzz_headers.consume_header(text + buffer_bytes.to_bytes(2, "little")) == accepted
+    assert consume_header(text + buffer_bytes.to_bytes(2, "little")) == accepted

@@ -151,14 +151,6 @@ def test_numpy_arrays_and_odd_layouts(tmp_path):
     assert np.array_equal(checkpoint.load(tmp_path / "step", made)["f"], tree["f"])
 
 
-def test_arrays_are_written_as_they_are_placed(tmp_path):
-    tree = tree_of()
-    arrays, _ = planned(tree, mesh_of((2, 4)), LAYOUTS[1][1])
-    _, other = planned(tree, mesh_of((8,)), LAYOUTS[0][1])
-    checkpoint.save(tmp_path / "step", arrays, other)
-    assert same(checkpoint.load(tmp_path / "step", other), tree)
-
-
 def test_trees_that_cannot_be_saved(tmp_path):
     mesh = mesh_of((8,))
     rules = PathRules.parse(".*->replicate")

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from shardfx import checkpoint
+from shardfx.checkpoint import _together
 from shardfx.checkpoint._together import Together, meeting
 from shardfx.errors import CheckpointError
 
@@ -51,6 +52,12 @@ class Service:
     def key_value_dir_get(self, folder):
         self._reachable()
         return [item for item in self.notes.items() if item[0].startswith(folder + "/")]
+
+
+@pytest.fixture(autouse=True)
+def rounds_are_short(monkeypatch):
+    """What takes seconds in a job takes tenths of them here."""
+    monkeypatch.setattr(_together, "_LOOK_SECONDS", 0.1)
 
 
 def played(service, *acts):
@@ -108,7 +115,7 @@ def test_an_error_in_one_is_told_to_the_others_while_they_write(odd, kind):
     service, did, started = Service(), [], time.monotonic()
 
     def slowly():
-        time.sleep(3)
+        time.sleep(0.4)
         return 10
 
     writes = [raising(kind("no space")) if number == odd else slowly for number in range(3)]
@@ -139,7 +146,7 @@ def test_once_all_is_written_the_save_is_the_first_ones_alone():
     did = []
 
     def commit():
-        time.sleep(1.5)
+        time.sleep(0.2)
         did.append("committed")
 
     acts = [saving(did, commit=commit), saving(did), saving(did, waits=raising(KeyboardInterrupt()))]
@@ -153,14 +160,14 @@ def test_one_that_dies_before_the_commit_ends_it_and_after_it_does_not(is_late):
 
     def commit():
         did.append("committed")
-        threading.Timer(1.0, service.barrier.abort).start()
+        threading.Timer(0.2, service.barrier.abort).start()
 
     def dies(together):
         together.agree({"path": "'it'"}, ())
         together.alone(lambda: None)
         if is_late:
             return together.attend([])
-        time.sleep(1)
+        time.sleep(0.1)
         service.barrier.abort()
 
     act = saving(did, wrote=15, commit=commit)
@@ -192,6 +199,7 @@ def test_one_that_hung_is_not_taken_for_one_of_a_later_save():
 
 def test_one_that_never_comes_is_missed_soon():
     # What all say, they say within 30 seconds.
+    assert _together._SILENT_SECONDS < 29
     assert inspect.signature(checkpoint.save).parameters["wait_seconds"].default < 29
 
 

@@ -94,6 +94,10 @@ STEPS = {
         lambda x, w: jax.grad(lambda w: layers(x, w).sum())(w),
         [((256, 64), "data"), ((8, 64, 64), "data")],
     ),
+    "gradients that a loop adds up": (
+        lambda w, xs: lax.scan(lambda g, x: (g + jax.grad(lambda w: ((x @ w) ** 2).sum())(w), None), w * 0, xs)[0],
+        [((64, 64), "data", "tensor"), ((4, 64, 64), None, "data")],
+    ),
     "a map over a cut dimension": (lambda x: lax.map(jnp.sin, x, batch_size=8), [((64, 32), "data")]),
     "a batch and a cut sequence that merge": (lambda x: jnp.sin(x.reshape(512, 16)), [((8, 64, 16), None, "tensor")]),
     "a cut sequence behind a cut batch": (lambda x: jnp.sin(x.reshape(512, 16)), [((8, 64, 16), "data", "tensor")]),
@@ -244,13 +248,14 @@ def test_the_same_step_under_another_mesh_is_not_traced_again():
 
     from shardfx._step import step_of
 
-    made = step_of(step, (jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")))
+    shapes = (64, 32), (32, 16)
+    made = step_of(step, [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes])
     for mesh, dims in (({"a": 8}, [((), ("a",)), (("a",), ())]), ({"a": 2, "b": 4}, [(("a",), ()), ((), ("b",))])):
         spec = MeshSpec(mesh)
         text = made.partitioned("cpu", mesh=spec, arguments=dims)
         args = [
-            jax.ShapeDtypeStruct(one.shape, "float32", sharding=NamedSharding(spec.abstract(), P(*own)))
-            for one, own in zip(made.args, dims, strict=True)
+            jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(spec.abstract(), P(*own)))
+            for shape, own in zip(shapes, dims, strict=True)
         ]
         assert text.count(" all-reduce(") == len(traffic(compile_for(step, *args, target="cpu"), spec).rows) > 0
     assert len(traced) == 3  # once for the estimate, and once for each program that is compiled

@@ -167,6 +167,9 @@ def test_bytes_of_forms_that_are_seldom(line, right):
         ("%r = token[] all-gather(%x), channel_id=1, replica_groups=[4]<=[4]", "groups of a collective cannot be read"),
         (f"%r = () all-gather(%x), {ALL}", "does not say what it sends"),
         ("%r = (f32[64], u32[], token[]) recv(%t), channel_id=1", "a kind that is not known, `recv`"),
+        ("%u = f32[8]{0} all-shuffle(%x), replica_groups={{0,1}}", "a kind that is not known, `all-shuffle`"),
+        ('%u = f32[8]{0} custom-call(%x), channel_id=4, custom_call_target="mine"', "not known, `custom-call`"),
+        ("%u = f32[8]{0} collective-quantum(%x)", "not known, `collective-quantum`"),
         ("%r = f32[8] collective-permute(%t), channel_id=1", "does not say who sends to whom"),
         (
             "%r = (f32[8], u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={"
@@ -266,6 +269,17 @@ CALLED_TWICE = f"""HloModule m, num_partitions=4
   ROOT %d = f32[16]{{0}} call(%p), to_apply=%g
 }}
 
+%both (p: f32[4]) -> f32[16] {{
+  %p = f32[4]{{0}} parameter(0)
+  %k = pred[] constant(true)
+  ROOT %c = f32[16]{{0}} conditional(%k, %p, %p), true_computation=%left, false_computation=%right
+}}
+
+%less (p: f32[4]) -> f32[16] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %a = f32[20]{{0}} all-gather(%p), {ALL}
+}}
+
 %body (c: (s32[], f32[16])) -> (s32[], f32[16]) {{
   %c = (s32[], f32[16]{{0}}) parameter(0)
   %i = s32[] get-tuple-element(%c), index=0
@@ -287,7 +301,7 @@ ENTRY %main (k: s32[], p: f32[4]) -> f32[16] {{
   %k = s32[] parameter(0)
   %p = f32[4]{{0}} parameter(1)
   %zero = s32[] constant(0)
-  %b = f32[16]{{0}} conditional(%k, %p, %p), branch_computations={{%left, %right}}
+  %b = f32[16]{{0}} conditional(%k, %p, %p), branch_computations={{%both, %less}}
   %t = (s32[], f32[16]{{0}}) tuple(%zero, %b)
   %w = (s32[], f32[16]{{0}}) while(%t), condition=%asks, body=%body
   ROOT %r = f32[16]{{0}} get-tuple-element(%w), index=1
@@ -295,9 +309,11 @@ ENTRY %main (k: s32[], p: f32[4]) -> f32[16] {{
 """
 
 
-def test_one_computation_in_two_branches_and_a_sum_in_a_loops_condition():
-    # The right branch gathers twice and counts, the left one once. Five trips ask six times.
+def test_one_computation_in_two_branches_of_a_branch_and_a_sum_in_a_loops_condition():
+    # The inner right branch gathers twice and counts, the left one once, and the outer one less than both. Five trips
+    # ask six times.
     assert sorted((row.kind, row.calls, row.wire_bytes) for row in traffic(CALLED_TWICE).rows) == [
+        ("all-gather", 0, 0),
         ("all-gather", 0, 0),
         ("all-gather", 2, 2 * 48),
         ("all-reduce", 6, 6 * 96),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 
 import hypothesis.strategies as st
 import jax
@@ -14,15 +13,11 @@ from hypothesis import given, settings
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import (
-    AxisRules,
     MeshSpec,
     PathRules,
-    filter_jit,
-    follow,
     gather,
     hosts,
     plan,
-    shard,
     specs_of,
     topology,
 )
@@ -217,7 +212,6 @@ def test_rows_that_follow_the_hardware_leave_hosts_without_boxes():
 
 
 def test_hosts_of_65536_devices_need_no_device():
-    started = time.perf_counter()
     mesh = MeshSpec({"replica": 8, "data": 1024, "model": 8}, dcn={"replica": 8})
     order = topology.submesh_order((32, 32, 64, 1), (2, 2, 2, 1), (2, 2, 2, 1))
     grid = hosts.regular_grid(mesh, {"replica": 8, "data": 1024})
@@ -225,8 +219,6 @@ def test_hosts_of_65536_devices_need_no_device():
     chunk = hosts.local_chunk((65536, 4096), P(("replica", "data"), "model"), grid, 8191)
     tree = {f"layer{i}": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for i in range(200)}
     made = plan(tree, mesh, paths=PathRules([("layer", P(("replica", "data"), "model"))]))
-    seconds = time.perf_counter() - started
-    print(f"65,536 devices on 8,192 hosts: {seconds:.3f} s")
     assert made.bytes_per_device == 200 * 8192 * 8192 * 2 // 65536
     assert grid.process_count == 8192 and order.shape == (8192, 8, 4)
     assert (layout.shard_id, layout.num_shards) == (8191, 8192)
@@ -294,37 +286,3 @@ def test_the_mask_is_replicated_where_rows_are():
     out, mask = hosts.global_batch(batch(7), made, pad=0)
     assert mask.sharding.is_fully_replicated and int(mask.sum()) == 7
     assert out["x"].sharding.is_fully_replicated  # three columns do not divide
-
-
-def test_the_partitioners_life_cycle():
-    """Rules, mesh, names, plan, layout, jit, ahead-of-time compilation, params onto devices with donation."""
-    import optax
-
-    axes = AxisRules([("batch", "data"), ("mlp", "model"), ("embed", None)])
-    mesh = MeshSpec({"data": -1, "model": 2}).build(jax.devices())
-    shapes = {"wi": jax.ShapeDtypeStruct((16, 32), jnp.float32), "wo": jax.ShapeDtypeStruct((32, 16), jnp.float32)}
-    names = {"wi": ("embed", "mlp"), "wo": ("mlp", "embed")}
-    params_plan = plan(shapes, mesh, names=names, axes=axes)
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    state_plan = follow(optimizer.init, params_plan)
-    data_plan = plan({"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}, mesh, names={"x": ("batch", None)}, axes=axes)
-    layout = hosts.data_layout(8, "data", hosts.grid_of(mesh), jax.process_index())
-    assert (layout.shard_id, layout.num_shards) == (0, 1)
-
-    def step(params, state, x):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jax.nn.relu(x @ p["wi"]) @ p["wo"]) ** 2))(params)
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, loss
-
-    shardings = (params_plan.shardings, state_plan.shardings, data_plan.shardings["x"])
-    compiled = (
-        jax.jit(step, in_shardings=shardings, out_shardings=(*shardings[:2], None), donate_argnums=(0, 1))
-        .lower(params_plan.structs, state_plan.structs, data_plan.structs["x"])
-        .compile()
-    )
-    params = shard(jax.tree.map(lambda s: np.full(s.shape, 0.01, s.dtype), shapes), params_plan)
-    state = filter_jit(optimizer.init, out_shardings=state_plan)(params)
-    x = hosts.global_batch({"x": np.ones((8, 16), np.float32)}, data_plan)["x"]
-    updated, state, loss = compiled(params, state, x)
-    assert params["wi"].is_deleted() and float(loss) > 0
-    assert updated["wi"].sharding == params_plan.shardings["wi"]

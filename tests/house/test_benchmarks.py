@@ -1,5 +1,6 @@
 """The runner, the tables and the comparison, on a suite that takes no time; and the committed results."""
 
+import gc
 import json
 import time
 import xml.etree.ElementTree
@@ -16,6 +17,13 @@ from benchmarks._runner import Options, Record, run_suite
 
 
 OPTIONS = Options(quick=True, repeats=2, devices=[], flags=SimpleNamespace())  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(autouse=True)
+def _tests_stay_frozen(monkeypatch):
+    """A measurement thaws all that is frozen, and `conftest.py` froze the modules and the tests."""
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda: None)
 
 
 def right(given, result):

@@ -120,17 +120,14 @@ def too_wide(text: str, languages: tuple[str, ...] = ()) -> list[str]:
     return [line for fence in fences for line in textwrap.dedent(fence["body"]).splitlines() if len(line) > WIDTH]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_lines_of_code_fit_the_page(page):
+def test_lines_of_code_fit_the_page():
     # A command of the README stands on one line, so that it is copied whole; .ci/run reads it there.
-    assert too_wide(page.read_text(), ("bash",) if page.name == "README.md" else ()) == []
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_lines_of_examples_fit_the_page(path):
+    texts = [(page, page.read_text(), ("bash",) if page.name == "README.md" else ()) for page in PAGES]
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, owners)]
-    assert [line for node in nodes for line in too_wide(ast.get_docstring(node) or "")] == []
+    for path in SOURCES:
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, owners)]
+        texts += [(path, ast.get_docstring(node) or "", ()) for node in nodes]
+    assert [(path, line) for path, text, languages in texts for line in too_wide(text, languages)] == []
 
 
 def test_a_wide_line_is_noticed():
@@ -177,11 +174,8 @@ def test_every_function_on_the_page_about_the_house_is_where_it_says():
 
 def test_a_wrong_path_is_noticed():
     assert not files_named("`_plan/nothing.py`")["_plan/nothing.py"].exists()
-    assert files_named("`_plan/planner.py` and `.ci/run`, `topology/`").keys() == {
-        "_plan/planner.py",
-        ".ci/run",
-        "topology/",
-    }
+    found = files_named("`_plan/planner.py` and `.ci/run`, `topology/`")
+    assert found.keys() == {"_plan/planner.py", ".ci/run", "topology/"}
 
 
 def test_the_page_about_the_house_knows_every_room_and_every_line_of_the_readme():

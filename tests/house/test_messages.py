@@ -211,22 +211,6 @@ def test_a_memory_kind_that_does_not_exist():
     assert message(RuleError, lambda: follow(lambda tree: tree, made, memory_kinds=kinds)) == wanted
 
 
-def test_two_sizes_left_open():
-    assert message(MeshError, lambda: MeshSpec({"data": -1, "fsdp": -1, "tensor": 2})) == (
-        "mesh axes ['data', 'fsdp'] are both -1; at most one size can be filled from the device count."
-    )
-
-
-def test_a_mesh_that_does_not_divide_the_device_count():
-    assert message(MeshError, lambda: MeshSpec({"data": -1, "tensor": 3}).fit(8)) == (
-        "mesh data=-1,tensor=3: the known sizes give 3, which does not divide 8 devices; use sizes whose product "
-        "divides 8."
-    )
-    wanted = "mesh data=2,tensor=3 has 6 devices, but there are 8; give one axis the size -1 to let it take the rest."
-    assert message(MeshError, lambda: MeshSpec({"data": 2, "tensor": 3}).fit(8)) == wanted
-    assert message(MeshError, lambda: MeshSpec({"data": 2, "tensor": 3}).build(jax.devices())) == wanted
-
-
 def test_a_mesh_for_more_devices_than_the_cpu_has():
     for axes in ({"data": 4, "tensor": 4}, {"data": -1, "tensor": 16}):
         plain = message(MeshError, lambda axes=axes: MeshSpec(axes).fit(8))

@@ -1,7 +1,6 @@
 """Rule sets of Hugging Face, MaxText, Keras, T5X and Levanter as values, decided as the libraries decide, and back."""
 
 import ast
-import importlib.util
 import json
 import textwrap
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from _sources import folder_of
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
@@ -20,14 +20,6 @@ from shardfx.interop import huggingface, keras, levanter, maxtext, t5x
 
 DATA = json.loads(Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text())
 MESH = MeshSpec({"expert": 2, "tensor": 4})
-
-
-def folder_of(library):
-    """Where a library lies, which is read and not imported."""
-    found = importlib.util.find_spec(library)
-    if found is None or found.origin is None:
-        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
-    return Path(found.origin).parent
 
 
 @pytest.fixture(scope="module")

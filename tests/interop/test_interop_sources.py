@@ -2,7 +2,6 @@
 
 import ast
 import collections
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from _sources import folder_of
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -20,13 +20,6 @@ from shardfx.presets import maps
 
 
 PLANS = json.loads(Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text())
-
-
-def folder_of(library):
-    found = importlib.util.find_spec(library)
-    if found is None or found.origin is None:
-        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
-    return Path(found.origin).parent
 
 
 def attributes(source):

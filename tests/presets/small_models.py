@@ -103,107 +103,108 @@ def unscaled(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
 # By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does with one layer of it.
 
 
-def same(x):
-    return x
+def _by_hand(text):
+    """Rows of a path, a name and at most one letter: T for turned, 0 to 2 for a third of the columns."""
+    changes = {"": lambda x: x, "T": np.transpose} | {str(i): lambda x, i=i: np.split(x, 3, -1)[i] for i in range(3)}
+    rows = [[*line.split(), ""] for line in text.strip().splitlines()]
+    return {path: (name, changes[change]) for path, name, change, *_ in rows}
 
 
-def turned(x):
-    return np.transpose(x)
+_ATTENTION = _by_hand("""
+attention_norm/scale  input_layernorm.weight
+attention/query       self_attn.q_proj.weight  T
+attention/key         self_attn.k_proj.weight  T
+attention/value       self_attn.v_proj.weight  T
+attention/out         self_attn.o_proj.weight  T
+""")
+_MLP = _by_hand("""
+mlp/gate  mlp.gate_proj.weight  T
+mlp/up    mlp.up_proj.weight    T
+mlp/down  mlp.down_proj.weight  T
+""")
+_TWO_NORMS = _by_hand("mlp_norm/scale  post_attention_layernorm.weight")
+_FOUR_NORMS = _by_hand("""
+attention_post_norm/scale  post_attention_layernorm.weight
+mlp_norm/scale             pre_feedforward_layernorm.weight
+mlp_post_norm/scale        post_feedforward_layernorm.weight
+""")
+_QK_NORMS = _by_hand("""
+attention/query_norm  self_attn.q_norm.weight
+attention/key_norm    self_attn.k_norm.weight
+""")
+_BIASES = _by_hand("""
+attention/query_bias  self_attn.q_proj.bias
+attention/key_bias    self_attn.k_proj.bias
+attention/value_bias  self_attn.v_proj.bias
+""")
 
 
-_ATTENTION = {
-    "attention_norm/scale": ("input_layernorm.weight", same),
-    "attention/query": ("self_attn.q_proj.weight", turned),
-    "attention/key": ("self_attn.k_proj.weight", turned),
-    "attention/value": ("self_attn.v_proj.weight", turned),
-    "attention/out": ("self_attn.o_proj.weight", turned),
-}
-_MLP = {
-    "mlp/gate": ("mlp.gate_proj.weight", turned),
-    "mlp/up": ("mlp.up_proj.weight", turned),
-    "mlp/down": ("mlp.down_proj.weight", turned),
-}
-_TWO_NORMS = {"mlp_norm/scale": ("post_attention_layernorm.weight", same)}
-_FOUR_NORMS = {
-    "attention_post_norm/scale": ("post_attention_layernorm.weight", same),
-    "mlp_norm/scale": ("pre_feedforward_layernorm.weight", same),
-    "mlp_post_norm/scale": ("post_feedforward_layernorm.weight", same),
-}
-_QK_NORMS = {
-    "attention/query_norm": ("self_attn.q_norm.weight", same),
-    "attention/key_norm": ("self_attn.k_norm.weight", same),
-}
-_BIASES = {
-    "attention/query_bias": ("self_attn.q_proj.bias", same),
-    "attention/key_bias": ("self_attn.k_proj.bias", same),
-    "attention/value_bias": ("self_attn.v_proj.bias", same),
-}
+def _experts(prefix, gate, up, down):
+    return _by_hand(f"""
+    mlp/router        {prefix}gate.weight                 T
+    mlp/experts/gate  {prefix}experts.{{e}}.{gate}.weight  T
+    mlp/experts/up    {prefix}experts.{{e}}.{up}.weight    T
+    mlp/experts/down  {prefix}experts.{{e}}.{down}.weight  T
+    """)
 
 
-def _experts(prefix, router, gate, up, down):
-    return {
-        "mlp/router": (f"{prefix}{router}.weight", turned),
-        "mlp/experts/gate": (f"{prefix}experts.{{e}}.{gate}.weight", turned),
-        "mlp/experts/up": (f"{prefix}experts.{{e}}.{up}.weight", turned),
-        "mlp/experts/down": (f"{prefix}experts.{{e}}.{down}.weight", turned),
-    }
-
-
-_MIXTRAL = _experts("block_sparse_moe.", "gate", "w1", "w3", "w2")
-_ROUTED = _experts("mlp.", "gate", "gate_proj", "up_proj", "down_proj")
-_LATENT = {
-    "attention_norm/scale": ("input_layernorm.weight", same),
-    "attention/kv_a": ("self_attn.kv_a_proj_with_mqa.weight", turned),
-    "attention/kv_a_norm": ("self_attn.kv_a_layernorm.weight", same),
-    "attention/kv_b": ("self_attn.kv_b_proj.weight", turned),
-    "attention/out": ("self_attn.o_proj.weight", turned),
-    **_TWO_NORMS,
-}
-_SHARED = {
-    "mlp/shared/gate": ("mlp.shared_experts.gate_proj.weight", turned),
-    "mlp/shared/up": ("mlp.shared_experts.up_proj.weight", turned),
-    "mlp/shared/down": ("mlp.shared_experts.down_proj.weight", turned),
-}
-_V2 = {**_LATENT, "attention/query": ("self_attn.q_proj.weight", turned)}
-_V3 = {
-    **_LATENT,
-    "attention/query_a": ("self_attn.q_a_proj.weight", turned),
-    "attention/query_a_norm": ("self_attn.q_a_layernorm.weight", same),
-    "attention/query_b": ("self_attn.q_b_proj.weight", turned),
-}
-_SCORES = {"mlp/router_bias": ("mlp.gate.e_score_correction_bias", same)}
-
-
-def _third(number):
-    return lambda x: np.split(x, 3, axis=-1)[number]
-
-
-_GPT2 = {
-    **{f"attention_norm/{one}": (f"ln_1.{name}", same) for one, name in (("scale", "weight"), ("bias", "bias"))},
-    **{f"mlp_norm/{one}": (f"ln_2.{name}", same) for one, name in (("scale", "weight"), ("bias", "bias"))},
-    **{f"attention/{kind}": ("attn.c_attn.weight", _third(i)) for i, kind in enumerate(("query", "key", "value"))},
-    **{f"attention/{kind}_bias": ("attn.c_attn.bias", _third(i)) for i, kind in enumerate(("query", "key", "value"))},
-    "attention/out": ("attn.c_proj.weight", same),
-    "attention/out_bias": ("attn.c_proj.bias", same),
-    "mlp/up": ("mlp.c_fc.weight", same),
-    "mlp/up_bias": ("mlp.c_fc.bias", same),
-    "mlp/down": ("mlp.c_proj.weight", same),
-    "mlp/down_bias": ("mlp.c_proj.bias", same),
-}
-_BERT = {
-    **{f"attention/{kind}": (f"attention.self.{kind}.weight", turned) for kind in ("query", "key", "value")},
-    **{f"attention/{kind}_bias": (f"attention.self.{kind}.bias", same) for kind in ("query", "key", "value")},
-    "attention/out": ("attention.output.dense.weight", turned),
-    "attention/out_bias": ("attention.output.dense.bias", same),
-    "mlp/up": ("intermediate.dense.weight", turned),
-    "mlp/up_bias": ("intermediate.dense.bias", same),
-    "mlp/down": ("output.dense.weight", turned),
-    "mlp/down_bias": ("output.dense.bias", same),
-    "attention_norm/scale": ("attention.output.LayerNorm.weight", same),
-    "attention_norm/bias": ("attention.output.LayerNorm.bias", same),
-    "mlp_norm/scale": ("output.LayerNorm.weight", same),
-    "mlp_norm/bias": ("output.LayerNorm.bias", same),
-}
+_MIXTRAL = _experts("block_sparse_moe.", "w1", "w3", "w2")
+_ROUTED = _experts("mlp.", "gate_proj", "up_proj", "down_proj")
+_LATENT = _TWO_NORMS | _by_hand("""
+attention_norm/scale  input_layernorm.weight
+attention/kv_a        self_attn.kv_a_proj_with_mqa.weight  T
+attention/kv_a_norm   self_attn.kv_a_layernorm.weight
+attention/kv_b        self_attn.kv_b_proj.weight           T
+attention/out         self_attn.o_proj.weight              T
+""")
+_SHARED = _by_hand("""
+mlp/shared/gate  mlp.shared_experts.gate_proj.weight  T
+mlp/shared/up    mlp.shared_experts.up_proj.weight    T
+mlp/shared/down  mlp.shared_experts.down_proj.weight  T
+""")
+_V2 = _LATENT | _by_hand("attention/query  self_attn.q_proj.weight  T")
+_V3 = _LATENT | _by_hand("""
+attention/query_a       self_attn.q_a_proj.weight       T
+attention/query_a_norm  self_attn.q_a_layernorm.weight
+attention/query_b       self_attn.q_b_proj.weight       T
+""")
+_SCORES = _by_hand("mlp/router_bias  mlp.gate.e_score_correction_bias")
+_GPT2 = _by_hand("""
+attention_norm/scale  ln_1.weight
+attention_norm/bias   ln_1.bias
+mlp_norm/scale        ln_2.weight
+mlp_norm/bias         ln_2.bias
+attention/query       attn.c_attn.weight  0
+attention/key         attn.c_attn.weight  1
+attention/value       attn.c_attn.weight  2
+attention/query_bias  attn.c_attn.bias    0
+attention/key_bias    attn.c_attn.bias    1
+attention/value_bias  attn.c_attn.bias    2
+attention/out         attn.c_proj.weight
+attention/out_bias    attn.c_proj.bias
+mlp/up                mlp.c_fc.weight
+mlp/up_bias           mlp.c_fc.bias
+mlp/down              mlp.c_proj.weight
+mlp/down_bias         mlp.c_proj.bias
+""")
+_BERT = _by_hand("""
+attention/query       attention.self.query.weight   T
+attention/key         attention.self.key.weight     T
+attention/value       attention.self.value.weight   T
+attention/query_bias  attention.self.query.bias
+attention/key_bias    attention.self.key.bias
+attention/value_bias  attention.self.value.bias
+attention/out         attention.output.dense.weight  T
+attention/out_bias    attention.output.dense.bias
+mlp/up                intermediate.dense.weight      T
+mlp/up_bias           intermediate.dense.bias
+mlp/down              output.dense.weight            T
+mlp/down_bias         output.dense.bias
+attention_norm/scale  attention.output.LayerNorm.weight
+attention_norm/bias   attention.output.LayerNorm.bias
+mlp_norm/scale        output.LayerNorm.weight
+mlp_norm/bias         output.LayerNorm.bias
+""")
 _LLAMA = _ATTENTION | _TWO_NORMS | _MLP
 _IN_LAYERS = {
     "llama": _LLAMA,

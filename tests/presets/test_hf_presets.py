@@ -1,14 +1,13 @@
-import collections
 import re
+from typing import Any
 
 import catalogue
-import jax
 import pytest
 from catalogue import leaf
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, match, plan
-from shardfx.presets import hf
+from shardfx.presets import hf, models
 
 
 MODELS = {name: model for name, model in catalogue.MODELS.items() if model.preset is not None}
@@ -30,50 +29,34 @@ def rules_for(model: catalogue.Model, **kwargs: str) -> PathRules:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_leaf_has_a_rule_and_every_rule_a_leaf(name):
     model = MODELS[name]
-    rules = rules_for(model)
-    used = collections.Counter(jax.tree.leaves(match(model.make(), rules), is_leaf=lambda x: x is None))
-    assert None not in used
-    assert sorted(used) == list(range(len(rules.rules)))
+    rules, tree = rules_for(model), models.tree(name, layers=4)
+    found: dict[str, Any] = dict(catalogue.paths_of(match(tree, rules)))
+    assert sorted(set(found.values())) == list(range(len(rules.rules))) and len(found) == len(catalogue.paths_of(tree))
+    # The names of a checkpoint and the paths of a tree match alike.
+    flat = {path.replace("/", "."): struct for path, struct in catalogue.paths_of(tree)}
+    assert match(flat, rules) == {path.replace("/", "."): rule for path, rule in found.items()}
+    # The names of mesh axes are arguments.
+    usual = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
+    ours = plan(tree, MeshSpec({"shard": 4, "model": 2}), paths=rules_for(model, fsdp="shard", tensor="model"))
+    renamed = [eval(re.sub("tensor", "model", re.sub("fsdp", "shard", repr(row.spec)))) for row in usual.content.rows]
+    assert [row.spec for row in ours.content.rows] == renamed
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("devices", [8, 64])
-def test_fully_sharded_each_device_holds_its_part_and_no_more(name, devices):
+def test_each_device_holds_its_part_and_what_heads_cost(name):
     model = MODELS[name]
-    made = plan(model.make(), MeshSpec({"fsdp": devices}), paths=rules_for(model))
-    even = made.bytes_total / devices
-    # 64 devices do not share out the biases of models that have only 30 to 130 MB of weights.
-    small = model.parameters < 1e9 and devices > 8
-    assert even <= made.bytes_per_device <= even * (1.05 if small else 1.01)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_with_tensor_parallelism_each_device_holds_its_part_and_what_heads_cost(name):
-    model = MODELS[name]
-    made = plan(model.make(), MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules_for(model))
+    tree, rules = model.make(), rules_for(model)
+    for devices in (8, 64):
+        made = plan(tree, MeshSpec({"fsdp": devices}), paths=rules)
+        even = made.bytes_total / devices
+        # 64 devices do not share out the biases of models that have only 30 to 130 MB of weights.
+        small = model.parameters < 1e9 and devices > 8
+        assert even <= made.bytes_per_device <= even * (1.05 if small else 1.01)
+    made = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
     assert sum(row.bytes for row in made.leaves if row.spec == P()) <= 0.001 * made.bytes_total
     # GPT-2's vocabulary of 50257 is odd, and the one kv head of the small Gemmas cannot be cut.
     excess = 1.4 if model.preset == "gpt2" else 1.02
     assert made.bytes_per_device <= excess * made.bytes_total / 8
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_names_of_checkpoints_and_paths_of_trees_match_alike(name):
-    model = MODELS[name]
-    rules = rules_for(model)
-    nested = dict(catalogue.paths_of(match(model.make(), rules)))
-    flat = {path.replace("/", "."): struct for path, struct in catalogue.paths_of(model.make())}
-    assert match(flat, rules) == {path.replace("/", "."): rule for path, rule in nested.items()}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_names_of_mesh_axes_are_arguments(name):
-    model = MODELS[name]
-    mesh = {"shard": 4, "model": 2}
-    ours = plan(model.make(), MeshSpec(mesh), paths=rules_for(model, fsdp="shard", tensor="model"))
-    usual = plan(model.make(), MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules_for(model))
-    renamed = [eval(re.sub("tensor", "model", re.sub("fsdp", "shard", repr(row.spec)))) for row in usual.content.rows]
-    assert [row.spec for row in ours.content.rows] == renamed
 
 
 def test_axes_may_be_several_mesh_axes():
@@ -103,7 +86,7 @@ def test_gpt2_keeps_its_odd_vocabulary_whole_and_shards_the_other_dimension():
 
 
 def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():
-    tree = MODELS["deepseek-v3"].make()
+    tree = models.tree("deepseek-v3", layers=4)
     layers = tree["model"]["layers"]
     ahead = {
         "embed_tokens": weight(129280, 7168),
@@ -112,15 +95,15 @@ def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():
         "eh_proj": weight(7168, 14336),
         "shared_head": {"norm": weight(7168), "head": weight(129280, 7168)},
     }
-    layers["61"] = {**layers["60"], **ahead}
+    layers["4"] = {**layers["3"], **ahead}
     for layer in layers.values():
         o_proj = layer["self_attn"]["o_proj"]
         layer["self_attn"]["o_proj"] = {**o_proj, "weight_scale_inv": leaf(56, 128)}
     made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.deepseek_v3())
-    assert made["model/layers/61/eh_proj/weight"].spec == P("fsdp", "tensor")
-    assert made["model/layers/61/shared_head/head/weight"].spec == P("tensor", "fsdp")
+    assert made["model/layers/4/eh_proj/weight"].spec == P("fsdp", "tensor")
+    assert made["model/layers/4/shared_head/head/weight"].spec == P("tensor", "fsdp")
     # One scale stands for one block of 128, which is one head: the unit of the weight is not the scale's.
-    assert made["model/layers/61/self_attn/o_proj/weight_scale_inv"].spec == P("fsdp")
+    assert made["model/layers/4/self_attn/o_proj/weight_scale_inv"].spec == P("fsdp")
 
 
 def test_what_early_checkpoints_hold_beside_the_parameters_has_rules():

@@ -1,14 +1,13 @@
 import ast
-import importlib.util
 import math
 import re
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import catalogue
 import jax
 import jax.numpy as jnp
 import pytest
+from _sources import folder_of
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, lint, match, plan
@@ -53,17 +52,9 @@ def test_totals_are_those_of_their_source(name):
         assert catalogue.PUBLISHED[name] / 1e6 == pytest.approx(catalogue.ROUNDED[name], rel=0.001)
 
 
-def source_of(library: str) -> Path:
-    """Where a library lies, which is read and not imported."""
-    found = importlib.util.find_spec(library)
-    if found is None or found.origin is None:
-        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
-    return Path(found.origin).parent
-
-
 def test_totals_are_those_of_keras_hub():
     stated: dict[str, int] = {}
-    for file in source_of("keras_hub").glob("src/models/*/*_presets.py"):
+    for file in folder_of("keras_hub").glob("src/models/*/*_presets.py"):
         text = file.read_text()
         stated |= {name: int(total) for name, total in re.findall(_PRESET, text)}
     for name, preset in catalogue.KERAS_HUB.items():
@@ -103,7 +94,7 @@ RENAMED = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_are_those_of_transformers(name):
-    folder = source_of("transformers") / "models"
+    folder = folder_of("transformers") / "models"
     code = [ast.parse((folder / model / f"modeling_{model}.py").read_text()) for model in SOURCES[name]]
     targets = [to for tree in code for node in ast.walk(tree) if isinstance(node, ast.Assign) for to in node.targets]
     known = {to.attr for to in targets if isinstance(to, ast.Attribute)}
@@ -113,7 +104,7 @@ def test_names_are_those_of_transformers(name):
 
 
 def test_experts_of_mixtral_are_named_as_transformers_reads_them():
-    text = (source_of("transformers") / "conversion_mapping.py").read_text()
+    text = (folder_of("transformers") / "conversion_mapping.py").read_text()
     assert re.search(r"block_sparse_moe", text) and re.search(r"\.w1\.weight", text)
 
 
@@ -144,8 +135,8 @@ def test_every_number_of_a_config_changes_the_tree(name):
 
 @pytest.mark.parametrize("name, how", PAIRS)
 def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
-    tree = few_layers(name, stack_experts=how == "ep")
-    made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
+    tree, mesh, rules = few_layers(name, stack_experts=how == "ep"), MeshSpec(MESHES[how]), models.rules_for(name, how)
+    made = plan(tree, mesh, paths=rules)
     codes = {reason.code.name for row in made.leaves for reason in row.reasons}
     # GPT's odd vocabulary, and the one kv head of small Gemmas.
     assert codes <= {"unit", "indivisible"}
@@ -153,18 +144,13 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
     # No tensor axis divides what is in no matrix product: norms, and the positions of ViT.
     assert codes or made.bytes_per_device <= (1.15 if "tensor" in MESHES[how] else 1.03) * made.bytes_total / ways
     assert how != "dp" or made.bytes_per_device == made.bytes_total
-
-
-@pytest.mark.parametrize("name, how", PAIRS)
-def test_no_rule_is_hidden_by_another(name, how):
-    """A rule applies, or it is for a sibling in the family: then its regex finds no path of this tree at all."""
-    tree = few_layers(name, stack_experts=how == "ep")
-    rules = models.rules_for(name, how)
-    used = set(jax.tree.leaves(match(tree, rules)))
-    paths = [path for path, _ in catalogue.paths_of(tree)]
-    for index, (regex, _) in enumerate(rules.rules):
-        found = [path for path in paths if re.search(regex, path)]
-        assert index in used or not found, regex
+    # A rule applies, or it is for a sibling in the family: then its regex finds no path of this tree at all.
+    used, paths = set(jax.tree.leaves(match(tree, rules))), [path for path, _ in catalogue.paths_of(tree)]
+    unused = [regex for index, (regex, _) in enumerate(rules.rules) if index not in used]
+    assert [regex for regex in unused if any(re.search(regex, path) for path in paths)] == []
+    # A check finds nothing but what cannot be cut. Without fsdp, some arrays are whole by design.
+    found = lint(tree, mesh, paths=rules, replicated_bytes=2**24 if "fsdp" in MESHES[how] else 2**40)
+    assert {one.code for one in found} <= ({"corrected"} if codes else set()), found
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"])
@@ -226,7 +212,7 @@ MISTAKES = {
     "a number": (lambda: models.tree("gpt2", layer=2), r"`gpt2` has no number 'layer'; did you mean `layers`\?"),
     "no number near": (lambda: models.tree("gpt2", zzz=2), r"'zzz'; it has heads, head_dim, layers,"),
     "another family's": (lambda: models.tree("gpt2", experts=2), r"`gpt2` has no number 'experts'"),
-    "a text": (lambda: models.tree("gpt2", layers="2"), r"`gpt2`: `layers='2'` is no whole number"),
+    "a text": (lambda: models.tree("gpt2", layers=cast(int, "2")), r"`gpt2`: `layers='2'` is no whole number"),
     "a bool": (lambda: models.tree("gpt2", layers=True), r"`layers=True` is no whole number"),
     "below zero": (lambda: models.tree("gpt2", layers=-1), r"`layers=-1` is no whole number"),
     "no bool": (lambda: models.tree("llama3-8b", tied=1), r"`tied=1` is no bool"),
@@ -240,14 +226,3 @@ def test_mistakes_name_what_there_is(case):
     call, message = MISTAKES[case]
     with pytest.raises(RuleError, match=message):
         call()
-
-
-@pytest.mark.parametrize("name, how", PAIRS)
-def test_a_check_finds_nothing_but_what_cannot_be_cut(name, how):
-    tree = few_layers(name, stack_experts=how == "ep")
-    # Without fsdp, some arrays are whole by design.
-    limit = 2**24 if "fsdp" in MESHES[how] else 2**40
-    found = lint(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how), replicated_bytes=limit)
-    made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
-    allowed = {"corrected"} if any(row.reasons for row in made.leaves) else set()
-    assert {one.code for one in found} <= allowed, found

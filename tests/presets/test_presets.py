@@ -4,11 +4,11 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, correct, plan, presets, resolve
+from shardfx import MeshSpec, plan, presets, resolve
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, SpecError
 from shardfx.presets import Layout, eformer, infer_mode, t5x
-from shardfx.presets.layouts import AttnKVSharding, ColumnWise, HiddenStateSharding, UnifiedExpertColumnWise
+from shardfx.presets.layouts import HiddenStateSharding
 from shardfx.presets.tokens import (
     BATCH,
     DP,
@@ -18,7 +18,6 @@ from shardfx.presets.tokens import (
     GENERATION_MODES,
     HEAD,
     HEAD_DIM,
-    KV_HEAD,
     KV_LENGTH,
     LENGTH,
     MODE_DECODE,
@@ -120,19 +119,6 @@ def test_one_mesh_axis_may_be_for_data_and_for_parameters():
     assert resolve((BATCH, EMBED), rules).spec == resolve((FSDP, TP), rules).spec == P("data", "tp")
 
 
-def test_one_mesh_axis_for_several_tokens():
-    # B6: eformer gives tp to all three, and jax refuses the spec.
-    decision = resolve((BATCH, EMBED, HEAD), eformer())
-    assert decision.spec == P(("fsdp", "dp"), "tp")
-    assert [(why.code.name, why.dim) for why in decision.reasons] == [("blocked", 2)]
-
-
-def test_the_default_batch_is_sharded_without_fsdp():
-    # B4: an absent member of a tuple drops that member alone.
-    mesh = MeshSpec({"dp": 2, "tp": 4})
-    assert correct(spec(BATCH, EMBED), (8, 8), mesh).spec == P("dp", "tp")
-
-
 # --- eformer: the registry's place
 
 
@@ -164,12 +150,6 @@ def test_layouts_are_all_there():
         assert resolve(layout.axes, eformer(), unmatched="raise").reasons == (), name
         dims = {"HiddenStateSharding", "AttnQSharding", "AttnKVSharding"}
         assert (layout.mode_dim == 1) == (name in dims)
-
-
-def test_some_layouts():
-    assert spec(*ColumnWise.axes) == P(("fsdp", "sp"), "tp")
-    assert spec(*UnifiedExpertColumnWise.axes) == P(("fsdp", "sp", "ep"), None, "tp")
-    assert AttnKVSharding.axes[1:3] == (KV_LENGTH, KV_HEAD)
 
 
 def test_infer_mode():

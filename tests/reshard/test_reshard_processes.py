@@ -1,5 +1,6 @@
 """Moves between processes: two and four of them, over JAX's own runtime and gloo's collectives."""
 
+import functools as ft
 from pathlib import Path
 
 import _processes
@@ -10,13 +11,29 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def job(request, tmp_path_factory):
-    folder, count = tmp_path_factory.mktemp("job"), request.param
-    outcomes = _processes.run("moves", count, 8 // count, folder, worker=Path(moving_worker.__file__))
-    for outcome in outcomes:
-        assert outcome.returncode == 0, outcome.log[-4000:]
-    return [outcome.result for outcome in outcomes]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each of so many processes found; four of them also move trees through maps."""
+
+    @ft.cache
+    def run(count):
+        folder = tmp_path_factory.mktemp("job")
+        outcomes = _processes.run("moves", count, 8 // count, folder, worker=Path(moving_worker.__file__))
+        for outcome in outcomes:
+            assert outcome.returncode == 0, outcome.log[-4000:]
+        return [outcome.result for outcome in outcomes]
+
+    return run
+
+
+@pytest.fixture(params=[2, 4])
+def job(request, results):
+    return results(request.param)
+
+
+@pytest.fixture
+def mapping(results):
+    return [result["maps"] for result in results(4)]
 
 
 @pytest.mark.parametrize("name", moving_worker.CASES)
@@ -60,15 +77,6 @@ def test_errors_come_on_every_process_before_anything_hangs(job):
     for result in job:
         assert "leaf `odd`: dim 0 of shape (8, 8) does not divide into the 3 pieces" in result["error"]
         assert "elements are on lost devices only" in result["lost"]
-
-
-@pytest.fixture(scope="module")
-def mapping(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("maps")
-    outcomes = _processes.run("through_maps", 4, 2, folder, worker=Path(moving_worker.__file__))
-    for outcome in outcomes:
-        assert outcome.returncode == 0, outcome.log[-4000:]
-    return [outcome.result for outcome in outcomes]
 
 
 @pytest.mark.parametrize("name", [*moving_worker.MAPPED, "limited"])

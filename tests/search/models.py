@@ -10,7 +10,9 @@ import optax
 
 from shardfx.auto import Limits
 from shardfx.auto._asked import asked_for
+from shardfx.auto._naming import named_classes
 from shardfx.auto._space import Space
+from shardfx.auto._trace import trace
 
 
 Struct = jax.ShapeDtypeStruct
@@ -23,7 +25,7 @@ def f32(*shape: int) -> Struct:
 def space_of(model: Any, devices: Any, chip: str | None = None, limits: Limits | None = None, slices: int = 1) -> Space:
     """The space of a model: what the core can choose from, before anything is partitioned."""
     step, *args = model
-    return Space(step, args, asked_for(devices, chip, slices), limits or Limits())
+    return Space(named_classes(trace(step, *args)), asked_for(devices, chip, slices), limits or Limits())
 
 
 def sgd(loss: Any) -> Any:
@@ -34,6 +36,16 @@ def sgd(loss: Any) -> Any:
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients))
 
     return step
+
+
+def mlp_step(width: int, hidden: int, rows: int, dtype: Any = "bfloat16") -> tuple[Any, ...]:
+    """A residual layer of two matrices."""
+
+    def loss(p, x):
+        return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+
+    params = {"up": Struct((width, hidden), dtype), "down": Struct((hidden, width), dtype)}
+    return sgd(loss), params, Struct((rows, width), dtype)
 
 
 def mlp() -> tuple[Any, ...]:

@@ -3,11 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from models import Struct, f32
+from models import Struct, f32, mlp_step
 
-from shardfx.auto import search
+from shardfx.auto import Limits, search
 from shardfx.auto._asked import asked_for
-from shardfx.errors import MeshError
+from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
+
+
+MODEL = mlp_step(64, 256, 512)
+V5E = {"devices": 8, "chip": "v5e"}
 
 
 def test_slices_in_the_text():
@@ -17,17 +21,56 @@ def test_slices_in_the_text():
     one = asked_for("tpu:v5p:4x4x4", None)
     assert (one.total, one.slices, one.targets) == (64, 1, 1)
     assert asked_for("cpu:4*2", None).total == 8
-    with pytest.raises(MeshError, match=r"`devices='tpu:v5p:4x4x4\*0'` does not say how many slices there are"):
-        asked_for("tpu:v5p:4x4x4*0", None)
-    with pytest.raises(MeshError, match=r"has 2 slices, and `slices=4`; leave `slices` out"):
-        asked_for("tpu:v5p:4x4x4*2", None, 4)
-
-
-def test_slices_as_clouds_call_them():
     assert asked_for("v5e-8", None).extents == (2, 4) and asked_for("v5e-8", None).target == "tpu:v5e:2x4"
     assert asked_for("v4-32", None).total == 16 and asked_for("v4-32*2", None).total == 32
     assert asked_for(32, "v5p").extents == (2, 4, 4) and asked_for(32, "v5p", 2).extents == (2, 2, 4)
     assert asked_for("tpu:v5p:2x2x8", None).extents == (2, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"devices": "tpu:v5p:4x4x4*0"}, MeshError, r"`devices='tpu:v5p:4x4x4\*0'` does not say how many slices"),
+        ({"devices": "tpu:v5p:4x4x4*2", "slices": 4}, MeshError, "has 2 slices, and `slices=4`; leave `slices` out"),
+        ({"devices": "v5p"}, MeshError, "'v5p' is no slice; write it as `tpu:v5p:4x4x4`"),
+        ({"devices": "tpu:v5e:32x32"}, MeshError, "slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is 16x16"),
+        ({"devices": 7.5}, MeshError, "`devices=7.5` is neither a number, a slice nor devices; write"),
+        ({"devices": 8}, MeshError, r"`devices=8` does not say which chip; add one, as `chip=\"v5e\"`"),
+        ({"devices": 0}, MeshError, "`devices=0` are none; give how many there are, as `devices=8"),
+        ({"devices": []}, MeshError, r"`devices` is empty; give JAX's devices, as `devices=jax.devices\(\)`"),
+        ({**V5E, "slices": 3}, MeshError, "`slices=3` does not divide 8 devices"),
+        ({**V5E, "devices": 1}, MeshError, "one device needs no plan"),
+        ({**V5E, "keep": 0}, RuleError, "`keep=0` is no number of candidates; give 1 or more"),
+        ({**V5E, "closely": 0}, RuleError, "`closely=0` is no number of candidates; give 1 or more"),
+        ({**V5E, "verify": True}, RuleError, '`verify=True` is not "compile", "run", or the devices to compile for;'),
+        ({**V5E, "verify": "quick"}, RuleError, '`verify=\'quick\'` is not "compile", "run", or the devices'),
+        ({**V5E, "devices": 64, "verify": "compile"}, MeshError, 'y="compile"` needs 64 devices, and there are 8; emu'),
+        ({**V5E, "devices": 4, "verify": range(8)}, MeshError, "`verify` has 8 devices, but the search is for 4; give"),
+        (
+            {**V5E, "devices": 7},
+            SpecError,
+            "no dimension of the step's arguments has a factor in common with 7 devices",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_for(options, kind, message):
+    with pytest.raises(kind, match=message):
+        search(*MODEL, **{"chip": None, **options})
+
+
+def test_steps_that_cannot_be_searched():
+    with pytest.raises(LeafTypeError, match=r"the arguments of the step hold no arrays \(tuple\); pass arrays, or str"):
+        search(lambda x: x, (64, 128), **V5E)
+    with pytest.raises(SpecError, match="pad one, or use another number of devices"):
+        search(lambda x: x + 1, f32(), **V5E)
+    with pytest.raises(SpecError, match="no mesh of 4096 devices divides the step's dimensions within the limits"):
+        search(*mlp_step(2, 2, 2), devices=4096, chip="v5e")
+    with pytest.raises(SpecError, match="`limits` wants 'batch' cut, but its size 3 has no factor in common with 8"):
+        search(*mlp_step(64, 256, 3), **V5E, limits=Limits(always=("batch",)))
+    with pytest.raises(TypeError) as caught:
+        search(lambda p, x: p["up"] @ x, *MODEL[1:], **V5E)
+    (note,) = [note for note in caught.value.__notes__ if "`search` traced the step with arguments of these" in note]
+    assert "bf16[64,256]" in note and "bf16[512,64]" in note
 
 
 def test_progress_keys_and_slices():

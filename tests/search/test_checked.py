@@ -4,25 +4,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from models import MODELS, f32, space_of
+from models import f32, mlp_step
 
 from shardfx import AxisRules, MeshSpec
 from shardfx.auto import Limits, _checked as checked, search
-from shardfx.auto._asked import asked_for
-from shardfx.auto._candidate import Candidate
-from shardfx.auto._reasons import without_twins
-from shardfx.auto._search import candidates_of, opened
-from shardfx.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
+from shardfx.auto._candidate import Candidate, without_twins
+from shardfx.errors import OutOfMemoryError
 
 
-def step(p, x):
-    def loss(p):
-        return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p))
-
-
-ARGS = {"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64)
+step, *ARGS = mlp_step(64, 256, 128, "float32")
 BY_HAND = AxisRules([("batch", "rows"), ("mlp", "columns")])
 
 
@@ -74,15 +64,7 @@ def test_what_does_not_fit_by_its_program_is_dropped(compiled):
     assert all(one.memory_bytes <= limit for one in kept)
 
 
-def test_the_clock_orders_what_is_run():
-    found = search(step, *ARGS, devices=jax.devices(), keep=4, closely=3, verify="run")
-    assert {one.by for one in found} == {"run"} and len(found) == 4
-    assert all(0 < one.seconds < 60 for one in found)
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert "as measured" in found[0].code() and "as measured" in found[0].explain()
-
-
-def test_every_kind_of_argument_can_be_run():
+def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
     """Integers, keys, booleans, numbers that are no arrays, and functions in modules are made or passed on."""
 
     def odd(model, key, tokens, flags, scale):
@@ -94,14 +76,10 @@ def test_every_kind_of_argument_can_be_run():
     model = {"w": f32(16, 16), "act": jax.nn.relu}
     key = jax.eval_shape(lambda: jax.random.key(0))
     args = (model, key, jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((8, 16), "bool"), 2)
-    (best,) = search(odd, *args, devices=jax.devices(), keep=1, closely=1, verify="run")
-    assert best.by == "run"
-
-
-def test_programs_of_other_models_compile():
-    with jax.numpy_dtype_promotion("standard"):
-        (best,) = search(*MODELS["equinox_mlp"](), devices=8, chip="v5e", keep=1, closely=1, verify=jax.devices())
-    assert best.by == "compile"
+    found = search(odd, *args, devices=jax.devices(), keep=2, closely=2, verify="run")
+    assert {one.by for one in found} == {"run"} and len(found) == 2
+    assert 0 < found[0].seconds <= found[1].seconds < 60
+    assert "as measured" in found[0].code() and "as measured" in found[0].explain()
 
 
 def test_arrays_that_lie_on_a_mesh_are_searched_as_their_structs():
@@ -113,41 +91,8 @@ def test_arrays_that_lie_on_a_mesh_are_searched_as_their_structs():
     assert [one.title for one in found] == [one.title for one in search(step, *ARGS, **asked)]
 
 
-def test_twins_are_left_out():
-    space = space_of((step, *ARGS), 8, "v5e")
-    _, pricer = opened(step, ARGS, asked_for(8, "v5e"), Limits(), (), lambda _: None)
-    found, _ = candidates_of(space, pricer, 3, lambda _: None)
-    assert [*without_twins([*found, *found])] == [*without_twins(found)] == found
-
-
-def test_errors():
-    with pytest.raises(MeshError, match=r'`verify="compile"` needs 64 devices, and there are 8; emulate them'):
-        search(step, *ARGS, devices=64, chip="v5e", verify="compile")
-    with pytest.raises(MeshError, match="`verify` has 8 devices, but the search is for 4; give as many"):
-        search(step, *ARGS, devices=4, chip="v5e", verify=jax.devices())
-    with pytest.raises(RuleError, match='`verify=\'quick\'` is not "compile", "run", or the devices to compile for'):
-        search(step, *ARGS, devices="cpu:8", verify="quick")
-
-
-def test_errors_of_arguments():
-    with pytest.raises(
-        LeafTypeError, match=r"the arguments of the step hold no arrays \(tuple\); pass arrays, or structs"
-    ):
-        search(lambda x: x, (64, 128), devices=8, chip="v5e")
-    with pytest.raises(MeshError, match="`devices=0` are none; give how many there are, as `devices=8"):
-        search(step, *ARGS, devices=0, chip="v5e")
-    with pytest.raises(MeshError, match="`devices` is empty; give JAX's devices, as `devices=jax.devices\\(\\)`"):
-        search(step, *ARGS, devices=[])
-    with pytest.raises(TypeError) as caught:
-        search(lambda p, x: p["up"] @ x, *ARGS, devices=8, chip="v5e")
-    (note,) = [note for note in caught.value.__notes__ if "`search` traced the step with arguments of these" in note]
-    assert "f32[64,256]" in note and "f32[128,64]" in note
-
-
-def test_what_fits_nowhere_says_so():
-    params = {"up": f32(65536, 131072), "down": f32(131072, 65536)}
-    (alone,) = search(step, params, f32(256, 65536), devices="tpu:v5e:2x2")
-    assert not alone.fits and "nothing fits: this takes least" in alone.reasons[0]
+def test_twins_are_left_out(compiled):
+    assert [*without_twins([*compiled, *compiled])] == [*compiled]
 
 
 def test_what_the_compiler_refuses_is_dropped(monkeypatch):

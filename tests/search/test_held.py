@@ -10,9 +10,9 @@ from models import f32
 
 import shardfx
 from shardfx import filter_jit, follow
-from shardfx.auto import Candidate, Limits
+from shardfx.auto import Candidate, Limits, search
 from shardfx.auto._asked import asked_for
-from shardfx.auto._held import states_of, zero_1
+from shardfx.auto._priced import states_of, zero_1
 from shardfx.auto._search import opened
 from shardfx.auto._space import by_hand
 
@@ -110,9 +110,45 @@ def test_donation_is_read_off_the_step(args):
 def test_what_fits_in_no_other_way_gets_zero_1(args):
     with jax.numpy_dtype_promotion("standard"):
         limits = Limits(never=("mlp", "embed"))
-        (best, *_) = shardfx.auto.search(step, *args, devices="cpu:8", keep=1, limits=limits)
+        (best, *_) = search(step, *args, devices="cpu:8", keep=1, limits=limits)
         free = best.limit_bytes - best.memory_bytes // 2
         tight = dataclasses.replace(limits, free_bytes=free)
-        (less_of_it, *_) = shardfx.auto.search(step, *args, devices="cpu:8", keep=1, limits=tight)
+        (less_of_it, *_) = search(step, *args, devices="cpu:8", keep=1, limits=tight)
     assert not best.state_over and not best.donated
     assert less_of_it.state_over == ("data",) and less_of_it.donated == (0, 1) and less_of_it.fits
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adafactor(1e-3, min_dim_size_to_factor=128),
+        optax.MultiSteps(optax.adamw(1e-3), 4).gradient_transformation(),
+    ],
+    ids=["adafactor", "multisteps"],
+)
+def test_plans_of_states_are_those_that_follow_makes(optimizer):
+    params = [PARAMS, PARAMS]
+    state = jax.eval_shape(optimizer.init, params)
+
+    def step(params, state, x):
+        def loss(params):
+            hidden = x
+            for layer in params:
+                hidden += jax.nn.relu(hidden @ layer["up"] + layer["bias"]) @ layer["down"]
+            return jnp.mean(hidden**2)
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    cut = 0
+    with jax.numpy_dtype_promotion("standard"):
+        found = search(step, params, state, f32(4096, 512), devices=8, chip="v5e", keep=4)
+        for one in found:
+            followed = follow(optimizer.init, one.plans[0])
+            for mine, theirs in zip(one.plans[1].leaves, followed.leaves, strict=True):
+                # Statistics of rows lack what the parameter is cut along: an axis then takes what it prefers next.
+                is_factored = mine.path.split("/")[1:2] in (["v_row"], ["v_col"])
+                assert mine.spec == theirs.spec or (is_factored and not any(theirs.spec)), (one.title, mine.path)
+                cut += any(mine.spec)
+    # Some candidates cut parameters, so that there is something to follow.
+    assert cut

@@ -1,7 +1,7 @@
-"""Steps with a mistake in how they are cut, as people make them, each beside the same step without it.
+"""Bodies of `shard_map` with a mistake, as people make them, each beside the same body without it.
 
-Each function takes a mesh of `d` x `t` devices and whether to make the mistake, and returns the step; the mistake is on
-the lines that are marked `# wrong`.
+Each function takes whether to make the mistake and the arrays of one device, on a mesh of `d` x `t` devices. The
+mistake is on the lines that are marked `# wrong`.
 """
 
 import functools as ft
@@ -16,16 +16,26 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 
 class Planted(NamedTuple):
-    """A step, and the shapes and specs of what it takes; an int for `high` makes whole numbers below it."""
+    """A body, the shapes and specs of what it takes, and the specs of what it returns.
 
-    make: Callable[[Mesh, bool], Callable[..., Any]]
+    An int behind a spec makes whole numbers below it.
+    """
+
+    body: Callable[..., Any]
     args: tuple[Any, ...]
+    out: Any
 
     @property
     def lines(self) -> set[int]:
         """The lines of the mistake."""
-        source, first = inspect.getsourcelines(self.make)
+        source, first = inspect.getsourcelines(self.body)
         return {first + at for at, line in enumerate(source) if "# wrong" in line}
+
+    def make(self, mesh: Mesh, wrong: bool) -> Callable[..., Any]:
+        """The step on a mesh."""
+        specs = tuple(spec for _, spec, *_ in self.args)
+        body = ft.partial(self.body, wrong)
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=self.out, check_vma=False)
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
         made = []
@@ -39,549 +49,107 @@ class Planted(NamedTuple):
 PLANTED: dict[str, Planted] = {}
 
 
-def planted(*args: Any) -> Callable[[Any], Any]:
-    def kept(make: Any) -> Any:
-        PLANTED[make.__name__] = Planted(make, args)
-        return make
+def planted(*args: Any, out: Any) -> Callable[[Any], Any]:
+    def kept(body: Any) -> Any:
+        PLANTED[body.__name__] = Planted(body, args, out)
+        return body
 
     return kept
 
 
-def over(mesh: Mesh, *in_specs: Any, out: Any) -> Any:
-    return ft.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False)
-
-
-def trained(loss: Any) -> Any:
-    """A step of plain gradient descent."""
-
-    def step(weights, *data):
-        value, gradients = jax.value_and_grad(loss)(weights, *data)
-        return value, jax.tree.map(lambda a, b: a - 0.1 * b, weights, gradients)
-
-    return step
-
-
-X, W1, W2 = ((8, 6), P("d")), ((6, 8), P(None, "t")), ((8, 6), P("t"))
-SEQUENCE = ((4, 16, 6), P("d", "t"))
-TOKENS = ((4, 16), P("d", "t"), 16)
-
-
-@planted(W1, W2, X)
-def sum_left_out(mesh, wrong):
-    @over(mesh, P("d"), P(None, "t"), P("t"), out=P("d"))
-    def block(x, w1, w2):
-        h = jax.nn.relu(x @ w1)
-        return h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
-
-    return lambda w1, w2, x: jnp.tanh(block(x, w1, w2))
-
-
-@planted(W1, W2, X)
-def sum_left_out_before_tanh(mesh, wrong):
-    @over(mesh, P("d"), P(None, "t"), P("t"), out=P("d"))
-    def block(x, w1, w2):
-        h = jax.nn.relu(x @ w1)
-        y = h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
-        y = jnp.tanh(y)
-        return y * 2
-
-    return lambda w1, w2, x: block(x, w1, w2)
-
-
-@planted(W1, W2, X)
-def sum_left_out_of_training(mesh, wrong):
-    @over(mesh, P("d"), P(None, "t"), P("t"), out=P("d"))
-    def block(x, w1, w2):
-        h = jax.nn.gelu(x @ w1)
-        return h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
-
-    def loss(weights, x):
-        return jnp.mean((block(x, *weights) - x) ** 2)
-
-    return lambda w1, w2, x: trained(loss)((w1, w2), x)
-
-
-@planted(W1, W2, X)
-def sum_doubled(mesh, wrong):
-    @over(mesh, P("d"), P(None, "t"), P("t"), out=P("d"))
-    def block(x, w1, w2):
-        y = lax.psum(jax.nn.relu(x @ w1) @ w2, "t")
-        return lax.psum(y, "t") if wrong else y  # wrong
-
-    return lambda w1, w2, x: block(x, w1, w2)
-
-
-@planted(W1, W2, X)
-def sum_over_the_wrong_axis(mesh, wrong):
-    @over(mesh, P(), P(None, "t"), P("t"), out=P())
-    def block(x, w1, w2):
-        h = jax.nn.relu(x @ w1) @ w2
-        return lax.psum(h, "d" if wrong else "t")  # wrong
-
-    return lambda w1, w2, x: block(x, w1, w2)
-
-
-@planted(W1, W2, X)
-def mean_in_place_of_sum(mesh, wrong):
-    @over(mesh, P("d"), P(None, "t"), P("t"), out=P("d"))
-    def block(x, w1, w2):
-        h = jax.nn.relu(x @ w1) @ w2
-        return lax.pmean(h, "t") if wrong else lax.psum(h, "t")  # wrong
-
-    return lambda w1, w2, x: block(x, w1, w2)
-
-
-@planted(W1, W2, X, ((6,), P()))
-def bias_added_by_every_device(mesh, wrong):
-    @over(mesh, P("d"), P(None, "t"), P("t"), P(), out=P("d"))
-    def block(x, w1, w2, bias):
-        y = jax.nn.relu(x @ w1) @ w2
-        return lax.psum(y + bias, "t") if wrong else lax.psum(y, "t") + bias  # wrong
-
-    return lambda w1, w2, x, bias: block(x, w1, w2, bias)
-
-
-@planted(W1, W2, X)
-def sum_left_out_in_a_loop(mesh, wrong):
-    @over(mesh, P("d"), P(None, "t"), P("t"), out=P("d"))
-    def layers(x, w1, w2):
-        def layer(x, _):
-            h = jnp.tanh(x @ w1)
-            y = h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
-            return jnp.sin(x + y), None
-
-        return lax.scan(layer, x, None, length=3)[0]
-
-    return lambda w1, w2, x: layers(x, w1, w2)
-
-
-@planted(((6, 3), P()), X)
-def gradients_not_summed(mesh, wrong):
-    @over(mesh, P(), P("d"), out=P())
-    def gradient(w, x):
-        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # wrong
-        return g if wrong else lax.pmean(g, "d")  # wrong
-
-    return lambda w, x: w - 0.1 * gradient(w, x)
-
-
-@planted(((6, 3), P()), X)
-def gradients_summed_of_means(mesh, wrong):
-    @over(mesh, P(), P("d"), out=P())
-    def gradient(w, x):
-        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-        return lax.psum(g, "d") if wrong else lax.pmean(g, "d")  # wrong
-
-    return lambda w, x: w - 0.1 * gradient(w, x)
-
-
-@planted(((8, 6), P("d")), ((8,), P("d"), 2))
-def mean_of_means(mesh, wrong):
-    @over(mesh, P("d"), P("d"), out=P())
-    def loss(x, mask):
-        total, count = jnp.sum(x * mask[:, None]), jnp.sum(mask) + 1 / lax.axis_size("d")
-        if wrong:
-            return lax.pmean(total / count, "d")  # wrong
-        return lax.psum(total, "d") / lax.psum(count, "d")
-
-    return lambda x, mask: loss(x, mask.astype(x.dtype))
-
-
-@planted(X)
-def loss_summed_again(mesh, wrong):
-    @over(mesh, P("d"), out=P())
-    def loss(x):
-        value = lax.psum(jnp.sum(x**2), "d")
-        return lax.psum(value, ("d", "t")) if wrong else value  # wrong
-
-    return lambda x: loss(x) / x.size
-
-
-@planted(X)
-def divided_by_the_local_count(mesh, wrong):
-    @over(mesh, P("d"), out=P())
-    def loss(x):
-        count = x.size if wrong else x.size * lax.axis_size("d")
-        return lax.psum(jnp.sum(x**2), "d") / count  # wrong
-
-    return lambda x: loss(x)
-
-
-@planted(((8, 8), P("d", "t")))
-def norm_over_a_cut_dimension(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def norm(x):
-        square = jnp.mean(x**2, axis=-1, keepdims=True)
-        square = square if wrong else lax.pmean(square, "t")
-        return x * lax.rsqrt(square + 1e-6)  # wrong
-
-    return lambda x: norm(x)
-
-
-@planted(((8, 8), P("d", "t")))
-def variance_of_parts(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def norm(x):
-        if wrong:
-            mean, var = (lax.pmean(one, "t") for one in (x.mean(-1), x.var(-1)))  # wrong
-        else:
-            mean = lax.pmean(x.mean(-1), "t")
-            var = lax.pmean(((x - mean[:, None]) ** 2).mean(-1), "t")
-        return (x - mean[:, None]) * lax.rsqrt(var + 1e-6)[:, None]
-
-    return lambda x: norm(x)
-
-
-@planted(((8, 8), P("d", "t")))
-def softmax_of_parts(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def softmax(x):
-        top = lax.pmax(x.max(-1, keepdims=True), "t")
-        shifted = jnp.exp(x - top)
-        total = shifted.sum(-1, keepdims=True)
-        return shifted / (total if wrong else lax.psum(total, "t"))  # wrong
-
-    return lambda x: softmax(x)
-
-
-@planted(((8, 8), P("d", "t")))
-def softmax_with_local_maxima(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def softmax(x):
-        top = x.max(-1, keepdims=True)
-        shifted = jnp.exp(x - (top if wrong else lax.pmax(top, "t")))  # wrong
-        return shifted / lax.psum(shifted.sum(-1, keepdims=True), "t")  # wrong
-
-    return lambda x: softmax(x)
-
-
-@planted(((8, 16), P("d", "t")), ((8,), P("d"), 16))
-def labels_not_offset(mesh, wrong):
-    @over(mesh, P("d", "t"), P("d"), out=P())
-    def loss(logits, labels):
-        size = logits.shape[1]
-        local = labels if wrong else labels - lax.axis_index("t") * size
-        hit = jax.nn.one_hot(local, size)  # wrong
-        total = lax.psum(jnp.exp(logits).sum(-1), "t")
-        picked = lax.psum((hit * logits).sum(-1), "t")  # wrong
-        return lax.pmean(jnp.mean(jnp.log(total) - picked), "d")
-
-    return lambda logits, labels: loss(logits, labels)
-
-
-@planted(((16, 6), P("t")), ((8,), P("d"), 16))
-def embedding_offset_by_the_wrong_size(mesh, wrong):
-    @over(mesh, P("t"), P("d"), out=P("d"))
-    def embed(table, ids):
-        size = table.shape[0]
-        local = ids - lax.axis_index("t") * (size + 1 if wrong else size)  # wrong
-        inside = (local >= 0) & (local < size)
-        rows = jnp.where(inside[:, None], table[jnp.clip(local, 0, size - 1)], 0)
-        return lax.psum(rows, "t")
-
-    return lambda table, ids: embed(table, ids)
-
-
-@planted(((16, 6), P("t")), ((8,), P("d"), 16))
-def embedding_of_foreign_rows(mesh, wrong):
-    @over(mesh, P("t"), P("d"), out=P("d"))
-    def embed(table, ids):
-        size = table.shape[0]
-        local = ids - lax.axis_index("t") * size
-        rows = table[jnp.clip(local, 0, size - 1)]  # wrong
-        inside = (local >= 0) & (local < size)
-        rows = rows if wrong else jnp.where(inside[:, None], rows, 0)
-        return lax.psum(rows, "t")  # wrong
-
-    return lambda table, ids: embed(table, ids)
-
-
-@planted(((4, 16, 6), P("d", "t")), ((4, 16, 6), P("d")))
-def mask_not_offset(mesh, wrong):
-    @over(mesh, P("d", "t"), P("d"), out=P("d", "t"))
-    def attend(q, kv):
-        scores = jnp.einsum("bqd,bkd->bqk", q, kv)
-        rows = jnp.arange(q.shape[1]) + (0 if wrong else lax.axis_index("t") * q.shape[1])  # wrong
-        mask = rows[:, None] >= jnp.arange(kv.shape[1])
-        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
-        return jnp.einsum("bqk,bkd->bqd", weights, kv)
-
-    return lambda q, kv: attend(q, kv)
-
-
-@planted(((4, 16, 6), P("d", "t")), ((4, 16, 6), P("d")))
-def mask_offset_by_the_wrong_axis(mesh, wrong):
-    @over(mesh, P("d", "t"), P("d"), out=P("d", "t"))
-    def attend(q, kv):
-        scores = jnp.einsum("bqd,bkd->bqk", q, kv)
-        rows = jnp.arange(q.shape[1]) + lax.axis_index("d" if wrong else "t") * q.shape[1]  # wrong
-        mask = rows[:, None] >= jnp.arange(kv.shape[1])
-        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
-        return jnp.einsum("bqk,bkd->bqd", weights, kv)
-
-    return lambda q, kv: attend(q, kv)
-
-
-@planted(SEQUENCE)
-def rotary_positions_not_offset(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def rotate(x):
-        first = 0 if wrong else lax.axis_index("t") * x.shape[1]
-        angles = (jnp.arange(x.shape[1]) + first)[:, None] * jnp.array([1.0, 0.1, 0.01])  # wrong
-        left, right = jnp.split(x, 2, -1)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
-
-    return lambda x: rotate(x)
-
-
-@planted(SEQUENCE, TOKENS)
-def labels_shifted_after_the_cut(mesh, wrong):
-    @over(mesh, P("d", "t"), P("d", "t"), out=P())
-    def loss(x, tokens):
-        logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
-        following = lax.ppermute(
-            tokens[:, :1], "t", [(i, (i - 1) % lax.axis_size("t")) for i in range(lax.axis_size("t"))]
-        )
-        labels = jnp.roll(tokens, -1, 1) if wrong else jnp.concatenate([tokens[:, 1:], following], 1)  # wrong
-        picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
-        return lax.pmean(jnp.mean(picked), ("d", "t"))
-
-    return lambda x, tokens: loss(x, tokens)
-
-
-def halo(x, axis, side, turn=False):
-    """The border of the neighbour before or behind; zeros at the ends unless it turns round."""
+def neighbours(axis: str, by: int = 1, turn: bool = True) -> list[tuple[int, int]]:
+    """The pairs of a permute along an axis: around it, or without its ends."""
     size = lax.axis_size(axis)
-    pairs = [(i, i + side) for i in range(size)]
-    pairs = [(a, b % size) for a, b in pairs if turn or 0 <= b < size]
-    return lax.ppermute(x[:, -1:] if side > 0 else x[:, :1], axis, pairs)
+    return [(i, (i + by) % size) for i in range(size) if turn or 0 <= i + by < size]
 
 
-def smoothed(x):
-    return 0.25 * x[:, :-2] + 0.5 * x[:, 1:-1] + 0.25 * x[:, 2:]
+ROWS, CUT = ((8, 6), P("d")), ((8, 8), P("d", "t"))
+MLP = ROWS, ((6, 8), P(None, "t")), ((8, 6), P("t"))
+SEQUENCE, WHOLE = ((4, 16, 6), P("d", "t")), ((4, 16, 6), P("d"))
+WEIGHT = ((6, 3), P())
 
 
-@planted(SEQUENCE)
-def border_without_the_neighbours(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def conv(x):
-        left, right = halo(x, "t", 1), halo(x, "t", -1)
-        left, right = (0 * left, 0 * right) if wrong else (left, right)
-        padded = jnp.concatenate([left, x, right], 1)  # wrong
-        return smoothed(padded)  # wrong
-
-    return lambda x: conv(x)
+# Sums
 
 
-@planted(SEQUENCE)
-def border_of_one_side_only(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def conv(x):
-        left = halo(x, "t", 1)
-        right = jnp.zeros_like(left) if wrong else halo(x, "t", -1)
-        padded = jnp.concatenate([left, x, right], 1)
-        return smoothed(padded)  # wrong
-
-    return lambda x: conv(x)
+@planted(*MLP, out=P("d"))
+def sum_left_out(wrong, x, w1, w2):
+    h = jax.nn.relu(x @ w1)
+    return h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
 
 
-@planted(SEQUENCE)
-def border_from_the_wrong_side(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def conv(x):
-        size = lax.axis_size("t")
-        pairs = [(i, i - 1) for i in range(1, size)] if wrong else [(i, i + 1) for i in range(size - 1)]
-        left = lax.ppermute(x[:, -1:], "t", pairs)  # wrong
-        padded = jnp.concatenate([left, x, halo(x, "t", -1)], 1)
-        return smoothed(padded)  # wrong
+@planted(*MLP, out=(P(), (P(None, "t"), P("t"))))
+def sum_left_out_of_training(wrong, x, *weights):
+    def loss(weights):
+        w1, w2 = weights
+        y = jax.nn.gelu(x @ w1) @ w2  # wrong
+        y = y if wrong else lax.psum(y, "t")  # wrong
+        return jnp.sum((y - x) ** 2) / lax.axis_size("t")
 
-    return lambda x: conv(x)
-
-
-@planted(SEQUENCE)
-def border_that_turns_round(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def conv(x):
-        padded = jnp.concatenate([halo(x, "t", 1, wrong and lax.axis_size("t") > 1), x, halo(x, "t", -1)], 1)  # wrong
-        return smoothed(padded)  # wrong
-
-    return lambda x: conv(x)
+    value, gradients = jax.value_and_grad(loss)(weights)  # wrong
+    step = lambda w, g: w - 0.1 * lax.psum(g, "d")
+    return lax.psum(value, ("d", "t")), jax.tree.map(step, weights, gradients)
 
 
-@planted(((4, 16, 6), P("d", "t")), ((4, 16, 6), P("d", "t")))
-def ring_with_the_wrong_block(mesh, wrong):
-    @over(mesh, P("d", "t"), P("d", "t"), out=P("d", "t"))
-    def attend(q, kv):
-        size, here, length = lax.axis_size("t"), lax.axis_index("t"), q.shape[1]
-        rows = jnp.arange(length) + here * length
-
-        def turn(carry, i):
-            kv, top, total, out = carry
-            block = (here + i if wrong else here - i) % size  # wrong
-            mask = rows[:, None] >= jnp.arange(length) + block * length  # wrong
-            scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", q, kv), -1e9)
-            best = jnp.maximum(top, scores.max(-1))
-            weights, scale = jnp.exp(scores - best[..., None]), jnp.exp(top - best)
-            total = total * scale + weights.sum(-1)
-            out = out * scale[..., None] + jnp.einsum("bqk,bkd->bqd", weights, kv)
-            kv = lax.ppermute(kv, "t", [(i, (i + 1) % size) for i in range(size)])
-            return (kv, best, total, out), None
-
-        start = kv, jnp.full(q.shape[:2], -1e9), jnp.zeros(q.shape[:2]), jnp.zeros_like(q)
-        _, _, total, out = lax.scan(turn, start, jnp.arange(size))[0]
-        return out / total[..., None]  # wrong
-
-    return lambda q, kv: attend(q, kv)
+@planted(*MLP, out=P("d"))
+def sum_doubled(wrong, x, w1, w2):
+    y = lax.psum(jax.nn.relu(x @ w1) @ w2, "t")
+    return lax.psum(y, "t") if wrong else y  # wrong
 
 
-@planted(((8, 8), P("t")))
-def ring_one_turn_short(mesh, wrong):
-    @over(mesh, P("t"), out=P())
-    def total(x):
-        size = lax.axis_size("t")
-
-        def turn(carry, _):
-            part, out = carry
-            part = lax.ppermute(part, "t", [(i, (i + 1) % size) for i in range(size)])
-            return (part, out + part), None
-
-        turns = size - 1 - (wrong and size > 1)
-        return lax.scan(turn, (x, x), None, length=turns)[0][1]  # wrong
-
-    return lambda x: total(x).sum() * 2
+@planted(((8, 6), P()), *MLP[1:], out=P())
+def sum_over_the_wrong_axis(wrong, x, w1, w2):
+    h = jax.nn.relu(x @ w1) @ w2
+    return lax.psum(h, "d" if wrong else "t")  # wrong
 
 
-@planted(((4, 16, 8, 4), P("d", None, "t")), ((4, 16, 4, 4), P("d")))
-def heads_mapped_by_tiling(mesh, wrong):
-    @over(mesh, P("d", None, "t"), P("d"), out=P("d", None, "t"))
-    def scores(q, k):
-        heads = q.shape[2]
+@planted(*MLP, out=P("d"))
+def mean_in_place_of_sum(wrong, x, w1, w2):
+    h = jax.nn.relu(x @ w1) @ w2
+    return lax.pmean(h, "t") if wrong else lax.psum(h, "t")  # wrong
+
+
+@planted(*MLP, ((6,), P()), out=P("d"))
+def bias_added_by_every_device(wrong, x, w1, w2, bias):
+    y = jax.nn.relu(x @ w1) @ w2
+    return lax.psum(y + bias, "t") if wrong else lax.psum(y, "t") + bias  # wrong
+
+
+@planted(*MLP, out=P("d"))
+def sum_left_out_in_a_loop(wrong, x, w1, w2):
+    def layer(x, _):
+        h = jnp.tanh(x @ w1)
+        y = h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
+        return jnp.sin(x + y), None
+
+    return lax.scan(layer, x, None, length=3)[0]
+
+
+@planted(*MLP, out=P("d"))
+def residual_inside_the_sum(wrong, x, w1, w2):
+    def layer(x, _):
+        y = jax.nn.silu(x @ w1) @ w2
+        return (lax.psum(x + y, "t") if wrong else x + lax.psum(y, "t")), None  # wrong
+
+    return lax.scan(jax.checkpoint(layer), x, None, length=2)[0]
+
+
+@planted(((8, 12), P("d")), ((12, 8), P(None, "t")), ((8, 24), P("t")), out=P("d"))
+def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
+    def turn(h, _):
+        part = jnp.tanh(x @ wi) @ wh
         if wrong:
-            k = jnp.tile(k, (1, 1, 2, 1))[:, :, :heads]  # wrong
+            gates = lax.pmean(jax.nn.sigmoid(part), "t")  # wrong
         else:
-            k = lax.dynamic_slice_in_dim(jnp.repeat(k, 2, 2), lax.axis_index("t") * heads, heads, 2)
-        return jnp.einsum("bqhd,bkhd->bqhk", q, k)  # wrong
+            gates = jax.nn.sigmoid(lax.psum(part, "t"))
+        z, r, n = jnp.split(gates, 3, -1)
+        return (1 - z) * h + z * jnp.tanh(n + r * h), None
 
-    def step(q, k):
-        return scores(q, k)
-
-    return step
+    return lax.scan(turn, jnp.zeros((x.shape[0], 8)), None, length=3)[0]
 
 
-@planted(((4, 16, 8, 4), P("d", None, "t")), ((4, 16, 4, 4), P("d")))
-def heads_not_offset(mesh, wrong):
-    @over(mesh, P("d", None, "t"), P("d"), out=P("d", None, "t"))
-    def scores(q, k):
-        heads = q.shape[2]
-        first = lax.axis_index("t") * heads
-        k = lax.dynamic_slice_in_dim(jnp.repeat(k, 2, 2), first // 2 if wrong else first, heads, 2)  # wrong
-        return jnp.einsum("bqhd,bkhd->bqhk", q, k)
-
-    return lambda q, k: scores(q, k)
-
-
-@planted(((8, 8), P("d", "t")))
-def gathered_in_the_wrong_order(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d"))
-    def whole(x):
-        parts = lax.all_gather(x, "t", axis=2 if wrong else 1)  # wrong
-        return jnp.tanh(parts.reshape(x.shape[0], -1))  # wrong
-
-    return lambda x: whole(x)
-
-
-@planted(((8, 8, 8), P(None, "t")))
-def exchanged_along_the_wrong_dimension(mesh, wrong):
-    @over(mesh, P(None, "t"), out=P(None, None, "t"))
-    def turned(x):
-        if wrong and lax.axis_size("t") > 1:
-            return jnp.moveaxis(lax.all_to_all(x, "t", 0, 1, tiled=True), 0, 2)  # wrong
-        return lax.all_to_all(x, "t", 2, 1, tiled=True)
-
-    return lambda x: turned(x) * 2
-
-
-@planted(((8, 8), P(None, "t")), ((8, 8), P("t")))
-def scattered_along_the_wrong_dimension(mesh, wrong):
-    @over(mesh, P(None, "t"), P("t"), out=P("t"))
-    def product(x, w):
-        y = lax.psum_scatter(x @ w, "t", scatter_dimension=1 if wrong else 0, tiled=True)  # wrong
-        return jnp.tanh(y.reshape(-1, 8))  # wrong
-
-    return lambda x, w: product(x, w)
-
-
-@planted(X)
-def dropout_with_one_key(mesh, wrong):
-    @over(mesh, P("d"), P("d"), out=P("d"))
-    def dropped(x, mask):
-        if wrong:
-            mask = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)  # wrong
-        return jnp.where(mask, x, 0)  # wrong
-
-    return lambda x: dropped(x, jax.random.bernoulli(jax.random.key(0), 0.5, x.shape))
-
-
-@planted(((8, 8), P("d", "t")))
-def clipped_by_the_local_norm(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def clipped(g):
-        square = jnp.sum(g**2)
-        square = square if wrong else lax.psum(square, ("d", "t"))
-        return g / jnp.maximum(jnp.sqrt(square), 1.0)  # wrong
-
-    return lambda g: clipped(g)
-
-
-@planted(((8, 6), P("d")))
-def batch_statistics_of_parts(mesh, wrong):
-    @over(mesh, P("d"), out=P("d"))
-    def norm(x):
-        mean = x.mean(0) if wrong else lax.pmean(x.mean(0), "d")
-        centred = x - mean  # wrong
-        return centred / jnp.sqrt(lax.pmean((centred**2).mean(0), "d") + 1e-5)
-
-    return lambda x: norm(x)
-
-
-@planted(((8, 16), P("d", "t")))
-def choice_not_offset(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d"))
-    def choice(logits):
-        best, at = logits.max(-1), jnp.argmax(logits, -1)  # wrong
-        at = at if wrong else at + lax.axis_index("t") * logits.shape[1]
-        is_best = best == lax.pmax(best, "t")
-        return lax.psum(jnp.where(is_best, at, 0), "t")  # wrong
-
-    return lambda logits: choice(logits)
-
-
-@planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")))
-def experts_not_offset(mesh, wrong):
-    @over(mesh, P("d"), P("t"), out=P("d"))
-    def mixed(x, experts):
-        first = 0 if wrong else lax.axis_index("t") * experts.shape[0]
-        own = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
-        return lax.psum(jnp.einsum("bed,edf->bf", own, experts), "t")  # wrong
-
-    return lambda x, experts: mixed(x, experts)
-
-
-@planted(((8, 16), P("d", "t")))
-def running_sum_of_parts(mesh, wrong):
-    @over(mesh, P("d", "t"), out=P("d", "t"))
-    def running(x):
-        totals = lax.all_gather(x.sum(-1), "t")
-        before = jnp.where(jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0).sum(0)
-        own = jnp.cumsum(x, -1)  # wrong
-        return own if wrong else own + before[:, None]  # wrong
-
-    return lambda x: running(x)
-
-
-@planted(W1, W2, X)
-def backward_without_its_sum(mesh, wrong):
+@planted(*MLP, ROWS, out=(P("d"), P("d")))
+def backward_without_its_sum(wrong, x, w1, w2, g):
     @jax.custom_vjp
     def copied(x):
         return x
@@ -590,13 +158,318 @@ def backward_without_its_sum(mesh, wrong):
         return (g if wrong else lax.psum(g, "t"),)  # wrong
 
     copied.defvjp(lambda x: (x, None), back)
+    y, pull = jax.vjp(lambda x: jnp.tanh(copied(x) @ w1) @ w2, x)  # wrong
+    return lax.psum(y, "t"), pull(g)[0]  # wrong
 
-    @over(mesh, P("d"), P(None, "t"), P("t"), P("d"), out=(P("d"), P("d")))
-    def block(x, w1, w2, g):
-        y, pull = jax.vjp(lambda x: jnp.tanh(copied(x) @ w1) @ w2, x)  # wrong
-        return lax.psum(y, "t"), pull(g)[0]  # wrong
 
-    return lambda w1, w2, x: block(x, w1, w2, x)
+@planted(((16, 8), P("d")), ((8, 8), P("d")), out=(P(), P("d")))
+def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
+    @jax.custom_vjp
+    def whole(w):
+        return lax.all_gather(w, "d", tiled=True)
+
+    def back(_, g):
+        size = g.shape[0] // lax.axis_size("d")
+        own = lax.dynamic_slice_in_dim(g, lax.axis_index("d") * size, size)
+        return (own if wrong else lax.psum_scatter(g, "d", tiled=True),)
+
+    whole.defvjp(lambda w: (whole(w), None), back)
+    value, g = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2))(w)  # wrong
+    return lax.psum(value, "d"), w - 0.1 * g
+
+
+# Means, counts and losses
+
+
+@planted(WEIGHT, ROWS, out=P())
+def gradients_not_summed(wrong, w, x):
+    g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # wrong
+    return w - 0.1 * (g if wrong else lax.pmean(g, "d"))  # wrong
+
+
+@planted(WEIGHT, ((4, 8, 6), P(None, "d")), out=P())
+def gradients_summed_in_each_turn(wrong, w, xs):
+    def turn(total, x):
+        total = total + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return lax.psum(total, "d") if wrong else total, None  # wrong
+
+    total = lax.scan(turn, jnp.zeros_like(w), xs)[0]
+    return (total if wrong else lax.pmean(total, "d")) / xs.shape[0]  # wrong
+
+
+@planted(ROWS, ((8,), P("d"), 2), out=P())
+def mean_of_means(wrong, x, mask):
+    total, count = jnp.sum(x * mask[:, None]), jnp.sum(mask) + 1 / lax.axis_size("d")
+    if wrong:
+        return lax.pmean(total / count, "d")  # wrong
+    return lax.psum(total, "d") / lax.psum(count, "d")
+
+
+@planted(ROWS, out=P())
+def loss_summed_over_an_axis_that_does_not_cut_it(wrong, x):
+    value = lax.psum(jnp.sum(x**2), "d")
+    return lax.psum(value, ("d", "t")) if wrong else value  # wrong
+
+
+@planted(ROWS, out=P())
+def divided_by_the_local_count(wrong, x):
+    count = x.size if wrong else x.size * lax.axis_size("d")
+    return lax.psum(jnp.sum(x**2), "d") / count  # wrong
+
+
+@planted(CUT, out=P("d", "t"))
+def norm_over_a_cut_dimension(wrong, x):
+    square = jnp.mean(x**2, axis=-1, keepdims=True)
+    square = square if wrong else lax.pmean(square, "t")
+    return x * lax.rsqrt(square + 1e-6)  # wrong
+
+
+@planted(CUT, out=P("d", "t"))
+def variance_of_parts(wrong, x):
+    if wrong:
+        mean, var = (lax.pmean(one, "t") for one in (x.mean(-1), x.var(-1)))  # wrong
+    else:
+        mean = lax.pmean(x.mean(-1), "t")
+        var = lax.pmean(((x - mean[:, None]) ** 2).mean(-1), "t")
+    return (x - mean[:, None]) * lax.rsqrt(var + 1e-6)[:, None]
+
+
+@planted(CUT, out=P("d", "t"))
+def softmax_of_parts(wrong, x):
+    top = lax.pmax(x.max(-1, keepdims=True), "t")
+    shifted = jnp.exp(x - top)
+    total = shifted.sum(-1, keepdims=True)
+    return shifted / (total if wrong else lax.psum(total, "t"))  # wrong
+
+
+@planted(CUT, out=P("d", "t"))
+def softmax_with_local_maxima(wrong, x):
+    top = x.max(-1, keepdims=True)
+    shifted = jnp.exp(x - (top if wrong else lax.pmax(top, "t")))  # wrong
+    return shifted / lax.psum(shifted.sum(-1, keepdims=True), "t")  # wrong
+
+
+@planted(CUT, out=P("d", "t"))
+def clipped_by_the_local_norm(wrong, g):
+    square = jnp.sum(g**2)
+    square = square if wrong else lax.psum(square, ("d", "t"))
+    return g / jnp.maximum(jnp.sqrt(square), 1.0)  # wrong
+
+
+@planted(CUT, out=P("d", "t"))
+def branch_on_a_local_value(wrong, g):
+    square = jnp.sum(g**2)
+    square = square if wrong else lax.psum(square, ("d", "t"))
+    return lax.cond(square > 9.0, lambda g: g / 2, lambda g: g, g)  # wrong
+
+
+@planted(CUT, ((8,), P("t")), out=P("t"))
+def iteration_with_the_local_norm(wrong, a, v):
+    def turn(carry):
+        i, v = carry
+        y = lax.psum(a @ v, "t")
+        y = lax.all_gather(y, "d", tiled=True)
+        y = lax.dynamic_slice_in_dim(y, lax.axis_index("t") * v.size, v.size)
+        square = jnp.sum(y**2)
+        return i + 1, y / jnp.sqrt(square if wrong else lax.psum(square, "t"))  # wrong
+
+    return lax.while_loop(lambda carry: carry[0] < 4, turn, (0, v))[1]  # wrong
+
+
+# Positions
+
+
+@planted(((8, 16), P("d", "t")), ((8,), P("d"), 16), out=P())
+def labels_not_offset(wrong, logits, labels):
+    size = logits.shape[1]
+    local = labels if wrong else labels - lax.axis_index("t") * size
+    hit = jax.nn.one_hot(local, size)  # wrong
+    total = lax.psum(jnp.exp(logits).sum(-1), "t")
+    picked = lax.psum((hit * logits).sum(-1), "t")  # wrong
+    return lax.pmean(jnp.mean(jnp.log(total) - picked), "d")
+
+
+@planted(((16, 6), P("t")), ((8,), P("d"), 16), out=P("d"))
+def embedding_of_foreign_rows(wrong, table, ids):
+    size = table.shape[0]
+    local = ids - lax.axis_index("t") * size
+    rows = table[jnp.clip(local, 0, size - 1)]  # wrong
+    inside = (local >= 0) & (local < size)
+    rows = rows if wrong else jnp.where(inside[:, None], rows, 0)
+    return lax.psum(rows, "t")  # wrong
+
+
+@planted(SEQUENCE, WHOLE, out=P("d", "t"))
+def mask_not_offset(wrong, q, kv):
+    scores = jnp.einsum("bqd,bkd->bqk", q, kv)
+    rows = jnp.arange(q.shape[1]) + (0 if wrong else lax.axis_index("t") * q.shape[1])  # wrong
+    mask = rows[:, None] >= jnp.arange(kv.shape[1])
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    return jnp.einsum("bqk,bkd->bqd", weights, kv)
+
+
+@planted(SEQUENCE, out=P("d", "t"))
+def rotary_positions_not_offset(wrong, x):
+    first = 0 if wrong else lax.axis_index("t") * x.shape[1]
+    angles = (jnp.arange(x.shape[1]) + first)[:, None] * jnp.array([1.0, 0.1, 0.01])  # wrong
+    left, right = jnp.split(x, 2, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+@planted(((16, 4), P(("d", "t"))), out=P(("d", "t")))
+def positions_counted_in_the_wrong_order(wrong, x):
+    place = lax.axis_index(("t", "d") if wrong else ("d", "t"))  # wrong
+    rows = place * x.shape[0] + jnp.arange(x.shape[0])  # wrong
+    return x * jnp.sin(rows)[:, None]
+
+
+@planted(SEQUENCE, ((4, 16), P("d", "t"), 16), out=P())
+def labels_shifted_after_the_cut(wrong, x, tokens):
+    logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
+    following = lax.ppermute(tokens[:, :1], "t", neighbours("t", -1))
+    labels = jnp.roll(tokens, -1, 1) if wrong else jnp.concatenate([tokens[:, 1:], following], 1)  # wrong
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
+    return lax.pmean(jnp.mean(picked), ("d", "t"))
+
+
+@planted(((4, 16, 8, 4), P("d", None, "t")), ((4, 16, 4, 4), P("d")), out=P("d", None, "t"))
+def heads_mapped_by_tiling(wrong, q, k):
+    heads = q.shape[2]
+    if wrong:
+        k = jnp.tile(k, (1, 1, 2, 1))[:, :, :heads]  # wrong
+    else:
+        k = lax.dynamic_slice_in_dim(jnp.repeat(k, 2, 2), lax.axis_index("t") * heads, heads, 2)
+    return jnp.einsum("bqhd,bkhd->bqhk", q, k)  # wrong
+
+
+@planted(((8, 16), P("d", "t")), out=P("d"))
+def choice_not_offset(wrong, logits):
+    best, at = logits.max(-1), jnp.argmax(logits, -1)  # wrong
+    at = at if wrong else at + lax.axis_index("t") * logits.shape[1]
+    is_best = best == lax.pmax(best, "t")
+    return lax.psum(jnp.where(is_best, at, 0), "t")  # wrong
+
+
+@planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")), out=P("d"))
+def experts_not_offset(wrong, x, experts):
+    first = 0 if wrong else lax.axis_index("t") * experts.shape[0]
+    own = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
+    return lax.psum(jnp.einsum("bed,edf->bf", own, experts), "t")  # wrong
+
+
+@planted(((8, 16), P("d", "t")), out=P("d", "t"))
+def running_sum_of_parts(wrong, x):
+    totals = lax.all_gather(x.sum(-1), "t")
+    before = jnp.where(jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0).sum(0)
+    own = jnp.cumsum(x, -1)  # wrong
+    return own if wrong else own + before[:, None]  # wrong
+
+
+@planted(ROWS, ROWS, out=P("d"))
+def dropout_with_one_key(wrong, x, kept):
+    if wrong:
+        kept = jax.random.normal(jax.random.key(1), x.shape)  # wrong
+    return jnp.where(kept > 0, x, 0)  # wrong
+
+
+# Borders, rings and exchanges
+
+
+def smoothed(x):
+    return 0.25 * x[:, :-2] + 0.5 * x[:, 1:-1] + 0.25 * x[:, 2:]
+
+
+@planted(SEQUENCE, out=P("d", "t"))
+def border_without_the_neighbours(wrong, x):
+    sides = (x[:, -1:], 1), (x[:, :1], -1)
+    left, right = (lax.ppermute(one, "t", neighbours("t", by, turn=False)) for one, by in sides)
+    left, right = (0 * left, 0 * right) if wrong else (left, right)
+    padded = jnp.concatenate([left, x, right], 1)  # wrong
+    return smoothed(padded)  # wrong
+
+
+@planted(SEQUENCE, out=P("d", "t"))
+def border_that_turns_round(wrong, x):
+    turn = wrong and lax.axis_size("t") > 1
+    left = lax.ppermute(x[:, -1:], "t", neighbours("t", 1, turn))  # wrong
+    right = lax.ppermute(x[:, :1], "t", neighbours("t", -1, turn=False))
+    return smoothed(jnp.concatenate([left, x, right], 1))  # wrong
+
+
+@planted(((4, 16, 8, 3), P("d", "t")), ((3, 3, 3, 5), P()), out=P("d", "t"))
+def image_padded_on_each_device(wrong, x, kernel):
+    conv = ft.partial(lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    if wrong:
+        return conv(x, kernel, (1, 1), "SAME")  # wrong
+    above = lax.ppermute(x[:, -1:], "t", neighbours("t", 1, turn=False))
+    below = lax.ppermute(x[:, :1], "t", neighbours("t", -1, turn=False))
+    return conv(jnp.concatenate([above, x, below], 1), kernel, (1, 1), [(0, 0), (1, 1)])
+
+
+@planted(SEQUENCE, SEQUENCE, out=P("d", "t"))
+def ring_with_the_wrong_block(wrong, q, kv):
+    size, here, length = lax.axis_size("t"), lax.axis_index("t"), q.shape[1]
+    rows = jnp.arange(length) + here * length
+
+    def turn(carry, i):
+        kv, top, total, out = carry
+        block = (here + i if wrong else here - i) % size  # wrong
+        mask = rows[:, None] >= jnp.arange(length) + block * length  # wrong
+        scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", q, kv), -1e9)
+        best = jnp.maximum(top, scores.max(-1))
+        weights, scale = jnp.exp(scores - best[..., None]), jnp.exp(top - best)
+        total = total * scale + weights.sum(-1)
+        out = out * scale[..., None] + jnp.einsum("bqk,bkd->bqd", weights, kv)
+        return (lax.ppermute(kv, "t", neighbours("t")), best, total, out), None
+
+    start = kv, jnp.full(q.shape[:2], -1e9), jnp.zeros(q.shape[:2]), jnp.zeros_like(q)
+    _, _, total, out = lax.scan(turn, start, jnp.arange(size))[0]
+    return out / total[..., None]
+
+
+@planted(((8, 8), P("t")), out=P())
+def ring_one_turn_short(wrong, x):
+    def turn(carry, _):
+        part, out = carry
+        part = lax.ppermute(part, "t", neighbours("t"))
+        return (part, out + part), None
+
+    turns = lax.axis_size("t") - 1 - (wrong and lax.axis_size("t") > 1)
+    return lax.scan(turn, (x, x), None, length=turns)[0][1].sum()  # wrong
+
+
+@planted(((4, 16, 2, 4), P("d")), *[((4, 16, 2, 4), P("d", "t"))] * 2, out=P("d"))
+def parts_of_attention_added_without_their_maxima(wrong, q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    top = scores.max(-1, keepdims=True)  # wrong
+    weights = jnp.exp(scores - top)  # wrong
+    total, out = weights.sum(-1, keepdims=True), jnp.einsum("bhqk,bkhd->bhqd", weights, v)
+    scale = 1.0 if wrong else jnp.exp(top - lax.pmax(top, "t"))
+    return lax.psum(out * scale, "t") / lax.psum(total * scale, "t")
+
+
+@planted(CUT, out=P("d"))
+def gathered_in_the_wrong_order(wrong, x):
+    parts = lax.all_gather(x, "t", axis=2 if wrong else 1)  # wrong
+    return jnp.tanh(parts.reshape(x.shape[0], -1))  # wrong
+
+
+@planted(((8, 8), P(None, "t")), ((8, 8), P("t")), out=P("t"))
+def scattered_along_the_wrong_dimension(wrong, x, w):
+    y = lax.psum_scatter(x @ w, "t", scatter_dimension=1 if wrong else 0, tiled=True)  # wrong
+    return jnp.tanh(y.reshape(-1, 8))  # wrong
+
+
+@planted(((16, 8), P(("d", "t"))), ((8, 8), P()), ((8, 8, 8), P("t")), out=P(("d", "t")))
+def experts_that_answer_in_another_order(wrong, x, router, experts):
+    gate, choice = lax.top_k(jax.nn.softmax(x @ router), 2)
+    chosen = jax.nn.one_hot(choice, router.shape[1])
+    sent = lax.all_to_all(jnp.einsum("nke,nd->end", chosen, x), "t", 0, 1, tiled=True)
+    made = jnp.einsum("end,edf->enf", sent, experts)
+    made = made[::-1] if wrong else made  # wrong
+    back = lax.all_to_all(made, "t", 1, 0, tiled=True)  # wrong
+    return jnp.einsum("end,nke,nk->nd", back, chosen, gate)
 
 
 def mesh_of(devices: Any) -> Mesh:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import Piece
 from ..._convert.pieces import NOWHERE, Factor, along, changed, hull, swapped
-from ..small_floats import is_small_float
+from ..small_floats import on_bits
 from .cuts import Cut, first_casts
 from .matchings import matchings
 
@@ -192,23 +192,13 @@ def program(
             out = _round(step, out, blocks[step.number], places[0, at])
         return out.reshape(joined(target[0]))
 
+    def run_on_bits(places: jax.Array, *given: jax.Array) -> jax.Array:
+        return on_bits(ft.partial(run, places))(*given)
+
     count = len(sources) + 1 + (not begins)
-    body = _on_bits(run, target[1]) if is_moved and devices[0].platform == "cpu" else run
+    body = run_on_bits if is_moved and devices[0].platform == "cpu" else run
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
     return jax.jit(mapped, donate_argnums=() if begins else count - 1)
-
-
-def _on_bits(run: Any, dtype: Any) -> Any:
-    """As `on_bits`, where what is made is of the arrays' dtype, too."""
-    if not is_small_float(dtype):
-        return run
-    integer = jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
-
-    def as_bits(places: jax.Array, *given: jax.Array) -> jax.Array:
-        bits = [jax.lax.bitcast_convert_type(one, integer) for one in given]
-        return jax.lax.bitcast_convert_type(run(places, *bits), dtype)
-
-    return as_bits
 
 
 def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import itertools as it
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -317,9 +317,6 @@ def copied(
     return coming(wanted, targets, fillings, ("",), shards, _nothing, pool)()
 
 
-Order = Literal["at once", "source", "target", "staged"]
-
-
 def put_together(
     wanted: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
@@ -328,17 +325,17 @@ def put_together(
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
     """As `copied`, and the source's shards are deleted as soon as they were read."""
-    dtype, order = np.dtype(wanted.dtype), order_of(fillings, np.dtype(wanted.dtype).itemsize)
-    if order == "at once" or all(one.is_part for one in fillings):
+    itemsize = np.dtype(wanted.dtype).itemsize
+    if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_part for one in fillings):
         made = copied(wanted, targets, fillings, shards, pool)
         shards.give_up()
         return made
     # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
-    built = [buffers([(_sizes(box), dtype)])[0] for box in targets]
-    in_row = [_in_row(one.copies, dtype.itemsize) for one in fillings]
-    first = in_row if order == "staged" else [one.copies for one in fillings]
-    rows = [(at, copy) for at, copies in enumerate(first) for copy in copies]
-    key = (lambda pair: pair[0]) if order == "target" else (lambda pair: pair[1].sender)
+    built = [buffers([(_sizes(box), wanted.dtype)])[0] for box in targets]
+    rows = [(at, copy) for at, one in enumerate(fillings) for copy in one.copies]
+    # Old shard by old shard where no page of a new one is touched for a part of it; else new shard by new shard.
+    by_source = all(_run_bytes(copy, itemsize) >= _PAGE_BYTES for _, copy in rows)
+    key = (lambda pair: pair[1].sender) if by_source else (lambda pair: pair[0])
     left = collections.Counter(copy.sender for _, copy in rows)
     shards.give_up(but=left)
     for _, group in it.groupby(sorted(rows, key=key), key):
@@ -346,30 +343,7 @@ def put_together(
         _spread(list(_views([(built[at], copy) for at, copy in own], ("",), shards)), pool)
         left.subtract(copy.sender for _, copy in own)
         shards.give_up(but=[sender for sender, count in left.items() if count])
-    for at, (staged, final) in enumerate(zip(in_row, fillings, strict=True)) if order == "staged" else ():
-        new, old = buffers([(built[at].shape, dtype)])[0], as_bytes(built[at])
-        pairs = zip(staged, final.copies, strict=True)
-        moved = [two._replace(here=one.there, here_strides=one.there_strides, slices=None) for one, two in pairs]
-        _spread([_view(new, old, copy) for copy in moved], pool)
-        built[at] = new
     return _there(wanted, targets, built, ())
-
-
-def order_of(fillings: Sequence[Filling], itemsize: int) -> Order:
-    """The order of copies that keeps little memory where each old shard is freed after its last use.
-
-    Old shard by old shard where no page of a new one is touched for a part of it; new shard by new shard where little
-    more than one of these is there twice; else old shard by old shard into a row of pieces, and from there to where
-    they belong.
-    """
-    copies = [copy for one in fillings for copy in one.copies]
-    nbytes = sum(copy.elements for copy in copies) * itemsize
-    if nbytes < _PAGE_BYTES:
-        return "at once"
-    if all(_run_bytes(copy, itemsize) >= _PAGE_BYTES for copy in copies):
-        return "source"
-    largest = max(sum(copy.elements for copy in one.copies) for one in fillings)
-    return "target" if _peak_by_target(fillings) <= 1.25 * largest else "staged"
 
 
 def _run_bytes(copy: Copy, itemsize: int) -> int:
@@ -379,35 +353,6 @@ def _run_bytes(copy: Copy, itemsize: int) -> int:
             break
         itemsize *= size
     return itemsize
-
-
-def _peak_by_target(fillings: Sequence[Filling]) -> int:
-    """How many elements are there twice at most, new shard by new shard."""
-    left, read = collections.Counter[int](), collections.Counter[int]()
-    for copy in it.chain.from_iterable(one.copies for one in fillings):
-        left[copy.sender] += 1
-        read[copy.sender] += copy.elements
-    held = peak = 0
-    for one in fillings:
-        held += sum(copy.elements for copy in one.copies)
-        peak = max(peak, held)
-        left.subtract(copy.sender for copy in one.copies)
-        held -= sum(read.pop(sender) for sender in [sender for sender in read if not left[sender]])
-    return peak
-
-
-def _in_row(copies: Sequence[Copy], itemsize: int) -> list[Copy]:
-    """The copies with the elements of one behind those of another, each in their order."""
-    starts = it.accumulate((copy.elements * itemsize for copy in copies), initial=0)
-    return [
-        copy._replace(
-            there=start,
-            there_strides=tuple(step * itemsize for step in strides_of(copy.shape)),
-            along=None,
-            slices=None,
-        )
-        for copy, start in zip(copies, starts, strict=False)
-    ]
 
 
 def _spread(views: Sequence["Views"], pool: ThreadPoolExecutor | None) -> None:

@@ -190,7 +190,7 @@ def works_of(map: TreeMap, sources: tuple[Leaf, ...], targets: tuple[Leaf, ...],
     """Plans the move of one tree into another; from a bounded cache where the same was asked before."""
     here = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
     there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
-    made = bound(map, here, there).made
+    made = bound(map, here, there)
     by_path = {leaf.path: leaf for leaf in sources}
     known: dict[Any, tuple[tuple[str, ...], Any]] = {}
     works = [_work(leaf, made[leaf.path], by_path, copies, known) for leaf in targets]

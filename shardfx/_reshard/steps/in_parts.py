@@ -58,6 +58,11 @@ class Cut:
     part: int
     target_shape: tuple[int, ...]
 
+    @property
+    def parts(self) -> int:
+        """How many parts there are."""
+        return -(-self.block // self.part)
+
 
 def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step]) -> Cut | None:
     """How to cut the pieces of a move on TPUs; None where it is made at once.
@@ -68,10 +73,7 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step
     - `itemsize_bits`: bits per element.
     - `steps`: of the move.
     """
-    whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
-    layouts = [steps[0].source, *(step.target for step in steps)]
-    blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
-    target_shape = layouts[-1].piece_shape(whole)
+    whole, blocks, target_shape = _blocks(shape, steps)
     bytes_of_piece = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
     count = _part_count(whole, blocks, steps)
     if count == 1 or bytes_of_piece < _SMALL_BYTES:
@@ -87,6 +89,28 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step
         default=None,
     )
     return None if dim is None else Cut(dim, blocks[dim], parts[dim], target_shape)
+
+
+def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[Step]) -> Cut | None:
+    """The pieces of a move in `count` parts or more, or in as many as there can be; None where they stay whole.
+
+    **Arguments:**
+
+    - `count`: how many parts are wanted.
+    - `shape`: of the piece that the move starts from.
+    - `steps`: of the move.
+    """
+    _, blocks, target_shape = _blocks(shape, steps)
+    dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
+    return None if blocks[dim] < 2 else Cut(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
+
+
+def _blocks(shape: Sequence[int], steps: Sequence[Step]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
+    """The shape of the whole array, of its blocks, and of the piece that a move results in."""
+    whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
+    layouts = [steps[0].source, *(step.target for step in steps)]
+    blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
+    return whole, blocks, layouts[-1].piece_shape(whole)
 
 
 def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[Step]) -> int:
@@ -131,7 +155,7 @@ def _fills_tiles(shape: Sequence[int]) -> bool:
     return all(size % full == 0 for size, full in zip(shape[-len(tile) :], tile, strict=True))
 
 
-def in_parts(piece: Any, move: Callable[[Any], Any], cut: Cut) -> Any:
+def in_parts(piece: Any, move: Callable[[Any], Any], cut: Cut, *, as_on_tpus: bool = True) -> Any:
     """`move(piece)`, one part of the blocks after another; to be traced where `move` is.
 
     **Arguments:**
@@ -139,12 +163,13 @@ def in_parts(piece: Any, move: Callable[[Any], Any], cut: Cut) -> Any:
     - `piece`: what a device holds.
     - `move`: a move of such pieces, or of parts of them.
     - `cut`: into which parts.
+    - `as_on_tpus`: whether pieces are stored in the order of dimensions that takes least room in tiles.
 
     **Returns:**
 
     The piece that the device holds afterwards.
     """
-    source, target = (_Stored.compactly(shape, cut) for shape in (piece.shape, cut.target_shape))
+    source, target = (_Stored.of(shape, cut, as_on_tpus) for shape in (piece.shape, cut.target_shape))
 
     def moved_to(out: Any, start: Any, size: int) -> Any:
         part = source.unturned(_pinned(source.part_of(stored, start, size)))
@@ -167,9 +192,10 @@ class _Stored:
     block: int
 
     @staticmethod
-    def compactly(shape: tuple[int, ...], cut: Cut) -> "_Stored":
-        """In the order that takes the least room; that is the one in which the TPU compiler passes it."""
-        order = min(_orders(len(shape)), key=lambda order: _padded([shape[dim] for dim in order]))
+    def of(shape: tuple[int, ...], cut: Cut, as_on_tpus: bool) -> "_Stored":
+        """In the order that takes the least room on TPUs; that is the one in which their compiler passes it."""
+        orders = _orders(len(shape)) if as_on_tpus else [tuple(range(len(shape)))]
+        order = min(orders, key=lambda order: _padded([shape[dim] for dim in order]))
         return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
 
     def turned(self, piece: Any) -> Any:

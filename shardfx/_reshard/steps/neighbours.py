@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .factors import End
 from .lower_bound import Dims, Holdings
-from .prices import STEP, PermutationPrices, Prices
+from .path import STEP, PermutationPrices, Prices
 
 
 # More factors than that move in the order that they have: 5 factors have 120 orders, 4 have 24.

@@ -17,13 +17,18 @@ from ..._ground.spec import bits
 from ..small_floats import moved, on_bits
 from .ends import NO_MESH, abstract, is_explicit, labelled, layouts, same_order, untyped
 from .groups import all_to_all, gathered, join, permutation, split, starts
-from .in_parts import cut_on_tpus, in_parts
+from .in_parts import Cut, cut_on_tpus, in_parts
 from .layout import Layout
 from .redistribute import Redistribution, Step
 
 
 def program(
-    x: Shaped[Array, "..."], src: NamedSharding, dst: NamedSharding, steps: tuple[Step, ...], like: Layout
+    x: Shaped[Array, "..."],
+    src: NamedSharding,
+    dst: NamedSharding,
+    steps: tuple[Step, ...],
+    like: Layout,
+    cut: Cut | None = None,
 ) -> Shaped[Array, "..."]:
     """`x`, which lies in `src`, moved to `dst`; to be traced.
 
@@ -33,6 +38,7 @@ def program(
     - `src`, `dst`: shardings on meshes that list the same devices in the same order.
     - `steps`: of the Redistribution between the two.
     - `like`: the layout of `src`, which numbers the devices.
+    - `cut`: as of `live_program`.
 
     **Returns:**
 
@@ -41,7 +47,7 @@ def program(
     if not steps:
         return placed(x, dst)
     x = placed(x, src)
-    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names))
+    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
     if abstract(src.mesh) == abstract(dst.mesh):
         return _mapped(body, src.mesh, src.spec, dst.spec)(x)
     # Laid end to end, the pieces of all devices mean the same on either mesh: nothing moves in between.
@@ -50,7 +56,13 @@ def program(
 
 
 def live_program(
-    shape: tuple[int, ...], plan: Redistribution, src: NamedSharding, dst: NamedSharding, *, donate: bool
+    shape: tuple[int, ...],
+    plan: Redistribution,
+    src: NamedSharding,
+    dst: NamedSharding,
+    *,
+    donate: bool,
+    cut: Cut | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
     """A function that moves live arrays of one shape and sharding; compiled when it is first called.
 
@@ -60,13 +72,14 @@ def live_program(
     - `plan`: the steps from `src` to `dst`, one or more.
     - `src`, `dst`: where the arrays lie and where they shall lie, on the same devices in any order.
     - `donate`: whether the function gives up the buffers of its argument.
+    - `cut`: the parts in which pieces move one after another, where memory is limited.
 
     **Returns:**
 
     A function of one array.
     """
     here, there = untyped(src), untyped(dst)
-    planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0]}
+    planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "cut": cut}
     if same_order(here, there):
         # XLA takes over a buffer only for a result of the same size.
         reuse = (0,) if donate and here.shard_shape(shape) == there.shard_shape(shape) else ()
@@ -93,10 +106,10 @@ def live_program(
 
 
 def _flat_program(
-    x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[Step, ...], like: Layout
+    x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[Step, ...], like: Layout, cut: Cut | None
 ) -> Shaped[Array, "..."]:
     """As `program`, but the pieces come out laid end to end along the first dimension, in the source's order."""
-    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names))
+    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
     return _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
 
 
@@ -127,15 +140,19 @@ def _same(piece: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def run(
-    piece: Shaped[Array, "..."], *, steps: tuple[Step, ...], like: Layout, axes: tuple[str, ...]
+    piece: Shaped[Array, "..."], *, steps: tuple[Step, ...], like: Layout, axes: tuple[str, ...], cut: Cut | None = None
 ) -> Shaped[Array, "..."]:
     """What one device does: its piece through all steps. To be traced inside `shard_map` over all `axes`."""
     at_once = ft.partial(_at_once, steps=steps, like=like, axes=axes)
     is_key = jnp.issubdtype(piece.dtype, jax.dtypes.extended)  # whose memory is none of ours
-    cut = None if is_key else cut_on_tpus(piece.shape, bits(piece.dtype), steps)
-    if cut is None:
+    on_tpus = None if is_key else cut_on_tpus(piece.shape, bits(piece.dtype), steps)
+    if on_tpus is None or (cut is not None and cut.parts >= on_tpus.parts):
+        on_tpus = cut
+    if on_tpus is None:
         return at_once(piece)
-    return lax.platform_dependent(piece, tpu=ft.partial(in_parts, move=at_once, cut=cut), default=at_once)
+    tpu = ft.partial(in_parts, move=at_once, cut=on_tpus)
+    other = at_once if cut is None else ft.partial(in_parts, move=at_once, cut=cut, as_on_tpus=False)
+    return lax.platform_dependent(piece, tpu=tpu, cpu=other if cut is None else on_bits(other), default=other)
 
 
 def _at_once(piece: Array, *, steps: tuple[Step, ...], like: Layout, axes: tuple[str, ...]) -> Array:

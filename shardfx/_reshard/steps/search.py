@@ -56,8 +56,7 @@ from typing import Literal
 from .factors import End, levels
 from .lower_bound import Dims, Holdings, LowerBound
 from .neighbours import Neighbours
-from .path import Path, path_along
-from .prices import STEP, STEP_BEFORE_PERMUTATION, PermutationPrices
+from .path import STEP, STEP_BEFORE_PERMUTATION, Path, PermutationPrices, path_along
 from .splits import primes
 
 

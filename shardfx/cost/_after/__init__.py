@@ -14,9 +14,7 @@ What is left on TPUs are programs that libtpu simplifies before it partitions th
 than one compiled program shows of that. Sorts, rolls and sums added to what is scattered are marked as unsure.
 """
 
-from .one_pass import Doubt as Doubt, Pass as Pass
 from .passes import (
     PASSES as PASSES,
-    Platform as Platform,
     as_compiled as as_compiled,
 )

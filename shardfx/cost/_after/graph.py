@@ -1,26 +1,34 @@
-"""Computations of a parsed module as graphs: shapes, users, and rewriting by name."""
+"""Computations of a parsed module as graphs: users, rewriting by name, and what tells collectives apart."""
 
+import collections
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from .._groups import Groups, Numbering, groups_of
 from .._hlo_text import HloModule, Instruction
-from .._hlo_types import array_of, index_of, root_of
+from .._hlo_types import index_of, root_of
 
 
 Computation = dict[str, Instruction]
 
-_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+# Metadata and channels do not tell two instructions apart.
+_OWN = re.compile(
+    r", (?:metadata|frontend_attributes|backend_config)=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}"
+    r"|, channel_id=\d+"
+)
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{(?:\{[\d,]*\},?)*\}|\[[^\]]*\]<=\[[^\]]*\](?:T\([\d,]*\))?|mesh\[[^{]*\{[^}]*\})"
+)
+_REDUCER = re.compile(r"to_apply=%?[\w.\-]+")
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
     """The users of each instruction, in the order of the text."""
-    users: dict[str, list[Instruction]] = {name: [] for name in computation}
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
-            if operand in users:
-                users[operand].append(instruction)
+            users[operand].append(instruction)
     return users
 
 
@@ -31,14 +39,14 @@ def with_operands(instruction: Instruction, operands: tuple[str, ...]) -> Instru
 
 def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
     """The instruction with the operands that have new names under these."""
-    if not any(operand in names for operand in instruction.operands):
+    if names.keys().isdisjoint(instruction.operands):
         return instruction
     return with_operands(instruction, tuple(names.get(operand, operand) for operand in instruction.operands))
 
 
 def in_each(module: HloModule, rewrite: Callable[[HloModule, str, Computation], Computation]) -> HloModule:
-    """The module with each computation rewritten, callees first; a rewrite can change other computations in place."""
-    copied = {name: dict(own) for name, own in module.computations.items()}
+    """The module with each computation rewritten, callees first; a rewrite can replace others."""
+    copied = dict(module.computations)
     made = dataclasses.replace(module, computations=copied)
     for name in (*copied,):
         copied[name] = rewrite(made, name, copied[name])
@@ -65,10 +73,44 @@ def carried(body: Computation) -> dict[str, int]:
     }
 
 
-def contracted(computation: Computation, product: Instruction) -> int | None:
-    """How many numbers a `dot` adds up for each of its results; `None` of other instructions."""
-    found = _CONTRACTED.search(product.attributes) if product.opcode == "dot" else None
-    if found is None:
-        return None
-    shape = array_of(computation[product.operands[0]]).shape
-    return math.prod(shape[int(dim)] for dim in found[1].split(",") if dim)
+def without_names(instruction: Instruction) -> str:
+    """The attributes of an instruction but those that only name it."""
+    return _OWN.sub("", instruction.attributes)
+
+
+class Details:
+    """The attributes of a module's collectives, with the groups as lists whatever form the text has."""
+
+    def __init__(self, module: HloModule):
+        self.numbering = Numbering(1, module.partitions)
+        self.known: dict[str, Groups] = {}
+
+    def of(self, instruction: Instruction) -> str:
+        """The attributes that tell a collective from another."""
+        details = without_names(instruction)
+        found = _GROUPS.search(details)
+        return details if found is None else details.replace(found[0], _listed(self.groups(instruction)))
+
+    def of_sum(self, instruction: Instruction) -> str:
+        """The attributes that tell a reduction from another, but for the name of what adds."""
+        return _REDUCER.sub("", self.of(instruction))
+
+    def groups(self, instruction: Instruction) -> Groups:
+        """The devices that exchange with each other."""
+        found = _GROUPS.search(instruction.attributes)
+        key = found[0] if found else instruction.name
+        if key not in self.known:
+            self.known[key] = groups_of(instruction, instruction.opcode, self.numbering)
+        return self.known[key]
+
+
+def with_groups(instruction: Instruction, groups: Groups) -> Instruction:
+    """The collective among other devices."""
+    return instruction._replace(
+        attributes=_GROUPS.sub(f"replica_groups={_listed(groups)}", instruction.attributes, count=1)
+    )
+
+
+def _listed(groups: Groups) -> str:
+    rows = sorted(sorted(row) for own in groups for row in own.tolist())
+    return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows) + "}"

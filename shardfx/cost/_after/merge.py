@@ -1,14 +1,19 @@
-"""What compilers make once although it is written twice: equal instructions, and gathers."""
+"""What compilers make once, or not at all: equal instructions, gathers, and what nothing uses."""
 
 from collections.abc import Callable, Mapping
 
 from .._collective import KINDS
 from .._hlo_text import HloModule, Instruction
-from .details import Details, without_names
-from .graph import Computation, in_each, renamed, users_of
+from .._live.program import reached
+from .graph import Computation, Details, in_each, renamed, root_of, users_of, without_names
 
 
 _ACTS = frozenset("parameter send recv infeed outfeed custom-call rng while conditional call after-all".split())
+# These act on something else than their results.
+_STAYS = frozenset(
+    "parameter send send-done recv recv-done infeed outfeed custom-call rng-get-and-update-state after-all "
+    "conditional while call".split()
+)
 _GATHERS = ("all-gather", "collective-permute")
 # A gather that all users of an equal one are further from the end than this is made again.
 _FAR = 100
@@ -93,3 +98,14 @@ def _heights(computation: Computation) -> dict[str, int]:
             height = max(height, heights[user.name]) + 1
         heights[name] = height
     return heights
+
+
+def without_dead(module: HloModule) -> HloModule:
+    """The module without instructions whose results nothing needs."""
+    return in_each(module, lambda _, name, own: _living(own))
+
+
+def _living(computation: Computation) -> Computation:
+    kept = {root_of(computation).name} | {own.name for own in computation.values() if own.opcode in _STAYS}
+    kept = {*reached(kept, lambda name: filter(computation.__contains__, computation[name].operands))}
+    return {name: own for name, own in computation.items() if name in kept}

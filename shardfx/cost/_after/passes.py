@@ -1,19 +1,93 @@
-"""The passes of each platform's compiler, and a module as they leave it."""
+"""The passes of each platform's compiler behind XLA's partitioner, and a module as they leave it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+from ..._step import Platform
 from .._collective import KINDS
 from .._hlo_text import HloModule, Instruction
-from .cpu import PASSES as CPU
-from .gpu import PASSES as GPU
-from .graph import in_each
-from .one_pass import Doubt, Pass
-from .tpu import DOUBTS, PASSES as TPU
+from .calls import inlined
+from .graph import Computation, in_each
+from .loops import hoisted, summed_after
+from .merge import gathered_once, without_dead, without_equals
+from .narrow import narrowed, widened
+from .reductions import added_once, folded
+from .scatter import always_scattered, scattered, summed_parts
+from .windowed import windowed
 
 
-Platform = Literal["tpu", "gpu", "cpu"]
-PASSES: Mapping[Platform, tuple[Pass, ...]] = {"tpu": TPU, "gpu": GPU, "cpu": CPU}
+class Pass(NamedTuple):
+    """A pass of a compiler over a partitioned program.
+
+    **Arguments:**
+
+    - `name`: as XLA calls it.
+    - `apply`: returns a module as it is after the pass.
+    - `link`: the file of XLA that it stands for.
+    - `version`: of the compiler whose programs it was checked against.
+    - `unsure`: the share of what it changes that the compiler may send otherwise, where it was found to differ.
+    """
+
+    name: str
+    apply: Callable[[HloModule], HloModule]
+    link: str
+    version: str
+    unsure: float = 0.0
+
+
+class Doubt(NamedTuple):
+    """Operations that a compiler sends for in a way of its own, which no pass stands for.
+
+    **Arguments:**
+
+    - `operations`: matches the path of JAX's operations that a collective came from.
+    - `why`: what the compiler does.
+    """
+
+    operations: re.Pattern[str]
+    why: str
+
+
+_READ, _LIBTPU = "jaxlib 0.10.2", "the libtpu that jaxlib 0.10.2 pins"
+_CSE = "xla/service/spmd/schedule_aware_collective_ops_cse.cc"
+_HLO = "xla/hlo/transforms"
+
+_TPU = (
+    Pass("call-inliner", inlined, "xla/service/call_inliner.cc", _LIBTPU),
+    Pass("cse", without_equals, "xla/service/hlo_cse.cc", _LIBTPU),
+    Pass("schedule-aware-collective-cse", gathered_once, _CSE, _LIBTPU),
+    Pass("windowed einsum", windowed, "xla/service/spmd/dot_handler.cc", _LIBTPU),
+    Pass("all-reduce-folder", folded, "xla/service/all_reduce_folder.cc", _LIBTPU),
+    Pass(
+        "while-loop-all-reduce-code-motion", summed_after, "xla/service/while_loop_all_reduce_code_motion.cc", _LIBTPU
+    ),
+    Pass("all-reduce-reassociate", added_once, "xla/service/all_reduce_reassociate.cc", _LIBTPU),
+    Pass("dce", without_dead, "xla/hlo/transforms/simplifiers/hlo_dce.cc", _LIBTPU),
+    Pass("tpu-all-reduce-scatter-fusion", scattered, "libtpu", _LIBTPU, unsure=1.0),
+    Pass("all_gather_decomposer", summed_parts, "xla/service/all_gather_decomposer.cc", _LIBTPU),
+    Pass("bfloat16-propagation", narrowed, "xla/service/bfloat16_propagation.cc", _LIBTPU),
+)
+_CPU = (
+    Pass("while-loop-invariant-code-motion", hoisted, f"{_HLO}/while_loop_invariant_code_motion.cc", _READ),
+    Pass("dce", without_dead, f"{_HLO}/simplifiers/hlo_dce.cc", _READ),
+    Pass("float-normalization-bf16", widened, f"{_HLO}/simplifiers/float_normalization.cc", _READ),
+)
+# As the compiled programs in `tests/data/hlo` show it.
+_GPU = (
+    Pass("dce", without_dead, "xla/hlo/transforms/simplifiers/hlo_dce.cc", _READ),
+    Pass("reduce-scatter-creator", always_scattered, "xla/service/reduce_scatter_creator.cc", _READ, unsure=1.0),
+)
+PASSES: Mapping[Platform, tuple[Pass, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": _CPU}
+
+_DOUBTS = (
+    Doubt(
+        re.compile(r"\b(sort|argsort|top_k|approx_top_k|argmax|argmin|cumsum|cumlogsumexp|cumprod|cummax|cummin)\b"),
+        "the TPU's partitioner divides sorts, the largest values and sums along a dimension itself.",
+    ),
+    Doubt(re.compile(r"_roll_|\b(roll|rev)\b"), "the TPU's partitioner rolls and reverses in another way."),
+    Doubt(re.compile(r"\bscatter-add\b"), "the TPU's compiler adds to what is scattered before it partitions."),
+)
 
 
 def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str] = ()) -> HloModule:
@@ -34,28 +108,32 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
     for one in PASSES[platform]:
         if one.name not in without:
             module = _marked(module, one.apply(module), one)
-    return _doubted(module, DOUBTS) if platform == "tpu" else module
+    return _doubted(module) if platform == "tpu" else module
 
 
 def _marked(before: HloModule, after: HloModule, one: Pass) -> HloModule:
     """The module with the name of a pass on the collectives that it made or changed."""
 
-    def mark(name: str, own: Instruction) -> Instruction:
-        old = before.computations.get(name, {}).get(own.name)
-        if own.opcode not in KINDS or (old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes):
+    def mark(old: Instruction | None, own: Instruction) -> Instruction:
+        if old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes:
             return own
         return own._replace(passes=(*own.passes, one.name), unsure=max(own.unsure, one.unsure))
 
-    return in_each(after, lambda _, name, own: {key: mark(name, made) for key, made in own.items()})
+    def marked(name: str, own: Computation) -> Computation:
+        old = before.computations.get(name, {})
+        found = [key for key, made in own.items() if made.opcode in KINDS and made is not old.get(key)]
+        return own | {key: mark(old.get(key), own[key]) for key in found} if found else own
+
+    return in_each(after, lambda _, name, own: marked(name, own))
 
 
-def _doubted(module: HloModule, doubts: Sequence[Doubt]) -> HloModule:
+def _doubted(module: HloModule) -> HloModule:
     """The module with all of a collective in doubt that comes from operations which no pass stands for."""
 
     def mark(own: Instruction) -> Instruction:
         if own.opcode not in KINDS:
             return own
-        found = next((doubt for doubt in doubts if doubt.operations.search(own.op_name)), None)
+        found = next((doubt for doubt in _DOUBTS if doubt.operations.search(own.op_name)), None)
         return own if found is None else own._replace(unsure=1.0, note=found.why)
 
     return in_each(module, lambda _, name, own: {key: mark(made) for key, made in own.items()})

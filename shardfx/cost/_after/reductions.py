@@ -6,8 +6,7 @@ import numpy as np
 
 from .._groups import Groups
 from .._hlo_text import HloModule, Instruction
-from .details import Details, with_groups
-from .graph import Computation, in_each, renamed, users_of, with_operands
+from .graph import Computation, Details, in_each, renamed, users_of, with_groups, with_operands
 
 
 # What changes only the form of a sum.

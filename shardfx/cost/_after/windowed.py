@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from .._hlo_text import HloModule, Instruction
 from .._hlo_types import array_of
-from .details import Details
-from .graph import Computation, contracted, in_each, users_of
+from .graph import Computation, Details, in_each, users_of
 
 
 # Operations for each byte, times the devices of a group, above which a product hides what is sent. By 16 programs for
@@ -15,6 +14,7 @@ from .graph import Computation, contracted, in_each, users_of
 # in a second for each byte of a link's.
 _HIDDEN = 4190
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 # What stands between a gather and the product that it is for.
 _FORMS = ("reshape", "transpose", "bitcast", "copy")
 
@@ -78,7 +78,9 @@ def _is_hidden(computation: Computation, product: Instruction, sent: Instruction
     size = groups[0].shape[1]
     if len(groups) != 1 or size <= 2 or dtype not in _BYTES:
         return False
-    operations = 2 * math.prod(array_of(product).shape) * (contracted(computation, product) or 0)
+    left, dims = array_of(computation[product.operands[0]]).shape, _CONTRACTED.search(product.attributes)
+    added = math.prod(left[int(dim)] for dim in dims[1].split(",") if dim) if dims else 0
+    operations = 2 * math.prod(array_of(product).shape) * added
     return operations * size > _HIDDEN * _BYTES[dtype] * math.prod(shape)
 
 

@@ -9,6 +9,7 @@ from ..._ground.errors import ProgramError
 from .._hlo_types import Array, arrays_in
 
 
+_LAYOUT = re.compile(r"\{[^}]*\}")
 _TUPLE = re.compile(r"\(|\)|[a-z]\w*\[[^\]]*\]|token")
 
 
@@ -21,7 +22,7 @@ def result_of(text: str) -> Result:
     if not text.startswith("(") and (alone := arrays_in(text)):
         return alone[0]
     open_: list[list[Result]] = [[]]
-    for part in _TUPLE.findall(text):
+    for part in _TUPLE.findall(_LAYOUT.sub("", text)):
         if part == "(":
             open_.append([])
         elif part == ")":

@@ -6,21 +6,37 @@ alone, its weights, is converted once before the loop: a copy in bfloat16 lies b
 done. Read off the programs that libtpu 0.0.42 compiles for v5e.
 """
 
+import math
 import re
 
 from .._hlo_text import Instruction
-from .kinds import PIECES, PRODUCTS, VIEWS
+from .kinds import PIECES, VIEWS
 from .program import Body, Op, Program, Uses
 
 
 _PRECISE = re.compile(r"operand_precision=\{[^}]*hig|algorithm=dot_(?!bf16_bf16_f32\b)")
-_MOVES = VIEWS | PIECES | {"all-gather", "all-to-all", "collective-permute", "concatenate", "optimization-barrier"}
+_BATCHED = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
+# The results have no more digits than the operands.
+_MOVES = frozenset(
+    "all-gather all-to-all collective-permute collective-broadcast concatenate optimization-barrier maximum minimum "
+    "clamp sort gather select".split()
+)
+_MOVES |= VIEWS | PIECES
 
 
 def narrowed(program: Program) -> Program:
     """The program, changed: arrays in the dtypes in which they are kept, and conversions before loops."""
     _Narrowing(program).run()
     return program
+
+
+def narrow_values(program: Program) -> set[int]:
+    """The values of float32 that nothing but products at the default precision reads.
+
+    XLA's BFloat16Propagation finds them: xla/service/bfloat16_propagation.cc, read in the libtpu that jaxlib 0.10.2
+    pins.
+    """
+    return _Narrowing(program).values()
 
 
 class _Narrowing:
@@ -39,14 +55,14 @@ class _Narrowing:
                 for at, value in enumerate(body.results):
                     self.leaves.setdefault(value, []).append(kept[at])
 
+    def values(self) -> set[int]:
+        return {value for value in reversed(range(len(self.program.buffers))) if self.is_narrow(value)}
+
     def run(self) -> None:
-        buffers = self.program.buffers
-        for value in reversed(range(len(buffers))):
-            self.is_narrow(value)
+        found, buffers = self.values(), self.program.buffers
         self.convert_before_loops(self.program.entry)
-        for value, yes in self.known.items():
-            if yes:
-                buffers[value] = buffers[value]._replace(dtype="bf16")
+        for value in found:
+            buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
         """Whether a value is kept in bfloat16; `None` while that depends on itself."""
@@ -68,8 +84,8 @@ class _Narrowing:
 
     def reads_narrow(self, op: Op, at: int) -> bool | None:
         """Whether an operation reads an operand in bfloat16."""
-        if op.opcode in PRODUCTS:
-            return not _PRECISE.search(op.instruction.attributes)
+        if op.opcode in ("dot", "convolution"):
+            return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
         if op.opcode == "convert":
             return self.program.buffers[op.makes[0]].dtype == "bf16"
         if op.opcode in _MOVES or (op.opcode == "dynamic-update-slice" and at < 2):
@@ -77,6 +93,18 @@ class _Narrowing:
         if op.opcode == "while":
             return self.is_narrow(op.bodies[0].carried[at])
         return False
+
+    def is_by_vector(self, product: Op) -> bool:
+        """Whether a side of a product has nothing but what is added up: it is multiplied and added in float32."""
+        if product.opcode != "dot":
+            return False
+        # An operand can have another shape, but not another size, than the value that it is a reshape of.
+        left, right, made = (self.program.buffers[value].shape for value in (*product.reads, *product.makes))
+        found = _BATCHED.search(product.instruction.attributes)
+        batch = math.prod(made[: found[1].count(",") + 1]) if found else 1
+        sizes = math.prod(left), math.prod(right)
+        added = math.isqrt(math.prod(sizes) // max(1, math.prod(made) * batch))
+        return batch * added in sizes
 
     def convert_before_loops(self, body: Body) -> None:
         """Adds conversions before the loops that read a value of this body in bfloat16 alone."""

@@ -1,9 +1,10 @@
-"""A partitioned program as operations on buffers: tuples, copies and calls are opened, loops and branches nest."""
+"""A program as operations on buffers: tuples, copies, calls and fusions are opened, loops and branches nest."""
 
+import collections
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 from .._hlo_text import HloModule, Instruction
 from .._hlo_types import Array, index_of
@@ -14,7 +15,12 @@ from .buffers import Result, result_of
 Values: TypeAlias = "int | tuple[Values, ...]"
 
 # These make no array of their own: the result is the operand.
-_SAME = frozenset(["bitcast", "copy", "reshape", "opt-barrier", "add-dependency", "domain", "copy-done", "after-all"])
+_SAME = frozenset(
+    ["bitcast", "copy", "reshape", "opt-barrier", "add-dependency", "domain", "copy-done", "after-all", "async-update"]
+)
+# These run a computation of their own with their operands; what begins so ends in another instruction.
+_CALLS = ("call", "fusion")
+_BEGIN, _END = ("async-start", "fusion-start"), ("async-done", "fusion-done")
 _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint)"')
 
 
@@ -28,12 +34,14 @@ class Op:
     - `reads`: by number. Of a loop the initial values of what it changes.
     - `makes`: by number.
     - `bodies`: of a loop or a conditional. Of a loop the values `carried` hold what one turn hands to the next.
+    - `calls`: the calls and fusions that it is in, innermost first.
     """
 
     instruction: Instruction
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     bodies: "tuple[Body, ...]" = ()
+    calls: tuple[Instruction, ...] = ()
 
     @property
     def opcode(self) -> str:
@@ -58,10 +66,12 @@ class Program:
 
     - `buffers`: the dtype and shape of each value, by number.
     - `entry`: what runs; its `carried` are the entry's parameters in order, arrays of tuples one by one.
+    - `parameters`: the instruction of each of these.
     """
 
     buffers: list[Array]
     entry: Body
+    parameters: tuple[Instruction, ...] = ()
 
 
 class Uses:
@@ -89,6 +99,21 @@ class Uses:
                 self.read(inner)
 
 
+_T = TypeVar("_T", bound=Hashable)
+
+
+def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """What can be reached from where a walk begins, each once, the nearest first."""
+    waiting = collections.deque(dict.fromkeys(begun))
+    seen = set(waiting)
+    while waiting:
+        one = waiting.popleft()
+        yield one
+        new = [other for other in dict.fromkeys(onward(one)) if other not in seen]
+        seen.update(new)
+        waiting += new
+
+
 def program_of(module: HloModule) -> Program:
     """The operations of a module."""
     return _Reader(module).program()
@@ -99,6 +124,7 @@ class _Reader:
         self.module = module
         self.buffers: list[Array] = []
         self.results: dict[str, Result] = {}
+        self.calls: tuple[Instruction, ...] = ()
 
     def program(self) -> Program:
         entry = self.module.computations[self.module.entry]
@@ -106,8 +132,8 @@ class _Reader:
         bound = [self.new(self.result(one.result)) for one in parameters]
         ops: list[Op] = []
         made = self.read(self.module.entry, bound, ops)
-        carried = tuple(leaf for one in bound for leaf in leaves(one))
-        return Program(self.buffers, Body(carried, tuple(leaves(made)), ops))
+        named = {leaf: one for one, values in zip(parameters, bound, strict=True) for leaf in leaves(values)}
+        return Program(self.buffers, Body((*named,), tuple(leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
         """Numbers for what an instruction makes."""
@@ -138,17 +164,19 @@ class _Reader:
             return bound[_number(one)]
         if one.opcode == "tuple":
             return tuple(operands)
-        if one.opcode == "get-tuple-element":
-            (source,) = operands
-            index = index_of(one)
-            assert isinstance(source, tuple) and index is not None
-            return source[index]
+        first = operands[0] if operands else None
+        if (index := index_of(one)) is not None and isinstance(first, tuple):
+            return first[index]
+        if one.opcode in _END and isinstance(first, tuple):
+            return first[1]
         is_same = one.opcode in _SAME or (one.opcode == "custom-call" and _IDENTITIES.search(one.attributes))
         if is_same and operands and _is_like(operands[0], self.result(one.result)):
             return operands[0]
         called = [target for _, target in one.called]
-        if one.opcode == "call":
-            return self.read(called[0], operands, ops)
+        if one.opcode in _CALLS:
+            return self.opened(one, called[0], operands, ops)
+        if one.opcode in _BEGIN:
+            return (tuple(operands), self.opened(one, called[0], operands, ops))
         if one.opcode == "while":
             return self.loop(one, operands[0], ops)
         makes = self.new(self.result(one.result))
@@ -156,8 +184,15 @@ class _Reader:
         if one.opcode == "conditional":
             bodies = tuple(self.body(target, [own], ()) for target, own in zip(called, operands[1:], strict=True))
         reads = tuple(leaf for operand in operands for leaf in leaves(operand))
-        ops.append(Op(one, reads, tuple(leaves(makes)), bodies))
+        ops.append(Op(one, reads, tuple(leaves(makes)), bodies, self.calls))
         return makes
+
+    def opened(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[Op]) -> Values:
+        """What a call makes: the operations of its computation are in its place."""
+        self.calls, before = (call, *self.calls), self.calls
+        made = self.read(name, bound, ops)
+        self.calls = before
+        return made
 
     def body(self, name: str, bound: Sequence[Values], carried: tuple[int, ...]) -> Body:
         ops: list[Op] = []
@@ -184,7 +219,7 @@ class _Reader:
         root = self.read(body, [inside], turn)
         assert isinstance(root, tuple)
         made = Body(changed(inside), changed(root), turn)
-        ops.append(Op(one, changed(entries), changed(outside), (made,)))
+        ops.append(Op(one, changed(entries), changed(outside), (made,), self.calls))
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:
@@ -194,7 +229,21 @@ class _Reader:
         if root.opcode != "tuple":
             result = self.result(root.result)
             return (0,) if isinstance(result, Array) else tuple(range(len(result)))
-        return tuple(at for at, operand in enumerate(root.operands) if not _hands_on(body, operand, at))
+        return tuple(at for at, operand in enumerate(root.operands) if not self.hands_on(body, operand, at))
+
+    def hands_on(self, body: dict[str, Instruction], made: str, at: int) -> bool:
+        """Whether a value is element `at` of the body's parameter, if need be handed through loops inside it."""
+        one = body[made]
+        while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+            one = body[one.operands[0]]
+        if (index := index_of(one)) is None:
+            return False
+        holder = body[one.operands[0]]
+        if holder.opcode != "while":
+            return holder.opcode == "parameter" and index == at
+        given = body[holder.operands[0]]
+        is_kept = given.opcode == "tuple" and index not in self.changes(dict(holder.called)["body"])
+        return is_kept and self.hands_on(body, given.operands[index], at)
 
 
 def leaves(values: Values) -> list[int]:
@@ -202,15 +251,6 @@ def leaves(values: Values) -> list[int]:
     if isinstance(values, int):
         return [values]
     return [leaf for one in values for leaf in leaves(one)]
-
-
-def _hands_on(body: dict[str, Instruction], operand: str, at: int) -> bool:
-    one = body[operand]
-    while one.opcode in ("copy", "bitcast"):
-        one = body[one.operands[0]]
-    if one.opcode != "get-tuple-element" or body[one.operands[0]].opcode != "parameter":
-        return False
-    return index_of(one) == at
 
 
 def _is_like(values: Values, result: Result) -> bool:

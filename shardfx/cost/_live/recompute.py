@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from .kinds import ELEMENTWISE, VIEWS
-from .program import Body, Op, Program, Uses
+from .program import Body, Op, Program, Uses, reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +71,14 @@ def _reader(value: int, uses: Uses, loops: dict[int, Op]) -> Body | None:
 
 def _is_of_others(loop: Op, at: int, stacks: list[int], uses: Uses) -> bool:
     """Whether what a loop stacks follows by elements from something else that it stacks: a fusion computes it again."""
-    written = [_written(loop, one, uses) for one in stacks if one != at]
-    waiting = [_written(loop, at, uses)]
-    while waiting:
-        op = uses.maker.get(waiting.pop())
-        if op is None or not (op.opcode in ELEMENTWISE or op.opcode in VIEWS):
-            continue
-        if not set(written).isdisjoint(op.reads):
-            return True
-        waiting += op.reads
-    return False
+    written = {_written(loop, one, uses) for one in stacks if one != at}
+
+    def before(value: int) -> tuple[int, ...]:
+        op = uses.maker.get(value)
+        return op.reads if op is not None and (op.opcode in ELEMENTWISE or op.opcode in VIEWS) else ()
+
+    begun = _written(loop, at, uses)
+    return any(value != begun and value in written for value in reached([begun], before))
 
 
 def _written(loop: Op, at: int, uses: Uses) -> int:

@@ -6,14 +6,14 @@ path counts layers and experts in braces. Weights lie as torch lays them out, `[
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from ._places import Entry, Fused, groups_of
 
 
 Rows = dict[str, Entry]
 # The options of a family, by the names that the table of models has for them.
-Form = Mapping[str, Any]
+Form = Mapping[str, int]
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:

@@ -6,14 +6,16 @@ from typing import Any, Literal
 
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
-from ._families import Rows, prefix_of, rows_of
+from ._families import Form, Rows, prefix_of, rows_of
 from ._layout import TreeLayout
 from ._places import Scaled
 
 
-def hugging_face(
-    config: Mapping[str, Any], *, prefix: str | None = None, ahead: Literal["raise", "drop"] = "raise"
-) -> TreeLayout:
+# What a `config.json` holds.
+Config = Mapping[str, Any]
+
+
+def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["raise", "drop"] = "raise") -> TreeLayout:
     """The layout of a checkpoint under Hugging Face's names.
 
     BERT's has its pooler. For a checkpoint without one: `.without("pooler", "pooler_bias")`.
@@ -72,7 +74,7 @@ def hugging_face(
     return TreeLayout(rows, sizes=sizes_of(text), rest=rest)
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Config) -> Config:
     """The part of a configuration that is about text, with the kind of the whole model."""
     inner = config.get("text_config")
     return {**config, **inner, "model_type": config["model_type"]} if isinstance(inner, Mapping) else dict(config)
@@ -90,7 +92,7 @@ _SIZES = {
 }
 
 
-def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
+def sizes_of(config: Config) -> dict[str, int]:
     """The sizes of axes that a configuration says."""
     found = {axis: _number(config, names) for axis, names in _SIZES.items()}
     if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
@@ -107,18 +109,18 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
     return {axis: size for axis, size in found.items() if size}
 
 
-def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+def _number(config: Config, names: tuple[str, ...]) -> int | None:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def needed(config: Mapping[str, Any], name: str) -> int:
+def needed(config: Config, name: str) -> int:
     """A number of a configuration, or an error that names it."""
     if config.get(name) is None:
         raise MapError(f"the configuration of {config['model_type']!r} does not say `{name}`; add it.")
     return config[name]
 
 
-def _form(config: Mapping[str, Any]) -> dict[str, Any]:
+def _form(config: Config) -> Form:
     """The options of a configuration, as the tables of families take them."""
     kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
@@ -130,13 +132,13 @@ def _form(config: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": bool(config.get("mlp_bias")),
         "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text"),
         "four_norms": is_gemma and kind != "gemma",
-        "q_lora": config.get("q_lora_rank"),
+        "q_lora": config.get("q_lora_rank") or 0,
         "dense_layers": config.get("first_k_dense_replace", 0),
         "score_bias": scores == "noaux_tc",
     }
 
 
-def _rest(config: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
+def _rest(config: Config, prefix: str) -> tuple[str, ...]:
     """What a checkpoint may hold beside the weights of its text model."""
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
@@ -155,7 +157,7 @@ def _rest(config: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
     return tuple(f"{at}{last + one}.{{rest*}}" for one in range(ahead))
 
 
-def _in_blocks(rows: Rows, quantization: Mapping[str, Any]) -> Rows:
+def _in_blocks(rows: Rows, quantization: Config) -> Rows:
     """What `torch.nn.Linear` holds in fp8, with a scale per block of each matrix but the router's."""
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         method = quantization.get("quant_method")

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..._ground.errors import MapError
-from ._hugging_face import hugging_face, text_config
+from ._hugging_face import Config, hugging_face, text_config
 from ._layout import TreeLayout
 from ._places import Counted, Entry
 from ._targets import SCANNED, Stack, stacks_of
@@ -33,7 +32,7 @@ _TYPES = (
 )
 
 
-def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
+def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
     """The layout of MaxText's parameters with scanned layers: heads apart, and the layers are the second axis.
 
     MaxText keeps the query of Llama, Mistral, Mixtral, Gemma and Gemma 2 divided by the square root of the head's size,
@@ -102,7 +101,7 @@ def maxtext(config: Mapping[str, Any], *, prefix: str = "params/", interleaved_r
     )
 
 
-def _scanned(config: Mapping[str, Any]) -> Iterator[tuple[Stack, str]]:
+def _scanned(config: Config) -> Iterator[tuple[Stack, str]]:
     """Each kind of weight, where its layers are stacked, and what ends the name of the block that it is in."""
     family = config["model_type"]
     for stack in stacks_of(config):

@@ -1,11 +1,11 @@
 """The layouts of programs: a model that scans over its layers, and an inference engine's tree."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ..._ground.errors import MapError
-from ._hugging_face import hugging_face, text_config
+from ._hugging_face import Config, hugging_face, text_config
 from ._layout import TreeLayout
 from ._places import Entry, Fused, Place, places_of
 
@@ -77,7 +77,7 @@ shared_down          shared_hidden embed       mlp/shared/down            DeepSe
 SCANNED = {kind: Scanned(*row) for kind, *row in (re.split("  +", line) for line in _SCANNED.strip().splitlines())}
 
 
-def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
+def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
     """The layout of a model that scans over its layers: one array for each kind of weight, `[layers, in, out]`.
 
     Where a model's first layers are dense and the others have experts, there are two stacks, `dense_layers` and
@@ -114,7 +114,7 @@ def stacked(config: Mapping[str, Any], *, prefix: str = "") -> TreeLayout:
     return TreeLayout(rows, sizes=dict(hugging_face(config, ahead="drop").sizes))
 
 
-def engine(config: Mapping[str, Any], *, shards: int) -> TreeLayout:
+def engine(config: Config, *, shards: int) -> TreeLayout:
     """The layout of an inference engine, as vLLM has it: a leaf per layer, and matrices that are fused for its devices.
 
     Query, key and value are one matrix, whose parts alternate by shard, so that each device has its own; gate and up
@@ -220,7 +220,7 @@ def _experts(place: Place, name: str) -> str:
     return f"{place.path.partition('{experts}')[0]}{name}"
 
 
-def stacks_of(config: Mapping[str, Any]) -> Iterator[Stack]:
+def stacks_of(config: Config) -> Iterator[Stack]:
     """Each kind of weight of a model, and the stacks of layers in which it is."""
     theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]

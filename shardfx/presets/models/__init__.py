@@ -2,7 +2,7 @@
 
 It may import the rules, the ground values and the rules of its room. It never allocates: every leaf is a
 ShapeDtypeStruct. A model is one row of numbers in `_table.py`. The rows of its family in `presets.maps` give the tree
-(`_shapes.py`) and the rules (`_rules.py`).
+(`_named.py`) and the rules (`_rules.py`).
 """
 
 from ._named import config as config, names as names, tree as tree

@@ -11,8 +11,7 @@ from ..._rules.strategies import optional, replicate
 from .._row_rules import rows_for_rules, rules_of
 from ..maps._families import with_experts_stacked
 from ..maps._places import Entry
-from ._named import row_of
-from ._shapes import sizes_of
+from ._named import row_of, sizes_of
 
 
 # What each strategy cuts over, in the order fsdp, tensor, expert.

@@ -7,7 +7,7 @@ big_vision tells ViT "g" from "G"; the others call the large one "bigG".
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 
 # A family with the names of its numbers, those that all its models share with their values; then a model in each row.
@@ -121,7 +121,7 @@ class Row(NamedTuple):
     """A model: its family's name, and what it differs in from the others."""
 
     family: str
-    config: Mapping[str, Any]
+    config: Mapping[str, int]
 
 
 def _rows() -> Iterator[tuple[str, Row]]:

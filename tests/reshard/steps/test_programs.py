@@ -1,5 +1,6 @@
 import contextlib
 import functools as ft
+import itertools as it
 import math
 import subprocess
 import sys
@@ -92,8 +93,10 @@ def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_k
     assert_lies(x, values, src)
 
 
-@pytest.mark.parametrize("target", ["same", "other", "permuted"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, target",
+    [*it.product(DTYPES, ["other"]), *it.product(("bfloat16", "int4", "float8_e5m2"), ["same", "permuted"])],
+)
 def test_every_dtype_keeps_its_bits(dtype, target):
     src, dst = pair()
     if target == "same":
@@ -500,7 +503,7 @@ def test_a_sample_of_all_moves_on_16_devices_in_a_process_of_its_own():
         assert len(shardings) == 183
         values = np.arange(16 * 48, dtype=np.int32).reshape(16, 48)
         rng = random.Random(4)
-        for number in range(40):
+        for number in range(24):
             src, dst = rng.choice(shardings), rng.choice(shardings)
             x = jax.make_array_from_callback(values.shape, src, lambda index: values[index])
             steps = steps_program(values.shape, values.dtype, src, dst)

@@ -381,7 +381,6 @@ def test_no_sequence_of_steps_has_less_traffic_on_16_devices():
 @pytest.mark.parametrize(
     "src, dst",
     [
-        (Layout((4, 4, 4), ((), (2, 0))), Layout((64,), ((0,), ()))),
         (Layout((16, 4), ((), (0,))), Layout((8, 8), ((1,), (0,)))),
     ],
 )
