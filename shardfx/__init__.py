@@ -38,8 +38,7 @@ if _typing.TYPE_CHECKING:
         plan as plan,
         report as report,
     )
-    from ._reshard import map_matrices as map_matrices, plan_reshard as plan_reshard
-    from ._reshard.mover import reshard as reshard
+    from ._reshard import map_matrices as map_matrices, plan_reshard as plan_reshard, reshard as reshard
     from ._rules import (
         AxisRules as AxisRules,
         PathRules as PathRules,
@@ -56,7 +55,7 @@ if _typing.TYPE_CHECKING:
         html_report as html_report,
         lint as lint,
     )
-    from .topology._mesh import MeshSpec as MeshSpec
+    from .topology import MeshSpec as MeshSpec
 
 
 __version__ = "0.1.0"
@@ -69,7 +68,7 @@ _LATE = {
         "_ground.reason": "Code Decision Reason",
         "_plan": "LeafPlan ShardPlan correct field follow plan report",
         "_rules": "AxisRules PathRules atomic fsdp match optional replicate resolve",
-        "topology._mesh": "MeshSpec",
+        "topology": "MeshSpec",
         "_convert": "From TreeMap",
         "_reshard": "map_matrices plan_reshard reshard",
         "_see": "diff explain html_report lint",

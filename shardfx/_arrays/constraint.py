@@ -11,9 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
 from .._ground.reason import Decision
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
-from .._plan.shard_plan import ShardPlan, check_plan
-from .._plan.single import Policy, decision_for
-from ..topology._mesh import MeshSpec
+from .._plan import Policy, ShardPlan, check_plan, decision_for
+from ..topology import MeshSpec
 from .meant_for import meant_for
 from .put import is_tracing, placed
 from .read_back import sharding_of

@@ -13,13 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .._ground.errors import PlanMismatchError
 from .._ground.reason import Decision
 from .._ground.tree import flatten
-from .._plan.content import aligned, rows_of
-from .._plan.leaf import LeafPlan
-from .._plan.shard_plan import ShardPlan
-from .._rules.axis_rules import AxisRules
-from .._rules.path_rules import PathRules
-from .._rules.resolution import names_text
-from ..topology._mesh import MeshSpec
+from .._plan import LeafPlan, ShardPlan, aligned, rows_of
+from .._rules import AxisRules, PathRules, names_text
+from ..topology import MeshSpec
 
 
 Donate = (

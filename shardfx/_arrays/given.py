@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from .._ground.boxes import boxes
 from .._ground.errors import PlanMismatchError
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 
 
 class Given(NamedTuple):

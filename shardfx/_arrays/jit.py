@@ -13,8 +13,8 @@ import numpy as np
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.tree import tree_paths
-from .._plan.shard_plan import ShardPlan
-from ..topology._mesh import MeshSpec
+from .._plan import ShardPlan
+from ..topology import MeshSpec
 from .entries import (
     Donate,
     Donated,

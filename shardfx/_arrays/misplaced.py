@@ -13,9 +13,7 @@ from .._ground.html import html_table
 from .._ground.spec import array_bytes, canonical, entries_of
 from .._ground.text import array_text, between_numbers, bytes_text, joined_exactly, plural, spec_text, table
 from .._ground.tree import flatten
-from .._plan import ShardPlan
-from .._plan.leaf import canonical_dtype
-from .._plan.shard_plan import check_plan
+from .._plan import ShardPlan, canonical_dtype, check_plan
 from .given import lies_as, memory_kind
 from .read_back import known_sharding
 

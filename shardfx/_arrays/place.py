@@ -10,9 +10,7 @@ from jax.experimental import multihost_utils
 
 from .._ground.errors import LeafTypeError
 from .._ground.tree import Flat, flatten
-from .._plan.content import rows_of
-from .._plan.leaf import Row, named_sharding
-from .._plan.shard_plan import ShardPlan, check_plan, shardings_of_leaves
+from .._plan import Row, ShardPlan, check_plan, named_sharding, rows_of, shardings_of_leaves
 from .constraint import constrain
 from .put import is_tracing, placed
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 
 
 P = ParamSpec("P")

@@ -4,7 +4,34 @@ It may import the ground values. It never touches a file or a device, and it nev
 reads, writes and moves asks it for pieces, and carries them out.
 """
 
-from .binding import near_names as near_names, structs_of as structs_of, tree_structs as tree_structs
-from .expression import From as From
-from .pieces import Made as Made, Piece as Piece, Struct as Struct
-from .tree_map import TreeMap as TreeMap, bound as bound, bound_before as bound_before
+from .binding import near_names, structs_of, tree_structs
+from .evaluate import cast, leaf_made
+from .expression import From
+from .patterns import pattern, sum_of
+from .pieces import (
+    NOWHERE,
+    Counted,
+    Factor,
+    Made,
+    Piece,
+    Scale,
+    Struct,
+    Value,
+    along,
+    changed,
+    dense,
+    dtypes_of,
+    extended,
+    hull,
+    is_only,
+    names_of,
+    once,
+    rows,
+    shifted,
+    simplified,
+    swapped,
+    within,
+)
+from .tree_map import TreeMap, bound, bound_before
+from .values import chunks, constant, fill, scale_box, write
+from .views import Landing, as_bits, landings, seen, source_view, strides_of, target_view

@@ -4,12 +4,32 @@ It may import `_rules` and the ground values. It never touches the values of an 
 for a mesh that is not there is made the same way.
 """
 
-from .correction import correct as correct
-from .differences import differences as differences
-from .following import follow as follow
-from .leaf import LeafPlan as LeafPlan
-from .names import field as field, renamed as renamed
-from .planner import plan as plan
-from .replanning import Replan as Replan, replan as replan
-from .shard_plan import ShardPlan as ShardPlan
-from .table import report as report
+from .codec import decode_dtype, encode_dtype
+from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines
+from .complaints import (
+    Decided,
+    Unused,
+    absent_axes,
+    axes_used,
+    misspelled_axes,
+    raise_empty,
+    uncovered,
+    unknown_of_rows,
+    unknown_units,
+    unused_rules,
+    unused_text,
+)
+from .content import Content, Group, aligned, rows_of
+from .correction import axes_of, correct
+from .decide import Request, further
+from .facts import ReportRow, report_rows_of
+from .following import follow
+from .leaf import MEMORY_KINDS, LeafPlan, Row, canonical_dtype, memory_kind_pairs, named_sharding
+from .names import field, names_of_leaves, renamed
+from .planner import NAMES, Draft, drafted, plan
+from .replanning import Replan, refined, replan, row_on
+from .shard_plan import ShardPlan, check_plan, shardings_of_leaves
+from .single import Policy, decision_for
+from .skeleton import Skeleton
+from .table import report
+from .target import Target, target_of

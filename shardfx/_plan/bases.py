@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from .._ground.errors import RuleError
-from .._rules.axis_rules import near
+from .._rules import near
 from .leaf import LeafPlan
 from .shard_plan import ShardPlan
 

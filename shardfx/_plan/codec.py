@@ -13,9 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 from .._ground.errors import LeafTypeError, PlanFormatError
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, unreduced_kind, with_reductions
-from .._rules.axis_rules import AxisRules
-from .._rules.strategies import Atomic, Fsdp, fsdp
-from ..topology._mesh import MeshSpec
+from .._rules import Atomic, AxisRules, Fsdp, fsdp
+from ..topology import MeshSpec
 from .leaf import Row
 
 

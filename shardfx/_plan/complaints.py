@@ -11,11 +11,8 @@ from .._ground.reason import Code
 from .._ground.spec import array_bytes, entries_of, entry_axes
 from .._ground.text import plural
 from .._ground.tree import Flat
-from .._rules.axis_rules import AxisRules, axes_in, near, nearest
-from .._rules.path_rules import first_match
-from .._rules.resolution import names_text, unknown_names
-from .._rules.strategies import Optional, axes_of_target
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules, Optional, axes_in, axes_of_target, first_match, names_text, near, nearest, unknown_names
+from ..topology import MeshSpec
 from .leaf import Row
 
 

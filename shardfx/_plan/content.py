@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._ground.errors import PlanFormatError, PlanMismatchError
 from .._ground.text import between_numbers, joined, plural
 from .._ground.tree import Flat, flatten
-from .._rules.axis_rules import AxisRules
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules
+from ..topology import MeshSpec
 from . import plan_json
 from .leaf import LeafPlan, Row, canonical_dtype, named_sharding
 from .skeleton import Skeleton

@@ -20,8 +20,8 @@ from .._ground.spec import (
     with_reductions,
 )
 from .._ground.text import plural
-from .._rules.strategies import Fsdp
-from ..topology._mesh import MeshSpec
+from .._rules import Fsdp
+from ..topology import MeshSpec
 
 
 class Leaf(NamedTuple):

@@ -13,11 +13,21 @@ from jax.sharding import PartitionSpec
 from .._ground.errors import RuleError, SpecError
 from .._ground.reason import Code, Decision, Reason, reason
 from .._ground.spec import entries_at, entry_axes, shard_counts, trimmed
-from .._rules.axis_rules import AxisRules
-from .._rules.path_rules import check_once, is_callable
-from .._rules.resolution import names_text, one_per_dim, resolve, units_of
-from .._rules.strategies import Atomic, Fsdp, Pipeline, Replicate, bare
-from ..topology._mesh import MeshSpec
+from .._rules import (
+    Atomic,
+    AxisRules,
+    Fsdp,
+    Pipeline,
+    Replicate,
+    bare,
+    check_once,
+    is_callable,
+    names_text,
+    one_per_dim,
+    resolve,
+    units_of,
+)
+from ..topology import MeshSpec
 from .correction import (
     Axes,
     Leaf,

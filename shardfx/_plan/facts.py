@@ -17,7 +17,7 @@ from .._ground.text import (
     printable,
     spec_text,
 )
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from .content import Content
 from .leaf import LeafPlan
 

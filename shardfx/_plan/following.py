@@ -15,9 +15,7 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules.axis_rules import AxisRules, check_axis_rules, near
-from .._rules.path_rules import PathRules, check_path_rules, compiled, first_match
-from .._rules.strategies import Fsdp, fsdp
+from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, compiled, first_match, fsdp, near
 from .bases import Beside, base_of, besides
 from .complaints import (
     Decided,

@@ -11,9 +11,7 @@ from jax.sharding import PartitionSpec
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
 from .._ground.tree import Flat, flatten, leaves_at
-from .._rules.axis_rules import AxisRules
-from .._rules.resolution import names_text
-from .._rules.strategies import Atomic
+from .._rules import Atomic, AxisRules, names_text
 
 
 if TYPE_CHECKING:

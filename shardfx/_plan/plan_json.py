@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from .._ground.errors import MeshError, PlanFormatError
-from .._rules.axis_rules import AxisRules
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules
+from ..topology import MeshSpec
 from . import codec
 from .correction import correct
 from .leaf import MEMORY_KINDS, Row

@@ -11,9 +11,17 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.reason import Code, reason, refined_reasons
 from .._ground.tree import Flat, flatten
-from .._rules.axis_rules import AxisRules, check_axis_rules
-from .._rules.path_rules import PathRules, are_digit_blind, check_path_rules, compiled, first_match, is_callable
-from ..topology._mesh import MeshSpec
+from .._rules import (
+    AxisRules,
+    PathRules,
+    are_digit_blind,
+    check_axis_rules,
+    check_path_rules,
+    compiled,
+    first_match,
+    is_callable,
+)
+from ..topology import MeshSpec
 from .complaints import (
     Decided,
     axes_used,

@@ -12,9 +12,8 @@ from .._ground.html import html_text
 from .._ground.reason import Code, Reason
 from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
 from .._ground.text import first_lines
-from .._rules.axis_rules import AxisRules
-from .._rules.resolution import resolve
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules, resolve
+from ..topology import MeshSpec
 from .content import Content
 from .correction import Axes, axes_of
 from .decide import Request, row_of

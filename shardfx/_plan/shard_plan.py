@@ -14,8 +14,8 @@ from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleEr
 from .._ground.reason import Decision
 from .._ground.text import plural
 from .._ground.tree import Flat
-from .._rules.axis_rules import AxisRules
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules
+from ..topology import MeshSpec
 from .content import Content, read_json, rows_of, shaped_like
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding

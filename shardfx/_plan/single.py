@@ -12,10 +12,8 @@ from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .._ground.tree import leaves_at
-from .._rules.axis_rules import AxisRules, near
-from .._rules.path_rules import PathRules
-from .._rules.resolution import check_known, one_per_dim, resolve, units_of, unknown_names
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules, PathRules, check_known, near, one_per_dim, resolve, units_of, unknown_names
+from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
 from .correction import axes_of, correct, looks_apart, padded_units

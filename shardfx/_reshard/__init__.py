@@ -5,8 +5,8 @@ It may import `_plan` and what is below it. It never chooses where an array shal
 and between trees.
 """
 
-from .matrices import MappedMatrices as MappedMatrices, map_matrices as map_matrices
-from .mover import reshard as reshard
-from .reshard_plan import LeafMove as LeafMove, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
-from .steps.layout import Layout as Layout
-from .steps.redistribute import Step as Step
+from .matrices import MappedMatrices, map_matrices
+from .mover import reshard
+from .reshard_plan import LeafMove, ReshardPlan, plan_reshard
+from .steps.layout import Layout
+from .steps.redistribute import Step

@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, check_type
 from .._ground.tree import flatten, tree_paths
-from .._plan.shard_plan import ShardPlan, shardings_of_leaves
+from .._plan import ShardPlan, shardings_of_leaves
 
 
 def targets(form: Any, tree: Any, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:

@@ -15,7 +15,7 @@ from .._convert import TreeMap
 from .._ground.boxes import Box, volume
 from .._ground.errors import LeafTypeError, MapError, MeshError, SpecError
 from .._ground.tree import flatten
-from .._plan.target import Target, target_of
+from .._plan import Target, target_of
 from .destinations import is_array, leaf_name
 from .ends import has_devices, require_movable, require_reduced
 from .flight import Job

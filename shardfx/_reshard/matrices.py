@@ -11,10 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError
 from .._ground.tree import flatten
-from .._plan import plan as plan_of
-from .._plan.content import rows_of
-from .._plan.shard_plan import ShardPlan, check_plan
-from .._rules.path_rules import PathRules
+from .._plan import ShardPlan, check_plan, plan as plan_of, rows_of
+from .._rules import PathRules
 from .owners import apart, joined, packed, row_of_owner, sent, unpacked
 from .stacks import Exchange, Other, Stack, Where, exchanges_of
 from .steps.program import placed

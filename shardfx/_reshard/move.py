@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._ground.boxes import boxes
 from .._ground.spec import array_bytes, bits
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from .ends import (
     copies_bytes,
     data_of,

@@ -16,8 +16,8 @@ from .._ground.html import html_text
 from .._ground.spec import array_bytes
 from .._ground.text import between_numbers, first_lines, joined, plural, table
 from .._ground.tree import flatten
-from .._plan.shard_plan import ShardPlan
-from ..topology._mesh import MeshSpec
+from .._plan import ShardPlan
+from ..topology import MeshSpec
 from .destinations import leaf_name, lost_devices, targets
 from .ends import data_of, in_host_memory
 from .move import Move, balanced, move_of, shares_memory

@@ -13,8 +13,7 @@ from jaxtyping import Int
 
 from .._ground.errors import LeafTypeError, MoveError, RuleError, SpecError
 from .._ground.spec import entries_of, entry_axes
-from .._plan.leaf import LeafPlan
-from .._plan.shard_plan import ShardPlan
+from .._plan import LeafPlan, ShardPlan
 
 
 # What `where` gives for a path: how many leading dimensions count matrices, and how many after them are rows; or what

@@ -4,7 +4,49 @@ It may import the ground values: errors, reasons, specs and trees. It never look
 Whether what is asked fits is for `_plan` to say.
 """
 
-from .axis_rules import AxisRules as AxisRules
-from .path_rules import PathRules as PathRules, match as match
-from .resolution import resolve as resolve
-from .strategies import atomic as atomic, fsdp as fsdp, optional as optional, replicate as replicate
+from .axis_rules import (
+    AxisRules,
+    Rule,
+    RulesLike,
+    Target,
+    alias_chain,
+    axes_in,
+    check_axis_rules,
+    near,
+    nearest,
+    repeated,
+)
+from .path_rules import (
+    PathRules,
+    are_digit_blind,
+    check_once,
+    check_path_rules,
+    compiled,
+    first_match,
+    is_callable,
+    match,
+)
+from .resolution import (
+    Attempt,
+    attempts,
+    check_known,
+    members_of,
+    names_text,
+    one_per_dim,
+    resolve,
+    units_of,
+    unknown_names,
+)
+from .strategies import (
+    Atomic,
+    Fsdp,
+    Optional,
+    Pipeline,
+    Replicate,
+    atomic,
+    axes_of_target,
+    bare,
+    fsdp,
+    optional,
+    replicate,
+)

@@ -5,7 +5,7 @@ how an array is cut: what it says is read from the plan, or from the lists that 
 never touches an array or a device.
 """
 
-from .._rules.resolution import Attempt as Attempt
+from .._rules import Attempt as Attempt
 from .difference import (
     AxisMove as AxisMove,
     Diff as Diff,

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.spec import UNCONSTRAINED, entries_of
 from .._ground.text import between_numbers
-from .._rules.strategies import Atomic, Fsdp, Optional, Pipeline, Replicate
+from .._rules import Atomic, Fsdp, Optional, Pipeline, Replicate
 
 
 def code_of(target: Any) -> str | None:

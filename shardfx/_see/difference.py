@@ -10,11 +10,8 @@ from .._ground.errors import LeafTypeError, MeshError, SpecError
 from .._ground.html import html_table
 from .._ground.spec import entries_of, entry_axes
 from .._ground.text import array_text, between_numbers, bytes_text, first_lines, joined, plural, printable, spec_text
-from .._plan.differences import OTHER_TREES, Pair, pairs, plan_lines
-from .._plan.leaf import LeafPlan
-from .._plan.shard_plan import ShardPlan, check_plan
-from .._plan.skeleton import Skeleton
-from .._reshard.reshard_plan import LeafMove, plan_reshard
+from .._plan import OTHER_TREES, LeafPlan, Pair, ShardPlan, Skeleton, check_plan, pairs, plan_lines
+from .._reshard import LeafMove, plan_reshard
 
 
 @dataclasses.dataclass(frozen=True)

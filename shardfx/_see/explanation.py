@@ -22,12 +22,11 @@ from .._ground.text import (
     spec_text,
     table,
 )
-from .._plan.leaf import LeafPlan
-from .._plan.shard_plan import ShardPlan, check_plan
-from .._rules.axis_rules import near
-from .._rules.resolution import Attempt as Attempt, attempts
-from ..cost._shardings import StepShardings, explained
-from ..topology._mesh import MeshSpec
+from .._plan import LeafPlan, ShardPlan, check_plan
+from .._rules import Attempt as Attempt, attempts, near
+from ..cost import StepShardings
+from ..cost._shardings import explained
+from ..topology import MeshSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._ground.spec import entries_at, entries_of, shard_counts, trimmed
-from .._plan.content import Group
-from .._rules.axis_rules import AxisRules
-from .._rules.strategies import atomic
+from .._plan import Group
+from .._rules import AxisRules, atomic
 from .finding import Finding, Severity
 from .subject import Subject
 

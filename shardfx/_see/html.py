@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._ground.text import bytes_text, printable
-from .._plan.shard_plan import ShardPlan
+from .._plan import ShardPlan
 from ..chips import Chip
-from ..cost._fit import Fit
-from ..cost._traffic_rows import Traffic
+from ..cost import Fit, Traffic
 from .finding import Finding
 from .page_data import report_data
 

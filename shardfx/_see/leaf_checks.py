@@ -7,12 +7,9 @@ from typing import Any, TypeAlias
 from .._ground.reason import Code, Reason
 from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, pinned
 from .._ground.text import bytes_text, plural
-from .._plan.content import Group
-from .._plan.correction import axes_of
-from .._plan.leaf import Row
-from .._plan.replanning import row_on
-from .._rules.resolution import attempts
-from ..topology._mesh import MeshSpec
+from .._plan import Group, Row, axes_of, row_on
+from .._rules import attempts
+from ..topology import MeshSpec
 from .code import code_of
 from .finding import Finding
 from .mistakes import axes_to_cut, cutting

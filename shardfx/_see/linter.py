@@ -8,16 +8,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import MeshError, RuleError, SpecError
 from .._ground.tree import Flat, flatten
-from .._plan.complaints import raise_empty
-from .._plan.content import Content
-from .._plan.leaf import MEMORY_KINDS, memory_kind_pairs
-from .._plan.names import names_of_leaves
-from .._plan.planner import drafted
-from .._plan.shard_plan import ShardPlan
-from .._plan.skeleton import Skeleton
-from .._rules.axis_rules import AxisRules, check_axis_rules, near, nearest
-from .._rules.path_rules import PathRules, check_path_rules
-from ..topology._mesh import MeshSpec
+from .._plan import MEMORY_KINDS, Content, ShardPlan, Skeleton, drafted, memory_kind_pairs, names_of_leaves, raise_empty
+from .._rules import AxisRules, PathRules, check_axis_rules, check_path_rules, near, nearest
+from ..topology import MeshSpec
 from .finding import Finding, Findings, Severity, findings_of
 from .heads import cut_heads
 from .leaf_checks import corrected, replicated

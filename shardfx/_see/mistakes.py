@@ -8,8 +8,10 @@ from jax.sharding import PartitionSpec
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, joined
-from .._plan.complaints import (
+from .._plan import (
+    NAMES,
     Decided,
+    Draft,
     Unused,
     absent_axes,
     uncovered,
@@ -18,11 +20,7 @@ from .._plan.complaints import (
     unused_rules,
     unused_text,
 )
-from .._plan.planner import NAMES, Draft
-from .._rules.axis_rules import near, nearest
-from .._rules.path_rules import PathRules
-from .._rules.resolution import members_of
-from .._rules.strategies import Atomic, Fsdp, Optional, Pipeline, bare, fsdp, replicate
+from .._rules import Atomic, Fsdp, Optional, PathRules, Pipeline, bare, fsdp, members_of, near, nearest, replicate
 from .code import code_of
 from .finding import Finding, Severity
 from .subject import Subject

@@ -9,13 +9,10 @@ from typing import Any
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
 from .._ground.text import array_text, entry_text, plural
-from .._plan.facts import ReportRow, report_rows_of
-from .._plan.leaf import LeafPlan
-from .._plan.shard_plan import ShardPlan, check_plan
+from .._plan import LeafPlan, ReportRow, ShardPlan, check_plan, report_rows_of
 from ..chips import Chip, find
-from ..cost._fit import Fit
-from ..cost._traffic_rows import Traffic, TrafficRow
-from ..topology._mesh import MeshSpec
+from ..cost import Fit, Traffic, TrafficRow
+from ..topology import MeshSpec
 from .finding import Finding
 
 

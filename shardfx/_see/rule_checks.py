@@ -8,10 +8,8 @@ from typing import Any, TypeAlias
 
 from .._ground.spec import entry_axes
 from .._ground.text import between_numbers, entry_text
-from .._plan.complaints import axes_used, misspelled_axes
-from .._plan.content import Group
-from .._plan.leaf import Row
-from .._rules.axis_rules import AxisRules, alias_chain
+from .._plan import Group, Row, axes_used, misspelled_axes
+from .._rules import AxisRules, alias_chain
 from .finding import Finding, Severity
 from .subject import Subject
 

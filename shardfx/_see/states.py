@@ -11,10 +11,8 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code
 from .._ground.spec import entries_at, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, bytes_text, spec_text
-from .._plan.content import Group
-from .._plan.decide import Request, further
-from .._plan.leaf import Row
-from .._rules.strategies import fsdp
+from .._plan import Group, Request, Row, further
+from .._rules import fsdp
 from .finding import Finding
 from .subject import Subject, asked_by
 

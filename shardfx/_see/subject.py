@@ -12,15 +12,9 @@ import jax
 from .._ground.spec import array_bytes
 from .._ground.text import between_numbers
 from .._ground.tree import Flat
-from .._plan.content import Content, Group
-from .._plan.leaf import Row
-from .._plan.planner import drafted
-from .._plan.replanning import refined
-from .._plan.shard_plan import ShardPlan
-from .._rules.axis_rules import AxisRules
-from .._rules.path_rules import PathRules, compiled, first_match
-from .._rules.strategies import Optional, optional
-from ..topology._mesh import MeshSpec
+from .._plan import Content, Group, Row, ShardPlan, drafted, refined
+from .._rules import AxisRules, Optional, PathRules, compiled, first_match, optional
+from ..topology import MeshSpec
 from .code import code_of, regex_of
 
 

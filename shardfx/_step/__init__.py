@@ -5,13 +5,10 @@ ground values and meshes. It never runs a step, never needs the devices of a mes
 XLA is asked in a process of its own.
 """
 
-from .graph import program_of as program_of
-from .lowered import Parameter as Parameter
-from .operations import Laid as Laid, Operation as Operation, Program as Program, Value as Value
-from .partitioner import MOST_DEVICES as MOST_DEVICES, partitioned as partitioned
-from .step import (
-    Platform as Platform,
-    Step as Step,
-    argument_names as argument_names,
-    step_of as step_of,
-)
+from .equations import applied, carry_of, frames_of, opened
+from .graph import program_of
+from .lines import Frame, is_library, lines_of, name_stacks, own_line, place_text
+from .lowered import Dims, Module, Op, Parameter, bytecode, meshes
+from .operations import Laid, Operation, Program, Value
+from .partitioner import MOST_DEVICES, partitioned
+from .step import EquinoxJitted, Jitted, Platform, Step, argument_names, step_of

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError
 from .._ground.tree import flatten
 from .._plan import ShardPlan
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from .lowered import Dims, Module, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
 from .partitioner import MOST_DEVICES, partitioned, propagated
 from .rewritten import rewritten

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from .._ground.spec import entry_axes
-from .._rules.axis_rules import AxisRules
+from .._rules import AxisRules
 from ._classes import Classes
 from ._layouts import Assignment, Layouts
 

@@ -7,10 +7,10 @@ from typing import Literal
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
 from .._plan import ShardPlan
-from .._rules.axis_rules import AxisRules
+from .._rules import AxisRules
 from ..cost import Comparison, Traffic
 from ..cost._traffic_rows import html_of, text_of
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from ._written import code_of
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from .._ground.text import between_numbers
-from .._rules.strategies import Atomic
+from .._rules import Atomic
 from ._trace import Traced
 
 

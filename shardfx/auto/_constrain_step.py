@@ -20,11 +20,9 @@ from jaxtyping import PyTree
 
 from .._ground.errors import MeshError
 from .._ground.tree import flatten
-from .._rules.axis_rules import AxisRules
-from .._step import Operation
-from .._step.equations import applied, opened
-from .._step.lines import name_stacks
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules
+from .._step import Operation, applied, name_stacks, opened
+from ..topology import MeshSpec
 from ._assignments import assignments_of_rules
 from ._layouts import Layout, Layouts
 from ._naming import named_classes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from .._ground.errors import RuleError
-from .._rules.axis_rules import AxisRules, near
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules, near
+from ..topology import MeshSpec
 from ._classes import Classes
 
 

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from .._ground.html import html_text
 from .._ground.text import between_numbers, first_lines, joined, table
-from .._step.lines import lines_of, own_line
+from .._step import lines_of, own_line
 from ._classes import Classes, Group
 from ._naming import named_classes
 from ._trace import Traced, trace

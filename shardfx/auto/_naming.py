@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .._rules.strategies import Atomic
+from .._rules import Atomic
 from ._classes import Classes, Group, Place
 from ._program import batched
 from ._residual import residual

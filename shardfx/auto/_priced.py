@@ -12,8 +12,7 @@ from jaxtyping import PyTree
 from .. import chips
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
-from .._step import Platform, Step, step_of
-from .._step.lowered import Dims, bytecode
+from .._step import Dims, Platform, Step, bytecode, step_of
 from ..cost import Traffic, TrafficRow
 from ..cost._after import as_compiled
 from ..cost._estimate import DIRECT, LARGEST, SIZED
@@ -23,7 +22,7 @@ from ..cost._shrunk import carried_on
 from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
 from ..cost._work import Work, work_of
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from ._asked import EMULATED
 from ._candidate import Candidate
 from ._classes import Classes

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from .. import chips
 from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text
-from .._rules.axis_rules import AxisRules
+from .._rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
 from ._asked import Asked, Tracing, asked_for, require_arrays, require_options
 from ._candidate import Candidate, against, without_twins

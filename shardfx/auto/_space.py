@@ -10,7 +10,7 @@ import numpy as np
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
-from .._rules.axis_rules import AxisRules
+from .._rules import AxisRules
 from ._asked import Asked
 from ._assignments import assignments_of, assignments_of_rules, seeds
 from ._candidate import Candidate, without_twins

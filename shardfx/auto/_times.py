@@ -5,7 +5,7 @@ import dataclasses
 from .. import chips
 from ..cost import Traffic, seconds as seconds_of
 from ..cost._work import Work
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from ._core import CostModel
 
 

@@ -12,8 +12,7 @@ from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError
 from .._ground.tree import Flat, flatten
-from .._step import Platform, Step, argument_names, program_of, step_of
-from .._step.step import Jitted
+from .._step import Jitted, Platform, Step, argument_names, program_of, step_of
 from ._program import Tied, tied
 
 

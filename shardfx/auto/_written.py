@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .._rules.axis_rules import AxisRules
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules
+from ..topology import MeshSpec
 from ._core import Found
 
 

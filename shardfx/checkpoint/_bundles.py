@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .._convert.pieces import NOWHERE, Piece, hull, shifted
-from .._convert.views import Landing, as_bits, strides_of
+from .._convert import NOWHERE, Landing, Piece, as_bits, hull, shifted, strides_of
 from .._ground.boxes import Box, volume
 from ._entry import FileArray, fill
 from ._fetches import is_plain, landed

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._convert.views import as_bits
+from .._convert import as_bits
 from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.spec import bits

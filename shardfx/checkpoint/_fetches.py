@@ -7,9 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from .._convert.pieces import Piece, hull, is_only, shifted, swapped, within
-from .._convert.values import chunks, fill, scale_box
-from .._convert.views import Landing, landings, seen, strides_of
+from .._convert import (
+    Landing,
+    Piece,
+    chunks,
+    fill,
+    hull,
+    is_only,
+    landings,
+    scale_box,
+    seen,
+    shifted,
+    strides_of,
+    swapped,
+    within,
+)
 from .._ground.boxes import Box
 from . import _stores as stores
 from ._entry import FileArray, StoreArray, may_change

@@ -9,19 +9,31 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._convert import Made, Piece, Struct, TreeMap, bound, tree_structs
-from .._convert.pieces import Counted, changed, dense, extended, hull, swapped, within
-from .._convert.values import constant
-from .._convert.views import landings, seen
+from .._convert import (
+    Counted,
+    Made,
+    Piece,
+    Struct,
+    TreeMap,
+    bound,
+    changed,
+    constant,
+    dense,
+    extended,
+    hull,
+    landings,
+    seen,
+    swapped,
+    tree_structs,
+    within,
+)
 from .._ground.boxes import Box, boxes
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.text import printable
 from .._ground.tree import flatten
-from .._plan.content import rows_of
-from .._plan.planner import plan
-from .._plan.shard_plan import ShardPlan
-from .._rules.path_rules import PathRules
-from ..topology._mesh import MeshSpec
+from .._plan import ShardPlan, plan, rows_of
+from .._rules import PathRules
+from ..topology import MeshSpec
 from . import _metadata as prng, _safetensors as safetensors
 from ._entry import may_change
 from ._metadata import is_number

@@ -13,7 +13,7 @@ import numpy as np
 from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
-from .._plan.shard_plan import ShardPlan
+from .._plan import ShardPlan
 from . import _stores as stores
 from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from .._ground.errors import CheckpointError
-from .._plan.shard_plan import ShardPlan
+from .._plan import ShardPlan
 from ._leaves import held
 from ._load import load
 from ._save import Content, Options, content_of, write

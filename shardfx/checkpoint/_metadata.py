@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from .._ground.errors import CheckpointError, LeafTypeError, PlanFormatError
 from .._ground.text import quoted
-from .._plan.codec import decode_dtype, encode_dtype
+from .._plan import decode_dtype, encode_dtype
 from ._entry import FileArray
 from ._files import parsed_json
 

@@ -17,7 +17,7 @@ import numpy as np
 from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
-from .._plan.shard_plan import ShardPlan
+from .._plan import ShardPlan
 from . import _safetensors as safetensors
 from ._entry import fill
 from ._files import inside, place, read_json

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from .._convert import Piece, Struct, TreeMap, bound_before
-from .._convert.evaluate import cast
-from .._convert.pieces import extended, names_of
+from .._convert import Piece, Struct, TreeMap, bound_before, cast, extended, names_of
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, PlanMismatchError, UnknownPathError
 from .._ground.text import printable, quoted
-from .._plan.target import Target, target_of
+from .._plan import Target, target_of
 from . import _metadata as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, some, struct

@@ -5,7 +5,7 @@ and never chooses a plan. There is one reader of programs: an estimate is the tr
 partitioner made and no compiler finished (`after/` has what each platform's compiler still does to it).
 """
 
-from .._step.lines import Frame as Frame
+from .._step import Frame as Frame
 from ._changes import Change as Change
 from ._compare import (
     Comparison as Comparison,

@@ -9,11 +9,9 @@ import numpy as np
 from .._ground.errors import ProgramError
 from .._ground.spec import entries_of, entry_axes
 from .._ground.tree import flatten
-from .._plan.decide import Request, further
-from .._rules.strategies import Fsdp
-from .._step import argument_names, step_of
-from .._step.lines import Frame
-from .._step.lowered import Dims
+from .._plan import Request, further
+from .._rules import Fsdp
+from .._step import Dims, Frame, argument_names, step_of
 from ._constrained import constrained
 from ._counted import Counted
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .._ground.html import html_text
 from .._ground.text import bytes_text, first_lines, table
-from .._step.lines import Frame, place_text
+from .._step import Frame, place_text
 from ._traffic import traffic
 from ._traffic_rows import Traffic, TrafficRow
 

@@ -23,7 +23,7 @@ from .. import chips
 from .._ground.errors import ChipError, MeshError, OutOfMemoryError
 from .._step import Platform, step_of
 from ..interop import tpu
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 
 
 _FORMAT = "shardfx program 2"

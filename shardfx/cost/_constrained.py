@@ -7,8 +7,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from .._ground.errors import ProgramError
-from .._step.lines import Frame, is_library, lines_of, place_text
-from .._step.lowered import Module, Op, meshes
+from .._step import Frame, Module, Op, is_library, lines_of, meshes, place_text
 from ._counted import Counted
 
 

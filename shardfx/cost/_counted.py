@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import chips
-from .._step import Platform, Step
-from .._step.lowered import Dims, Module
+from .._step import Dims, Module, Platform, Step
 from ._after import as_compiled
 from ._hlo_text import HloModule, parse_hlo
 from ._hlo_types import Array

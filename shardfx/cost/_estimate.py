@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import MeshError, ProgramError
 from .._step import MOST_DEVICES, Platform, Step, step_of
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from ._after import as_compiled
 from ._hlo_text import parse_hlo
 from ._shrunk import carried_on

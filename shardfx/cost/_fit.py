@@ -13,9 +13,8 @@ from .._ground.html import html_table
 from .._ground.spec import array_bytes, shard_counts
 from .._ground.text import between_numbers, bytes_text, first_lines, joined, printable, table
 from .._plan import ShardPlan
-from .._step import step_of
-from .._step.lines import Frame
-from ..topology._mesh import MeshSpec
+from .._step import Frame, step_of
+from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of, largest_batch
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import Counted

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from .._step.lines import Frame
+from .._step import Frame
 from ._hlo_text import HloModule, Instruction
 from ._live.kinds import PRODUCTS
 from ._live.program import Op, Uses, program_of, reached

@@ -11,7 +11,7 @@ from .._ground.errors import MeshError
 from .._ground.html import html_text
 from .._ground.text import bytes_text, first_lines, table
 from ..chips._links import Ring, axes_on, extents_of
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from ._traffic_rows import Traffic, TrafficRow
 
 

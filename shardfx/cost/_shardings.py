@@ -15,10 +15,9 @@ from .._ground.html import html_text
 from .._ground.spec import bits, canonical_entry, entries_of, entry_axes
 from .._ground.text import array_text, bytes_text, first_lines, plural, printable, spec_text, table
 from .._ground.tree import flatten
-from .._rules.axis_rules import near
-from .._step import Platform, Step, program_of, step_of
-from .._step.lines import Frame, lines_of, name_stacks, own_line, place_text
-from ..topology._mesh import MeshSpec
+from .._rules import near
+from .._step import Frame, Platform, Step, lines_of, name_stacks, own_line, place_text, program_of, step_of
+from ..topology import MeshSpec
 from ._estimate import estimated, platform_of
 from ._hlo_text import Phase, phase_of
 from ._propagation import Conflict, Graph, Holder, Lost

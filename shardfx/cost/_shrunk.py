@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from .._ground.errors import ProgramError
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, ProgramError
-from .._step.lines import own_line
-from ..topology._mesh import MeshSpec
+from .._step import own_line
+from ..topology import MeshSpec
 from ._collective import Collective, channel_of, collective_of
 from ._groups import Numbering
 from ._hlo_text import HloModule, Instruction, parse_hlo

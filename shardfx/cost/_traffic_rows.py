@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from .._ground.html import html_table
 from .._ground.text import bytes_text, first_lines, printable, table
-from .._step.lines import Frame, place_text
+from .._step import Frame, place_text
 from ._hlo_text import Phase
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import topology
 from .._ground.errors import MeshError, ProgramError
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 from ._collective import Collective, sent_by
 from ._groups import Groups, Numbering
 from ._hlo_text import HloModule, Instruction

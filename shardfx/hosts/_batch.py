@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, PyTree
 from .._ground.errors import PlanMismatchError
 from .._ground.spec import entries_of
 from .._ground.tree import flatten
-from .._plan.leaf import LeafPlan, canonical_dtype
-from .._plan.shard_plan import ShardPlan
+from .._plan import LeafPlan, ShardPlan, canonical_dtype
 
 
 @overload

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._ground.errors import MeshError
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 
 
 class HostGrid(eqx.Module):

@@ -11,8 +11,7 @@ from jax.experimental import multihost_utils
 from .._convert import TreeMap
 from .._ground.errors import MapError, PlanFormatError, PlanMismatchError
 from .._ground.processes import absent, coordination
-from .._plan.differences import differences
-from .._plan.shard_plan import ShardPlan
+from .._plan import ShardPlan, differences
 
 
 def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) -> None:

@@ -14,8 +14,8 @@ from .._ground.errors import CheckpointError, LeafTypeError, MeshError, PlanMism
 from .._ground.spec import canonical, entries_of, entry_axes
 from .._ground.text import quoted
 from .._ground.tree import tree_paths
-from .._plan.correction import correct
-from ..topology._mesh import MeshSpec
+from .._plan import correct
+from ..topology import MeshSpec
 
 
 AnyMesh = MeshSpec | Mesh | AbstractMesh | None

@@ -13,8 +13,8 @@ from jaxtyping import PyTree
 
 from .._ground.errors import SpecError
 from .._ground.spec import entries_of
-from .._rules.axis_rules import AxisRules, RulesLike
-from ..topology._mesh import MeshSpec
+from .._rules import AxisRules, RulesLike
+from ..topology import MeshSpec
 
 
 AnyRules = AxisRules | RulesLike | None

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
-from .._rules.axis_rules import near
-from .._rules.path_rules import PathRules, check_path_rules
-from .._rules.strategies import Atomic, Replicate, bare, optional, replicate
+from .._rules import Atomic, PathRules, Replicate, bare, check_path_rules, near, optional, replicate
 
 
 # Which dimension of a weight each style cuts, counted from the end; `None` where every device has the whole one. That

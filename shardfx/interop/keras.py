@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
 from .._ground.spec import entries_of
-from .._rules.path_rules import PathRules, check_path_rules
-from .._rules.strategies import Replicate, bare, optional, replicate
+from .._rules import PathRules, Replicate, bare, check_path_rules, optional, replicate
 
 
 # A mesh axis or `None` per dimension.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entry_axes
-from .._rules.axis_rules import AxisRules, Target, check_axis_rules, repeated
+from .._rules import AxisRules, Target, check_axis_rules, repeated
 
 
 class Mappings(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entry_axes
-from .._rules.axis_rules import AxisRules, Rule, check_axis_rules
+from .._rules import AxisRules, Rule, check_axis_rules
 
 
 class MeshAndRules(NamedTuple):

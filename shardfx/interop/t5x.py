@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED
-from .._rules.axis_rules import AxisRules, check_axis_rules
+from .._rules import AxisRules, check_axis_rules
 from ..presets import t5x
 
 

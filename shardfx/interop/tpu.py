@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from .. import chips
 from .._ground.errors import MeshError
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 
 
 def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import enum
 from typing import Final
 
 from .._ground.errors import RuleError
-from .._rules.axis_rules import AxisRules, RulesLike, axes_in
+from .._rules import AxisRules, RulesLike, axes_in
 from . import tokens
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .._rules.strategies import Atomic, Fsdp, Replicate, atomic, fsdp as fsdp_strategy, replicate
+from .._rules import Atomic, Fsdp, Replicate, atomic, fsdp as fsdp_strategy, replicate
 from .maps._families import Form, Rows, rows_of, sight_of
 from .maps._places import Place, places_of
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from .._rules.path_rules import PathRules
-from .._rules.strategies import optional
+from .._rules import PathRules, optional
 from ._row_rules import Axes, rows_for_rules, rules_of
 
 

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .._ground.errors import MeshError
 from .._ground.spec import shard_counts
-from ..topology._mesh import MeshSpec
+from ..topology import MeshSpec
 
 
 # What a step raises that does not take arrays of other sizes.

@@ -14,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._ground.text import array_text, plural, spec_text, table
 from .._ground.tree import flatten
-from .._step.lines import Frame, place_text
-from .._step.step import EquinoxJitted, Jitted
+from .._step import EquinoxJitted, Frame, Jitted, place_text
 from ..cost import traffic
 from ._args import made, shrunk
 from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of

@@ -10,9 +10,7 @@ from jax.sharding import AxisType
 
 from .._ground.spec import entries_of, unreduced_kind
 from .._ground.text import array_text, between_numbers, joined_exactly, plural, printable, spec_text
-from .._plan.content import Content
-from .._plan.leaf import Row
-from .._plan.shard_plan import ShardPlan, check_plan
+from .._plan import Content, Row, ShardPlan, check_plan
 
 
 _FORMAT = "# shardfx plan text 1"

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.spec import entries_of, entry_axes
-from .._step.equations import opened
-from .._step.lines import place_text
+from .._step import opened, place_text
 from ._tape import Body, Record, Tape
 
 

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.errors import ProgramError
-from .._step.equations import applied, carry_of, frames_of, opened
-from .._step.lines import Frame, is_library, place_text
+from .._step import Frame, applied, carry_of, frames_of, is_library, opened, place_text
 
 
 # Equations that are entered in place, with the parameter that holds their program.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._ground.text import between_numbers, bytes_text, joined_exactly, plural, printable
-from .._step.lines import place_text
+from .._step import place_text
 from ..cost import Frame, Traffic, TrafficRow
 from ..cost._collective import KINDS
 from ._plan_text import assert_same_text

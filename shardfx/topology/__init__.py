@@ -3,6 +3,7 @@
 It may import the ground alone. It never starts a backend: devices come in as arguments, or as their coordinates.
 """
 
+from ._mesh import MeshSpec as MeshSpec
 from ._order import DeviceOrder as DeviceOrder, device_order as device_order
 from ._place import bounds as bounds, coords as coords, positions as positions, slices as slices
 from ._submesh import (

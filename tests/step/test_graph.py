@@ -15,7 +15,9 @@ def f32(*shape):
 
 def program(step, *args, platform="tpu"):
     lowered = jax.jit(step, keep_unused=True).trace(*args).lower(lowering_platforms=(platform,))
-    return program_of(lowered.compiler_ir("stablehlo"))
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None
+    return program_of(module)
 
 
 def named(made, name):

@@ -10,7 +10,7 @@ from shardfx.auto import Candidate, search as search_of
 from shardfx.cost import TrafficRow
 
 from ..._ground.text import bytes_text, table
-from ..._step.lines import place_text
+from ..._step import place_text
 from ...auto._asked import device_count
 from .._load import attribute
 from .._screen import JSON, answer, require_writable, verb, working, write

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._convert.pieces import Piece, Scale
-from ..._convert.values import fill
+from ..._convert import Piece, Scale, fill
 from ..._ground.boxes import Box, as_box
 from .apart import anywhere, carried, cutting, finishing, parcel_block, parcels, putting, sending, zeros
 from .exchange import Block, Exchange, blocks, joined, program, sharding_of

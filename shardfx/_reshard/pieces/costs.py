@@ -4,8 +4,7 @@ import itertools as it
 from collections.abc import Mapping
 from typing import Any
 
-from ..._convert import Piece
-from ..._convert.pieces import hull, once, swapped
+from ..._convert import Piece, hull, once, swapped
 from .work import Work
 
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._convert import Made, Piece
-from ..._convert.pieces import NOWHERE, Counted, Value, dtypes_of, hull, once, rows, shifted, swapped, within
+from ..._convert import NOWHERE, Counted, Made, Piece, Value, dtypes_of, hull, once, rows, shifted, swapped, within
 from ..._ground.boxes import Box, volume
 from ..._ground.spec import bits
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..._convert import Piece
-from ..._convert.pieces import NOWHERE, Factor, along, changed, hull, swapped
+from ..._convert import NOWHERE, Factor, Piece, along, changed, hull, swapped
 from ..small_floats import on_bits
 from .cuts import Cut, first_casts
 from .matchings import matchings

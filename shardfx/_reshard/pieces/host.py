@@ -17,10 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._convert import Piece
-from ..._convert.pieces import NOWHERE, hull, swapped
-from ..._convert.values import chunks, constant, fill, write
-from ..._convert.views import as_bits, source_view, strides_of, target_view
+from ..._convert import (
+    NOWHERE,
+    Piece,
+    as_bits,
+    chunks,
+    constant,
+    fill,
+    hull,
+    source_view,
+    strides_of,
+    swapped,
+    target_view,
+    write,
+)
 from ..._ground.boxes import Box, as_box
 from ..._ground.buffers import buffers
 from ..._ground.copying import blocked, copy_along

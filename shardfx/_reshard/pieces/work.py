@@ -10,9 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from ..._convert import Made, Piece, Struct, TreeMap, bound
-from ..._convert.evaluate import leaf_made
-from ..._convert.pieces import Counted, Scale, Value, extended, names_of, simplified
+from ..._convert import (
+    Counted,
+    Made,
+    Piece,
+    Scale,
+    Struct,
+    TreeMap,
+    Value,
+    bound,
+    extended,
+    leaf_made,
+    names_of,
+    simplified,
+)
 from ..._ground.boxes import Box, boxes
 from ..._ground.errors import LeafTypeError, MeshError, SpecError
 from ..._ground.spec import array_bytes

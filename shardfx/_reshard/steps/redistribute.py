@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ... import topology
 from ..._ground.errors import SpecError
 from ..._ground.spec import entries_of, entry_axes
-from ...topology._mesh import MeshSpec
+from ...topology import MeshSpec
 from .factors import refine
 from .layout import Layout
 from .lower_bound import missing_share

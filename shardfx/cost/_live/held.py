@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ..._step.lines import Frame, own_line
+from ..._step import Frame, own_line
 from .._hlo_text import HloModule, Phase, phase_of
 from .._hlo_types import Array
 from .arrays import Arrays

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..._convert import From
-from ..._convert.patterns import sum_of
+from ..._convert import From, sum_of
 from ..._ground.errors import MapError
 from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-from ..._convert.patterns import pattern
+from ..._convert import pattern
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..._convert.patterns import pattern
+from ..._convert import pattern
 from ..._ground.errors import RuleError
 from ..._ground.text import quoted
 from ..maps._families import Rows, rows_of, sight_of, with_experts_stacked

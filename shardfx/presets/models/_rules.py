@@ -6,8 +6,7 @@ from typing import Final
 
 from ..._ground.errors import RuleError
 from ..._ground.text import quoted
-from ..._rules.path_rules import PathRules
-from ..._rules.strategies import optional, replicate
+from ..._rules import PathRules, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
 from ..maps._families import with_experts_stacked
 from ..maps._places import Entry
