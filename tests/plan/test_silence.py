@@ -266,7 +266,7 @@ def test_a_plan_remembers_that_it_is_strict():
     assert strict.strict and not loose.strict and strict != loose and "strict" not in loose.to_json()
     back = ShardPlan.from_json(strict.to_json())
     assert back == strict and back.strict
-    assert sfx._plan.compared(strict, loose) == ("strict is True in one plan, False in the other",)
+    assert sfx._plan.differences(strict, loose) == ("strict is True in one plan, False in the other",)
     derived = [
         sfx.follow(lambda x: x, strict),
         strict.select("w"),
