@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shardfx._reshard.carry_out import carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import reshard
-from shardfx._reshard.steps.layout import Layout
+from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.redistribute import redistribute
 
 from ._case import Value
@@ -35,24 +35,24 @@ _SHAPE = (128, 128)
 _CHUNKS = 24
 
 _HOW = {"steps": "by steps", "relabel": "nothing to do", "in place": "nothing to do"}
-Pair = tuple[Layout, Layout]
+Pair = tuple[StepLayout, StepLayout]
 
 
-def all_layouts(sizes: tuple[int, ...], rank: int = 2) -> list[Layout]:
+def all_layouts(sizes: tuple[int, ...], rank: int = 2) -> list[StepLayout]:
     """Every layout on one mesh: each axis cuts one dimension or none, in every order."""
     found = []
     for where in it.product(range(rank + 1), repeat=len(sizes)):
         groups = [[axis for axis, dim in enumerate(where) if dim == wanted] for wanted in range(rank)]
-        found += [Layout(sizes, dims) for dims in it.product(*map(it.permutations, groups))]
+        found += [StepLayout(sizes, dims) for dims in it.product(*map(it.permutations, groups))]
     return found
 
 
-def every_layout(devices: int) -> list[Layout]:
+def every_layout(devices: int) -> list[StepLayout]:
     """The layouts on all meshes of so many devices; 183 on 16."""
     return [end for sizes in MESHES[devices] for end in all_layouts(sizes)]
 
 
-def sharding_of(devices: np.ndarray, end: Layout) -> NamedSharding:
+def sharding_of(devices: np.ndarray, end: StepLayout) -> NamedSharding:
     """A layout on devices, with mesh axes `a`, `b`, `c`."""
     mesh = Mesh(devices.reshape(end.sizes), tuple("abc"[: len(end.sizes)]))
     return NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in end.dims]))
@@ -163,7 +163,7 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
     return totals | {"wrong": wrong, "mappings": len(Path("/proc/self/maps").read_text().splitlines())}
 
 
-def _by_placement(ends: Sequence[Layout]) -> list[list[Pair]]:
+def _by_placement(ends: Sequence[StepLayout]) -> list[list[Pair]]:
     """The pairs whose shards are the same on both sides, under whatever names of meshes and axes."""
     small = np.arange(16 * 16).reshape(16, 16)
     held = {end: tuple(piece.tobytes() for piece in pieces(small, end, end)) for end in ends}

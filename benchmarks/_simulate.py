@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from shardfx._reshard.steps.groups import all_to_all, gathered, join, permutation, split, starts
-from shardfx._reshard.steps.layout import Layout
-from shardfx._reshard.steps.redistribute import Step
+from shardfx._reshard.steps.layout import StepLayout
+from shardfx._reshard.steps.redistribute import MoveStep
 
 
-def pieces(array: np.ndarray, end: Layout, like: Layout) -> list[np.ndarray]:
+def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndarray]:
     """What each device of `like`, in its mesh order, holds of `array` under `end`, by the definition."""
     alike = end.order is None or like.order is None
     order = range(end.size) if alike else end.order
@@ -32,7 +32,7 @@ def pieces(array: np.ndarray, end: Layout, like: Layout) -> list[np.ndarray]:
     return found
 
 
-def simulate(array: np.ndarray, held: Sequence[np.ndarray], step: Step, like: Layout) -> list[Any]:
+def simulate(array: np.ndarray, held: Sequence[np.ndarray], step: MoveStep, like: StepLayout) -> list[Any]:
     """One step: what every device holds after it."""
     if step.kind == "slice":
         shape = step.target.piece_shape(array.shape)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.mover import reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
-from shardfx._reshard.steps.layout import Layout
+from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.redistribute import layout, redistribute
 from shardfx.topology._mesh import MeshSpec
 
@@ -205,7 +205,7 @@ def _planning_times(devices: int, slices: int, count: int) -> dict[str, Value]:
     }
 
 
-def _random_layout(rng: random.Random, devices: int, rank: int, slices: int) -> Layout:
+def _random_layout(rng: random.Random, devices: int, rank: int, slices: int) -> StepLayout:
     """One to three axes of powers of two, each on a random dimension or on none; and one over slices if there are."""
     power = (devices // slices).bit_length() - 1
     cuts = [0, *sorted(rng.sample(range(1, power), min(power - 1, rng.choice((0, 1, 2, 2))))), power]
@@ -214,7 +214,7 @@ def _random_layout(rng: random.Random, devices: int, rank: int, slices: int) -> 
         dims[rng.randrange(rank + 1)].append(axis)
     sizes = tuple(2 ** (b - a) for a, b in it.pairwise(cuts))
     if slices == 1:
-        return Layout(sizes, tuple(map(tuple, dims[:rank])))
+        return StepLayout(sizes, tuple(map(tuple, dims[:rank])))
     names = ("slices", *"abc"[: len(sizes)])
     mesh = MeshSpec(dict(zip(names, (slices, *sizes), strict=True)), dcn={"slices": slices})
     cut = [[names[axis + 1] for axis in axes] for axes in dims]
@@ -248,8 +248,8 @@ def _planning_a_tree() -> Finding:
 def _seen_before() -> Finding:
     def measure() -> dict[str, Value]:
         order = tuple(random.Random(0).sample(range(4096), 4096))
-        src, dst = Layout((16, 256), ((0,), (1,))), Layout((64, 64), ((1,), (0,)), order)
-        src = Layout(src.sizes, src.dims, tuple(range(4096)))
+        src, dst = StepLayout((16, 256), ((0,), (1,))), StepLayout((64, 64), ((1,), (0,)), order)
+        src = StepLayout(src.sizes, src.dims, tuple(range(4096)))
         redistribute((65536, 65536), 16, src, dst)
         begin = time.perf_counter()
         for _ in range(1000):

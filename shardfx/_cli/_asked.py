@@ -17,7 +17,7 @@ from ._words import ModelName, RulesName, Slice, Whole, literals, near, parse_sl
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """The words that name a model, a mesh and rules, as they were given."""
 
     model: str | None
@@ -79,14 +79,14 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
 
 def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a verb the words that name a model, a mesh and rules; it gets them as one `Asked`."""
-    names = [field.name for field in dataclasses.fields(Asked)]
+    names = [field.name for field in dataclasses.fields(PlanOptions)]
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument("model", type=ModelName(), required=model_is_needed, metavar=shown)
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @ft.wraps(function)
         def call(**words: Any) -> Any:
-            asked = Asked(**{name: words.pop(name) for name in names})
+            asked = PlanOptions(**{name: words.pop(name) for name in names})
             return function(asked, **words)
 
         call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
@@ -98,12 +98,12 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
     return decorated
 
 
-def inputs_or_plan(asked: Asked) -> Inputs | None:
+def inputs_or_plan(asked: PlanOptions) -> Inputs | None:
     """What was asked for, read; `None` where nothing but a plan was named."""
     return None if asked.rules is None and asked.mesh is None else inputs_of(asked)
 
 
-def inputs_of(asked: Asked) -> Inputs:
+def inputs_of(asked: PlanOptions) -> Inputs:
     """What was asked for, read; of a model that is traced this is what takes time.
 
     **Raises:**
@@ -131,12 +131,12 @@ def inputs_of(asked: Asked) -> Inputs:
 _READ = ("mode", "min_bytes", "unmatched", "unused", "strict", "refine")
 
 
-def rules_of(asked: Asked, given: Inputs) -> dict[str, Any]:
+def rules_of(asked: PlanOptions, given: Inputs) -> dict[str, Any]:
     """The rules, and how strictly they are read: what `shardfx.plan` and `shardfx.lint` take by keyword."""
     return {"paths": given.paths, "axes": given.axes, **{name: getattr(asked, name) for name in _READ}}
 
 
-def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
+def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     """The plan that was asked for; one that was written as JSON is read, unless there are rules for a new one.
 
     **Raises:**
@@ -157,7 +157,7 @@ def plan_of(asked: Asked, inputs: Inputs | None = None) -> ShardPlan:
     return ShardPlan.join(model=made, optimizer=state)
 
 
-def findings_of(asked: Asked, given: Inputs | None, **limits: Any) -> Findings:
+def findings_of(asked: PlanOptions, given: Inputs | None, **limits: Any) -> Findings:
     """All that is wrong with what was asked for, or looks so: with the model, and with the state of its optimizer.
 
     **Arguments:**
@@ -181,7 +181,7 @@ def findings_of(asked: Asked, given: Inputs | None, **limits: Any) -> Findings:
 _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 
-def _require_known(asked: Asked, given: Inputs) -> None:
+def _require_known(asked: PlanOptions, given: Inputs) -> None:
     """Raises for a mesh axis that no strategy for published models uses, as a misspelled one is."""
     if asked.rules is None or asked.rules.partition(":")[0] not in presets.models.strategies() or given.paths is None:
         return
@@ -195,7 +195,7 @@ def _require_known(asked: Asked, given: Inputs) -> None:
             )
 
 
-def _mesh(asked: Asked, device_count: int | None) -> MeshSpec:
+def _mesh(asked: PlanOptions, device_count: int | None) -> MeshSpec:
     mesh = MeshSpec.parse(asked.mesh or "")
     if device_count is not None and asked.devices not in (None, device_count):
         raise UsageError(

@@ -19,7 +19,7 @@ from ._words import literals
 MOST_DEVICES = 512
 
 
-class Step(NamedTuple):
+class LoadedStep(NamedTuple):
     """A step, its arguments as structs with shardings, and the mesh that they lie on."""
 
     function: Callable[..., Any]
@@ -27,7 +27,7 @@ class Step(NamedTuple):
     mesh: MeshSpec
 
 
-def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Step:
+def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> LoadedStep:
     """The step that a function of the user's returns, and its arguments.
 
     **Arguments:**
@@ -44,7 +44,7 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Ste
     if isinstance(mesh, str):
         mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
     function, args = _made(name, kwargs, mesh)
-    return Step(function, args, _mesh_of(name, args) if mesh is None else mesh)
+    return LoadedStep(function, args, _mesh_of(name, args) if mesh is None else mesh)
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -92,14 +92,14 @@ def chip_of(name: str) -> chips.Chip:
     return calling("reading --chip", ft.partial(chips.find, name))
 
 
-def estimated(step: Step, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:
+def estimated(step: LoadedStep, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:
     """What the step should send, without compiling it."""
     given = {"compiler": compiler, "mesh": step.mesh}
     return calling("estimating the step's traffic", lambda: estimate(step.function, *step.args, **given))
 
 
 def compiled(
-    step: Step, target: str | None = None, cache: str | None = None, tell: Callable[[str], None] | None = None
+    step: LoadedStep, target: str | None = None, cache: str | None = None, tell: Callable[[str], None] | None = None
 ) -> Any:
     """The step's program: for a TPU slice that is not here, or for as many emulated CPU devices as its mesh has.
 

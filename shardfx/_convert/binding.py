@@ -16,7 +16,7 @@ from .patterns import Binding, Pattern, pattern, sum_of
 from .pieces import Counted, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 
 
-Leaf = Struct | Made
+TreeLeaf = Struct | Made
 _SHOWN = 20
 # Comparing names costs the product of their lengths, and there may be millions.
 _COMPARED_NAMES = 2000
@@ -28,7 +28,7 @@ def bound_steps(
 ) -> Mapping[str, Made]:
     """What each leaf of a target is made of by the steps of a map, one after the other; in the target's order."""
     made: Mapping[str, Made] | None = None
-    known: Mapping[str, Leaf] = source
+    known: Mapping[str, TreeLeaf] = source
     for step, there in zip(steps, _targets(steps, target), strict=True):
         new = _step(step, known, there)
         made = new if made is None else _through(new, made)
@@ -47,7 +47,7 @@ def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Seq
     return found[::-1]
 
 
-def _step(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | None) -> Mapping[str, Made]:
+def _step(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, TreeLeaf] | None) -> Mapping[str, Made]:
     if not step.inverted:
         return _forward(step, source, target)
     if target is None:
@@ -59,7 +59,7 @@ def _step(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | 
     return _backward(forward, target)
 
 
-def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf] | None) -> Mapping[str, Made]:
+def _forward(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, TreeLeaf] | None) -> Mapping[str, Made]:
     problems: list[tuple[str, str]] = []
     found: dict[str, Made] = {}
     used: dict[str, None] = {}
@@ -85,7 +85,7 @@ def _forward(step: Rules, source: Mapping[str, Leaf], target: Mapping[str, Leaf]
     return found if target is None else {path: found[path] for path in target}
 
 
-def _fitting(path: str, rule: From, made: Made, wanted: Leaf, casts: bool, problems: list[tuple[str, str]]) -> Made:
+def _fitting(path: str, rule: From, made: Made, wanted: TreeLeaf, casts: bool, problems: list[tuple[str, str]]) -> Made:
     shape = tuple(wanted.shape)
     if made.shape != shape:
         hint = ""
@@ -118,8 +118,8 @@ def _order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 def places(
     step: Rules,
-    source: Mapping[str, Leaf],
-    target: Mapping[str, Leaf] | None,
+    source: Mapping[str, TreeLeaf],
+    target: Mapping[str, TreeLeaf] | None,
     problems: list[tuple[str, str]],
 ) -> Iterable[tuple[str, From, Binding]]:
     """Each leaf of the target, its rule, and what the names in braces stand for."""
@@ -144,7 +144,7 @@ def places(
 
 
 def _inferred(
-    step: Rules, source: Mapping[str, Leaf], problems: list[tuple[str, str]]
+    step: Rules, source: Mapping[str, TreeLeaf], problems: list[tuple[str, str]]
 ) -> Iterator[tuple[str, From, Binding]]:
     seen: dict[str, str] = {}
     for text, rule in step.made:
@@ -166,7 +166,7 @@ def _inferred(
             yield path, rule, binding
 
 
-def _bindings(text: str, rule: From, source: Mapping[str, Leaf]) -> Iterator[dict[str, Any]]:
+def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator[dict[str, Any]]:
     """All that the names of a target's path may stand for, read off the paths and shapes of the source."""
     names = pattern(text).names
     found: list[dict[str, Any]] = [{}]
@@ -183,7 +183,7 @@ def _bindings(text: str, rule: From, source: Mapping[str, Leaf]) -> Iterator[dic
 
 
 def _counted(
-    names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, Leaf]
+    names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, TreeLeaf]
 ) -> Iterator[dict[str, Any]]:
     """Names that only `at` has go through the numbers of its dimension."""
     if not names:
@@ -212,7 +212,7 @@ def _at_of(rule: From, name: str) -> From | None:
 
 
 def _unused(
-    step: Rules, source: Mapping[str, Leaf], used: Mapping[str, None], failed: Sequence[Pattern]
+    step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None], failed: Sequence[Pattern]
 ) -> Iterator[tuple[str, str]]:
     for text in step.drop:
         # Backwards, what was dropped need not be there to be left out.
@@ -229,7 +229,7 @@ def _unused(
         yield f"source `{text}`", f'nothing is made of it; say so if that is meant: `drop=["{paths[0]}"]`'
 
 
-def _behind_gaps(step: Rules, source: Mapping[str, Leaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
+def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
     """Leaves that a stack would go through if it did not stop at a number before, which the source lacks."""
     for _, rule in step.made:
         for over, text in _endless(rule):
@@ -310,7 +310,7 @@ def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[s
     return found
 
 
-def _backward(forward: Mapping[str, Made], source: Mapping[str, Leaf]) -> Mapping[str, Made]:
+def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Mapping[str, Made]:
     """The sources of a map, made of its targets."""
     back: dict[str, list[Piece]] = {path: [] for path in source}
     problems: list[tuple[str, str]] = []

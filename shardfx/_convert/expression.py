@@ -9,7 +9,7 @@ from .forms import checked
 from .patterns import pattern
 
 
-Op = Literal[
+Operator = Literal[
     "leaf",
     "constant",
     "transpose",
@@ -28,7 +28,7 @@ Op = Literal[
     "times",
     "plus",
 ]
-_OPS: dict[str, Op] = {op: op for op in get_args(Op)}
+_OPS: dict[str, Operator] = {op: op for op in get_args(Operator)}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -53,7 +53,7 @@ class From:
         ```
     """
 
-    op: Op
+    op: Operator
     of: tuple["From", ...]
     args: tuple[Any, ...]
 
@@ -174,12 +174,12 @@ class From:
     __repr__ = __str__
 
 
-def _set(made: From, op: Op, of: tuple[From, ...], args: tuple[Any, ...]) -> None:
+def _set(made: From, op: Operator, of: tuple[From, ...], args: tuple[Any, ...]) -> None:
     for name, value in (("op", op), ("of", of), ("args", args)):
         object.__setattr__(made, name, value)
 
 
-def _new(op: Op, of: tuple[From, ...], args: tuple[Any, ...]) -> From:
+def _new(op: Operator, of: tuple[From, ...], args: tuple[Any, ...]) -> From:
     for part in of:
         if not isinstance(part, From):
             raise MapError(f"`{op}` takes `From` values, not {part!r:.80}; write `From({part!r:.80})`.")

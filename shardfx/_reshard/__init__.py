@@ -8,5 +8,5 @@ and between trees.
 from .matrices import MappedMatrices, map_matrices
 from .mover import reshard
 from .reshard_plan import LeafMove, ReshardPlan, plan_reshard
-from .steps.layout import Layout
-from .steps.redistribute import Step
+from .steps.layout import StepLayout
+from .steps.redistribute import MoveStep

@@ -20,7 +20,7 @@ from .destinations import is_array, leaf_name
 from .ends import has_devices, require_movable, require_reduced
 from .flight import Job
 from .move import Move, balanced, move_of
-from .pieces.work import Leaf, Works, works_of
+from .pieces.work import MovedLeaf, Works, works_of
 
 
 _WAIT_SECONDS = 60
@@ -128,13 +128,13 @@ def journey_of(tree: Any, dst: Any, map: TreeMap, copies: bool) -> Journey:
         if not is_array(leaf):
             raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to move.")
     target = target_of(dst, "reshard")
-    sources = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype, _sharding(leaf)) for path, leaf in arrays.items())
+    sources = tuple(MovedLeaf(path, tuple(leaf.shape), leaf.dtype, _sharding(leaf)) for path, leaf in arrays.items())
     for path, leaf in target.arrays:
         if not has_devices(leaf.sharding):
             raise MeshError(
                 f"leaf `{path}`: the target's mesh has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
             )
-    targets = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in target.arrays)
+    targets = tuple(MovedLeaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in target.arrays)
     if jax.process_count() > 1:
         ends = dict.fromkeys(leaf.sharding for leaf in (*sources, *targets) if leaf.sharding is not None)
         require_same_map(map, tuple(sorted({device.process_index for end in ends for device in end.device_set})))

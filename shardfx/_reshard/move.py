@@ -23,7 +23,7 @@ from .ends import (
     sharers,
 )
 from .pieces.work import Work, work_between
-from .steps.in_parts import Cut, cut_in
+from .steps.in_parts import PartCut, cut_in
 from .steps.program import live_program
 from .steps.redistribute import Redistribution, layout, redistribute
 
@@ -100,18 +100,18 @@ class Move:
         devices = self.dst.device_set
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
-    def cut_in(self, count: int) -> Cut | None:
+    def cut_in(self, count: int) -> PartCut | None:
         """The steps in `count` parts or more, or in as many as there can be; None where they move all at once."""
         return None if self.plan is None else cut_in(count, self.src.shard_shape(self.shape), self.plan.steps)
 
-    def cut_within(self, limit_bytes: int | None) -> Cut | None:
+    def cut_within(self, limit_bytes: int | None) -> PartCut | None:
         """The parts of the steps that take so many bytes, which are enough for the finest."""
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
         cut = self.cut_in(-(-self.held_bytes // max(1, limit_bytes - self.aside_bytes)))
         return cut if cut is None or self.bytes_in(cut) <= limit_bytes else self.cut_in(max(self.shape))
 
-    def bytes_in(self, cut: Cut) -> int:
+    def bytes_in(self, cut: PartCut) -> int:
         """What the steps take in parts: a part of all that an array takes, its source and target included."""
         return -(-(self.held_bytes - self.aside_bytes) * cut.part // cut.block) + self.aside_bytes
 
@@ -125,7 +125,7 @@ class Move:
 
 
 @ft.lru_cache(maxsize=4096)
-def program_of(move: Move, donate: bool, cut: Cut | None) -> Callable[[jax.Array], jax.Array]:
+def program_of(move: Move, donate: bool, cut: PartCut | None) -> Callable[[jax.Array], jax.Array]:
     """The steps of a move, compiled when they are first called."""
     assert move.plan is not None
     return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, cut=cut)

@@ -22,8 +22,8 @@ from .destinations import leaf_name, lost_devices, targets
 from .ends import data_of, in_host_memory
 from .move import Move, balanced, move_of, shares_memory
 from .pieces.costs import costs_of, named_links
-from .pieces.work import Leaf, Work, works_of
-from .steps.redistribute import Step
+from .pieces.work import MovedLeaf, Work, works_of
+from .steps.redistribute import MoveStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LeafMove:
     src: Sharding
     dst: Sharding
     how: str
-    steps: tuple[Step, ...]
+    steps: tuple[MoveStep, ...]
     links: Mapping[tuple[int, int], int] = dataclasses.field(hash=False)
     missing: tuple[Box, ...]
     copied: bool
@@ -102,7 +102,7 @@ class ReshardPlan:
         return tuple(leaf.path for leaf in self.leaves if leaf.idle)
 
     @property
-    def steps(self) -> dict[str, tuple[Step, ...]]:
+    def steps(self) -> dict[str, tuple[MoveStep, ...]]:
         """The collectives of each array that needs some, by path."""
         return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
 
@@ -254,7 +254,7 @@ def plan_reshard(src: Any, dst: Any, *, map: TreeMap | None = None, lost: Iterab
 def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -> Iterable[LeafMove]:
     """The moves of a tree that a map makes of another; `reshard` does what the same function plans."""
     source, target = {leaf.path: leaf for leaf in ours}, {leaf.path: leaf for leaf in theirs}
-    ends = [tuple([Leaf(*leaf[:4]) for leaf in leaves]) for leaves in (ours, theirs)]
+    ends = [tuple([MovedLeaf(*leaf[:4]) for leaf in leaves]) for leaves in (ours, theirs)]
     # As on devices with memories of their own; whether these are copied is decided by the same function.
     planned = works_of(map, *ends, False)
     works, most_bytes = planned.works, planned.most_bytes

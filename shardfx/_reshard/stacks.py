@@ -18,9 +18,9 @@ from .._plan import LeafPlan, ShardPlan
 
 # What `where` gives for a path: how many leading dimensions count matrices, and how many after them are rows; or what
 # the array goes through as it lies; or `None`.
-Dims = tuple[int, int]
+MatrixDims = tuple[int, int]
 Other = Callable[[Any], Any] | None
-Where = Mapping[str, Dims | Other]
+Where = Mapping[str, MatrixDims | Other]
 # Names of leading dimensions that count things.
 _COUNTED = frozenset({"layers", "layer", "stages", "stage", "blocks", "experts", "expert"})
 
@@ -165,7 +165,7 @@ def _sorted_out(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int
     return found, others
 
 
-def _dims(leaf: LeafPlan) -> Dims:
+def _dims(leaf: LeafPlan) -> MatrixDims:
     """A matrix as it is; more dimensions only where names say that the leading ones count."""
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
@@ -179,7 +179,7 @@ def _dims(leaf: LeafPlan) -> Dims:
     return many, 1
 
 
-def _matrices(at: int, leaf: LeafPlan, dims: Dims) -> Matrices:
+def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
     many, rows = dims
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise LeafTypeError(

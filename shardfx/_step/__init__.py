@@ -9,6 +9,6 @@ from .equations import applied, carry_of, frames_of, opened
 from .graph import program_of
 from .lines import Frame, is_library, lines_of, name_stacks, own_line, place_text
 from .lowered import Dims, Module, Op, Parameter, bytecode, meshes
-from .operations import Laid, Operation, Program, Value
+from .operations import Laid, Operation, Program, StepValue
 from .partitioner import MOST_DEVICES, partitioned
 from .step import EquinoxJitted, Jitted, Platform, Step, argument_names, step_of

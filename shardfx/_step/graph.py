@@ -14,7 +14,7 @@ from jax.extend.mlir import ir, passmanager
 
 from .factors import RULE, Factors, by_element, flops_of, handed, of_rule, opaque, own
 from .lowered import Module, Op, laid_arguments, laid_results
-from .operations import Laid, Operation, Program, Value, dtype_of
+from .operations import Laid, Operation, Program, StepValue, dtype_of
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -49,7 +49,7 @@ class Function(NamedTuple):
     """A block with the shapes and dtypes of all values in it, by their numbers."""
 
     block: Block
-    values: tuple[Value, ...]
+    values: tuple[StepValue, ...]
 
 
 def program_of(module: Module) -> Program:
@@ -75,7 +75,7 @@ class _Reader:
 
     def __init__(self):
         self.numbers: dict[ir.Value, int] = {}
-        self.values: list[Value] = []
+        self.values: list[StepValue] = []
 
     def function(self, operation: Op) -> Function:
         laid = laid_arguments(operation)
@@ -112,13 +112,13 @@ class _Reader:
         return Instruction(name, ins, outs, factors, flops, detail, blocks, operation.location)
 
 
-def _value(kind: ir.Type) -> Value:
+def _value(kind: ir.Type) -> StepValue:
     if not isinstance(kind, ir.RankedTensorType):
-        return Value((), dtype_of("i1"))
-    return Value(tuple(kind.shape), dtype_of(str(kind.element_type)))
+        return StepValue((), dtype_of("i1"))
+    return StepValue(tuple(kind.shape), dtype_of(str(kind.element_type)))
 
 
-def _detail(name: str, attributes: ir.OpAttributeMap, out: Value | None) -> Any:
+def _detail(name: str, attributes: ir.OpAttributeMap, out: StepValue | None) -> Any:
     if name in _CALLS:
         return ir.FlatSymbolRefAttr(attributes[_CALLS[name]]).value
     if name == "constant" and out is not None and not out.shape and out.dtype.kind in "iu":
@@ -135,7 +135,7 @@ class _Walk:
 
     def __init__(self, functions: dict[str, Function]):
         self.functions = functions
-        self.values: list[Value] = []
+        self.values: list[StepValue] = []
         self.operations: list[Operation] = []
         self.notes: dict[str, int] = {}
         # The locations of the calls that are being entered.
@@ -151,7 +151,7 @@ class _Walk:
         operations = _used(self.operations, results)
         return Program(self.values, operations, arguments, tuple(results), self.notes)
 
-    def add(self, value: Value) -> int:
+    def add(self, value: StepValue) -> int:
         self.values.append(value)
         return len(self.values) - 1
 
@@ -323,7 +323,7 @@ def _literals(block: Block) -> dict[int, int]:
     return {one.outs[0]: one.detail for one in block.instructions if one.name == "constant" and one.detail is not None}
 
 
-def _is_free(made: Instruction, ins: Sequence[Value]) -> bool:
+def _is_free(made: Instruction, ins: Sequence[StepValue]) -> bool:
     """Whether something is made of constants alone, so that every device makes its part in place."""
     if made.name in ("constant", "iota"):
         return True

@@ -14,7 +14,7 @@ from .._ground.spec import bits
 
 
 # The factors of each dimension of each array, the slowest first.
-Dims = tuple[tuple[tuple[int, ...], ...], ...]
+FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Factors(NamedTuple):
@@ -27,8 +27,8 @@ class Factors(NamedTuple):
     """
 
     sizes: tuple[int, ...]
-    ins: Dims
-    outs: Dims
+    ins: FactorDims
+    outs: FactorDims
     reduction: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()
 
@@ -44,7 +44,7 @@ class Laid(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class StepValue:
     """One array of the step. One that is made of constants alone is free: it is moved and kept nowhere.
 
     `laid` is known in a module that was propagated.
@@ -89,7 +89,7 @@ class Operation:
 class Program:
     """A whole step. `notes` say what was not understood, with how often."""
 
-    values: list[Value]
+    values: list[StepValue]
     operations: list[Operation]
     arguments: tuple[int, ...]
     results: tuple[int, ...]

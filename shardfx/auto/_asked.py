@@ -31,7 +31,7 @@ EMULATED = chips.Chip(
 )
 
 
-class Asked(NamedTuple):
+class SearchOptions(NamedTuple):
     """The devices of a search: how many, of which kind, in how many slices; `target` is one slice, if it was named."""
 
     total: int
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     extents: tuple[int, ...] = ()
 
 
-def asked_for(devices: Any, chip: str | chips.Chip | None, slices: int = 1) -> Asked:
+def asked_for(devices: Any, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
     """What a search is for; `devices` may say how many slices there are, as "tpu:v5p:4x4x4*2"."""
     text, star, many = devices.partition("*") if isinstance(devices, str) else (devices, "", "")
     times = 1
@@ -63,22 +63,22 @@ def asked_for(devices: Any, chip: str | chips.Chip | None, slices: int = 1) -> A
     return found._replace(total=total, slices=many_slices, targets=times, extents=extents)
 
 
-def _hardware(devices: Any, chip: str | chips.Chip | None) -> Asked:
+def _hardware(devices: Any, chip: str | chips.Chip | None) -> SearchOptions:
     """How many devices, of which kind, and the slice that they are, if one was named."""
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
         if found := re.fullmatch(r"cpu:([1-9]\d*)", devices):
-            return Asked(int(found[1]), EMULATED if chip is None else chips.find(chip), None, 1, 1)
+            return SearchOptions(int(found[1]), EMULATED if chip is None else chips.find(chip), None, 1, 1)
         made = chips.parse_slice(devices)
         kind = made.chip if chip is None else chips.find(chip)
-        return Asked(made.chips * kind.devices_per_chip, kind, made.name, 1, 1, made.extents)
+        return SearchOptions(made.chips * kind.devices_per_chip, kind, made.name, 1, 1, made.extents)
     if isinstance(devices, int) and not isinstance(devices, bool):
         if devices < 1:
             raise MeshError(f'`devices={devices}` are none; give how many there are, as `devices=8, chip="v5e"`.')
         if chip is None:
             raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
-        return Asked(devices, chips.find(chip), None, 1, 1)
+        return SearchOptions(devices, chips.find(chip), None, 1, 1)
     if not isinstance(devices, Sequence):
         raise MeshError(
             f'`devices={devices!r:.80}` is neither a number, a slice nor devices; write `devices=8, chip="v5e"`, '
@@ -88,7 +88,7 @@ def _hardware(devices: Any, chip: str | chips.Chip | None) -> Asked:
     if not here:
         raise MeshError("`devices` is empty; give JAX's devices, as `devices=jax.devices()`, or how many there are.")
     of_these = EMULATED if here[0].platform == "cpu" else here[0].device_kind
-    return Asked(len(here), chips.find(of_these if chip is None else chip), None, 1, 1)
+    return SearchOptions(len(here), chips.find(of_these if chip is None else chip), None, 1, 1)
 
 
 def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | None = None) -> int:

@@ -21,7 +21,7 @@ from ..cost._compile_for import memory_of
 from ..cost._hlo_text import parse_hlo
 from ..cost._work import work_of
 from ..interop import tpu
-from ._asked import Asked
+from ._asked import SearchOptions
 from ._candidate import Candidate
 from ._constrain_step import constrain_step
 from ._priced import Pricer, timed
@@ -71,7 +71,7 @@ def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], _: ob
     return sorted(found, key=lambda one: one.seconds) or [one for one, _ in looked]
 
 
-def devices_for(verify: Any, asked: Asked, given: Sequence[Any] | None) -> tuple[Any, ...]:
+def devices_for(verify: Any, asked: SearchOptions, given: Sequence[Any] | None) -> tuple[Any, ...]:
     """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
     count, target = asked.total, asked.target
     if not isinstance(verify, str):

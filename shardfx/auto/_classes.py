@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from .._ground.text import between_numbers
 from .._rules import Atomic
-from ._trace import Traced
+from ._trace import TracedStep
 
 
 _COPIES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ClassPlace:
     """A part of a dimension of an argument."""
 
     argument: int
@@ -24,19 +24,19 @@ class Place:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Group:
+class ClassGroup:
     """Classes that get one name: one, or those that stand at the same place in repeated layers."""
 
     roots: list[int]
     size: int
-    places: list[Place]
+    places: list[ClassPlace]
     name: str = ""
 
 
 class Classes:
     """Groups of classes, and which of them each dimension of each argument consists of; `_naming.py` names them."""
 
-    def __init__(self, traced: Traced):
+    def __init__(self, traced: TracedStep):
         self.traced = traced
         self.tied = traced.tied
         self.program = self.tied.program
@@ -46,7 +46,7 @@ class Classes:
             [parts.leaves(part) for part in self.tied.dims[value][: traced.rank(argument)]]
             for argument, value in enumerate(self.program.arguments)
         ]
-        self.groups: list[Group] = []
+        self.groups: list[ClassGroup] = []
         self.of_root: dict[int, int] = {}
         self._gather()
         self._tie_layers()
@@ -55,11 +55,11 @@ class Classes:
         }
         self.main, self.model = _model_arguments(traced)
 
-    def of(self, leaf: int) -> Group:
+    def of(self, leaf: int) -> ClassGroup:
         """The group of a class."""
         return self.groups[self.of_root[leaf]]
 
-    def flat(self, argument: int) -> list[Group]:
+    def flat(self, argument: int) -> list[ClassGroup]:
         """The groups of an argument's dimensions, of all their parts."""
         return [self.of(leaf) for leaves in self.dims[argument] for leaf in leaves]
 
@@ -86,18 +86,18 @@ class Classes:
             found.append(tuple(entries) if len(entries) > 1 else next(iter(entries), None))
         return tuple(found)
 
-    def _placed(self) -> Iterator[tuple[Place, int]]:
+    def _placed(self) -> Iterator[tuple[ClassPlace, int]]:
         """The parts of all arguments, each with its class."""
         for argument, dims in enumerate(self.dims):
             for dim, leaves in enumerate(dims):
                 for at, leaf in enumerate(leaves):
-                    yield Place(argument, dim, at, len(leaves)), leaf
+                    yield ClassPlace(argument, dim, at, len(leaves)), leaf
 
     def _gather(self) -> None:
         for place, leaf in self._placed():
             if leaf not in self.of_root:
                 self.of_root[leaf] = len(self.groups)
-                self.groups.append(Group([leaf], self.tied.parts.sizes[leaf], []))
+                self.groups.append(ClassGroup([leaf], self.tied.parts.sizes[leaf], []))
             self.of(leaf).places.append(place)
 
     def _tie_layers(self) -> None:
@@ -141,16 +141,16 @@ class Classes:
         """The classes that arrays of the model have."""
         return {root for group in self.groups if self.in_model(group) for root in group.roots}
 
-    def in_model(self, group: Group) -> list[Place]:
+    def in_model(self, group: ClassGroup) -> list[ClassPlace]:
         """Where the model has a group."""
         return [place for place in group.places if place.argument in self.model]
 
-    def live(self) -> list[Group]:
+    def live(self) -> list[ClassGroup]:
         """The groups, without those that went into others."""
         return [group for group in self.groups if group.roots]
 
 
-def _model_arguments(traced: Traced) -> tuple[int, set[int]]:
+def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     """Which argument is the model, and the program's arguments that belong to it or its optimizer, and are no data.
 
     The first argument with many arrays is the model. Another belongs to it if all dimensions do of most of its arrays:

@@ -24,7 +24,7 @@ from .._rules import AxisRules
 from .._step import Operation, applied, name_stacks, opened
 from ..topology import MeshSpec
 from ._assignments import assignments_of_rules
-from ._layouts import Layout, Layouts
+from ._layouts import AssignedLayout, Layouts
 from ._naming import named_classes
 from ._trace import structs_of, trace
 
@@ -166,7 +166,9 @@ class _Walker:
 class _Constrainer(_Walker):
     """Constrains what equations make to where layouts want it."""
 
-    def __init__(self, layouts: Layouts, chosen: Sequence[Layout], axes: Sequence[str], mesh: Mesh | AbstractMesh):
+    def __init__(
+        self, layouts: Layouts, chosen: Sequence[AssignedLayout], axes: Sequence[str], mesh: Mesh | AbstractMesh
+    ):
         super().__init__()
         self.layouts, self.chosen, self.axes, self.mesh = layouts, chosen, axes, mesh
         self.places = [

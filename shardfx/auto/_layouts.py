@@ -45,7 +45,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class AssignedLayout:
     """What an assignment does: the events, where each value is cut, and which operations are shared out."""
 
     assignment: Assignment
@@ -99,7 +99,7 @@ class Layouts:
         self.kind = [self.kinds.setdefault(_labelled(self, made), len(self.kinds)) for made in self.program.operations]
         self.labelled = list(self.kinds)
 
-    def under(self, assignment: Assignment) -> Layout:
+    def under(self, assignment: Assignment) -> AssignedLayout:
         """The step under this assignment."""
         return _Run(self, assignment).layout()
 
@@ -172,7 +172,7 @@ class _Run:
         self.summed: set[int] = set()
         self.effects: dict[tuple[int, tuple[int, ...]], _Effect] = {}
 
-    def layout(self) -> Layout:
+    def layout(self) -> AssignedLayout:
         program = self.layouts.program
         for value in program.arguments:
             self.set(value, self.layouts.preferred(value, self.assignment))
@@ -188,7 +188,7 @@ class _Run:
             if self.state[value] == PARTIAL:
                 self.move(value, self.layouts.preferred(value, self.assignment), 1.0, len(program.operations) - 1)
         made = tuple(self.events), tuple(self.cuts), tuple(self.shared)
-        return Layout(self.assignment, *made, frozenset(self.used), frozenset(self.summed))
+        return AssignedLayout(self.assignment, *made, frozenset(self.used), frozenset(self.summed))
 
     def set(self, value: int, state: int) -> None:
         self.state[value] = state

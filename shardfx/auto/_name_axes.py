@@ -10,9 +10,9 @@ from jaxtyping import PyTree
 from .._ground.html import html_text
 from .._ground.text import between_numbers, first_lines, joined, table
 from .._step import lines_of, own_line
-from ._classes import Classes, Group
+from ._classes import Classes, ClassGroup
 from ._naming import named_classes
-from ._trace import Traced, trace
+from ._trace import TracedStep, trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
     return tuple(jax.tree.unflatten(flat.treedef, column) for flat, column in zip(traced.flats, columns, strict=True))
 
 
-def _axis(group: Group, classes: Classes) -> NamedAxis:
+def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
     traced = classes.traced
     alike: dict[tuple[object, str], list[str]] = {}
     # The moments of an optimizer have the parameters' axes: they are told of only where nothing else is.
@@ -144,7 +144,7 @@ def _axis(group: Group, classes: Classes) -> NamedAxis:
     return NamedAxis(group.name, group.size, places, _joins(group, traced))
 
 
-def _joins(group: Group, traced: Traced) -> tuple[tuple[str, str], ...]:
+def _joins(group: ClassGroup, traced: TracedStep) -> tuple[tuple[str, str], ...]:
     """The operations that two operands with the axis meet in, products and lookups first."""
     tied, roots = traced.tied, set(group.roots)
     found: dict[tuple[str, str], None] = {}

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from .._rules import Atomic
-from ._classes import Classes, Group, Place
+from ._classes import Classes, ClassGroup, ClassPlace
 from ._program import batched
 from ._residual import residual
-from ._trace import Traced
+from ._trace import TracedStep
 
 
-def named_classes(traced: Traced) -> Classes:
+def named_classes(traced: TracedStep) -> Classes:
     """The classes of a step's dimensions, each with a name."""
     classes = Classes(traced)
     _Namer(classes).name_all()
@@ -53,18 +53,18 @@ class _Namer:
         self.width()
         self.by_path()
 
-    def unnamed(self, mark: str | None = None) -> list[Group]:
+    def unnamed(self, mark: str | None = None) -> list[ClassGroup]:
         """The groups without a name, or those of them that operations marked so."""
         found = [group for group in self.classes.live() if not group.name]
         return [group for group in found if mark is None or self.is_marked(group, mark)]
 
-    def is_marked(self, group: Group, mark: str) -> bool:
+    def is_marked(self, group: ClassGroup, mark: str) -> bool:
         return not self.classes.marked[mark].isdisjoint(group.roots)
 
-    def paths(self, places: Iterable[Place]) -> list[str]:
+    def paths(self, places: Iterable[ClassPlace]) -> list[str]:
         return list(dict.fromkeys(self.traced.path(place.argument) for place in places))
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: ClassPlace) -> int:
         return len(self.classes.dims[place.argument])
 
     def declared(self) -> None:
@@ -88,7 +88,7 @@ class _Namer:
             if last and group.size in _KEY_WORDS and all(map(self.is_raw, group.places)):
                 group.name = "key_words"
 
-    def is_raw(self, place: Place) -> bool:
+    def is_raw(self, place: ClassPlace) -> bool:
         value = self.tied.program.values[self.tied.program.arguments[place.argument]]
         return value.dtype == np.dtype("uint32") and place.argument not in self.classes.model
 
@@ -118,12 +118,12 @@ class _Namer:
             elif len(dims) == 3:
                 group.name = "features"
 
-    def data_dims(self, place: Place) -> list[int]:
+    def data_dims(self, place: ClassPlace) -> list[int]:
         """The dimensions of an argument that no loop walks through."""
         named = [{self.classes.of(leaf).name for leaf in leaves} for leaves in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
-    def images(self) -> dict[Group, str]:
+    def images(self) -> dict[ClassGroup, str]:
         """What convolutions call dimensions of the data: their own numbers say it, whichever comes first."""
         classes = self.classes
         found = {classes.of(leaf): "channels" for leaf in classes.marked["channels"] if leaf in classes.of_root}
@@ -148,7 +148,7 @@ class _Namer:
                 # Logits of as many classes as there are tokens are of tokens.
                 group.name = "vocab" if group.size in vocabs else "classes"
 
-    def is_vocabulary(self, group: Group, paths: list[str]) -> bool:
+    def is_vocabulary(self, group: ClassGroup, paths: list[str]) -> bool:
         named = any(map(_VOCAB.search, paths)) and not any(map(_POSITIONS.search, paths))
         return named or (group.size >= _SMALL_VOCAB and self.is_marked(group, "tokens"))
 
@@ -161,7 +161,7 @@ class _Namer:
         kept = [leaves[: classes.kept(leaves)] for dims in classes.dims for leaves in dims]
         kept = [[*map(of, leaves)] for leaves in kept if len(leaves) > 1 and of(leaves[0]) in found]
         shared, behind = {groups[0] for groups in kept}, {group for groups in kept for group in groups[1:]}
-        of_weights, named = self.batches_of_weights(), set[Group]()
+        of_weights, named = self.batches_of_weights(), set[ClassGroup]()
         for group in [*found, *(group for group in self.unnamed() if group in behind and group not in found)]:
             paths = self.paths(classes.in_model(group))
             attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in group.places)
@@ -182,9 +182,9 @@ class _Namer:
                 if before in named and not after.name and self.is_marked(after, "contracted"):
                     after.name = "head_dim"
 
-    def batches_of_weights(self) -> set[Group]:
+    def batches_of_weights(self) -> set[ClassGroup]:
         """The groups over which products run in batches with an operand that has dimensions of the model alone."""
-        tied, own, found = self.tied, self.classes.own, set[Group]()
+        tied, own, found = self.tied, self.classes.own, set[ClassGroup]()
         for made in tied.program.operations:
             over = batched(made)
             for value, dims in zip(made.ins, made.factors.ins, strict=True) if over else ():
@@ -236,7 +236,7 @@ class _Namer:
             else:
                 group.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
-    def between_widths(self, group: Group) -> bool:
+    def between_widths(self, group: ClassGroup) -> bool:
         """Whether matrices lead from the model's width into this dimension, and others out of it."""
         places = [place for place in self.classes.in_model(group) or group.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}

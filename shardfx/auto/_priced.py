@@ -29,7 +29,7 @@ from ._classes import Classes
 from ._constrain_step import constrain_step
 from ._core import CostModel
 from ._times import Times, times_of
-from ._trace import Traced
+from ._trace import TracedStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Pricer:
     - `chip`: of the devices.
     """
 
-    def __init__(self, step: Callable[..., object], traced: Traced, chip: chips.Chip, model: CostModel):
+    def __init__(self, step: Callable[..., object], traced: TracedStep, chip: chips.Chip, model: CostModel):
         self.step, self.args, self.words = step, traced.structs, traced.words
         self.results = results_of(self.args, traced.out)
         self.chip, self.model = chip, model

@@ -15,7 +15,7 @@ from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text
 from .._rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
-from ._asked import Asked, Tracing, asked_for, require_arrays, require_options
+from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_options
 from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
 from ._limits import Limits
@@ -146,7 +146,7 @@ def search(
 def opened(
     step: Callable[..., object],
     args: Sequence[PyTree],
-    asked: Asked,
+    asked: SearchOptions,
     limits: Limits,
     also: Sequence[AxisRules],
     tell: Tell,

@@ -11,12 +11,12 @@ from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
 from .._rules import AxisRules
-from ._asked import Asked
+from ._asked import SearchOptions
 from ._assignments import assignments_of, assignments_of_rules, seeds
 from ._candidate import Candidate, without_twins
 from ._classes import Classes
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
-from ._layouts import Assignment, Layout, Layouts
+from ._layouts import AssignedLayout, Assignment, Layouts
 from ._limits import Limits, blocking, named_assignments, numbers_of
 from ._name_axes import names_trees, notes_of
 from ._terms import Terms, cut_by, padded, terms_of
@@ -42,7 +42,7 @@ class Space:
     def __init__(
         self,
         classes: Classes,
-        asked: Asked,
+        asked: SearchOptions,
         limits: Limits,
         also: Sequence[AxisRules] = (),
         *,
@@ -54,7 +54,7 @@ class Space:
         self.args = self.classes.traced.structs
         self.layouts = Layouts(self.classes, self.devices)
         never = frozenset(numbers_of(limits.never, self.classes).values())
-        self.made: list[Layout] = []
+        self.made: list[AssignedLayout] = []
         self._keys: dict[object, int] = {}
         self.asked = self._numbered(tuple(assignments_of_rules(rules, self.classes, never).values()) for rules in also)
         # Nobody cuts the words of a raw key, or what convolutions slide along.
@@ -102,7 +102,7 @@ class Space:
         """The numbers that the core takes, with so many bytes of memory a device."""
         return machine_of(self.chip, self.devices, MODEL, float(limit), self.extents)
 
-    def names_of(self, layout: Layout) -> tuple[str, ...]:
+    def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
         """What an assignment cuts, the first first."""
         return tuple(self.classes.groups[number].name for number in layout.assignment.order if number in layout.used)
 

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from .._step import Operation, Program
-from ._layouts import Layout, Layouts
+from ._layouts import AssignedLayout, Layouts
 
 
 # A value that is used this many operations after it was made, or later, was put aside in memory.
@@ -41,7 +41,7 @@ class _Rows:
         return masks.reshape(-1, self.assignments), np.array(list(self.found.values())).reshape(-1, self.columns)
 
 
-def terms_of(layouts: Layouts, made: list[Layout]) -> Terms:
+def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
     """The terms of a step under some assignments, as arrays. All are of the whole step on one device.
 
     - `divides` (rows, assignments): which assignments divide a row.
@@ -131,7 +131,7 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
 
 
-def cut_by(made: list[Layout]) -> list[int]:
+def cut_by(made: list[AssignedLayout]) -> list[int]:
     """The classes that some assignment cuts, by number."""
     return sorted(frozenset().union(*(layout.used for layout in made)))
 

@@ -21,7 +21,7 @@ _PLATFORMS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traced:
+class TracedStep:
     """A step's program, and the leaves of its arguments."""
 
     tied: Tied
@@ -50,7 +50,7 @@ class Traced:
         return f"{self.words[which]}/{inner}" if inner else self.words[which]
 
 
-def trace(step: Callable[..., object], *args: PyTree) -> Traced:
+def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     """Traces and lowers the step over the shapes of its arguments; nothing is run."""
     if not callable(step):
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
@@ -67,7 +67,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> Traced:
     program = program_of(_module(made))
     if count := _count(made.traced.jaxpr, "custom_partitioning"):
         program.notes["a `custom_partitioning` shards as its own rule says, and is read as what it computes"] = count
-    return Traced(tied(program), flats, words, places, structs, made)
+    return TracedStep(tied(program), flats, words, places, structs, made)
 
 
 def _count(jaxpr: Any, name: str) -> int:

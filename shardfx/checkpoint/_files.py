@@ -34,7 +34,7 @@ class Stamp(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class FilePlace:
     """A checkpoint's directory, and the directories whose files it may open; real paths, without links.
 
     It remembers the files that were opened: each must be the same one, unchanged, as long as anything is read from the
@@ -59,13 +59,13 @@ class Place:
             )
 
 
-def place(directory: str, root: str | os.PathLike[str] | None) -> Place:
+def place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
     """The place of a checkpoint; `root` is a further directory that its links may lead to."""
     own = os.path.realpath(directory)
-    return Place(own, (own,) if root is None else (own, os.path.realpath(root)))
+    return FilePlace(own, (own,) if root is None else (own, os.path.realpath(root)))
 
 
-def inside(where: Place, name: str) -> str:
+def inside(where: FilePlace, name: str) -> str:
     """The real path of `name`, a file or directory that a checkpoint mentions.
 
     **Arguments:**
@@ -89,7 +89,7 @@ def inside(where: Place, name: str) -> str:
     return _resolved(where, os.path.join(where.directory, name), name)
 
 
-def _resolved(where: Place, path: str, name: str) -> str:
+def _resolved(where: FilePlace, path: str, name: str) -> str:
     real = os.path.realpath(path)
     if where.root_of(real) is None:
         raise CheckpointError(
@@ -101,7 +101,7 @@ def _resolved(where: Place, path: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(where: Place, real: str) -> Iterator[int]:
+def opened(where: FilePlace, real: str) -> Iterator[int]:
     """A descriptor of the regular file `real`, for reading; walked from its root without following any link.
 
     The path was resolved before; walking it part by part means that a link put there since then is refused, too. The
@@ -116,7 +116,7 @@ def opened(where: Place, real: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def require_seen_unchanged(where: Place) -> None:
+def require_seen_unchanged(where: FilePlace) -> None:
     """Raises `ChangedError` unless every file that was opened is still there as it was."""
     for real in list(where.seen):
         try:
@@ -149,7 +149,7 @@ def _open(root: str, real: str) -> int:
     return descriptor
 
 
-def require_plain_tree(where: Place, real: str) -> None:
+def require_plain_tree(where: FilePlace, real: str) -> None:
     """Raises unless there are only files and directories below the directory `real`, and no link that leads out.
 
     For libraries that open files themselves: they follow links, and wait for ever at a pipe.
@@ -238,7 +238,7 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
-def read_json(where: Place, real: str, limit_bytes: int = 100_000_000) -> Any:
+def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> Any:
     """The strict JSON content of the file `real`, of at most `limit_bytes`."""
     with opened(where, real) as descriptor:
         size = os.fstat(descriptor).st_size

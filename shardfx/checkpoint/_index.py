@@ -24,7 +24,7 @@ from .._ground.text import (
 )
 from . import _listings as listings, _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
-from ._files import Place, inside, place, read_json
+from ._files import FilePlace, inside, place, read_json
 
 
 _SHOWN_ROWS = 24
@@ -52,7 +52,7 @@ class Index:
     directory: str
     entries: tuple[ArrayEntry, ...]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    place: Place = dataclasses.field(default_factory=lambda: Place("", ()), repr=False, compare=False)
+    place: FilePlace = dataclasses.field(default_factory=lambda: FilePlace("", ()), repr=False, compare=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_path)
@@ -160,7 +160,7 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
     where, name = place(os.path.dirname(os.path.abspath(path)), root), os.path.basename(path)
     # The caller named this file, so where it leads is the caller's wish.
     real = os.path.realpath(path)
-    trusted = Place(where.directory, (*where.roots, os.path.dirname(real)), where.seen)
+    trusted = FilePlace(where.directory, (*where.roots, os.path.dirname(real)), where.seen)
     if name.endswith(".json"):
         return _read_set(where, trusted, real)
     return _of_files(trusted, [real])
@@ -182,7 +182,7 @@ def _nothing_at(path: str) -> CheckpointError:
     return CheckpointError(f"there is no checkpoint at {path!r}; give a directory, or a .safetensors file.{hub}")
 
 
-def _read_directory(where: Place, path: str, names: list[str]) -> Index:
+def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     weights = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in weights:
@@ -210,7 +210,7 @@ def _read_directory(where: Place, path: str, names: list[str]) -> Index:
     return _indexed("zarr", where, entries)
 
 
-def _indexed(kind: str, where: Place, entries: tuple[ArrayEntry, ...]) -> Index:
+def _indexed(kind: str, where: FilePlace, entries: tuple[ArrayEntry, ...]) -> Index:
     known: dict[str, ArrayEntry] = {}
     for entry in entries:
         other = known.setdefault(entry.path, entry)
@@ -228,7 +228,7 @@ def _location(entry: ArrayEntry) -> str:
     return entry.key if isinstance(entry, StoreArray) and entry.key is not None else entry.file
 
 
-def _read_set(where: Place, trusted: Place, real: str) -> Index:
+def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
     content = read_json(trusted, real)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -248,7 +248,7 @@ def _read_set(where: Place, trusted: Place, real: str) -> Index:
     return Index("safetensors", where.directory, entries, _joined(headers.values()), where)
 
 
-def _of_files(where: Place, files: list[str]) -> Index:
+def _of_files(where: FilePlace, files: list[str]) -> Index:
     headers = [safetensors.read_header(where, file) for file in files]
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:

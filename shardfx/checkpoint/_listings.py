@@ -8,13 +8,13 @@ from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from . import _stores as stores
 from ._entry import ListedArray, StoreArray
-from ._files import Place, inside, read_json
+from ._files import FilePlace, inside, read_json
 
 
 EFORMER_INDEX = "tensorstore_index.json"
 
 
-def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
+def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     """The arrays that the index lists, of all its prefixes, in its order.
 
     Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` beside them. The two are
@@ -39,7 +39,7 @@ def _rows(real: str, group: str | None, rows: Any) -> list[Any]:
     return rows
 
 
-def _listed(where: Place, real: str, group: str | None, row: Any) -> StoreArray | ListedArray:
+def _listed(where: FilePlace, real: str, group: str | None, row: Any) -> StoreArray | ListedArray:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str):
         raise CheckpointError(f"{real!r} lists {quoted(str(row), 80)}, which has no `path`.")
     path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
@@ -69,7 +69,7 @@ _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.proces
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
-def raise_if_step(where: Place, names: list[str]) -> None:
+def raise_if_step(where: FilePlace, names: list[str]) -> None:
     """A step of Orbax's CheckpointManager is no tree but holds some, each in a directory of its own."""
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:
@@ -79,7 +79,7 @@ def raise_if_step(where: Place, names: list[str]) -> None:
         )
 
 
-def require_finished(where: Place, names: list[str]) -> None:
+def require_finished(where: FilePlace, names: list[str]) -> None:
     """Raises for a directory that Orbax has written, and that lacks its metadata: arrays may be missing, too."""
     traces = [name for name in names if name in _TRACES]
     if traces and not any(os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA)) for name in names):
@@ -90,7 +90,7 @@ def require_finished(where: Place, names: list[str]) -> None:
         )
 
 
-def orbax_entries(where: Place) -> tuple[StoreArray, ...]:
+def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint; paths are its keys joined by "/".
 
     Orbax's own reader opens the files that the metadata names before it looks at the names, so this one reads.
@@ -132,7 +132,7 @@ def _keys(real: str, name: str, row: Any) -> tuple[list[str], bool]:
     return texts, value.get("value_type") in _ARRAYS and value.get("skip_deserialize") is not True
 
 
-def _directory_entry(where: Place, name: str) -> StoreArray | None:
+def _directory_entry(where: FilePlace, name: str) -> StoreArray | None:
     if not name:
         return None
     directory = inside(where, name)

@@ -144,7 +144,7 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    asked = Asked(map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
+    asked = LoadRequest(map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
@@ -160,7 +160,7 @@ def load(
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """What `load` was asked for, apart from what and where to."""
 
     map: TreeMap | None = None
@@ -172,7 +172,7 @@ class Asked:
     unread: Unread = "raise"
 
 
-def load_index(index: Index, plan: Any, asked: Asked, host: Host) -> Any:
+def load_index(index: Index, plan: Any, asked: LoadRequest, host: Host) -> Any:
     """What an index says, loaded into the tree of a plan."""
     leaves, rebuild = wanted(index, plan, asked.dtype, asked.map, asked.unread)
     require_devices(leaf.sharding for leaf in leaves)
@@ -181,7 +181,7 @@ def load_index(index: Index, plan: Any, asked: Asked, host: Host) -> Any:
     return rebuild(list(map(_assembled, leaves, landed.filled, placed)))
 
 
-def _read(index: Index, leaves: Sequence[Wanted], asked: Asked, host: Host) -> Flight:
+def _read(index: Index, leaves: Sequence[Wanted], asked: LoadRequest, host: Host) -> Flight:
     """Reads what this process holds of the leaves, in parallel; they have landed."""
     units, limit = units_of(leaves, host, asked.memory_limit_bytes)
     bar = Progress("loading", sum(unit.nbytes for unit in units), asked.progress)
@@ -207,7 +207,7 @@ def _read(index: Index, leaves: Sequence[Wanted], asked: Asked, host: Host) -> F
     return flight
 
 
-def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: Asked) -> Iterator[Task]:
+def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: LoadRequest) -> Iterator[Task]:
     bundles, leaf = bundled(unit.leaf, unit.kind.boxes)
     for bundle in bundles:
         yield ft.partial(read_bundle, files, bundle, memory)

@@ -15,7 +15,7 @@ from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import FileArray, fill
-from ._files import Place, opened
+from ._files import FilePlace, opened
 from ._spans import Part, Span, spans
 
 
@@ -60,7 +60,7 @@ class FilePiece(NamedTuple):
 class Files:
     """The open files of one load, and the memory that its tasks copy through."""
 
-    def __init__(self, where: Place, names: Sequence[str], tasks: int):
+    def __init__(self, where: FilePlace, names: Sequence[str], tasks: int):
         self._where, self._names, self._tasks = where, names, tasks
         self._descriptors: dict[str, int] = {}
         self._scratch: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()

@@ -13,7 +13,7 @@ import numpy as np
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import FileArray
-from ._files import Place, opened, parsed_json
+from ._files import FilePlace, opened, parsed_json
 from ._metadata import key_named, of_bits
 
 
@@ -75,7 +75,7 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_header(where: Place, real: str) -> Header:
+def read_header(where: FilePlace, real: str) -> Header:
     """The checked header of the safetensors file `real`; no weight is read."""
     with opened(where, real) as descriptor:
         size = os.fstat(descriptor).st_size

@@ -13,7 +13,7 @@ from .._ground.errors import CheckpointError
 from .._ground.text import printable, quoted
 from ._chunks import Reader, chunk_files, look_in, require_bounded, touched_by
 from ._entry import StoreArray, fill, itemsize, may_change
-from ._files import Place, inside, opened, parsed_json, read_json, require_plain_tree
+from ._files import FilePlace, inside, opened, parsed_json, read_json, require_plain_tree
 from ._spans import Box
 
 
@@ -50,7 +50,7 @@ def is_sizes(values: Any) -> bool:
     return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
-def zarr_entries(where: Place) -> tuple[StoreArray, ...]:
+def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """Every zarr array, version 2 or 3, in or below the directory; by path."""
     found = []
     for directory, directories, files in os.walk(where.directory):
@@ -62,7 +62,7 @@ def zarr_entries(where: Place) -> tuple[StoreArray, ...]:
     return tuple(entry for entry in found if entry is not None)
 
 
-def array_entry(where: Place, path: str, directory: str, name: str) -> StoreArray | None:
+def array_entry(where: FilePlace, path: str, directory: str, name: str) -> StoreArray | None:
     """The array whose metadata file `name` lies in `directory`; `None` for a zarr group."""
     relative = os.path.relpath(os.path.join(directory, name), where.directory)
     real = inside(where, relative)
@@ -93,7 +93,7 @@ def _fields(content: Any, driver: str) -> tuple[Any, Any, Any]:
     return content.get("shape"), content.get("data_type"), chunks
 
 
-def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
+def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """Every zarr array in the OCDBT database of the directory; by key."""
     import tensorstore as ts
 
@@ -116,7 +116,7 @@ def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
     return tuple(entry for entry in found if entry is not None)
 
 
-def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
+def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
     """Checks what tensorstore would act on without a question: the files it opens, and the size of a chunk.
 
     A chunk is decoded in memory as a whole, and a size that memory does not have ends the process.

@@ -12,7 +12,7 @@ from ._hlo_text import HloModule, parse_hlo
 from ._hlo_types import Array
 from ._live import Held, held
 from ._live.buffers import bytes_of
-from ._live.program import Program, program_of
+from ._live.program import OpenedProgram, program_of
 from ._purpose import Taken, taken
 
 
@@ -47,7 +47,7 @@ class Counted:
         return self.of(self.module)
 
     @ft.cached_property
-    def _program(self) -> Program:
+    def _program(self) -> OpenedProgram:
         return program_of(self.module)
 
     @ft.cached_property

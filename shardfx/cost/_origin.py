@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from .._step import Frame
 from ._hlo_text import HloModule, Instruction
 from ._live.kinds import PRODUCTS
-from ._live.program import Op, Uses, program_of, reached
+from ._live.program import LiveOp, Uses, program_of, reached
 
 
 # What passes its first operand on, in another form or a part of it; of several arrays each its own.
@@ -38,12 +38,12 @@ class Origins:
         self._uses = uses = Uses(self._program)
         self._names = dict(zip(self._program.entry.carried, self._program.parameters, strict=True))
         self._results = frozenset(self._program.entry.results)
-        self._ops: dict[int, Op] = {}
+        self._ops: dict[int, LiveOp] = {}
         # The loop that carries a value, with its place; what the result of a body, or what is sent, becomes.
-        self._carried: dict[int, tuple[Op, int]] = {}
+        self._carried: dict[int, tuple[LiveOp, int]] = {}
         self._known: dict[int, tuple[int, ...]] = {}
         self._becomes: dict[int, list[int]] = collections.defaultdict(list)
-        ends: dict[tuple[str, str], Op] = {}
+        ends: dict[tuple[str, str], LiveOp] = {}
         for op in uses.ops:
             self._ops.setdefault(id(op.instruction), op)
             for body in op.bodies:
@@ -52,7 +52,7 @@ class Origins:
                     self._becomes[value].append(made)
             if (meets := op.instruction.rendezvous) is not None:
                 ends[op.opcode, meets] = op
-        self._senders: dict[Op, Op] = {}
+        self._senders: dict[LiveOp, LiveOp] = {}
         for (opcode, meets), op in ends.items():
             if opcode == "recv" and (sender := ends.get(("send", meets))) is not None:
                 self._senders[op] = sender
@@ -69,10 +69,10 @@ class Origins:
             return self._module.frames(instruction)
         return next(filter(None, (self._frames_of(one) for one in (*self._before(op), *self._behind(op)))), ())
 
-    def _frames_of(self, op: Op) -> tuple[Frame, ...]:
+    def _frames_of(self, op: LiveOp) -> tuple[Frame, ...]:
         return next(filter(None, map(self._module.frames, (op.instruction, *op.calls))), ())
 
-    def _before(self, op: Op | None) -> Iterator[Op]:
+    def _before(self, op: LiveOp | None) -> Iterator[LiveOp]:
         """An operation, and those that made its first operand."""
         for _ in range(_FAR):
             if op is None:
@@ -81,10 +81,10 @@ class Origins:
             op = self._senders.get(op, op)
             value = op.reads[0] if op.reads else -1
             if value in self._names:
-                yield Op(self._names[value], (), (value,))
+                yield LiveOp(self._names[value], (), (value,))
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
-    def _behind(self, op: Op) -> Iterator[Op]:
+    def _behind(self, op: LiveOp) -> Iterator[LiveOp]:
         """The operations that use what one makes, the nearest first."""
         uses = self._uses.users
         users = reached([op], lambda one: (user for value in one.makes for user, _, _ in uses.get(value, ())))
@@ -176,7 +176,7 @@ class Origins:
         )
 
 
-def _of_one(op: Op, at: int) -> tuple[int, ...]:
+def _of_one(op: LiveOp, at: int) -> tuple[int, ...]:
     """What an operation makes of one of the arrays that it reads: what only begins gives out its operands, too."""
     count = max(1, min(len(op.reads), len(op.makes)))
     return op.makes[at % count :: count]

@@ -10,7 +10,7 @@ import jax
 from .._ground.tree import flatten
 from .._step import Parameter, Step
 from ._live.kinds import ELEMENTWISE, PIECES, VIEWS
-from ._live.program import Op, Program, Uses, reached
+from ._live.program import LiveOp, OpenedProgram, Uses, reached
 
 
 # What makes an argument's new value of its old one. Where the optimizer's state is cut further, so is the update: it is
@@ -39,7 +39,7 @@ class Taken(NamedTuple):
 _Node: TypeAlias = tuple[tuple[str, int], ...]
 
 
-def taken(step: Step, program: Program) -> tuple[Taken, ...]:
+def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
     """What a step takes, in the order of the parameters of its program.
 
     A part of the arguments that comes back with the same structure, shapes and dtypes is state. The forward pass reads
@@ -149,7 +149,7 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
     return any("jvp(" in op.instruction.op_name or not _is_update(op) for op in readers)
 
 
-def _is_update(op: Op) -> bool:
+def _is_update(op: LiveOp) -> bool:
     return op.opcode in ELEMENTWISE or op.opcode in VIEWS
 
 

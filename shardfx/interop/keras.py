@@ -16,7 +16,7 @@ Axes = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class KerasLayout:
     """The target of a rule: the axes that a LayoutMap gives to what its key matches, and to nothing else does.
 
     **Arguments:**
@@ -75,9 +75,9 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
         ```
     """
     axes = {key: _axes(key, layout) for key, layout in layout_map.items()}
-    exact = [(rf"\A{re.escape(key)}\Z", optional(Layout(key, value))) for key, value in axes.items()]
+    exact = [(rf"\A{re.escape(key)}\Z", optional(KerasLayout(key, value))) for key, value in axes.items()]
     matched = [
-        (rf"\A{_grouped(key)}\Z", optional(Layout(key, value, tuple(other for other in axes if other != key))))
+        (rf"\A{_grouped(key)}\Z", optional(KerasLayout(key, value, tuple(other for other in axes if other != key))))
         for key, value in axes.items()
     ]
     return PathRules([*exact, *matched, (".*", replicate)])
@@ -103,7 +103,7 @@ def layout_of(rules: PathRules) -> dict[str, Axes]:
     found: dict[str, Axes] = {}
     for number, (regex, target) in enumerate(rules.rules):
         inner = bare(target)
-        if isinstance(inner, Layout):
+        if isinstance(inner, KerasLayout):
             found[inner.key] = inner.axes
         elif isinstance(inner, PartitionSpec) and all(not isinstance(entry, tuple) for entry in entries_of(inner)):
             found[_whole(regex)] = _axes(regex, entries_of(inner))

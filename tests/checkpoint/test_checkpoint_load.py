@@ -19,7 +19,7 @@ from shardfx._ground.boxes import boxes_here
 from shardfx._ground.buffers import buffers
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import FileArray, _reader
-from shardfx.checkpoint._load import Asked, load_index
+from shardfx.checkpoint._load import LoadRequest, load_index
 from shardfx.checkpoint._units import Host, moved
 from shardfx.errors import PlanMismatchError
 
@@ -298,7 +298,7 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     host = Host(boxes_of, lambda sharding: False, move)
     with pytest.raises(ValueError):
         # There is no array of two shards out of eight; what was read is what counts here.
-        load_index(checkpoint.read_index(tmp_path), structs, Asked(gap_bytes=gap_bytes), host)
+        load_index(checkpoint.read_index(tmp_path), structs, LoadRequest(gap_bytes=gap_bytes), host)
     assert held.keys() == set(owned)
     for device, filled in held.items():
         part = structs["w"].sharding.devices_indices_map(array.shape)[device]
@@ -390,7 +390,7 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, limit):
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
     index, device = checkpoint.read_index(tmp_path), Accelerator(monkeypatch)
-    loaded = load_index(index, plan, Asked(memory_limit_bytes=limit), device.host)
+    loaded = load_index(index, plan, LoadRequest(memory_limit_bytes=limit), device.host)
     assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
     assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
     assert 0 < device.most <= limit
@@ -407,7 +407,7 @@ def test_a_limit_below_one_shard(tmp_path):
         CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048 bytes; allow at least"
     ):
         host = Host(is_final=lambda sharding: False)
-        load_index(checkpoint.read_index(tmp_path), plan, Asked(memory_limit_bytes=100), host)
+        load_index(checkpoint.read_index(tmp_path), plan, LoadRequest(memory_limit_bytes=100), host)
 
 
 def test_small_tensors_are_read_together(tmp_path, reads):

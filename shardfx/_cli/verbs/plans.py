@@ -7,7 +7,7 @@ import click
 
 import shardfx as sfx
 
-from .._asked import Asked, asks_for_a_plan, findings_of, inputs_or_plan, plan_of
+from .._asked import PlanOptions, asks_for_a_plan, findings_of, inputs_or_plan, plan_of
 from .._screen import JSON, answer, data_of, show, terminal_width, verb, working, write
 from .._usage import UsageError, calling
 from .._words import ModelName, RulesName, Whole, order_text
@@ -28,7 +28,7 @@ _SEVERITIES = click.Choice(["error", "warning", "info"])
 @click.option("--only", metavar="REGEX", help="Show the arrays whose paths it finds, and their totals.")
 @click.option("--width", type=Whole(positive=True), help="Columns of text; the terminal's, else no limit.")
 @JSON
-def plan(asked: Asked, only: str | None, width: int | None, json_file: str | None) -> None:
+def plan(asked: PlanOptions, only: str | None, width: int | None, json_file: str | None) -> None:
     """Print how every array of a model is sharded on a mesh, and why.
 
     Allocates nothing and needs no device: the mesh need not exist here.
@@ -57,7 +57,7 @@ def plan(asked: Asked, only: str | None, width: int | None, json_file: str | Non
 @asks_for_a_plan()
 @click.argument("path", metavar="PATH")
 @JSON
-def explain(asked: Asked, path: str, json_file: str | None) -> None:
+def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
     """Say why one array is sharded as it is, and what would change it.
 
     PATH is the array's, as `shardfx plan` names it, or a regex that finds it alone, as k_proj; of several layers,
@@ -87,7 +87,7 @@ def explain(asked: Asked, path: str, json_file: str | None) -> None:
 @click.option("--head-dim", type=Whole(positive=True), help="Of attention heads, where the model does not tell.")
 @JSON
 def lint(
-    asked: Asked,
+    asked: PlanOptions,
     fail_on: str,
     ignore: tuple[str, ...],
     replicated_bytes: int,
@@ -121,7 +121,7 @@ def lint(
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @JSON
 def diff(
-    asked: Asked,
+    asked: PlanOptions,
     to: str | None,
     to_mesh: str | None,
     to_rules: str | None,
@@ -143,7 +143,7 @@ def diff(
     return 1 if exit_code and found else 0
 
 
-def _second(asked: Asked, to: str | None, mesh: str | None, rules: str | None) -> Asked:
+def _second(asked: PlanOptions, to: str | None, mesh: str | None, rules: str | None) -> PlanOptions:
     # A size of -1 is filled in the first mesh; the second is written out, or has the same devices.
     other = dataclasses.replace(asked, model=to or asked.model)
     if to is not None and mesh is None and rules is None and to.endswith(".json"):

@@ -6,9 +6,9 @@ from shardfx import chips, html_report
 from shardfx._see import report_data
 from shardfx.cost import Fit, Traffic, fit as fit_of, traffic as traffic_of
 
-from .._asked import Asked, asks_for_a_plan, findings_of, inputs_or_plan, plan_of
+from .._asked import PlanOptions, asks_for_a_plan, findings_of, inputs_or_plan, plan_of
 from .._screen import JSON, as_json, verb, working, write
-from .._step import MOST_DEVICES, Step, chip_of, compiled, estimated, load_step
+from .._step import MOST_DEVICES, LoadedStep, chip_of, compiled, estimated, load_step
 from .._usage import UsageError, calling
 
 
@@ -29,7 +29,7 @@ from .._usage import UsageError, calling
 )
 @JSON
 def report(
-    asked: Asked,
+    asked: PlanOptions,
     html_file: str | None,
     title: str | None,
     chip: str | None,
@@ -59,14 +59,14 @@ def report(
             write(as_json(report_data(made, **about)), json_file)
 
 
-def _fit(loaded: Step, chip: chips.Chip) -> Fit:
+def _fit(loaded: LoadedStep, chip: chips.Chip) -> Fit:
     with working("counting memory"):
         return calling(
             "estimating its memory", lambda: fit_of(loaded.function, *loaded.args, chip=chip, mesh=loaded.mesh)
         )
 
 
-def _traffic(step: str, loaded: Step) -> Traffic:
+def _traffic(step: str, loaded: LoadedStep) -> Traffic:
     if loaded.mesh.size > MOST_DEVICES:
         return estimated(loaded)
     with working(f"compiling {step}") as work:

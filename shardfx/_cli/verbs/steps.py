@@ -7,9 +7,9 @@ import click
 
 from shardfx import ShardPlan, cost, explain
 
-from .._asked import Asked, asks_for_a_plan, plan_of
+from .._asked import PlanOptions, asks_for_a_plan, plan_of
 from .._screen import JSON, answer, data_of, terminal_width, verb, working
-from .._step import Step, chip_of, compiled, estimated, load_step
+from .._step import LoadedStep, chip_of, compiled, estimated, load_step
 from .._usage import UsageError, calling
 
 
@@ -78,7 +78,7 @@ def _habits(how: str, target: str | None) -> str:
     return "cpu" if how == "compare" and target is None else "tpu"
 
 
-def _found(step: Step, program: Any, how: str, compiler: Any) -> Any:
+def _found(step: LoadedStep, program: Any, how: str, compiler: Any) -> Any:
     if how == "estimate":
         return estimated(step, compiler)
     sent = calling("reading the program", lambda: cost.traffic(program, step.mesh))
@@ -87,7 +87,12 @@ def _found(step: Step, program: Any, how: str, compiler: Any) -> Any:
     return calling("comparing", lambda: cost.compare(estimated(step, compiler), sent))
 
 
-@verb(examples=("shardfx why my_model:train_step --mesh data=2,fsdp=4", "shardfx why my_model:train_step train.py:41"))
+@verb(
+    examples=(
+        "shardfx why my_model:train_step --mesh data=2,fsdp=2,tensor=2",
+        "shardfx why my_model:train_step my_model.py:28 --mesh data=2,fsdp=2,tensor=2",
+    )
+)
 @click.argument("step", metavar="MODULE:STEP")
 @click.argument("line", required=False, metavar="[LINE]")
 @click.option("--mesh", metavar="MESH", help="The function's argument `mesh`, as in data=2,fsdp=4.")
@@ -121,7 +126,7 @@ def why(step: str, line: str | None, mesh: str | None, kwargs: str | None, json_
 @click.option("--step", metavar="MODULE:STEP", help="In the place of MODEL: a step; see `shardfx traffic`.")
 @click.option("--compile", "compiles", is_flag=True, help="Compile the step for --target: the compiler's own numbers.")
 @JSON
-def fit(asked: Asked, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
+def fit(asked: PlanOptions, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
     """Say whether a step fits a chip, and which changes would make it fit.
 
     Of a step, what is live at the worst moment is counted. Of a model, what its arrays take and those of --optimizer;
@@ -148,7 +153,7 @@ def _parts(made: ShardPlan) -> ShardPlan:
     return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
 
 
-def _of_step(asked: Asked, name: str, chip: Any, compiles: bool) -> cost.Fit:
+def _of_step(asked: PlanOptions, name: str, chip: Any, compiles: bool) -> cost.Fit:
     loaded = load_step(name, asked.kwargs, asked.mesh)
     with working(f"tracing {name}") as work:
         program = compiled(loaded, asked.target, tell=work.tell) if compiles else None

@@ -19,7 +19,7 @@ from .host import Shards, coming, data_of_keys
 from .work import Scaled, Work
 
 
-Move = Callable[[jax.Array, Any], jax.Array]
+Carry = Callable[[jax.Array, Any], jax.Array]
 Joined = dict[tuple[str, tuple[Any, ...]], jax.Array]
 
 
@@ -40,7 +40,7 @@ class Means:
     """
 
     arrays: Mapping[str, Any]
-    move: Move | None
+    move: Carry | None
     limit_bytes: int | None
     most_bytes: int
     pool: ThreadPoolExecutor | None
@@ -294,7 +294,7 @@ def _nothing(path: str, box: Box) -> np.ndarray:
     raise AssertionError(path)
 
 
-def _scaled(one: Scaled, x: jax.Array, by: jax.Array, move: Move | None) -> jax.Array:
+def _scaled(one: Scaled, x: jax.Array, by: jax.Array, move: Carry | None) -> jax.Array:
     """An array times its scales, where it lies."""
     assert move is not None
     sharding = x.sharding

@@ -127,11 +127,11 @@ def exchanges(
     return [_exchange(group, count, receivers) for group in _groups(steps, most_bytes, homes)]
 
 
-Step = tuple[str, Form, bool, Sequence[Cut]]
+Sending = tuple[str, Form, bool, Sequence[Cut]]
 
 
-def _groups(steps: Sequence[Step], most_bytes: int | None, homes: Mapping[str, Any] | None) -> list[list[Step]]:
-    groups: list[list[Step]] = []
+def _groups(steps: Sequence[Sending], most_bytes: int | None, homes: Mapping[str, Any] | None) -> list[list[Sending]]:
+    groups: list[list[Sending]] = []
     filled, paths, kind = 0, set[str](), None
     for step in steps:
         size = max(cut.room_bytes for cut in step[3])
@@ -145,7 +145,7 @@ def _groups(steps: Sequence[Step], most_bytes: int | None, homes: Mapping[str, A
     return groups
 
 
-def _exchange(group: Sequence[Step], count: int, receivers: int) -> Exchange:
+def _exchange(group: Sequence[Sending], count: int, receivers: int) -> Exchange:
     paths = tuple(dict.fromkeys(path for path, *_ in group))
     rank = max(len(form.source) for _, form, *_ in group)
     target_rank = len(group[0][1].target)

@@ -40,7 +40,7 @@ _NOBODY = -1
 Way = Literal["plain", "programs", "host"]
 
 
-class Leaf(NamedTuple):
+class MovedLeaf(NamedTuple):
     """An array of either tree: its path, its shape and dtype, and where it lies; NumPy arrays lie nowhere."""
 
     path: str
@@ -81,7 +81,7 @@ class Work:
     - `kind`: what arrays have in common whose cuts differ in the names of what they read alone.
     """
 
-    leaf: Leaf
+    leaf: MovedLeaf
     way: Way
     shape: tuple[int, ...]
     dtype: Any
@@ -197,7 +197,7 @@ class Works:
 
 
 @ft.lru_cache(maxsize=16)
-def works_of(map: TreeMap, sources: tuple[Leaf, ...], targets: tuple[Leaf, ...], copies: bool) -> Works:
+def works_of(map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool) -> Works:
     """Plans the move of one tree into another; from a bounded cache where the same was asked before."""
     here = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
     there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
@@ -209,7 +209,7 @@ def works_of(map: TreeMap, sources: tuple[Leaf, ...], targets: tuple[Leaf, ...],
     return Works(tuple(works), readers)
 
 
-def _work(leaf: Leaf, made: Made, sources: Mapping[str, Leaf], copies: bool, known: dict[Any, Any]) -> Work:
+def _work(leaf: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf], copies: bool, known: dict[Any, Any]) -> Work:
     names = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
     assert leaf.sharding is not None
     try:
@@ -256,12 +256,12 @@ def work_between(
 
     `MeshError` if no way leads there.
     """
-    leaf, source = Leaf("", shape, dtype, dst), Leaf("", shape, dtype, src)
+    leaf, source = MovedLeaf("", shape, dtype, dst), MovedLeaf("", shape, dtype, src)
     made = leaf_made("", Struct(shape, dtype))
     return _planned(leaf, made, ("",), {"": source}, {}, copies, lost, sent_before)
 
 
-def _as_it_is(leaf: Leaf) -> Made:
+def _as_it_is(leaf: MovedLeaf) -> Made:
     made = leaf_made(leaf.path, Struct(leaf.shape, leaf.dtype))
     return Made(made.shape, made.dtype, tuple(simplified(piece) for piece in made.pieces))
 
@@ -292,10 +292,10 @@ def _devices_of(sources: Sequence[Sharding], target: Sharding, lost: Sequence[An
 
 
 def _planned(
-    leaf: Leaf,
+    leaf: MovedLeaf,
     made: Made,
     names: tuple[str, ...],
-    sources: Mapping[str, Leaf],
+    sources: Mapping[str, MovedLeaf],
     known: dict[Any, Any],
     copies: bool,
     lost: tuple[Any, ...] = (),
@@ -322,7 +322,7 @@ def _planned(
 
 
 def _way(
-    leaf: Leaf,
+    leaf: MovedLeaf,
     made: Made,
     sources: Sequence[Sharding | None],
     copies: bool,
@@ -356,10 +356,10 @@ def _crosses(made: Made, cuts: Cuts, devices: _Devices) -> bool:
 
 
 def _cuts(
-    leaf: Leaf,
+    leaf: MovedLeaf,
     made: Made,
     names: tuple[str, ...],
-    sources: Mapping[str, Leaf],
+    sources: Mapping[str, MovedLeaf],
     *,
     known: dict[Any, Any],
     lost: tuple[Any, ...],
@@ -384,7 +384,7 @@ def _cuts(
     return _renamed(cuts, first, names), devices, kind
 
 
-def _boxes(leaf: Leaf, devices: _Devices) -> list[tuple[int | None, Box]]:
+def _boxes(leaf: MovedLeaf, devices: _Devices) -> list[tuple[int | None, Box]]:
     """Who holds which box of an array, bits of keys included; of a NumPy array nobody has all."""
     shape, _ = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
@@ -393,14 +393,14 @@ def _boxes(leaf: Leaf, devices: _Devices) -> list[tuple[int | None, Box]]:
     return [(devices.place(device), (*box, *more)) for device, box in boxes(leaf.sharding, leaf.shape).items()]
 
 
-def _holders(leaf: Leaf, devices: _Devices, lost: Container[int | None]) -> dict[Box, list[int]]:
+def _holders(leaf: MovedLeaf, devices: _Devices, lost: Container[int | None]) -> dict[Box, list[int]]:
     held: dict[Box, list[int]] = {}
     for at, box in _boxes(leaf, devices):
         held.setdefault(box, []).extend([] if at is None or at in lost else [at])
     return held
 
 
-def _filled(work: Work, sources: Mapping[str, Leaf], devices: _Devices, known: dict[Any, Any]) -> Work:
+def _filled(work: Work, sources: Mapping[str, MovedLeaf], devices: _Devices, known: dict[Any, Any]) -> Work:
     """The work with the copies of this process: one shard of each box, as replicas share it."""
     if (work.kind, "filled") not in known:
         first: dict[Box, int] = {}
@@ -424,7 +424,7 @@ def _filled(work: Work, sources: Mapping[str, Leaf], devices: _Devices, known: d
     return dataclasses.replace(work, targets=targets, fillings=fillings)
 
 
-def _order(leaf: Leaf, devices: _Devices) -> dict[int, int]:
+def _order(leaf: MovedLeaf, devices: _Devices) -> dict[int, int]:
     """Of each device, which of an array's shards of this process it holds."""
     if leaf.sharding is None:
         return {_NOBODY: _NOBODY}
@@ -432,14 +432,14 @@ def _order(leaf: Leaf, devices: _Devices) -> dict[int, int]:
     return {place: at for at, device in enumerate(here) if (place := devices.place(device)) is not None}
 
 
-def _shard_of(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
+def _shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype of a shard, of PRNG keys that of their bits."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     own = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return (*own, *shape[len(leaf.shape) :]), dtype
 
 
-def _kind(made: Made, names: tuple[str, ...], sources: Mapping[str, Leaf]) -> tuple[Any, ...]:
+def _kind(made: Made, names: tuple[str, ...], sources: Mapping[str, MovedLeaf]) -> tuple[Any, ...]:
     """What arrays have in common whose cuts differ in the names of what they read alone."""
     numbers = {name: number for number, name in enumerate(names)}
     pieces = tuple(_numbered(piece, numbers) for piece in made.pieces)

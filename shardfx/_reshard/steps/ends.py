@@ -4,14 +4,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..._ground.spec import canonical, entries_of, entry_axes
-from .layout import Layout
+from .layout import StepLayout
 from .redistribute import layout
 
 
 NO_MESH = AbstractMesh((), ())
 
 
-def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[Layout, Layout]:
+def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[StepLayout, StepLayout]:
     """Both ends as the planner reads them."""
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .layout import Layout, digits, piece_index, positions
+from .layout import StepLayout, digits, piece_index, positions
 from .splits import Split, join_primes, order_primes
 
 
@@ -20,7 +20,7 @@ class End:
     Both ends of a move number the devices by their place in the source's mesh.
     """
 
-    layout: Layout
+    layout: StepLayout
     coordinates: np.ndarray
 
     @property
@@ -36,7 +36,7 @@ class End:
         return number
 
 
-def coordinates(layout: Layout, like: Layout) -> np.ndarray:
+def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
     """Each device's coordinates in the mesh of `layout`, the devices numbered by their place in that of `like`."""
     return digits(layout.sizes, positions(layout, like))
 
@@ -51,7 +51,7 @@ def levels(end: End) -> list[tuple[float, np.ndarray]]:
     return found
 
 
-def refine(src: Layout, dst: Layout, *, prime: bool = False) -> tuple[End, End]:
+def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[End, End]:
     """Splits the axes of both meshes into factors.
 
     Where every factor of the target's mesh is one of the source's too, both ends are on the source's mesh.
@@ -80,7 +80,7 @@ def refine(src: Layout, dst: Layout, *, prime: bool = False) -> tuple[End, End]:
     return ours, End(dataclasses.replace(ours.layout, dims=dims), ours.coordinates)
 
 
-def _end(layout: Layout, split: Split, place: np.ndarray) -> End:
+def _end(layout: StepLayout, split: Split, place: np.ndarray) -> End:
     """A layout on the factors of its axes, for devices that are at `place` in its mesh."""
     sizes = tuple(size for factors in split for size in factors)
     start = [0]
@@ -90,7 +90,7 @@ def _end(layout: Layout, split: Split, place: np.ndarray) -> End:
         tuple(factor for axis in axes for factor in range(start[axis], start[axis + 1])) for axes in layout.dims
     )
     weights = tuple(weight for weight, factors in zip(layout.weights, split, strict=False) for _ in factors)
-    return End(Layout(sizes, dims, layout.order, weights), digits(sizes, place))
+    return End(StepLayout(sizes, dims, layout.order, weights), digits(sizes, place))
 
 
 def _equally_dear(ours: End, theirs: End) -> tuple[End, End]:

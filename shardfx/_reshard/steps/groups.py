@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .factors import End, coordinates, levels
-from .layout import Layout, piece_index
+from .layout import StepLayout, piece_index
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class AllToAll:
     joins: tuple[tuple[int, ...], ...]
 
 
-def groups_of(layout: Layout, factors: tuple[int, ...], like: Layout) -> np.ndarray:
+def groups_of(layout: StepLayout, factors: tuple[int, ...], like: StepLayout) -> np.ndarray:
     """The devices that differ in `factors` alone: one group a row, its members in the factors' order."""
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in factors)
@@ -42,7 +42,7 @@ def groups_of(layout: Layout, factors: tuple[int, ...], like: Layout) -> np.ndar
     return np.lexsort((member, group)).reshape(-1, members)
 
 
-def all_to_all(source: Layout, target: Layout, like: Layout) -> AllToAll:
+def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
     """The all-to-all that leads from `source` to `target`, two layouts on one mesh with as many pieces each."""
     before = {factor: dim for dim, axes in enumerate(source.dims) for factor in axes}
     after = {factor: dim for dim, axes in enumerate(target.dims) for factor in axes}
@@ -85,7 +85,7 @@ def join(parts: Any, how: AllToAll) -> Any:
     return parts.transpose(order).reshape(shape)
 
 
-def starts(source: Layout, target: Layout, like: Layout) -> np.ndarray:
+def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
     """Per device and dimension, which part of its piece a slice keeps: an array of shape `(devices, rank)`."""
     where = coordinates(target, like)
     parts = [
@@ -95,7 +95,7 @@ def starts(source: Layout, target: Layout, like: Layout) -> np.ndarray:
     return np.stack(parts, axis=1)
 
 
-def gathered(source: Layout, target: Layout, like: Layout) -> list[tuple[int, np.ndarray]]:
+def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
     """The dimensions that an all-gather joins, each with its groups."""
     return [
         (dim, groups_of(source, have[len(axes) :], like))
@@ -104,7 +104,7 @@ def gathered(source: Layout, target: Layout, like: Layout) -> list[tuple[int, np
     ]
 
 
-def permutation(source: Layout, target: Layout, like: Layout) -> np.ndarray:
+def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
     """Per device, whose piece it gets."""
     ends = (End(end, coordinates(end, like)) for end in (source, target))
     return senders(*ends)

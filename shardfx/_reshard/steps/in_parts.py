@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 
 from .groups import all_to_all
-from .redistribute import Step
+from .redistribute import MoveStep
 
 
 _TILE = (8, 128)
@@ -42,7 +42,7 @@ _STRIPS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class PartCut:
     """How the pieces of a move are cut into parts.
 
     **Arguments:**
@@ -64,7 +64,7 @@ class Cut:
         return -(-self.block // self.part)
 
 
-def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step]) -> Cut | None:
+def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> PartCut | None:
     """How to cut the pieces of a move on TPUs; None where it is made at once.
 
     **Arguments:**
@@ -88,10 +88,10 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Step
         ),
         default=None,
     )
-    return None if dim is None else Cut(dim, blocks[dim], parts[dim], target_shape)
+    return None if dim is None else PartCut(dim, blocks[dim], parts[dim], target_shape)
 
 
-def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[Step]) -> Cut | None:
+def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> PartCut | None:
     """The pieces of a move in `count` parts or more, or in as many as there can be; None where they stay whole.
 
     **Arguments:**
@@ -102,10 +102,10 @@ def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[Step]) -> Cut | N
     """
     _, blocks, target_shape = _blocks(shape, steps)
     dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
-    return None if blocks[dim] < 2 else Cut(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
+    return None if blocks[dim] < 2 else PartCut(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
 
 
-def _blocks(shape: Sequence[int], steps: Sequence[Step]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
+def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
     """The shape of the whole array, of its blocks, and of the piece that a move results in."""
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
@@ -113,7 +113,7 @@ def _blocks(shape: Sequence[int], steps: Sequence[Step]) -> tuple[tuple[int, ...
     return whole, blocks, layouts[-1].piece_shape(whole)
 
 
-def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[Step]) -> int:
+def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
     if not _fills_tiles(blocks):
         return _PARTS if any(step.kind in ("all_to_all", "all_gather") for step in steps) else 1
     kinds = [step.kind for step in steps]
@@ -122,14 +122,14 @@ def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[S
     return _PARTS_OF_TILES if _doubles_at_last(steps) and _scatters_copies(whole, steps) else 1
 
 
-def _doubles_at_last(steps: Sequence[Step]) -> bool:
+def _doubles_at_last(steps: Sequence[MoveStep]) -> bool:
     """Whether a gather comes last that makes pieces twice as large, and at least as large as the source's."""
     last = steps[-1]
     before, after, first = (math.prod(end.counts) for end in (last.source, last.target, steps[0].source))
     return last.kind == "all_gather" and before == 2 * after and after <= first
 
 
-def _scatters_copies(whole: tuple[int, ...], steps: Sequence[Step]) -> bool:
+def _scatters_copies(whole: tuple[int, ...], steps: Sequence[MoveStep]) -> bool:
     """Whether copies around the last all-to-all lie so that a piece twice as large finds no room among them.
 
     The conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58
@@ -155,7 +155,7 @@ def _fills_tiles(shape: Sequence[int]) -> bool:
     return all(size % full == 0 for size, full in zip(shape[-len(tile) :], tile, strict=True))
 
 
-def in_parts(piece: Any, move: Callable[[Any], Any], cut: Cut, *, as_on_tpus: bool = True) -> Any:
+def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus: bool = True) -> Any:
     """`move(piece)`, one part of the blocks after another; to be traced where `move` is.
 
     **Arguments:**
@@ -192,7 +192,7 @@ class _Stored:
     block: int
 
     @staticmethod
-    def of(shape: tuple[int, ...], cut: Cut, as_on_tpus: bool) -> "_Stored":
+    def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
         """In the order that takes the least room on TPUs; that is the one in which their compiler passes it."""
         orders = _orders(len(shape)) if as_on_tpus else [tuple(range(len(shape)))]
         order = min(orders, key=lambda order: _padded([shape[dim] for dim in order]))

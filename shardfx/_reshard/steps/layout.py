@@ -9,7 +9,7 @@ from ..._ground.errors import MeshError, SpecError
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """An array's placement: mesh axis sizes, the devices in mesh order, and the axes that cut each dimension.
 
     **Arguments:**
@@ -67,7 +67,7 @@ class Layout:
         return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
 
 
-def positions(layout: Layout, like: Layout) -> np.ndarray:
+def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
     """Where the devices of `like`, in its mesh order, sit in the mesh order of `layout`.
 
     **Arguments:**
@@ -106,7 +106,7 @@ def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
     return np.stack(np.unravel_index(position, sizes))
 
 
-def slice_numbers(layout: Layout) -> np.ndarray:
+def slice_numbers(layout: StepLayout) -> np.ndarray:
     """Which slice each device is in, in mesh order: devices that differ along slow axes are in different ones."""
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return piece_index(layout.sizes, digits(layout.sizes, np.arange(layout.size)), slow)

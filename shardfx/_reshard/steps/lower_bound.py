@@ -12,7 +12,7 @@ from .layout import piece_index
 
 
 # Per dimension of the array the factors that cut it, major first.
-Dims = tuple[tuple[int, ...], ...]
+ShardDims = tuple[tuple[int, ...], ...]
 
 
 class Holdings:
@@ -25,7 +25,7 @@ class Holdings:
         self.devices = end.coordinates.shape[1]
         self._count: dict[tuple[int, ...], int] = {}
         self._index: dict[tuple[int, ...], np.ndarray] = {(): np.zeros(self.devices, np.int32)}
-        self._numbers: dict[Dims, np.ndarray] = {}
+        self._numbers: dict[ShardDims, np.ndarray] = {}
 
     def count(self, axes: tuple[int, ...]) -> int:
         """Into how many pieces `axes` cut a dimension."""
@@ -33,11 +33,11 @@ class Holdings:
             self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
         return self._count[axes]
 
-    def counts(self, dims: Dims) -> tuple[int, ...]:
+    def counts(self, dims: ShardDims) -> tuple[int, ...]:
         """Into how many pieces each dimension is cut."""
         return tuple([self.count(axes) for axes in dims])
 
-    def pieces(self, dims: Dims) -> int:
+    def pieces(self, dims: ShardDims) -> int:
         """Into how many pieces the array is cut."""
         return math.prod([self.count(axes) for axes in dims])
 
@@ -48,7 +48,7 @@ class Holdings:
             self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
         return self._index[axes]
 
-    def numbers(self, dims: Dims) -> np.ndarray:
+    def numbers(self, dims: ShardDims) -> np.ndarray:
         """One number per device for all of its piece, equal at both ends for equal pieces."""
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
@@ -100,7 +100,7 @@ class LowerBound:
         ]
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
-    def __call__(self, dims: Dims) -> float:
+    def __call__(self, dims: ShardDims) -> float:
         """What the way from the layout to the target costs at least, or the way from the source to the layout."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
@@ -133,7 +133,7 @@ class _GroupBound:
         self.far = [_HeldByGroups(group, self.groups, *pieces) for pieces in far]
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
-    def bound(self, dims: Dims, needs_far: bool) -> float:
+    def bound(self, dims: ShardDims, needs_far: bool) -> float:
         """What it costs, beyond the price of other bytes, that groups need what they do not hold: mean over devices."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):

@@ -9,14 +9,14 @@ import itertools as it
 from collections.abc import Iterator
 
 from .factors import End
-from .lower_bound import Dims, Holdings
+from .lower_bound import Holdings, ShardDims
 from .path import STEP, PermutationPrices, Prices
 
 
 # More factors than that move in the order that they have: 5 factors have 120 orders, 4 have 24.
 _MOST_REORDERED = 4
 
-Priced = Iterator[tuple[Dims, float]]
+Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
@@ -38,13 +38,13 @@ class Neighbours:
         self.least_pieces = min(near.layout.pieces, far.layout.pieces)
         self.some_are_dearer = self.prices.are_mixed(tuple(self.factors))
         shared = near.coordinates is far.coordinates
-        self.far_dims: Dims = far.layout.dims if shared else ((),) * len(far.layout.dims)
+        self.far_dims: ShardDims = far.layout.dims if shared else ((),) * len(far.layout.dims)
         self.far_places = {
             factor: (dim, place) for dim, axes in enumerate(self.far_dims) for place, factor in enumerate(axes)
         }
-        self._found_ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[Dims]]] = {}
+        self._found_ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[ShardDims]]] = {}
 
-    def slices_from(self, dims: Dims) -> Priced:
+    def slices_from(self, dims: ShardDims) -> Priced:
         """One free factor more on one dimension: each device keeps a part of its piece."""
         free = self._free(dims)
         for dim, axes in enumerate(dims):
@@ -52,14 +52,14 @@ class Neighbours:
                 if self._has_room(dim, axes, (factor,)):
                     yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), STEP
 
-    def slices_into(self, dims: Dims) -> Priced:
+    def slices_into(self, dims: ShardDims) -> Priced:
         """One factor less on one dimension, from which a slice leads here."""
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             if axes and pieces // self.held.count(axes[-1:]) >= self.least_pieces:
                 yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), STEP
 
-    def gathers_from(self, dims: Dims) -> Priced:
+    def gathers_from(self, dims: ShardDims) -> Priced:
         """Some factors less on one dimension: the pieces of a group are joined.
 
         Where some axes are dearer, one factor at a time, or at once several that do not cost the same.
@@ -72,7 +72,7 @@ class Neighbours:
                 if at_once and pieces // self.held.count(run) >= self.least_pieces:
                     yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), self.prices.all_gather(pieces, run) + STEP
 
-    def gathers_into(self, dims: Dims) -> Priced:
+    def gathers_into(self, dims: ShardDims) -> Priced:
         """Some free factors more on one dimension, from which a gather leads here."""
         free, pieces = self._free(dims), self.held.pieces(dims)
         for dim, axes in enumerate(dims):
@@ -81,7 +81,7 @@ class Neighbours:
                     cost = self.prices.all_gather(pieces * self.held.count(run), run)
                     yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + STEP
 
-    def all_to_alls(self, dims: Dims, each: float, spare: float) -> Priced:
+    def all_to_alls(self, dims: ShardDims, each: float, spare: float) -> Priced:
         """All-to-alls that cost less than `spare`; `each` is added to what their traffic costs."""
         pieces = self.held.pieces(dims)
         for kept, moving, gainers in _departures(dims):
@@ -98,7 +98,7 @@ class Neighbours:
                         after[dim] += factors
                     yield tuple(after), cost
 
-    def permutes(self, dims: Dims, spare: float) -> Priced:
+    def permutes(self, dims: ShardDims, spare: float) -> Priced:
         """One factor of a dimension put behind its others; a cost above `spare` is only known to be above it."""
         share = 1 / self.held.pieces(dims)
         for dim, axes in enumerate(dims):
@@ -106,7 +106,7 @@ class Neighbours:
                 after = (*dims[:dim], (*axes[:place], *axes[place + 1 :], axes[place]), *dims[dim + 1 :])
                 yield after, self.permutations.cost(self.held.numbers(dims), self.held.numbers(after), share, spare)
 
-    def _free(self, dims: Dims) -> list[int]:
+    def _free(self, dims: ShardDims) -> list[int]:
         """The factors that cut no dimension."""
         used = {axis for axes in dims for axis in axes}
         return [factor for factor in self.factors if factor not in used]
@@ -127,7 +127,7 @@ class Neighbours:
             runs += [rest] if self.prices.are_mixed(rest) and {*rest} <= {*free} else []
         return runs
 
-    def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[Dims]]:
+    def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[ShardDims]]:
         """The ways to distribute factors over dimensions, by how often each is cut by them."""
         found = self._found_ways.get((moving, gainers))
         if found is None:
@@ -136,7 +136,7 @@ class Neighbours:
                 found.setdefault(self.held.counts(added), []).append(added)
         return found
 
-    def _far_distribution(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> list[Dims]:
+    def _far_distribution(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> list[ShardDims]:
         """Of the ways that are too many to try all, the one in which the factors are at the far end."""
         if len(moving) <= _MOST_REORDERED:
             return []
@@ -148,7 +148,7 @@ class Neighbours:
         return [tuple(added.values())]
 
 
-def _departures(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...], list[int]]]:
+def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
     """How an all-to-all can begin: what stays of each dimension's factors, those that move, where they can go.
 
     Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
@@ -163,11 +163,11 @@ def _departures(dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...], list[int]]]
 
 
 @ft.lru_cache(maxsize=1024)
-def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
+def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
     """The ways to distribute factors over so many dimensions: all of them for few factors, else runs in order."""
     if len(moving) > _MOST_REORDERED:
         return _distributions_in_order(moving, gainers)
-    found: list[Dims] = [((),) * gainers]
+    found: list[ShardDims] = [((),) * gainers]
     for factor in moving:
         found = [
             (*added[:dim], (*added[dim][:place], factor, *added[dim][place:]), *added[dim + 1 :])
@@ -178,7 +178,7 @@ def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
     return tuple(found)
 
 
-def _distributions_in_order(moving: tuple[int, ...], gainers: int) -> tuple[Dims, ...]:
+def _distributions_in_order(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
     """All factors on one dimension, or the first of them on one and the rest on another."""
     whole = [tuple(moving if dim == only else () for dim in range(gainers)) for only in range(gainers)]
     halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if gainers > 1 else []

@@ -16,7 +16,7 @@ import numpy as np
 
 from .factors import End, levels
 from .groups import permutation
-from .layout import Layout, slice_numbers
+from .layout import StepLayout, slice_numbers
 
 
 StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
@@ -34,8 +34,8 @@ class PathStep(NamedTuple):
     """
 
     kind: StepKind
-    source: Layout
-    target: Layout
+    source: StepLayout
+    target: StepLayout
     wire_share: Fraction
     dcn_share: Fraction
 
@@ -44,12 +44,12 @@ class PathStep(NamedTuple):
 class Path:
     """The steps from one layout to another."""
 
-    source: Layout
-    target: Layout
+    source: StepLayout
+    target: StepLayout
     steps: tuple[PathStep, ...]
 
 
-def path_along(before: Sequence[Layout], after: Sequence[Layout]) -> Path:
+def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Path:
     """The steps along layouts of the source's mesh, across to the target's mesh, and along layouts of that.
 
     Across leads a permutation, or a slice where every device already has what it then holds.
@@ -77,13 +77,13 @@ def path_along(before: Sequence[Layout], after: Sequence[Layout]) -> Path:
     return Path(before[0], after[-1], tuple(steps))
 
 
-def _kind(source: Layout, target: Layout) -> StepKind:
+def _kind(source: StepLayout, target: StepLayout) -> StepKind:
     if target.pieces != source.pieces:
         return "slice" if target.pieces > source.pieces else "all_gather"
     return "all_to_all" if _changed(source, target) else "permute"
 
 
-def _shares(kind: StepKind, source: Layout, target: Layout, like: Layout) -> tuple[Fraction, Fraction]:
+def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout) -> tuple[Fraction, Fraction]:
     """What enters a device in one step, and what of it comes from another slice."""
     if kind == "slice":
         return Fraction(0), Fraction(0)
@@ -101,13 +101,13 @@ def _shares(kind: StepKind, source: Layout, target: Layout, like: Layout) -> tup
     return Fraction(members - 1, members * source.pieces), Fraction(members - near, members * source.pieces)
 
 
-def _changed(source: Layout, target: Layout) -> list[int]:
+def _changed(source: StepLayout, target: StepLayout) -> list[int]:
     """The factors that cut another dimension afterwards, or none."""
     places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (source, target)]
     return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
 
 
-def _are_one(kind: StepKind, earlier: PathStep, source: Layout, target: Layout) -> bool:
+def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: StepLayout) -> bool:
     """Whether a step from `source` to `target` and the one before it, of the same kind, are one operation.
 
     Two all-to-alls never are; slices and permutations always are. Two gathers are one if they join the same dimension

@@ -17,18 +17,18 @@ from ..._ground.spec import bits
 from ..small_floats import moved, on_bits
 from .ends import NO_MESH, abstract, is_explicit, labelled, layouts, same_order, untyped
 from .groups import all_to_all, gathered, join, permutation, split, starts
-from .in_parts import Cut, cut_on_tpus, in_parts
-from .layout import Layout
-from .redistribute import Redistribution, Step
+from .in_parts import PartCut, cut_on_tpus, in_parts
+from .layout import StepLayout
+from .redistribute import MoveStep, Redistribution
 
 
 def program(
     x: Shaped[Array, "..."],
     src: NamedSharding,
     dst: NamedSharding,
-    steps: tuple[Step, ...],
-    like: Layout,
-    cut: Cut | None = None,
+    steps: tuple[MoveStep, ...],
+    like: StepLayout,
+    cut: PartCut | None = None,
 ) -> Shaped[Array, "..."]:
     """`x`, which lies in `src`, moved to `dst`; to be traced.
 
@@ -62,7 +62,7 @@ def live_program(
     dst: NamedSharding,
     *,
     donate: bool,
-    cut: Cut | None = None,
+    cut: PartCut | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
     """A function that moves live arrays of one shape and sharding; compiled when it is first called.
 
@@ -106,7 +106,7 @@ def live_program(
 
 
 def _flat_program(
-    x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[Step, ...], like: Layout, cut: Cut | None
+    x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[MoveStep, ...], like: StepLayout, cut: PartCut | None
 ) -> Shaped[Array, "..."]:
     """As `program`, but the pieces come out laid end to end along the first dimension, in the source's order."""
     body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
@@ -140,7 +140,12 @@ def _same(piece: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def run(
-    piece: Shaped[Array, "..."], *, steps: tuple[Step, ...], like: Layout, axes: tuple[str, ...], cut: Cut | None = None
+    piece: Shaped[Array, "..."],
+    *,
+    steps: tuple[MoveStep, ...],
+    like: StepLayout,
+    axes: tuple[str, ...],
+    cut: PartCut | None = None,
 ) -> Shaped[Array, "..."]:
     """What one device does: its piece through all steps. To be traced inside `shard_map` over all `axes`."""
     at_once = ft.partial(_at_once, steps=steps, like=like, axes=axes)
@@ -155,13 +160,13 @@ def run(
     return lax.platform_dependent(piece, tpu=tpu, cpu=other if cut is None else on_bits(other), default=other)
 
 
-def _at_once(piece: Array, *, steps: tuple[Step, ...], like: Layout, axes: tuple[str, ...]) -> Array:
+def _at_once(piece: Array, *, steps: tuple[MoveStep, ...], like: StepLayout, axes: tuple[str, ...]) -> Array:
     for step in steps:
         piece = _RUN[step.kind](piece, step, like, axes)
     return piece
 
 
-def _slice(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+def _slice(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     part = jnp.asarray(starts(step.source, step.target, like), jnp.int32)[lax.axis_index(axes)]
     sizes = [
         size * have // want
@@ -171,13 +176,13 @@ def _slice(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Arr
     return moved(ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), piece)
 
 
-def _permute(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+def _permute(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     senders = permutation(step.source, step.target, like)
     pairs = [(int(sender), device) for device, sender in enumerate(senders)]
     return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), piece)
 
 
-def _all_gather(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+def _all_gather(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     for dim, groups in gathered(step.source, step.target, like):
         gather = ft.partial(lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist())
         piece = _either(piece, ft.partial(gather, axis=dim, tiled=True), ft.partial(_stacked, gather, dim))
@@ -197,7 +202,7 @@ def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[
     return lax.platform_dependent(piece, cpu=on_bits(stacked), default=at_once)
 
 
-def _all_to_all(piece: Array, step: Step, like: Layout, axes: tuple[str, ...]) -> Array:
+def _all_to_all(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     how = all_to_all(step.source, step.target, like)
     swap = ft.partial(lax.all_to_all, axis_name=axes, tiled=True, axis_index_groups=how.groups.tolist())
     stacked = lambda piece: join(swap(split(piece, how), split_axis=0, concat_axis=0), how)

@@ -16,7 +16,7 @@ from ..._ground.errors import SpecError
 from ..._ground.spec import entries_of, entry_axes
 from ...topology import MeshSpec
 from .factors import refine
-from .layout import Layout
+from .layout import StepLayout
 from .lower_bound import missing_share
 from .path import Path, StepKind, path_along
 from .search import Problem, search
@@ -29,7 +29,7 @@ _DCN_WEIGHT = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class MoveStep:
     """One collective (or local slice), over factors of the mesh axes.
 
     **Arguments:**
@@ -43,8 +43,8 @@ class Step:
     """
 
     kind: StepKind
-    source: Layout
-    target: Layout
+    source: StepLayout
+    target: StepLayout
     wire_bytes: int
     dcn_bytes: int
     peak_bytes: int
@@ -64,7 +64,7 @@ class Redistribution:
         less what it has.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[MoveStep, ...]
     wire_bytes: int
     dcn_bytes: int
     peak_bytes: int
@@ -72,7 +72,7 @@ class Redistribution:
 
 
 @ft.lru_cache(maxsize=4096)
-def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> Layout:
+def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
     """The `Layout` of an array of `rank` dimensions under `spec`.
 
     A mesh axis that spans slices becomes two: one between slices, whose bytes cost more, and one within.
@@ -108,7 +108,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
         sizes += [part for part, _ in cut]
         weights += [weight for _, weight in cut]
     dims = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in entries[:rank])
-    return Layout(
+    return StepLayout(
         sizes=tuple(sizes),
         dims=dims + ((),) * (rank - len(dims)),
         order=_ids(mesh) if isinstance(mesh, Mesh) else None,
@@ -145,7 +145,7 @@ def _ids(mesh: Mesh) -> tuple[int, ...]:
 
 
 @ft.lru_cache(maxsize=4096)
-def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: Layout, dst: Layout) -> Redistribution:
+def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
     """Plans the move of one array: the least traffic whose memory stays bounded.
 
     No step holds more than twice the larger of the two ends' pieces: what it reads and what it writes.
@@ -172,7 +172,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: Layout, dst: L
     return _measured(shape, itemsize_bits, path, bound)
 
 
-def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
+def _require_fit(shape: tuple[int, ...], end: StepLayout) -> None:
     if len(end.dims) != len(shape):
         raise SpecError(f"a layout of {len(end.dims)} dimensions does not fit an array of shape {shape}.")
     for dim, (size, count) in enumerate(zip(shape, end.counts, strict=True)):
@@ -184,7 +184,7 @@ def _require_fit(shape: tuple[int, ...], end: Layout) -> None:
 
 
 @ft.lru_cache(maxsize=4096)
-def _planned(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Path, Fraction]:
+def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
     """The path, and the least share of the array that enters a device on any."""
     source, target = refine(src, dst)
     bound = missing_share(source, target)
@@ -201,7 +201,7 @@ def _planned(room: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Path, Fra
 def _measured(shape: tuple[int, ...], bits: int, path: Path, bound: Fraction) -> Redistribution:
     total = math.prod(shape) * bits
     steps = tuple(
-        Step(
+        MoveStep(
             kind=step.kind,
             source=step.source,
             target=step.target,

@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from .factors import End, levels
-from .lower_bound import Dims, Holdings, LowerBound
+from .lower_bound import Holdings, LowerBound, ShardDims
 from .neighbours import Neighbours
 from .path import STEP, STEP_BEFORE_PERMUTATION, Path, PermutationPrices, path_along
 from .splits import primes
@@ -67,7 +67,7 @@ _MOST_LAYOUTS = 3000
 
 Counts = tuple[int, ...]
 # The layouts one step away that are reached for less than a given cost, each with the step's cost.
-NextLayouts = Callable[[Dims, float], Iterator[tuple[Dims, float]]]
+NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
     if far_is == "source":
         first, early, each = steps.gathers_into, steps.slices_into, STEP
 
-    def next_layouts(dims: Dims, spare: float) -> Iterator[tuple[Dims, float]]:
+    def next_layouts(dims: ShardDims, spare: float) -> Iterator[tuple[ShardDims, float]]:
         yield from first(dims)
         if problem.early_gathers:
             yield from early(dims)
@@ -173,9 +173,9 @@ class _Frontier:
     """The layouts that one side has reached: what was paid for each, from where, and which to look at next."""
 
     def __init__(self):
-        self.cost: dict[Dims, float] = {}
-        self.parent: dict[Dims, Dims] = {}
-        self.heap: list[tuple[float, float, int, Dims]] = []
+        self.cost: dict[ShardDims, float] = {}
+        self.parent: dict[ShardDims, ShardDims] = {}
+        self.heap: list[tuple[float, float, int, ShardDims]] = []
         self.looked = 0  # the layouts whose lower bound was asked for
 
     @property
@@ -183,18 +183,18 @@ class _Frontier:
         """What the next layout is sorted by: least comes first."""
         return self.heap[0][:2] if self.heap else (math.inf, 0.0)
 
-    def push(self, dims: Dims, cost: float, parent: Dims | None, estimate: float, key: float) -> None:
+    def push(self, dims: ShardDims, cost: float, parent: ShardDims | None, estimate: float, key: float) -> None:
         self.cost[dims] = cost
         if parent is not None:
             self.parent[dims] = parent
         heapq.heappush(self.heap, (key, estimate, self.looked, dims))
 
-    def pop(self) -> tuple[Dims, float]:
+    def pop(self) -> tuple[ShardDims, float]:
         """The next layout, and the least that a path through it costs."""
         _, estimate, _, dims = heapq.heappop(self.heap)
         return dims, self.cost[dims] + estimate
 
-    def way_to(self, dims: Dims) -> list[Dims]:
+    def way_to(self, dims: ShardDims) -> list[ShardDims]:
         """The layouts from this side's end to `dims`."""
         way = [dims]
         while way[-1] in self.parent:
@@ -216,10 +216,12 @@ class _Side:
     def __init__(self, held: Holdings, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
         self.held, self.bound, self.next_layouts, self.far_counts = held, bound, next_layouts, far_counts
         self.frontier = _Frontier()
-        self.first_of_counts: dict[Counts, Dims] = {}
-        self.settled: dict[Counts, dict[Dims, None]] = {}  # in the order in which they were
+        self.first_of_counts: dict[Counts, ShardDims] = {}
+        self.settled: dict[Counts, dict[ShardDims, None]] = {}  # in the order in which they were
 
-    def reach(self, dims: Dims, cost: float, parent: Dims | None, limit: float, nearest_first: bool = False) -> bool:
+    def reach(
+        self, dims: ShardDims, cost: float, parent: ShardDims | None, limit: float, nearest_first: bool = False
+    ) -> bool:
         """Adds a layout to look at, unless no path through it is new and cheaper than `limit`.
 
         With `nearest_first` those are looked at first whose counts are next to the other end's, whatever they cost.
@@ -236,10 +238,10 @@ class _Side:
         self.frontier.push(dims, cost, parent, estimate, key)
         return True
 
-    def has_settled(self, dims: Dims) -> bool:
+    def has_settled(self, dims: ShardDims) -> bool:
         return dims in self.settled.get(self.held.counts(dims), ())
 
-    def _distance(self, dims: Dims) -> int:
+    def _distance(self, dims: ShardDims) -> int:
         """The product of what the counts of `dims` and those of the other end do not have in common."""
         pairs = zip(self.held.counts(dims), self.far_counts, strict=True)
         return math.prod([math.lcm(count, far) // math.gcd(count, far) for count, far in pairs])
@@ -253,8 +255,8 @@ class _Best:
     homeward: _Side
     permutations: PermutationPrices
     cost: float
-    before: Dims | None = None
-    after: Dims | None = None
+    before: ShardDims | None = None
+    after: ShardDims | None = None
 
     @property
     def looked(self) -> int:
@@ -273,7 +275,7 @@ class _Best:
         return self.homeward if side is self.forward else self.forward
 
 
-def _settle(dims: Dims, side: _Side, best: _Best, most: int) -> None:
+def _settle(dims: ShardDims, side: _Side, best: _Best, most: int) -> None:
     """Joins a layout of one side to all settled ones of the other side that a permutation can make of it."""
     counts, cost = side.held.counts(dims), side.frontier.cost[dims]
     side.settled.setdefault(counts, {})[dims] = None
@@ -283,7 +285,7 @@ def _settle(dims: Dims, side: _Side, best: _Best, most: int) -> None:
             _cross(dims, match, side, best)
 
 
-def _expand(dims: Dims, side: _Side, best: _Best, most: int, same_factors: bool) -> None:
+def _expand(dims: ShardDims, side: _Side, best: _Best, most: int, same_factors: bool) -> None:
     """Adds the layouts one step away; those that make a path with one of the other side may be the best one's."""
     cost = side.frontier.cost[dims]
     for after, extra in side.next_layouts(dims, best.cost - cost):
@@ -297,14 +299,14 @@ def _expand(dims: Dims, side: _Side, best: _Best, most: int, same_factors: bool)
             return
 
 
-def _cross_to_first(dims: Dims, side: _Side, best: _Best) -> None:
+def _cross_to_first(dims: ShardDims, side: _Side, best: _Best) -> None:
     """Joins a layout to the first of its counts that the other side reached: any path tells where not to look."""
     match = best.other(side).first_of_counts.get(side.held.counts(dims))
     if match is not None:
         _cross(dims, match, side, best)
 
 
-def _cross(dims: Dims, match: Dims, side: _Side, best: _Best) -> None:
+def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
     """Joins a layout of one side to one of the other by a permutation."""
     before, after = (dims, match) if side is best.forward else (match, dims)
     spare = best.cost - best.forward.frontier.cost[before] - best.homeward.frontier.cost[after]
@@ -313,7 +315,7 @@ def _cross(dims: Dims, match: Dims, side: _Side, best: _Best) -> None:
     _meet(before, after, best.permutations.cost(have, want, share, spare), best)
 
 
-def _meet(before: Dims, after: Dims, crossing: float, best: _Best) -> None:
+def _meet(before: ShardDims, after: ShardDims, crossing: float, best: _Best) -> None:
     """Keeps the path over these two layouts if it is the best one."""
     paid = best.forward.frontier.cost.get(before, math.inf)
     total = paid + crossing + best.homeward.frontier.cost.get(after, math.inf)

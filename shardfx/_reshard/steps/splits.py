@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layout import Layout, digits
+from .layout import StepLayout, digits
 
 
 # Per mesh axis the sizes of its factors, major first.
@@ -45,7 +45,7 @@ def primes(number: int) -> tuple[int, ...]:
     return tuple(found + [number] if number > 1 else found)
 
 
-def order_primes(src: Layout, dst: Layout, places: Sequence[np.ndarray]) -> list[Split]:
+def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]) -> list[Split]:
     """For each axis of both meshes an order of its primes, chosen so that the two have much in common.
 
     **Arguments:**
@@ -105,14 +105,14 @@ def _digit_keys(row: np.ndarray, size: int) -> dict[_Digit, bytes]:
     return {digit: (row // digit.stride % digit.size).astype(np.uint16).tobytes() for digit in found}
 
 
-def _counts_on_the_way(layout: Layout, dim: int, split: Split | None = None) -> frozenset[int]:
+def _counts_on_the_way(layout: StepLayout, dim: int, split: Split | None = None) -> frozenset[int]:
     """Into how many pieces the first axes (or factors) cut a dimension, for each number of them."""
     sizes = [(layout.sizes[axis],) if split is None else split[axis] for axis in layout.dims[dim]]
     return frozenset(it.accumulate(it.chain.from_iterable(sizes), operator.mul, initial=1))
 
 
 def _best_orders(
-    layout: Layout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes], counts: Sequence[frozenset[int]]
+    layout: StepLayout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes], counts: Sequence[frozenset[int]]
 ) -> list[tuple[int, ...]]:
     """Per axis the order with most digits among the `wanted` ones, then with most `counts` of the other end's dim."""
     return [
@@ -121,7 +121,7 @@ def _best_orders(
     ]
 
 
-def _before(layout: Layout, axis: int, counts: Sequence[frozenset[int]]) -> tuple[int, frozenset[int]]:
+def _before(layout: StepLayout, axis: int, counts: Sequence[frozenset[int]]) -> tuple[int, frozenset[int]]:
     """Into how many pieces the axes before this one cut its dimension, and the other end's counts there."""
     for axes, theirs in zip(layout.dims, counts, strict=True):
         if axis in axes:
@@ -136,7 +136,7 @@ def _agreement(
     return shared, sum(before * count in counts for count in it.accumulate(order, operator.mul))
 
 
-def join_primes(layouts: Sequence[Layout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
+def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
     """Joins neighbouring primes of an axis that neither end of the move tells apart.
 
     **Arguments:**
@@ -166,7 +166,7 @@ def join_primes(layouts: Sequence[Layout], keys: Sequence[Sequence[bytes]], spli
 class _Primes:
     """The prime factors of one end, each with its key and with the cut that it makes."""
 
-    def __init__(self, layout: Layout, keys: Sequence[bytes]):
+    def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
         self.keys = keys
         self.factors = {key: factor for factor, key in enumerate(keys)}
         # For each factor that cuts a dimension: which one, and into how many pieces it and those before it cut it.

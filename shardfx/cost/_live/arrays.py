@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from .kinds import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
-from .program import Body, Op, Program, Uses
+from .program import Body, LiveOp, OpenedProgram, Uses
 
 
 class Arrays:
@@ -13,7 +13,7 @@ class Arrays:
     On TPUs products are fusions, too. On GPUs and CPUs libraries compute them, which read arrays.
     """
 
-    def __init__(self, program: Program, *, tpu: bool):
+    def __init__(self, program: OpenedProgram, *, tpu: bool):
         self.program, self.uses, self.tpu = program, Uses(program), tpu
         self.maker, self.home = self.uses.maker, self.uses.home
         self.known: dict[int, bool] = {}
@@ -45,7 +45,7 @@ class Arrays:
             )
         return True
 
-    def is_one_hot(self, op: Op) -> bool:
+    def is_one_hot(self, op: LiveOp) -> bool:
         """Whether a scatter writes one element of each row of a constant: XLA makes it a comparison with an iota."""
         if op.opcode != "scatter":
             return False
@@ -54,7 +54,7 @@ class Arrays:
         is_constant = into is not None and into.opcode == "broadcast"
         return is_constant and math.prod(updates) * max(operand, default=1) <= math.prod(operand)
 
-    def readers(self, value: int) -> Iterator[tuple[Op, int, Body]]:
+    def readers(self, value: int) -> Iterator[tuple[LiveOp, int, Body]]:
         """Who reads a value, also through views of it that are no arrays."""
         for user, at, body in self.uses.users.get(value, ()):
             if user.opcode in VIEWS and not self.is_array(user.makes[0]):
@@ -70,7 +70,7 @@ class Arrays:
             self.sources[value] = frozenset().union(*map(self.read_for, self.maker[value].reads))
         return self.sources[value]
 
-    def reads(self, op: Op) -> set[int]:
+    def reads(self, op: LiveOp) -> set[int]:
         """The arrays that an operation reads, its bodies included."""
         found = {source for value in op.reads for source in self.read_for(value)}
         for body in op.bodies:
@@ -81,7 +81,7 @@ class Arrays:
                     found |= self.reads(inner)
         return found
 
-    def fuses(self, op: Op, at: int) -> bool:
+    def fuses(self, op: LiveOp, at: int) -> bool:
         """Whether an operation computes an operand while it reads it."""
         if op.opcode == "dynamic-update-slice":
             return at > 0
@@ -94,7 +94,7 @@ class Arrays:
             or self.is_one_hot(op)
         )
 
-    def needs_memory(self, op: Op, at: int) -> bool:
+    def needs_memory(self, op: LiveOp, at: int) -> bool:
         """Whether an operand lies in memory even where it is a view, a piece or a constant."""
         if op.opcode == "dynamic-update-slice":
             return at == 0

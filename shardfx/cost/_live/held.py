@@ -13,7 +13,7 @@ from .buffers import bytes_of
 from .kinds import IN_PLACE, PRODUCTS
 from .narrow import narrowed
 from .order import listed
-from .program import Body, Op, program_of
+from .program import Body, LiveOp, program_of
 from .recompute import Recomputed, recomputed
 
 
@@ -254,7 +254,7 @@ class _Schedule:
                 found.update(dict.fromkeys(self.makes[at], next(before, at)))
         return found
 
-    def taken_over(self, op: Op, begins: Sequence[int], dies: Sequence[int], live: Mapping[int, int]) -> int:
+    def taken_over(self, op: LiveOp, begins: Sequence[int], dies: Sequence[int], live: Mapping[int, int]) -> int:
         """Bytes of operands that die here and whose memory the results take over."""
         if op.opcode != "while" and op.opcode not in IN_PLACE:
             return 0

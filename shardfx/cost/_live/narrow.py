@@ -11,7 +11,7 @@ import re
 
 from .._hlo_text import Instruction
 from .kinds import PIECES, VIEWS
-from .program import Body, Op, Program, Uses
+from .program import Body, LiveOp, OpenedProgram, Uses
 
 
 _PRECISE = re.compile(r"operand_precision=\{[^}]*hig|algorithm=dot_(?!bf16_bf16_f32\b)")
@@ -24,13 +24,13 @@ _MOVES = frozenset(
 _MOVES |= VIEWS | PIECES
 
 
-def narrowed(program: Program) -> Program:
+def narrowed(program: OpenedProgram) -> OpenedProgram:
     """The program, changed: arrays in the dtypes in which they are kept, and conversions before loops."""
     _Narrowing(program).run()
     return program
 
 
-def narrow_values(program: Program) -> set[int]:
+def narrow_values(program: OpenedProgram) -> set[int]:
     """The values of float32 that nothing but products at the default precision reads.
 
     XLA's BFloat16Propagation finds them: xla/service/bfloat16_propagation.cc, read in the libtpu that jaxlib 0.10.2
@@ -40,7 +40,7 @@ def narrow_values(program: Program) -> set[int]:
 
 
 class _Narrowing:
-    def __init__(self, program: Program):
+    def __init__(self, program: OpenedProgram):
         self.program, self.uses = program, Uses(program)
         self.known: dict[int, bool | None] = {}
         self.loops = {}  # the loop that carries a value, and its place among what it carries
@@ -82,7 +82,7 @@ class _Narrowing:
             reads.append(self.is_narrow(op.makes[at]) if op.makes[at] in self.uses.users else None)
         return False not in reads and True in reads
 
-    def reads_narrow(self, op: Op, at: int) -> bool | None:
+    def reads_narrow(self, op: LiveOp, at: int) -> bool | None:
         """Whether an operation reads an operand in bfloat16."""
         if op.opcode in ("dot", "convolution"):
             return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
@@ -94,9 +94,10 @@ class _Narrowing:
             return self.is_narrow(op.bodies[0].carried[at])
         return False
 
-    def is_by_vector(self, product: Op) -> bool:
+    def is_by_vector(self, product: LiveOp) -> bool:
         """Whether a side of a product has nothing but what is added up: it is multiplied and added in float32."""
-        if product.opcode != "dot":
+        # One that is fused with what makes its sides reads more than two.
+        if product.opcode != "dot" or len(product.reads) != 2:
             return False
         # An operand can have another shape, but not another size, than the value that it is a reshape of.
         left, right, made = (self.program.buffers[value].shape for value in (*product.reads, *product.makes))
@@ -109,14 +110,14 @@ class _Narrowing:
     def convert_before_loops(self, body: Body) -> None:
         """Adds conversions before the loops that read a value of this body in bfloat16 alone."""
         copies: dict[int, int] = {}
-        ops: list[Op] = []
+        ops: list[LiveOp] = []
         for op in body.ops:
             for inner in op.bodies if op.opcode == "while" else ():
                 for value in self.outside(inner):
                     if value not in copies:
                         self.program.buffers.append(self.program.buffers[value]._replace(dtype="bf16"))
                         copies[value] = len(self.program.buffers) - 1
-                        ops.append(Op(_conversion(op.instruction), (value,), (copies[value],)))
+                        ops.append(LiveOp(_conversion(op.instruction), (value,), (copies[value],)))
                 _replace(inner, copies)
             ops.append(op)
         body.ops[:] = ops

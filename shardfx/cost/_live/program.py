@@ -25,7 +25,7 @@ _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SP
 
 
 @dataclasses.dataclass(eq=False)
-class Op:
+class LiveOp:
     """An operation: the values that it reads and makes, and the bodies that it runs.
 
     **Arguments:**
@@ -55,11 +55,11 @@ class Body:
 
     carried: tuple[int, ...]
     results: tuple[int, ...]
-    ops: list[Op]
+    ops: list[LiveOp]
 
 
 @dataclasses.dataclass(eq=False)
-class Program:
+class OpenedProgram:
     """A program.
 
     **Arguments:**
@@ -77,11 +77,11 @@ class Program:
 class Uses:
     """Who makes and who reads each value of a program."""
 
-    def __init__(self, program: Program):
-        self.ops: list[Op] = []
-        self.maker: dict[int, Op] = {}
+    def __init__(self, program: OpenedProgram):
+        self.ops: list[LiveOp] = []
+        self.maker: dict[int, LiveOp] = {}
         self.home: dict[int, Body] = {}
-        self.users: dict[int, list[tuple[Op, int, Body]]] = {}
+        self.users: dict[int, list[tuple[LiveOp, int, Body]]] = {}
         self.results: set[int] = set()
         self.read(program.entry)
 
@@ -114,7 +114,7 @@ def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterat
         waiting += new
 
 
-def program_of(module: HloModule) -> Program:
+def program_of(module: HloModule) -> OpenedProgram:
     """The operations of a module."""
     return _Reader(module).program()
 
@@ -126,14 +126,14 @@ class _Reader:
         self.results: dict[str, Result] = {}
         self.calls: tuple[Instruction, ...] = ()
 
-    def program(self) -> Program:
+    def program(self) -> OpenedProgram:
         entry = self.module.computations[self.module.entry]
         parameters = sorted((one for one in entry.values() if one.opcode == "parameter"), key=_number)
         bound = [self.new(self.result(one.result)) for one in parameters]
-        ops: list[Op] = []
+        ops: list[LiveOp] = []
         made = self.read(self.module.entry, bound, ops)
         named = {leaf: one for one, values in zip(parameters, bound, strict=True) for leaf in leaves(values)}
-        return Program(self.buffers, Body((*named,), tuple(leaves(made)), ops), (*named.values(),))
+        return OpenedProgram(self.buffers, Body((*named,), tuple(leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
         """Numbers for what an instruction makes."""
@@ -147,7 +147,7 @@ class _Reader:
             self.results[text] = result_of(text)
         return self.results[text]
 
-    def read(self, name: str, bound: Sequence[Values], ops: list[Op]) -> Values:
+    def read(self, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
         """Adds the operations of a computation, whose parameters are bound to values, and returns its root."""
         known: dict[str, Values] = {}
         root: Values = ()
@@ -157,7 +157,7 @@ class _Reader:
                 root = known[instruction.name]
         return root
 
-    def made(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[Op]) -> Values:
+    def made(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[LiveOp]) -> Values:
         """The values that an instruction makes."""
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
@@ -184,10 +184,10 @@ class _Reader:
         if one.opcode == "conditional":
             bodies = tuple(self.body(target, [own], ()) for target, own in zip(called, operands[1:], strict=True))
         reads = tuple(leaf for operand in operands for leaf in leaves(operand))
-        ops.append(Op(one, reads, tuple(leaves(makes)), bodies, self.calls))
+        ops.append(LiveOp(one, reads, tuple(leaves(makes)), bodies, self.calls))
         return makes
 
-    def opened(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[Op]) -> Values:
+    def opened(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
         """What a call makes: the operations of its computation are in its place."""
         self.calls, before = (call, *self.calls), self.calls
         made = self.read(name, bound, ops)
@@ -195,10 +195,10 @@ class _Reader:
         return made
 
     def body(self, name: str, bound: Sequence[Values], carried: tuple[int, ...]) -> Body:
-        ops: list[Op] = []
+        ops: list[LiveOp] = []
         return Body(carried, tuple(leaves(self.read(name, bound, ops))), ops)
 
-    def loop(self, one: Instruction, initial: Values, ops: list[Op]) -> Values:
+    def loop(self, one: Instruction, initial: Values, ops: list[LiveOp]) -> Values:
         """A loop; the values that it only reads are those that it was given, inside and afterwards."""
         body = dict(one.called)["body"]
         changes = self.changes(body)
@@ -215,11 +215,11 @@ class _Reader:
         def changed(values: Sequence[Values]) -> tuple[int, ...]:
             return tuple(leaf for at in changes for leaf in leaves(values[at]))
 
-        turn: list[Op] = []
+        turn: list[LiveOp] = []
         root = self.read(body, [inside], turn)
         assert isinstance(root, tuple)
         made = Body(changed(inside), changed(root), turn)
-        ops.append(Op(one, changed(entries), changed(outside), (made,), self.calls))
+        ops.append(LiveOp(one, changed(entries), changed(outside), (made,), self.calls))
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:

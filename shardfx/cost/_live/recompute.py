@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from .kinds import ELEMENTWISE, VIEWS
-from .program import Body, Op, Program, Uses, reached
+from .program import Body, LiveOp, OpenedProgram, Uses, reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Recomputed:
     inside_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-def recomputed(program: Program, bytes_of: Callable[[int], int]) -> Recomputed:
+def recomputed(program: OpenedProgram, bytes_of: Callable[[int], int]) -> Recomputed:
     """The hypothesis; one without values where there is nothing to win."""
     uses = Uses(program)
     loops = {id(body): op for op in uses.ops if op.opcode == "while" for body in op.bodies}
@@ -55,7 +55,7 @@ def recomputed(program: Program, bytes_of: Callable[[int], int]) -> Recomputed:
     return Recomputed(frozenset(gone), kept, inside)
 
 
-def _is_stack(loop: Op, at: int, uses: Uses) -> bool:
+def _is_stack(loop: LiveOp, at: int, uses: Uses) -> bool:
     """Whether a loop writes one slice of an array in each turn and does not read it."""
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
@@ -63,13 +63,13 @@ def _is_stack(loop: Op, at: int, uses: Uses) -> bool:
     return op is not None and op.opcode == "dynamic-update-slice" and readers == [op]
 
 
-def _reader(value: int, uses: Uses, loops: dict[int, Op]) -> Body | None:
+def _reader(value: int, uses: Uses, loops: dict[int, LiveOp]) -> Body | None:
     """The body of the one loop that reads a value."""
     bodies = {id(body): body for _, _, body in uses.users.get(value, ())}
     return next(iter(bodies.values())) if len(bodies) == 1 and next(iter(bodies)) in loops else None
 
 
-def _is_of_others(loop: Op, at: int, stacks: list[int], uses: Uses) -> bool:
+def _is_of_others(loop: LiveOp, at: int, stacks: list[int], uses: Uses) -> bool:
     """Whether what a loop stacks follows by elements from something else that it stacks: a fusion computes it again."""
     written = {_written(loop, one, uses) for one in stacks if one != at}
 
@@ -81,7 +81,7 @@ def _is_of_others(loop: Op, at: int, stacks: list[int], uses: Uses) -> bool:
     return any(value != begun and value in written for value in reached([begun], before))
 
 
-def _written(loop: Op, at: int, uses: Uses) -> int:
+def _written(loop: LiveOp, at: int, uses: Uses) -> int:
     """The slice that a turn of a loop writes to a stack."""
     value = uses.maker[loop.bodies[0].results[at]].reads[1]
     while (op := uses.maker.get(value)) is not None and op.opcode == "reshape":

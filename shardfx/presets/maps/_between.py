@@ -12,7 +12,7 @@ from ..._ground.errors import MapError
 from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
 
 
-Group = tuple[str, ...]
+Paths = tuple[str, ...]
 # Where a tree lacks a kind, another one that has the same numbers: models whose output weights are the embedding.
 _ALSO = {"head": "embedding"}
 
@@ -23,7 +23,7 @@ class Sizes:
 
     source: Mapping[str, int]
     target: Mapping[str, int]
-    apart: Mapping[str, Group]
+    apart: Mapping[str, Paths]
 
     def of(self, axis: str, why: str) -> int:
         """Of an axis, in the target if it is said there."""
@@ -157,10 +157,10 @@ def _cut(made: From, span: Range, dim: int) -> From:
     return whole.split(dim, -1, span.step).at(span.start - first, dim=dim + 1)
 
 
-def _apart(place: Place, other: Place, apart: Mapping[str, Group]) -> Place:
+def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
     """A place whose axes are taken apart as the other's are."""
 
-    def parts(axis: str) -> Group:
+    def parts(axis: str) -> Paths:
         found = apart.get(axis, (axis,))
         return found if set(found) <= {*other.axes} else (axis,)
 
@@ -182,11 +182,11 @@ class _Change(NamedTuple):
     more: list[str]
     taken: dict[str, int | str]
     stacked: list[str]
-    groups: list[Group]
-    kept: list[Group]
+    groups: list[Paths]
+    kept: list[Paths]
 
     @property
-    def order(self) -> list[Group]:
+    def order(self) -> list[Paths]:
         """The dimensions before the axes of a group are merged."""
         return [one for group in self.groups for one in ([group] if group in self.kept else [(n,) for n in group])]
 
@@ -221,10 +221,10 @@ def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
 class _Way:
     """An expression on its way, and the axes that each of its dimensions is made of."""
 
-    def __init__(self, made: From, dims: Sequence[Group], sizes: Sizes):
+    def __init__(self, made: From, dims: Sequence[Paths], sizes: Sizes):
         self.made, self.dims, self.sizes = made, list(dims), sizes
 
-    def split(self, kept: Sequence[Group]) -> None:
+    def split(self, kept: Sequence[Paths]) -> None:
         """Groups that the target does not have become dimensions of their own."""
         for group in [group for group in self.dims if len(group) > 1 and group not in kept]:
             dim = self.dims.index(group)
@@ -239,7 +239,7 @@ class _Way:
         self.made = self.made.at(index, dim=self.dims.index((axis,)))
         self.dims.remove((axis,))
 
-    def sort(self, order: Sequence[Group]) -> None:
+    def sort(self, order: Sequence[Paths]) -> None:
         """The dimensions in this order, in which there may be others."""
         self.dims, before = [group for group in order if group in self.dims], self.dims
         places = [before.index(group) for group in self.dims]
@@ -247,7 +247,7 @@ class _Way:
             turned = len(places) > 1 and places == sorted(places, reverse=True)
             self.made = self.made.T if turned else self.made.transpose(*places)
 
-    def stack(self, axis: str, order: Sequence[Group], count: int | None) -> None:
+    def stack(self, axis: str, order: Sequence[Paths], count: int | None) -> None:
         """One array for all numbers of an axis of the path, at its place in an order."""
         dim = sum(group in self.dims for group in order[: order.index((axis,))])
         self.made = self.made.stack(axis, dim=dim, count=count)
@@ -259,7 +259,7 @@ class _Way:
         if size is not None:
             self.made = self.made.pad_to(size, dim=dim) if size > before else self.made.slice(0, size, dim=dim)
 
-    def merge(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
+    def merge(self, groups: Sequence[Paths], kept: Sequence[Paths]) -> None:
         """The axes of a group become one dimension."""
         dim = 0
         for group in groups:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.steps.in_parts import Cut, cut_on_tpus, in_parts
-from shardfx._reshard.steps.layout import Layout
+from shardfx._reshard.steps.in_parts import PartCut, cut_on_tpus, in_parts
+from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.program import flat, run
 from shardfx._reshard.steps.redistribute import Redistribution, redistribute
 
@@ -33,7 +33,7 @@ def moves(draw):
     return more, dtype, src, dst, draw(st.integers(1, 4)), draw(st.integers(0, rank - 1))
 
 
-def moved(values: np.ndarray, src: Layout, dst: Layout, plan: Redistribution, cut: Cut) -> jax.Array:
+def moved(values: np.ndarray, src: StepLayout, dst: StepLayout, plan: Redistribution, cut: PartCut) -> jax.Array:
     """The array after the steps of a plan, part by part; its pieces lie end to end along the first dimension."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(src.sizes), tuple("abc"[: len(src.sizes)]))
     spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in src.dims])
@@ -43,7 +43,7 @@ def moved(values: np.ndarray, src: Layout, dst: Layout, plan: Redistribution, cu
     return jax.jit(program)(jax.device_put(values, NamedSharding(mesh, spec)))
 
 
-def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: Layout, dst: Layout, part: int, dim: int):
+def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: StepLayout, dst: StepLayout, part: int, dim: int):
     plan = redistribute(shape, 8 * dtype.itemsize, src, dst)
     if not plan.steps:
         return
@@ -52,7 +52,7 @@ def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: Layout, dst: Layo
     # Every element has bits of its own, also where they are those of a NaN (of a small one the CPU would change them).
     bits = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
-    got = moved(values, src, dst, plan, Cut(dim, block, min(part, block), dst.piece_shape(shape)))
+    got = moved(values, src, dst, plan, PartCut(dim, block, min(part, block), dst.piece_shape(shape)))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(dst.sizes), tuple("abc"[: len(dst.sizes)]))
     right = NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims]))
     wanted = {device: values[index] for device, index in right.devices_indices_map(shape).items()}
@@ -64,21 +64,23 @@ def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: Layout, dst: Layo
 @settings(max_examples=20, deadline=None)
 def test_a_move_in_parts_gives_every_device_its_piece(move):
     blocks, dtype, src, dst, part, dim = move
-    src, dst = Layout(*src), Layout(*dst)
+    src, dst = StepLayout(*src), StepLayout(*dst)
     shape = tuple(math.lcm(*counts) * size for *counts, size in zip(src.counts, dst.counts, blocks, strict=True))
     assert_moved(shape, dtype, src, dst, part, dim)
 
 
 def test_the_last_part_of_a_block_may_be_smaller():
-    assert_moved((8 * 13, 16), np.dtype("float32"), Layout((8,), ((0,), ())), Layout((8,), ((), (0,))), part=5, dim=0)
+    assert_moved(
+        (8 * 13, 16), np.dtype("float32"), StepLayout((8,), ((0,), ())), StepLayout((8,), ((), (0,))), part=5, dim=0
+    )
 
 
 @pytest.mark.parametrize(
     ("src", "dst", "kinds"),
     [
-        (Layout((8,), ((), (0,))), Layout((2, 2, 2), ((0,), (2,))), ["permute", "all_to_all", "all_gather"]),
-        (Layout((2, 2, 2), ((0, 2), ())), Layout((4, 2), ((), (0,))), ["slice", "all_to_all", "all_gather"]),
-        (Layout((2, 4), ((), (1, 0))), Layout((2, 2, 2), ((1, 0), ())), ["all_to_all", "all_gather"]),
+        (StepLayout((8,), ((), (0,))), StepLayout((2, 2, 2), ((0,), (2,))), ["permute", "all_to_all", "all_gather"]),
+        (StepLayout((2, 2, 2), ((0, 2), ())), StepLayout((4, 2), ((), (0,))), ["slice", "all_to_all", "all_gather"]),
+        (StepLayout((2, 4), ((), (1, 0))), StepLayout((2, 2, 2), ((1, 0), ())), ["all_to_all", "all_gather"]),
     ],
 )
 @pytest.mark.parametrize("dim", [0, 1])
@@ -88,26 +90,26 @@ def test_what_is_doubled_at_last_comes_in_halves(src, dst, kinds, dim):
     assert_moved((64, 128), np.dtype("float32"), src, dst, part=(4, 8)[dim], dim=dim)
 
 
-ROWS, COLUMNS = Layout((64,), ((0,), ())), Layout((64,), ((), (0,)))
+ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
 
 
 @pytest.mark.parametrize(
     "shape, bits, src, dst, cut",
     [
         # A block is 129 x 65. Of 17 x 65 there are 24 x 128 stored, of 129 x 9 there would be 256 x 16.
-        ((8256, 4160), 16, ROWS, COLUMNS, Cut(0, 129, 17, (8256, 65))),
+        ((8256, 4160), 16, ROWS, COLUMNS, PartCut(0, 129, 17, (8256, 65))),
         ((8192, 8192), 16, ROWS, COLUMNS, None),  # 128 x 128
         ((640, 640), 16, ROWS, COLUMNS, None),  # small
-        ((8256, 4160), 16, ROWS, Layout((64,), ((), ())), Cut(1, 4160, 520, (8256, 4160))),
-        ((8256, 4160), 16, Layout((64,), ((), ())), COLUMNS, None),  # nothing but a slice
-        ((2**22,), 16, Layout((8,), ((0,),)), Layout((8,), ((),)), None),
+        ((8256, 4160), 16, ROWS, StepLayout((64,), ((), ())), PartCut(1, 4160, 520, (8256, 4160))),
+        ((8256, 4160), 16, StepLayout((64,), ((), ())), COLUMNS, None),  # nothing but a slice
+        ((2**22,), 16, StepLayout((8,), ((0,),)), StepLayout((8,), ((),)), None),
         # The heads are the minor dimension's neighbour, and the minor one is cut no further.
         (
             (5120, 64, 80),
             16,
-            Layout((64,), ((0,), (), ())),
-            Layout((64,), ((), (0,), ())),
-            Cut(0, 80, 10, (5120, 1, 80)),
+            StepLayout((64,), ((0,), (), ())),
+            StepLayout((64,), ((), (0,), ())),
+            PartCut(0, 80, 10, (5120, 1, 80)),
         ),
     ],
 )
@@ -116,30 +118,30 @@ def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(shape, b
     assert cut_on_tpus(src.piece_shape(shape), bits, plan.steps) == cut
 
 
-def grid(*sizes: int) -> Layout:
+def grid(*sizes: int) -> StepLayout:
     """An array whose dimensions are cut by an axis each."""
-    return Layout(sizes, tuple((axis,) for axis in range(len(sizes))))
+    return StepLayout(sizes, tuple((axis,) for axis in range(len(sizes))))
 
 
 @pytest.mark.parametrize(
     "shape, src, dst, cut",
     [
         # A permutation, an all-to-all of 16 in another order into pieces of one tile's width, and a gather of two.
-        ((8192, 8192), grid(16, 4), Layout((4, 2, 8), ((), (2, 0))), Cut(0, 512, 256, (8192, 256))),
+        ((8192, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), PartCut(0, 512, 256, (8192, 256))),
         # The same, two tiles wide: the compiler finds room.
-        ((8192, 16384), grid(16, 4), Layout((4, 2, 8), ((), (2, 0))), None),
+        ((8192, 16384), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),
         # The permutation comes after the all-to-all.
         (
             (8192, 8192),
-            Layout((4, 16), ((1, 0), ())),
-            Layout((2, 2, 8, 2), ((0,), (2, 1))),
-            Cut(0, 128, 64, (4096, 512)),
+            StepLayout((4, 16), ((1, 0), ())),
+            StepLayout((2, 2, 8, 2), ((0,), (2, 1))),
+            PartCut(0, 128, 64, (4096, 512)),
         ),
         # Parts in the order in which they lie.
-        ((8192, 8192), Layout((64,), ((0,), ())), Layout((32, 2), ((), (0,))), None),
+        ((8192, 8192), StepLayout((64,), ((0,), ())), StepLayout((32, 2), ((), (0,))), None),
         # The source's piece is twice the target's.
-        ((8192, 8192), Layout((16, 4), ((0,), ())), Layout((4, 2, 8), ((), (2, 0))), None),
-        ((128, 8192), grid(16, 4), Layout((4, 2, 8), ((), (2, 0))), None),  # small
+        ((8192, 8192), StepLayout((16, 4), ((0,), ())), StepLayout((4, 2, 8), ((), (2, 0))), None),
+        ((128, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),  # small
     ],
 )
 def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(shape, src, dst, cut):
@@ -149,7 +151,7 @@ def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_i
 
 def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
     shape = (192, 768, 640)
-    src, dst = Layout((2, 8, 4), ((0, 1), (2,), ())), Layout((8, 8), ((1,), (0,), ()))
+    src, dst = StepLayout((2, 8, 4), ((0, 1), (2,), ())), StepLayout((8, 8), ((1,), (0,), ()))
     plan = redistribute(shape, 32, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
     cut = cut_on_tpus(src.piece_shape(shape), 32, plan.steps)

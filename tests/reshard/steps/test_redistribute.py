@@ -16,7 +16,7 @@ from shardfx import MeshSpec
 from shardfx._ground.errors import MeshError, SpecError
 from shardfx._reshard.steps.factors import End, refine
 from shardfx._reshard.steps.groups import all_to_all, gathered, permutation
-from shardfx._reshard.steps.layout import Layout, positions, slice_numbers
+from shardfx._reshard.steps.layout import StepLayout, positions, slice_numbers
 from shardfx._reshard.steps.lower_bound import Holdings, LowerBound, missing_share
 from shardfx._reshard.steps.path import path_along
 from shardfx._reshard.steps.redistribute import layout, redistribute
@@ -26,7 +26,7 @@ from shardfx._reshard.steps.search import Problem, explore, search
 CATALOGUE = every_layout(16)
 
 
-def check(shape: tuple[int, ...], src: Layout, dst: Layout):
+def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
     """Runs the plan and compares what is held after every step with the definition of the step's layout."""
     array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     plan = redistribute(shape, 64, src, dst)
@@ -51,7 +51,7 @@ def check(shape: tuple[int, ...], src: Layout, dst: Layout):
     return plan
 
 
-def crossing(step, like: Layout, known: np.ndarray, piece_bytes: int) -> float:
+def crossing(step, like: StepLayout, known: np.ndarray, piece_bytes: int) -> float:
     """Bytes that enter a device from other slices, the mean over devices, counted device by device.
 
     `known` says in which slice each device is by the source's factors.
@@ -74,7 +74,7 @@ def crossing(step, like: Layout, known: np.ndarray, piece_bytes: int) -> float:
     return float(total)
 
 
-def lower_bound(shape: tuple[int, ...], src: Layout, dst: Layout) -> float:
+def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> float:
     """What devices need and do not have, counted element by element; in bytes of 64-bit elements."""
     array = np.arange(math.prod(shape)).reshape(shape)
     have, want = pieces(array, src, src), pieces(array, dst, src)
@@ -130,7 +130,7 @@ def moves(draw):
 @given(moves())
 @settings(max_examples=150, deadline=None)
 def test_any_ranks_factors_orders_and_empty_dimensions(move):
-    spare, src, dst = move[0], Layout(*move[1]), Layout(*move[2])
+    spare, src, dst = move[0], StepLayout(*move[1]), StepLayout(*move[2])
     # The least shape that both ends divide leaves no room for a detour.
     shape = tuple(math.lcm(a, b) * more for a, b, more in zip(src.counts, dst.counts, spare, strict=True))
     assume(math.prod(shape) <= 5000)
@@ -140,13 +140,13 @@ def test_any_ranks_factors_orders_and_empty_dimensions(move):
 @pytest.mark.parametrize(
     "shape, src, dst",
     [
-        ((1, 15, 10), Layout((5, 2, 3), ((), (0, 2), (1,))), Layout((10, 3), ((), (1,), (0,)))),
-        ((12, 15), Layout((12, 5), ((0,), (1,))), Layout((15, 4), ((), (0,)))),
-        ((20, 6), Layout((5, 3, 4), ((2, 0), (1,))), Layout((2, 3, 10), ((2,), (0, 1)))),
+        ((1, 15, 10), StepLayout((5, 2, 3), ((), (0, 2), (1,))), StepLayout((10, 3), ((), (1,), (0,)))),
+        ((12, 15), StepLayout((12, 5), ((0,), (1,))), StepLayout((15, 4), ((), (0,)))),
+        ((20, 6), StepLayout((5, 3, 4), ((2, 0), (1,))), StepLayout((2, 3, 10), ((2,), (0, 1)))),
         (
             (6, 10),
-            Layout((10, 3), ((), (0,)), tuple(range(30))),
-            Layout((5, 2, 3), ((1, 2), ()), tuple(range(30))[::-1]),
+            StepLayout((10, 3), ((), (0,)), tuple(range(30))),
+            StepLayout((5, 2, 3), ((1, 2), ()), tuple(range(30))[::-1]),
         ),
     ],
 )
@@ -157,9 +157,9 @@ def test_factors_that_block_each_other_are_permuted_first(shape, src, dst):
 @pytest.mark.parametrize(
     "shape, src, dst",
     [
-        ((12,), Layout((12, 16), ((0,),)), Layout((32, 6), ((1,),))),
-        ((12, 5), Layout((12, 16), ((0,), ())), Layout((32, 6), ((1,), ()))),
-        ((96,), Layout((24, 32), ((0,),)), Layout((24, 32), ((1,),))),
+        ((12,), StepLayout((12, 16), ((0,),)), StepLayout((32, 6), ((1,),))),
+        ((12, 5), StepLayout((12, 16), ((0,), ())), StepLayout((32, 6), ((1,), ()))),
+        ((96,), StepLayout((24, 32), ((0,),)), StepLayout((24, 32), ((1,),))),
     ],
 )
 def test_joined_factors_that_dimensions_have_no_room_for_are_taken_apart(shape, src, dst):
@@ -177,7 +177,7 @@ def test_dimensions_without_spare_room_on_devices_of_many_prime_factors():
             check(shape, src, dst)
 
 
-def tightly(rng: random.Random, count: int) -> Layout:
+def tightly(rng: random.Random, count: int) -> StepLayout:
     """A random layout over `count` devices in a random order, of two dimensions."""
     sizes, left = [], count
     while left > 1:
@@ -186,13 +186,13 @@ def tightly(rng: random.Random, count: int) -> Layout:
     dims = [[], [], []]
     for axis in rng.sample(range(len(sizes)), len(sizes)):
         dims[rng.randrange(3)].append(axis)
-    return Layout(tuple(sizes), tuple(map(tuple, dims[:2])), tuple(rng.sample(range(count), count)))
+    return StepLayout(tuple(sizes), tuple(map(tuple, dims[:2])), tuple(rng.sample(range(count), count)))
 
 
 def test_a_path_is_soon_found_where_every_factor_is_prime_and_none_is_shared():
     # Six slices in some order: the estimates of all layouts between the ends are alike.
     order = np.random.default_rng(0).permutation(2880).tolist()
-    ends = Layout((288, 2, 5), ((2,),), tuple(range(2880))), Layout((36, 4, 20), ((0, 2),), tuple(order))
+    ends = StepLayout((288, 2, 5), ((2,),), tuple(range(2880))), StepLayout((36, 4, 20), ((0, 2),), tuple(order))
     most = 500
     found, _, looked = explore(Problem((720,), *refine(*ends, prime=True)), most, math.inf)
     assert found is not None
@@ -210,15 +210,15 @@ def test_a_path_is_soon_found_where_every_factor_is_prime_and_none_is_shared():
 )
 def test_what_is_gathered_wherever_devices_are_in_the_other_order_is_not_permuted_first(sizes, src, dst, order):
     rank, devices = len(src), math.prod(sizes)
-    plan = check((16,) * rank, Layout(sizes, src, tuple(range(devices))), Layout(sizes, dst, order))
+    plan = check((16,) * rank, StepLayout(sizes, src, tuple(range(devices))), StepLayout(sizes, dst, order))
     assert [step.kind for step in plan.steps] == ["all_gather"]
     assert plan.wire_bytes == plan.lower_bound_bytes
 
 
 def test_gathers_along_factors_of_two_meshes_stay_two():
     # The meshes differ in which of two neighbours is first, and in which axis has which name.
-    ours = [Layout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in ((0, 1, 2), (0, 1))]
-    theirs = [Layout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in ((1, 0), (1,))]
+    ours = [StepLayout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in ((0, 1, 2), (0, 1))]
+    theirs = [StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in ((1, 0), (1,))]
     found = path_along(ours, theirs)
     assert [(step.kind, step.source, step.target) for step in found.steps] == [
         ("all_gather", *ours),
@@ -226,11 +226,11 @@ def test_gathers_along_factors_of_two_meshes_stay_two():
     ]
 
 
-def binary(end: Layout) -> Layout:
+def binary(end: StepLayout) -> StepLayout:
     """`end` with every axis split into factors of 2."""
     start = np.cumsum([0, *[size.bit_length() - 1 for size in end.sizes]])
     dims = tuple(tuple(f for axis in axes for f in range(start[axis], start[axis + 1])) for axes in end.dims)
-    return Layout((2,) * int(start[-1]), dims)
+    return StepLayout((2,) * int(start[-1]), dims)
 
 
 def steps_from(dims, factors: int, slow: int):
@@ -262,7 +262,7 @@ def steps_from(dims, factors: int, slow: int):
 DEAR = 10
 
 
-def exhaustive(factors: int, src: Layout, dst: Layout, limit: float = math.inf, slow: int = 0) -> float:
+def exhaustive(factors: int, src: StepLayout, dst: StepLayout, limit: float = math.inf, slow: int = 0) -> float:
     """The least cost over all sequences of steps in bounded memory, per byte of the array.
 
     Dijkstra over every layout of factors of 2 for two dimensions, of which the first `slow` lie between slices;
@@ -357,7 +357,7 @@ def test_the_lower_bound_is_never_above_what_the_cheapest_steps_cost(slow):
         where = [np.stack(np.unravel_index(order, (2,) * factors)) for order in orders]
         far = dims_of[rng.integers(len(dims_of))]
         ends = [
-            End(Layout((2,) * factors, dims, None, weights), rows)
+            End(StepLayout((2,) * factors, dims, None, weights), rows)
             for dims, rows in zip((((), ()), far), where, strict=True)
         ]
         held = Holdings(ends[0])
@@ -381,7 +381,7 @@ def test_no_sequence_of_steps_has_less_traffic_on_16_devices():
 @pytest.mark.parametrize(
     "src, dst",
     [
-        (Layout((16, 4), ((), (0,))), Layout((8, 8), ((1,), (0,)))),
+        (StepLayout((16, 4), ((), (0,))), StepLayout((8, 8), ((1,), (0,)))),
     ],
 )
 def test_no_sequence_of_steps_has_less_traffic_on_64_devices(src, dst):
@@ -394,9 +394,9 @@ def test_no_sequence_of_steps_has_less_traffic_on_64_devices(src, dst):
 @pytest.mark.parametrize(
     "src, dst",
     [
-        (Layout((16, 2, 2), ((), (2,), (1, 0))), Layout((2, 32), ((1,), (0,), ()))),
-        (Layout((4, 32, 32), ((), (1, 2), (0,))), Layout((2, 512, 4), ((1,), (0, 2), ()))),
-        (Layout((16, 16, 16), ((0, 2), (1,), ())), Layout((1024, 2, 2), ((), (1,), (2, 0)))),
+        (StepLayout((16, 2, 2), ((), (2,), (1, 0))), StepLayout((2, 32), ((1,), (0,), ()))),
+        (StepLayout((4, 32, 32), ((), (1, 2), (0,))), StepLayout((2, 512, 4), ((1,), (0, 2), ()))),
+        (StepLayout((16, 16, 16), ((0, 2), (1,), ())), StepLayout((1024, 2, 2), ((), (1,), (2, 0)))),
     ],
 )
 def test_two_exchanges_are_found_where_a_layout_finer_than_both_ends_lies_between_them(src, dst):
@@ -406,7 +406,7 @@ def test_two_exchanges_are_found_where_a_layout_finer_than_both_ends_lies_betwee
 
 
 def test_of_paths_of_equal_traffic_the_one_that_permutes_the_source_itself_is_taken():
-    src, dst = Layout((4, 4, 4), ((0, 1, 2), ())), Layout((16, 4), ((1,), (0,)))
+    src, dst = StepLayout((4, 4, 4), ((0, 1, 2), ())), StepLayout((16, 4), ((1,), (0,)))
     plan = redistribute((64, 64), 64, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
 
@@ -422,7 +422,7 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
             dims = [[], [], []]
             for axis in rng.permutation(len(cuts) - 1).tolist():
                 dims[rng.integers(3)].append(axis)
-            ends.append(Layout(tuple(2 ** (b - a) for a, b in it.pairwise(cuts)), tuple(map(tuple, dims[:2]))))
+            ends.append(StepLayout(tuple(2 ** (b - a) for a, b in it.pairwise(cuts)), tuple(map(tuple, dims[:2]))))
         plan = redistribute((65536, 65536), 16, *ends)
         bound = 2 * max(2 * 65536**2 // end.pieces for end in ends)
         assert plan.peak_bytes <= bound
@@ -434,7 +434,7 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
         assert held == ends[1].counts
 
 
-def in_slices(sizes: tuple[int, ...], dims, slices: int) -> Layout:
+def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:
     """A layout on a mesh whose slowest axis spans slices of consecutive devices."""
     names = "abcd"[: len(sizes)]
     mesh = MeshSpec(zip(names, sizes, strict=True), dcn={"a": slices})
@@ -477,7 +477,7 @@ def test_what_is_gathered_crosses_into_a_slice_once(axes):
 def test_copies_in_the_own_slice_are_taken():
     # Each slice holds every piece twice, and wants half of them four times.
     plan = redistribute((16, 16), 64, *(in_slices((2, 2, 2, 2), ((), dim), 2) for dim in ((3, 2), (1, 0))))
-    flat = redistribute((16, 16), 64, *(Layout((2, 2, 2, 2), ((), dim)) for dim in ((3, 2), (1, 0))))
+    flat = redistribute((16, 16), 64, *(StepLayout((2, 2, 2, 2), ((), dim)) for dim in ((3, 2), (1, 0))))
     slices = np.arange(16) // 8
     [step] = flat.steps
     crossed = np.mean(slices[permutation(step.source, step.target, step.source)] != slices) * step.wire_bytes
@@ -494,7 +494,7 @@ def test_a_move_between_slices_alone_takes_each_byte_once():
 def test_slices_that_one_end_alone_knows_of_count_for_both(known):
     ends = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
     both = [in_slices(sizes, dims, 2) for sizes, dims in ends]
-    one = [both[at] if at == known else Layout(sizes, dims) for at, (sizes, dims) in enumerate(ends)]
+    one = [both[at] if at == known else StepLayout(sizes, dims) for at, (sizes, dims) in enumerate(ends)]
     costs = [(plan.wire_bytes, plan.dcn_bytes) for plan in (redistribute((16, 16), 64, *pair) for pair in (both, one))]
     assert costs[0] == costs[1] and costs[0][1] > 0
 
@@ -502,17 +502,19 @@ def test_slices_that_one_end_alone_knows_of_count_for_both(known):
 def test_layouts_of_meshes_and_specs():
     mesh = AbstractMesh((2, 4), ("a", "b"))
     found = layout(mesh, P("b", ("a",)), 3)
-    assert found == Layout((2, 4), ((1,), (0,), ()))
+    assert found == StepLayout((2, 4), ((1,), (0,), ()))
     assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == found
-    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == Layout((2, 4), ((), (0,)))
+    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == StepLayout((2, 4), ((), (0,)))
     assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
     assert found.pieces == 8 and found.counts == (4, 2, 1) and found.piece_shape((8, 8, 8)) == (2, 4, 8)
 
 
 def test_an_axis_that_spans_slices_is_two():
     mesh = MeshSpec({"a": 8, "b": 2, "c": 3}, dcn={"a": 2, "b": 2})
-    assert layout(mesh, P("b", ("c", "a")), 2) == Layout((2, 4, 2, 3), ((2,), (3, 0, 1)), None, (10.0, 1.0, 10.0, 1.0))
-    assert layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1) == Layout((8,), ((0,),), None, (10.0,))
+    assert layout(mesh, P("b", ("c", "a")), 2) == StepLayout(
+        (2, 4, 2, 3), ((2,), (3, 0, 1)), None, (10.0, 1.0, 10.0, 1.0)
+    )
+    assert layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1) == StepLayout((8,), ((0,),), None, (10.0,))
 
 
 @pytest.mark.parametrize(
@@ -528,13 +530,13 @@ def test_devices_say_in_which_slice_they_are(order, sizes, weights):
     devices = objects(chips((4, 2, 1, 1), slices=2))[order]
     mesh = Mesh(devices.reshape(4, 4), ("a", "b"))
     end = layout(mesh, P(("a", "b")), 1)
-    assert end == Layout(sizes, (tuple(range(len(sizes))),), tuple(order.tolist()), weights)
+    assert end == StepLayout(sizes, (tuple(range(len(sizes))),), tuple(order.tolist()), weights)
     assert layout(Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1).weights == ()
 
 
 def test_equal_moves_are_planned_once():
-    src, dst = Layout((2, 4), ((0,), (1,))), Layout((4, 2), ((), (0,)))
-    assert redistribute((8, 8), 32, src, dst) is redistribute((8, 8), 32, Layout((2, 4), ((0,), (1,))), dst)
+    src, dst = StepLayout((2, 4), ((0,), (1,))), StepLayout((4, 2), ((), (0,)))
+    assert redistribute((8, 8), 32, src, dst) is redistribute((8, 8), 32, StepLayout((2, 4), ((0,), (1,))), dst)
     # Another shape with the same room for cuts shares the path, and only the bytes differ.
     large = redistribute((80, 8), 32, src, dst)
     assert large.wire_bytes == 10 * redistribute((8, 8), 32, src, dst).wire_bytes
@@ -543,29 +545,33 @@ def test_equal_moves_are_planned_once():
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: Layout((2, 4), ((0, 0),)), SpecError, r"layout dims \(\(0, 0\),\) must name each of 2 mesh axes"),
-        (lambda: Layout((2,), ((1,),)), SpecError, "at most once; write the axes of each dimension as indices"),
-        (lambda: Layout((2,), (), (3, 3)), MeshError, "has 2 devices, but its order lists 1 different ids"),
-        (lambda: Layout((2,), (), None, (0.0,)), MeshError, r"weights \(0.0,\) must be positive, one per mesh axis"),
+        (lambda: StepLayout((2, 4), ((0, 0),)), SpecError, r"layout dims \(\(0, 0\),\) must name each of 2 mesh axes"),
+        (lambda: StepLayout((2,), ((1,),)), SpecError, "at most once; write the axes of each dimension as indices"),
+        (lambda: StepLayout((2,), (), (3, 3)), MeshError, "has 2 devices, but its order lists 1 different ids"),
+        (
+            lambda: StepLayout((2,), (), None, (0.0,)),
+            MeshError,
+            r"weights \(0.0,\) must be positive, one per mesh axis",
+        ),
         (lambda: layout(AbstractMesh((2,), ("a",)), P(None, "a"), 1), SpecError, "more entries than the array's 1 dim"),
         (lambda: layout(AbstractMesh((2,), ("a",)), P("b"), 1), SpecError, "names mesh axis `b`, but the mesh has"),
         (
-            lambda: redistribute((4,), 8, Layout((2,), ((0,),)), Layout((3,), ((),))),
+            lambda: redistribute((4,), 8, StepLayout((2,), ((0,),)), StepLayout((3,), ((),))),
             MeshError,
             r"one has 2 \(axis sizes \(2,\)\) and the other 3 .*jax.device_put",
         ),
         (
-            lambda: redistribute((4,), 8, Layout((2,), ((0,),), (0, 1)), Layout((2,), ((),), (1, 2))),
+            lambda: redistribute((4,), 8, StepLayout((2,), ((0,),), (0, 1)), StepLayout((2,), ((),), (1, 2))),
             MeshError,
             "device 0 is in one of them alone",
         ),
         (
-            lambda: redistribute((5,), 8, Layout((2,), ((0,),)), Layout((2,), ((),))),
+            lambda: redistribute((5,), 8, StepLayout((2,), ((0,),)), StepLayout((2,), ((),))),
             SpecError,
             r"dim 0 of an array of shape \(5,\) does not divide into 2 pieces; pad it to 6",
         ),
         (
-            lambda: redistribute((4, 4), 8, Layout((2,), ((0,),)), Layout((2,), ((),))),
+            lambda: redistribute((4, 4), 8, StepLayout((2,), ((0,),)), StepLayout((2,), ((),))),
             SpecError,
             r"a layout of 1 dimensions does not fit an array of shape \(4, 4\)",
         ),
