@@ -121,8 +121,7 @@ def _table(found: Sequence[Candidate]) -> str:
     """A line for each candidate."""
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
-        sent = "-" if one.traffic is None else bytes_text(one.wire_bytes)
-        sent += f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else ""
+        sent = bytes_text(one.wire_bytes) + (f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else "")
         rows.append((f"[{number}]", one.title, one.by, f"{one.seconds * 1e3:.3g}", sent, bytes_text(one.memory_bytes)))
     return "\n".join(table(rows, right={"ms a step", "sent", "a device"}))
 
@@ -130,7 +129,7 @@ def _table(found: Sequence[Candidate]) -> str:
 def _data(found: Candidate) -> dict[str, object]:
     fields = {name: getattr(found, name) for name in _FIELDS}
     plans = [{leaf.path: leaf.spec for leaf in plan.leaves} for plan in found.plans]
-    sent = [] if found.traffic is None else [_row(row) for row in found.traffic.rows]
+    sent = [_row(row) for row in found.traffic.rows]
     return {"mesh": str(found.mesh), "rules": found.rules.rules, "plans": plans, **fields, "traffic": sent}
 
 
