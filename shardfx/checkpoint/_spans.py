@@ -182,7 +182,7 @@ def _first(box: Box, strides: tuple[int, ...]) -> int:
     return sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
 
 
-def grouped(items: Iterable[T], size_of: Callable[[T], int], most: float) -> Iterator[list[T]]:
+def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int | float) -> Iterator[list[T]]:
     """Items that follow each other, together as long as their sizes have no more than `most`; one may have more."""
     group: list[T] = []
     total = 0
