@@ -116,10 +116,10 @@ def explain(plan: Any, path: str, *args: Any) -> Explanation | StepShardings:
 
     **Arguments:**
 
-    - `plan`: the plan, or a step as [`shardfx.cost.shardings`][] takes it.
+    - `plan`: the plan; or a step, jitted or not.
     - `path`: of the array, as the plan's report names it; or a regex that finds one array, or arrays of repeated layers
         alone, of which the first is taken: `k_proj`. Of a step a file and a line, "train.py:41".
-    - `args`: what the step takes.
+    - `args`: what the step takes, as [`shardfx.cost.shardings`][] takes it.
 
     **Returns:**
 
@@ -147,7 +147,7 @@ def explain(plan: Any, path: str, *args: Any) -> Explanation | StepShardings:
         print(why)
         ```
     """
-    if callable(plan):
+    if args:
         return explained(plan, path, args)
     check_plan("plan", plan)
     leaf = _found(plan, path)

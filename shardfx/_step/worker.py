@@ -2,8 +2,8 @@
 
 It reads requests from standard input and writes answers to standard output, both as a line of JSON and then bytes. For
 each request a forked child makes a CPU client with as many devices as the mesh has and compiles the module. XLA dumps
-the module right behind its partitioner; then the child is killed, since nothing that XLA does later is of use here. A
-child that aborts leaves this process, and the user's, as they are.
+the module where it is asked to, behind its partitioner or before Shardy; then the child is killed, since nothing that
+XLA does later is of use here. A child that aborts leaves this process, and the user's, as they are.
 
 This file imports jaxlib and not JAX, so that it starts in 0.2 s. It never imports shardfx.
 """
@@ -27,7 +27,7 @@ from jaxlib import xla_client
 # The passes that texts are asked before and behind: xla/service/spmd/shardy/shardy_xla_pass.cc and
 # spmd_partitioner.cc, run by xla/service/cpu/cpu_compiler.cc. For one device there is nothing to partition.
 _WHOLE = "*before_optimizations.txt"
-_OPTIONS = {"xla_dump_hlo_pass_re": "spmd-partitioning|shardy-xla", "xla_backend_optimization_level": 0}
+_OPTIONS = {"xla_backend_optimization_level": 0}
 _LOOK_EVERY_SECONDS = 0.003
 # XLA takes a client of more devices for one of several processes, which has to have something to send by. Nothing is
 # sent: see TfrtCpuClient::CompileInternal, xla/pjrt/cpu/cpu_client.cc.
@@ -70,7 +70,8 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
         child = os.fork()
         if not child:
             os.close(reading)
-            _compile(module, devices, {"xla_dump_to": folder, **_OPTIONS, **options}, writing)
+            told = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": dumped.partition("_")[2]}
+            _compile(module, devices, {**told, **_OPTIONS, **options}, writing)
         os.close(writing)
         try:
             name = f"*{dumped}*.txt" if devices > 1 else _WHOLE

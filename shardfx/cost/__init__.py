@@ -2,7 +2,7 @@
 
 It may import the ground values, rules, plans, device orders, chips, steps, arrays and `interop`. It never runs a step
 and never chooses a plan. There is one reader of programs: an estimate is the traffic of a program that XLA's
-partitioner made and no compiler finished (`after/` has what each platform's compiler still does to it).
+partitioner made and no compiler finished (`_after/` has what each platform's compiler still does to it).
 """
 
 from .._step import Frame as Frame

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
+from shardfx import explain
 from shardfx._step import step_of
 from shardfx.cost import estimate, shardings
 from shardfx.errors import UnknownPathError
@@ -186,6 +187,8 @@ def test_what_is_sent_says_why():
     sent = found.annotate(estimate(step, *args))
     summed = next(row for row in sent.rows if row.source and row.source.place == line_of("block"))
     assert "summed over fsdp" in summed.note and "from params/down" in summed.note
+    explained = explain(step, line_of("block"), *args)
+    assert summed.note in explained.notes[0] and explained.rows == found.at(line_of("block")).rows
     assert any("both lie on it" in one for one in found.conflicts)
     rows = json.loads(found.to_json())
     assert len(rows) == len(found.rows) and rows[0]["bytes_per_device"] == found.rows[0].bytes_per_device
