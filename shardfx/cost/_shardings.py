@@ -34,7 +34,7 @@ class Origin:
 
     **Arguments:**
 
-    - `axis`: the mesh axis.
+    - `axis`: the mesh axis; a part of one as Shardy writes it, "fsdp:(1)2".
     - `by`: the argument, result or constraint that has it: "params/layers/up", "the constraint at train.py:41".
     - `chain`: the lines of your program over which it came, from there to the array.
     """
@@ -92,6 +92,7 @@ class ArrayRow:
     - `spec`: how it lies.
     - `bytes_per_device`: of one device's part.
     - `origins`: for each mesh axis of `spec`, where it comes from.
+    - `number`: which array of the step it is.
     """
 
     source: Frame | None
@@ -333,7 +334,7 @@ class _Known:
             return f"result {self.results[int(number)]}".rstrip()
         if origin in self.graph.constraints:
             return f"the constraint at {place_text(self.lines[self.graph.makers[self.graph.constraints[origin][0]]])}"
-        return "" if origin == "" else origin
+        return origin
 
     @ft.cached_property
     def results(self) -> list[str]:
