@@ -1,21 +1,20 @@
-"""Whether the constraint that `shardings` tells of mends a step: `python -m benchmarks.why`.
+"""Whether the constraints that `fit` and `shardings` tell of mend a step: `python -m benchmarks.why`.
 
-The twelve steps of the zoo, by FSDP over 8 devices and without a constraint. The three largest arrays that are whole on
-each device are looked up, the constraints that they want are put into the step, and XLA partitions both.
+The twelve steps of the zoo, by FSDP over 8 devices and without a constraint. What `fit` advises is put into each, and
+what the three largest arrays want that are whole on each device then; XLA partitions the step before and after.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
 
 import shardfx as sfx
-from shardfx._step import Step, step_of
-from shardfx._step.lines import lines_of, own_line
-from shardfx._step.lowered import meshes
-from shardfx.cost import ArrayRow, StepShardings, Wanted
+from shardfx import chips
+from shardfx._step import step_of
+from shardfx.cost import ArrayRow, StepShardings
+from shardfx.cost._constrained import constrained, with_constraints
+from shardfx.cost._counted import Counted
 from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._shardings import shardings_of
 from shardfx.cost._traffic import read
@@ -26,56 +25,44 @@ from ._zoo import models
 MESH = sfx.MeshSpec({"fsdp": 8})
 CUT = sfx.PathRules([(".*", sfx.fsdp("fsdp"))])
 ROWS = sfx.PathRules([(".*", jax.P("fsdp"))])
-NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stablehlo.constant")
 
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     for name, make in models(jnp.bfloat16).items():
         step, *states, data = _laid(make())
-        print(f"{name:34} {judged(step_of(step, [*states, *data]))}", flush=True)
+        known = Counted(step_of(step, [*states, *data]), chips.find("v5e"), step)
+        print(f"{name:34} {judged(known)}", flush=True)
 
 
-def judged(step: Step) -> str:
-    """How much smaller the arrays get, and what is sent before and after."""
-    before = shardings_of(step, "cpu")
-    largest: dict[Any, ArrayRow] = {}
-    for row in before.replicated().rows:
-        largest.setdefault((row.source, row.shape), row)
-    pairs = [(row, one) for row in [*largest.values()][:3] for one in before.wanted(row)[:1]]
-    if not pairs:
+def judged(known: Counted) -> str:
+    """How much smaller the arrays and the memory get, and what is sent before and after."""
+    step, before = known.step, shardings_of(known.step, "tpu")
+    largest = _whole(before)
+    advised = constrained(known)
+    told = list(advised.told) if advised else []
+    module = with_constraints(step, told, "tpu")
+    after = shardings_of(step, "tpu", module)
+    told += [one for row in _whole(after) for one in after.wanted(row)[:1]]
+    if not told:
         return "nothing is whole that could be cut"
-    module = constrained(step, [one for _, one in pairs])
-    after = shardings_of(step, "cpu", module)
-    smaller = [row.bytes_per_device / _bytes_at(after, row.source, row.shape) for row, _ in pairs]
-    sent = [read(parse_hlo(step.partitioned("cpu", module=one)), step.mesh, step.leaves) for one in (None, module)]
-    ratios = ", ".join(f"{ratio:.1f}" for ratio in smaller)
-    return f"{ratios} times smaller; {sent[0].wire_bytes:,} bytes sent, then {sent[1].wire_bytes:,}"
+    module = with_constraints(step, told, "tpu")
+    after = shardings_of(step, "tpu", module)
+    smaller = ", ".join(f"{row.bytes_per_device / _bytes_at(after, row.source, row.shape):.1f}" for row in largest)
+    sent = [read(parse_hlo(step.partitioned("tpu", module=one)), step.mesh, step.leaves) for one in (None, module)]
+    held = [known.held.peak_bytes, known.written_as(module).peak_bytes]
+    return (
+        f"{len(told)} constraints, arrays {smaller} times smaller, memory {held[0] / held[1]:.2f} times; "
+        f"{sent[0].wire_bytes:,} bytes sent, then {sent[1].wire_bytes:,}"
+    )
 
 
-def constrained(step: Step, wanted: list[Wanted]) -> Any:
-    """The step's module with these constraints on what their lines make."""
-    module = step.module("cpu")
-    (mesh,) = [name for name, sizes in meshes(module).items() if sizes]
-    clone = module.operation.clone()
-    found: list[tuple[Any, Wanted]] = []
-
-    def look(op: Any) -> Any:
-        line = own_line(lines_of((op.location,)))
-        for result in op.results if op.name not in NO_ARRAY else ():
-            shape = tuple(result.type.shape) if isinstance(result.type, ir.RankedTensorType) else None
-            found.extend((result, one) for one in wanted if (line, shape) == (one.line, one.shape))
-        return ir.WalkResult.ADVANCE
-
-    with clone.context, ir.Location.unknown(clone.context):
-        clone.walk(look)
-        for result, one in found:
-            axes = [(entry,) if isinstance(entry, str) else entry or () for entry in one.spec]
-            cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in own], True) for own in axes]
-            with ir.InsertionPoint.after(result.owner):
-                made = sdy.ShardingConstraintOp(result, sdy.TensorShardingAttr.get(mesh, cut))
-            result.replace_all_uses_except(made.result, made.operation)
-    return clone
+def _whole(found: StepShardings) -> list[ArrayRow]:
+    """The three largest arrays that are whole and need not be, of a line and a shape each."""
+    largest: dict[Any, ArrayRow] = {}
+    for row in found.replicated().rows:
+        largest.setdefault((row.source, row.shape), row)
+    return [row for row in [*largest.values()][:3] if found.wanted(row)]
 
 
 def _laid(made: Any) -> tuple[Any, ...]:

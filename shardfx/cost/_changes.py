@@ -90,7 +90,7 @@ def _changed(known: Counted) -> Iterator[_Row]:
         told = ", ".join(f'"{name}"' for name in names)
         how = f"filter_jit(step, donate={told if len(names) == 1 else f'({told})'})"
         yield "donate what the step returns anew", known.of(known.module, donated=donated).peak_bytes, how, 0, ()
-    if axes and (found := constrained(known, axes)) is not None:
+    if axes and (found := constrained(known)) is not None:
         what = f"constrain the activations along {' and '.join(axes)}, as the batch"
         yield what, found.peak_bytes, found.how, 0, found.sources
     after = known.of(known.module, recomputes=True).peak_bytes

@@ -1,4 +1,4 @@
-"""Where a step should say that its activations lie along the batch, because compilers lay them out otherwise."""
+"""Constraints that give activations back to the batch, found by where each axis of them comes from."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,111 +7,112 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from .._ground.errors import ProgramError
-from .._step import Frame, Module, Op, is_library, lines_of, meshes, place_text
+from .._ground.spec import entry_axes
+from .._step import Frame, Module, Op, Platform, Step, lines_of, meshes, own_line
 from ._counted import Counted
+from ._live import Held
+from ._shardings import ArrayRow, Wanted, shardings_of
 
 
-# A step that needs more constraints than these is better constrained as a whole: `shardfx.auto.constrain_step`.
-_MOST = 6
-# Fewer constraints are told where they save nearly as much.
+# The largest arrays of the worst moment whose lines are looked at, and how often: a constraint may show the next one.
+_LARGEST, _ROUNDS = 8, 3
+# A constraint without which nearly as much is saved is not told.
 _NEARLY = 0.98
-_PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather")
+# What a constraint changes nothing of, or is one already.
+_NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stablehlo.constant")
 
 
 class Constrained(NamedTuple):
-    """Constraints that keep the activations along the batch.
+    """Constraints that give activations back to the batch.
 
     **Arguments:**
 
     - `peak_bytes`: what the step then needs on one device.
-    - `how`: as code, with the line of each.
-    - `sources`: the lines.
+    - `told`: the constraints.
     """
 
     peak_bytes: int
-    how: str
-    sources: tuple[Frame, ...]
+    told: tuple[Wanted, ...]
+
+    @property
+    def how(self) -> str:
+        """As code, with the line of each."""
+        return "; ".join(f"{one.change} for the {one.where}" for one in self.told)
+
+    @property
+    def sources(self) -> tuple[Frame, ...]:
+        """Their lines."""
+        return tuple(dict.fromkeys(one.line for one in self.told if one.line))
 
 
-def constrained(known: Counted, axes: Sequence[str]) -> Constrained | None:
-    """The fewest constraints that save nearly what constraints on every product of an activation do.
-
-    A product whose first dimension is the batch's is constrained along it, on the line of the step that it came from,
-    in the forward pass and in the backward pass.
-
-    **Arguments:**
-
-    - `axes`: the mesh axes that cut the batch.
+def constrained(known: Counted) -> Constrained | None:
+    """The constraints that save memory where arrays of the worst moment lost the batch's axis to another argument.
 
     **Returns:**
 
-    The constraints, or `None` where they save nothing.
+    As few as save nearly what all do; `None` where they save nothing.
     """
-    sizes = {known.step.arguments[at].shape[0] for at in known.of_group("batch")}
-    lines = list(
-        dict.fromkeys(line for op in _products(known.step.module(known.platform), sizes) if (line := _line_of(op)))
-    )
     before = known.held.peak_bytes
-    saved = _saved(known, axes, sizes, lines, before)
-    if saved <= 0:
-        return None
-    for count in range(1, min(_MOST, len(lines)) + 1):
-        own = _saved(known, axes, sizes, lines[:count], before) if count < len(lines) else saved
-        if own >= _NEARLY * saved:
-            code = f"constrain(x, jax.P({_entry(axes)}), plan)"
-            told = "; ".join(f"{code} for what {place_text(line)} makes" for line in lines[:count])
-            return Constrained(before - own, told, tuple(lines[:count]))
-    told = f"constrain_step(step, mesh, rules), which constrains the products of {len(lines)} lines"
-    return Constrained(before - saved, told, tuple(lines))
+    told: tuple[Wanted, ...] = ()
+    peak = before
+    for _ in range(_ROUNDS):
+        more = dict.fromkeys((*told, *_lost(known, told)))
+        held = _held(known, tuple(more)) if len(more) > len(told) else None
+        if held is None or held.peak_bytes >= peak:
+            break
+        told, peak = tuple(more), held.peak_bytes
+    for one in reversed(told) if len(told) > 1 else ():
+        fewer = tuple(other for other in told if other is not one)
+        held = _held(known, fewer)
+        if held is not None and before - held.peak_bytes >= _NEARLY * (before - peak):
+            told = fewer
+    held = _held(known, told) if told else None
+    return None if held is None else Constrained(held.peak_bytes, told)
 
 
-def _saved(known: Counted, axes: Sequence[str], sizes: set[int], lines: Sequence[Frame], before: int) -> int:
-    if not lines:
-        return 0
+def _held(known: Counted, told: Sequence[Wanted]) -> Held | None:
     try:
-        return before - known.written_as(_with_constraints(known, axes, sizes, set(lines))).peak_bytes
+        return known.written_as(with_constraints(known.step, told, known.platform))
     except ProgramError:
-        return 0
+        return None
 
 
-def _with_constraints(known: Counted, axes: Sequence[str], sizes: set[int], lines: set[Frame]) -> Module:
-    """The step's module with a constraint on each of these products."""
-    module = known.step.module(known.platform)
-    wanted = dict(known.step.mesh.shape)
-    mesh = next(name for name, own in meshes(module).items() if dict(own) == wanted)
+def _lost(known: Counted, told: Sequence[Wanted]) -> Iterator[Wanted]:
+    """What the lines of the largest arrays of the worst moment make without an axis that the batch has."""
+    batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.of_group("batch")}
+    held, found = known.held, known.shardings
+    if told:
+        module = with_constraints(known.step, told, known.platform)
+        held, found = known.written_as(module), shardings_of(known.step, known.platform, module)
+    made: dict[Frame | None, list[ArrayRow]] = {}
+    for row in found.rows:
+        made.setdefault(row.source, []).append(row)
+    for line in dict.fromkeys(one.source for one in held.arrays[:_LARGEST]):
+        for row in made.get(line, ()):
+            yield from (one for one in found.wanted(row) if one.by in batch)
+
+
+def with_constraints(step: Step, told: Sequence[Wanted], platform: Platform) -> Module:
+    """The step's module with these constraints on what their lines make."""
+    module = step.module(platform)
+    sizes = dict(step.mesh.shape)
+    mesh = next(name for name, own in meshes(module).items() if dict(own) == sizes)
     clone = module.operation.clone()
-    with clone.context, ir.Location.unknown(clone.context):
-        for op in [op for op in _products(clone, sizes) if _line_of(op) in lines]:
-            result = op.results[0]
-            rank = len(ir.RankedTensorType(result.type).shape)
-            cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True)]
-            cut += [sdy.DimensionShardingAttr.get([], False)] * (rank - 1)
-            with ir.InsertionPoint.after(op):
-                constraint = sdy.ShardingConstraintOp(result, sdy.TensorShardingAttr.get(mesh, cut))
-            result.replace_all_uses_except(constraint.result, constraint.operation)
-    return clone
-
-
-def _products(module: Module, sizes: set[int]) -> Iterator[Op]:
-    """The products of a module whose first dimension is the batch's."""
-    found: list[Op] = []
+    found: list[tuple[ir.Value, Wanted]] = []
 
     def look(op: Op) -> ir.WalkResult:
-        if op.name in _PRODUCTS and len(op.results) == 1:
-            shape = ir.RankedTensorType(op.results[0].type).shape
-            if len(shape) > 1 and shape[0] in sizes:
-                found.append(op)
+        line = own_line(lines_of((op.location,)))
+        for result in op.results if op.name not in _NO_ARRAY else ():
+            shape = tuple(result.type.shape) if isinstance(result.type, ir.RankedTensorType) else None
+            found.extend((result, one) for one in told if (line, shape) == (one.line, one.shape))
         return ir.WalkResult.ADVANCE
 
-    module.operation.walk(look)
-    yield from found
-
-
-def _line_of(op: Op) -> Frame | None:
-    """The innermost line of the user's own program."""
-    return next((frame for frame in lines_of((op.location,)) if not is_library(frame)), None)
-
-
-def _entry(axes: Sequence[str]) -> str:
-    names = [f'"{axis}"' for axis in axes]
-    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+    with clone.context, ir.Location.unknown(clone.context):
+        clone.walk(look)
+        for result, one in found:
+            cut = [[sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)] for entry in one.spec]
+            dims = [sdy.DimensionShardingAttr.get(axes, True) for axes in cut]
+            with ir.InsertionPoint.after(result.owner):
+                made = sdy.ShardingConstraintOp(result, sdy.TensorShardingAttr.get(mesh, dims))
+            result.replace_all_uses_except(made.result, made.operation)
+    return clone

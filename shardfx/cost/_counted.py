@@ -14,6 +14,7 @@ from ._live import Held, held
 from ._live.buffers import bytes_of
 from ._live.program import OpenedProgram, program_of
 from ._purpose import Taken, taken
+from ._shardings import StepShardings, shardings_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +46,11 @@ class Counted:
     def held(self) -> Held:
         """What one device holds."""
         return self.of(self.module)
+
+    @ft.cached_property
+    def shardings(self) -> StepShardings:
+        """How every array lies, and where that comes from."""
+        return shardings_of(self.step, self.platform)
 
     @ft.cached_property
     def _program(self) -> OpenedProgram:

@@ -5,21 +5,22 @@ import functools as ft
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import chips
 from .._ground.errors import LeafTypeError
 from .._ground.html import html_table
-from .._ground.spec import array_bytes, shard_counts
+from .._ground.spec import array_bytes, canonical_entry, shard_counts
 from .._ground.text import between_numbers, bytes_text, first_lines, joined, printable, table
 from .._plan import ShardPlan
-from .._step import Frame, step_of
+from .._step import Frame, place_text, step_of
 from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of, largest_batch
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import Counted
 from ._live import HeldArray
 from ._live.buffers import padded
+from ._shardings import Origin, StepShardings
 
 
 Basis = Literal["compiled", "estimated", "arguments"]
@@ -68,6 +69,8 @@ class Offender:
     - `group`: as in [`shardfx.cost.FitRow`][].
     - `source`: the line of your program that makes it; `None` for an argument.
     - `phase`: "forward", "backward" or "recomputed", where JAX says which pass makes it.
+    - `spec`, `origins`: how the whole array lies, and where each mesh axis comes from; of `Fit.moment` alone.
+    - `why`: why it is not smaller, in a sentence, where that is known; of `Fit.moment` alone.
     """
 
     what: str
@@ -75,6 +78,9 @@ class Offender:
     group: str
     source: Frame | None = None
     phase: str = ""
+    spec: PartitionSpec | None = None
+    origins: tuple[Origin, ...] = ()
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +140,19 @@ class Fit:
         """
         return () if self._known is None else changes_of(self._known, self.peak_bytes)
 
+    @ft.cached_property
+    def moment(self) -> tuple[Offender, ...]:
+        """All arrays in memory at the worst moment, the largest first, with how each lies and why.
+
+        For that the compiler's propagation of shardings runs once, as in [`shardfx.cost.shardings`][].
+        """
+        return () if self._known is None else _moment(self._known)
+
+    @property
+    def shardings(self) -> StepShardings | None:
+        """How every array of the step lies; `None` where there is no step."""
+        return None if self._known is None else self._known.shardings
+
     @property
     def batch(self) -> int | None:
         """How many examples there are; `None` where that is not known."""
@@ -154,8 +173,13 @@ class Fit:
         return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
 
     def explain(self) -> str:
-        """The table with all changes and the largest batch that fits."""
+        """The table, why the largest arrays are not smaller, all changes, and the largest batch that fits."""
         parts = [str(self)]
+        why: dict[str, dict[str, None]] = {}
+        for one in self.moment[:_LARGEST]:
+            why.setdefault(one.why, {})[f"{one.what} of {place_text(one.source)}"] = None
+        if told := [f"{', '.join(arrays)}: {words}" for words, arrays in why.items() if words]:
+            parts.append("\n".join(told))
         if self.changes:
             parts.append("\n".join(table(_changes_table(self.changes), right=_NUMBERS)))
         if self.batch is not None and self.largest_batch is not None:
@@ -353,6 +377,21 @@ def _gradient_shapes(known: Counted) -> set[tuple[int, ...]]:
     for at in known.of_group("parameters"):
         found |= {tuple(sorted(known.taken[at].argument.shape)), tuple(sorted(known.shards[at]))}
     return found
+
+
+def _moment(known: Counted) -> tuple[Offender, ...]:
+    shapes = _gradient_shapes(known)
+    found = []
+    for one, here in zip(known.taken, known.held.arguments, strict=True):
+        ours = one.argument
+        entries = [canonical_entry(axes) for axes in ours.dims or ()]
+        by = tuple(Origin(axis, ours.path or ours.name, ()) for axes in ours.dims or () for axis in axes)
+        found.append(Offender(ours.path or ours.name, here, one.group, spec=PartitionSpec(*entries), origins=by))
+    for one in known.held.arrays:
+        row, why = known.shardings.of_held(one)
+        laid = {} if row is None else {"spec": row.spec, "origins": row.origins}
+        found.append(dataclasses.replace(_offender(one, shapes), why=why, **laid))
+    return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
 def _offender(one: HeldArray, shapes: set[tuple[int, ...]]) -> Offender:

@@ -11,6 +11,11 @@ from .._step import Laid, Operation, Program
 # Arrays looked at for one that has the axis: what is further away has little to do with it.
 _FAR = 4000
 _NONE = Laid((), {})
+# How many operations lie between a stack and what is put into it.
+_DEEP = 8
+# How loops read and write stacks, and what shapes a part of one.
+_OF_LOOPS = ("carry", "return", "use", "dynamic_slice", "dynamic_update_slice")
+_RESHAPED = ("reshape", "broadcast_in_dim", "constant")
 # What hands an array on as it is.
 _HANDED = ("carry", "return", "use")
 
@@ -25,13 +30,15 @@ class Holder(NamedTuple):
 class Lost(NamedTuple):
     """An axis that an array does not have on one of its dimensions, while a neighbour has it there.
 
-    `holder` has it, `last` is the array next to it that has not, and `operation` is between the two.
+    `holder` has it, `last` is the array next to it that has not, and `operation` is between the two. `near` is the
+    nearest to it that a program can name: `last`, or what a loop reads of the stack that `last` is.
     """
 
     dim: int
     holder: Holder
     last: Holder
     operation: int
+    near: Holder
 
 
 class Conflict(NamedTuple):
@@ -139,17 +146,51 @@ class Graph:
         """The nearest array that has the axis on a dimension which goes with one that has it not here."""
         shape = self.program.values[value].shape
         starts = [Holder(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(Holder(value, dim))]
-        seen, queue = {one: one.dim for one in starts}, deque(starts)
-        while queue and len(seen) < _FAR:
+        before: dict[Holder, Holder] = {one: one for one in starts}
+        queue = deque(starts)
+        while queue and len(before) < _FAR:
             here = queue.popleft()
             for at, there in self._beside(here):
-                if there in seen:
+                if there in before:
                     continue
                 if axis in self.axes_of(there):
-                    return Lost(seen[here], there, here, at)
-                seen[there] = seen[here]
+                    return self._lost(before, there, here, at)
+                before[there] = here
                 queue.append(there)
         return None
+
+    def _lost(self, before: Mapping[Holder, Holder], holder: Holder, last: Holder, operation: int) -> Lost:
+        way = [last]
+        while before[way[-1]] != way[-1]:
+            way.append(before[way[-1]])
+        named = (one for one in map(self._ended, way) if not self._is_of_loop(one.value))
+        return Lost(way[-1].dim, holder, last, operation, next(named, self._put(last)))
+
+    def _ended(self, one: Holder) -> Holder:
+        """A loop carries what each of its iterations makes."""
+        return Holder(self.ended.get(one.value, one.value), one.dim)
+
+    def _is_of_loop(self, value: int) -> bool:
+        """Whether a loop's own operations make an array: no line of a program can name it."""
+        made = self.program.operations[self.makers[value]] if value in self.makers else None
+        if made is None or made.name in _RESHAPED:
+            return made is not None and all(map(self._is_of_loop, made.ins))
+        return made.name in _OF_LOOPS
+
+    def _put(self, stack: Holder) -> Holder:
+        """What a loop's body puts into a stack."""
+        here = stack
+        for _ in range(_DEEP):
+            here = self._ended(here)
+            if not self._is_of_loop(here.value):
+                return here
+            at = self.makers[here.value]
+            made = self.program.operations[at]
+            source = made.ins[made.name == "dynamic_update_slice"] if made.ins else None
+            put = (there for own, there in self._beside(here) if own == at and there.value == source)
+            if (here := next(put, None)) is None:
+                break
+        return self._ended(stack)
 
     def _beside(self, here: Holder) -> Iterator[tuple[int, Holder]]:
         """The dimensions that operations walk together with one."""

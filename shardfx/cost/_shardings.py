@@ -20,6 +20,7 @@ from .._step import Frame, Platform, Step, lines_of, name_stacks, own_line, plac
 from ..topology import MeshSpec
 from ._estimate import estimated, platform_of
 from ._hlo_text import Phase, phase_of
+from ._live import HeldArray
 from ._propagation import Conflict, Graph, Holder, Lost
 from ._traffic_rows import Traffic, TrafficRow
 
@@ -69,13 +70,18 @@ class Wanted:
     @property
     def change(self) -> str:
         """The constraint that keeps the axis, as code."""
-        return f"jax.lax.with_sharding_constraint(x, jax.P{entries_of(self.spec)!r})"
+        return f"constrain(x, jax.P{entries_of(self.spec)!r}, plan)"
+
+    @property
+    def where(self) -> str:
+        """The array that it is for, and the line that makes it."""
+        return f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}"
 
     def __str__(self) -> str:
         lost = f"{self.first} took it first" if self.first else "it was not handed on"
         return (
             f"{self.axis} could cut dimension {self.dim}: {self.by} has it there, and {lost}. Constrain the "
-            f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}: {self.change}"
+            f"{self.where}: {self.change}"
         )
 
 
@@ -193,6 +199,16 @@ class StepShardings:
             line and axes.
         """
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
+
+    def of_held(self, array: HeldArray) -> tuple[ArrayRow | None, str]:
+        """The row of an array in memory, by its line and its size on one device, and why it is not smaller."""
+        own = [row for row in self.rows if row.source == array.source]
+        size = math.prod(array.buffer.shape)
+        alike = [row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size]
+        row = next((row for row in alike if row.phase == array.phase), next(iter(alike), None))
+        if row is None:
+            return None, self._known.gathered(array.source)
+        return row, next(map(str, self.wanted(row)), "")
 
     def to_json(self) -> str:
         """The rows as JSON."""
@@ -361,13 +377,12 @@ class _Known:
         dims = self.graph.laid[last].dims
         has = next((dim for dim, own in enumerate(dims) if axis in own), None)
         first = "" if has is None else self.from_of(Holder(last, has), axis)
-        # A loop carries what each of its iterations makes.
-        last = self.graph.ended.get(last, last)
-        value = self.graph.program.values[last]
+        near = lost.near.value
+        value, dims = self.graph.program.values[near], self.graph.laid[near].dims
         entries = [[_whole(one) for one in own if _whole(one) != axis] for own in dims or [()] * len(value.shape)]
-        entries[lost.last.dim].append(axis)
+        entries[lost.near.dim].append(axis)
         spec = PartitionSpec(*map(canonical_entry, entries))
-        line = self.lines[self.graph.makers.get(last, lost.operation)]
+        line = self.lines[self.graph.makers.get(near, lost.operation)]
         return Wanted(axis, lost.dim, self.from_of(lost.holder, axis), first, line, value.shape, value.dtype, spec)
 
     @ft.cached_property
@@ -386,10 +401,14 @@ class _Known:
         by = self.from_of(holder, axis)
         return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
+    def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
+        """The largest conflict of a line."""
+        here = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
+        here = [one for one in here if axes is None or one.axis in axes]
+        return self.sentence(max(here, key=lambda one: self._bytes(one.moved.value))) if here else ""
+
     def annotated(self, row: TrafficRow) -> TrafficRow:
-        here = [one for one in self.graph.conflicts if one.axis in row.axes and self.lines[one.operation] == row.source]
-        gathered = self.sentence(max(here, key=lambda one: self._bytes(one.moved.value))) if here else ""
-        summed = self._summed(row.source, row.axes)
+        gathered, summed = self.gathered(row.source, row.axes), self._summed(row.source, row.axes)
         why = (summed or gathered if row.kind == "all-reduce" else gathered or summed) or "why: not known at its line"
         return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 

@@ -1,10 +1,11 @@
-"""What tests of training code call: golden texts of plans and collectives, and steps checked against one device.
+"""What tests of training code call: golden texts of plans and steps, and steps checked against one device.
 
 It may import plans, steps, costs and what is below them. It never plans, and never imports a command.
 """
 
 from ._check import CheckedOutput as CheckedOutput, CheckedStep as CheckedStep, check_step as check_step
 from ._plan_text import assert_same_plan_text as assert_same_plan_text, plan_text as plan_text
+from ._shardings import assert_same_shardings_text as assert_same_shardings_text, shardings_text as shardings_text
 from ._traffic import (
     assert_collectives as assert_collectives,
     assert_same_traffic_text as assert_same_traffic_text,

@@ -140,7 +140,7 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
     told = f"{head}: {'?' if calls is None else calls} x {rest}"
     leaves = joined_exactly([row.leaf for row in rows if row.leaf]) if rows[0].leaf else []
     told += f", {' and '.join(path for path, _ in leaves)}" if leaves else ""
-    told += f", {place}" if (place := _place(rows[0].source)) else ""
+    told += f", {place}" if (place := place_by_words(rows[0].source)) else ""
     return printable(told + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else ""))
 
 
@@ -156,7 +156,7 @@ def _phase(row: TrafficRow) -> str:
     return row.phase or "forward"
 
 
-def _place(frame: Frame | None) -> str:
+def place_by_words(frame: Frame | None) -> str:
     """The file, the function and the words of a line; the number of one that is not there to read."""
     if frame is None:
         return ""

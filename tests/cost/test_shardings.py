@@ -10,8 +10,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 from shardfx import explain
 from shardfx._step import step_of
-from shardfx.cost import estimate, shardings
+from shardfx.cost import estimate, fit, shardings
 from shardfx.errors import UnknownPathError
+from shardfx.testing import assert_same_shardings_text, shardings_text
 
 
 MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -223,3 +224,29 @@ def test_layouts_are_those_that_xla_chooses():
 
 def test_a_step_that_makes_no_array_prints():
     assert "0 arrays of 0 lines" in str(shardings(lambda x: x, struct((8, 8)), compiler="cpu"))
+
+
+def test_the_worst_moment_of_a_step_says_why_its_arrays_are_whole():
+    found = fit(*flat(decoder(constrained=False)), chip="v5e")
+    whole = next(one for one in found.moment if one.what == "f32[3,16,32,256]")
+    assert whole.spec == P() and "tokens has it there, and params/down took it first" in whole.why
+    assert whole.why in found.explain() and found.shardings.rows
+    table = next(one for one in found.moment if one.what == "params/down")
+    assert table.spec == P(None, None, "fsdp") and table.origins[0].by == "params/down"
+    mended = fit(*flat(decoder(constrained=True)), chip="v5e")
+    assert not [one for one in mended.moment if one.bytes > 2**17 and one.why]
+
+
+def flat(made):
+    step, args = made
+    return step, *args
+
+
+def test_a_golden_text_of_layouts_changes_with_them_alone(tmp_path):
+    before, after = (shardings(*flat(decoder(constrained=on))) for on in (False, True))
+    golden = tmp_path / "layouts.txt"
+    assert_same_shardings_text(before, golden, update=True)
+    assert_same_shardings_text(before, golden)
+    with pytest.raises(AssertionError, match=r"\+    f32\[16,32,256\] fsdp,-,- \(fsdp: the con"):
+        assert_same_shardings_text(after, golden)
+    assert f":{line_of('block').partition(':')[2]}" not in shardings_text(before)
