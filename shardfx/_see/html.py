@@ -17,7 +17,7 @@ from .page_data import report_data
 
 
 # One script, cut into files that a person can read; each may use those before it.
-_SCRIPTS = ("ground", "axes", "details", "treemap", "table", "mesh", "memory", "findings", "traffic", "page")
+_SCRIPTS = ("ground", "axes", "details", "treemap", "table", "mesh", "memory", "findings", "traffic", "step", "page")
 
 
 def html_report(
@@ -40,7 +40,8 @@ def html_report(
     - `findings`: what [`shardfx.lint`][] found.
     - `traffic`: what a step under the plan sends, from [`shardfx.cost.traffic`][].
     - `fit`: what a step under the plan needs of a chip's memory, from [`shardfx.cost.fit`][]; it takes the place of
-        what the plan's arrays alone need.
+        what the plan's arrays alone need. A second map shows the step's arrays at the worst moment, with the lines of
+        your source that make them.
     - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name. That of `fit`, if there
         is one and this is left out.
 
@@ -137,6 +138,13 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
         kept, more = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
         traffic = {**traffic, "rows": kept, "more": len(more)}
     sums = {name: sum(row[name] for row in left) for name in ("arrays", "bytes", "bytes_per_device")}
+    step = data["step"]
+    if step is not None:
+        held, _ = _within(_LIST_CHARACTERS, _shown(step["moment"]), weight=lambda row: row["bytes_per_device"])
+        each = _LIST_CHARACTERS // max(1, len(step["source"]))
+        pairs = [(one, _within(each, _shown(one["lines"]))) for one in step["source"]]
+        source = [{"file": printable(one["file"]), "lines": kept, "more": len(more)} for one, (kept, more) in pairs]
+        step = {"moment": held, "source": source}
     others = {name: _shown(data[name]) for name in _WHOLE}
     return {
         **others,
@@ -146,6 +154,7 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
         "findings": findings,
         "more_findings": len(more_findings),
         "traffic": traffic,
+        "step": step,
     }
 
 

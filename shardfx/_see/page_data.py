@@ -14,6 +14,7 @@ from ..chips import Chip, find
 from ..cost import Fit, Traffic, TrafficRow
 from ..topology import MeshSpec
 from .finding import Finding
+from .step_data import step_data
 
 
 FORMAT = 1
@@ -62,6 +63,7 @@ def report_data(
         "rows": [_row(row, plan.mesh) for row in rows],
         "memory": _memory(rows) if fit is None else _memory_of_step(fit),
         "fit": None if fit is None else _fit(fit),
+        "step": None if fit is None else step_data(fit),
         "chip": hardware,
         "findings": [dataclasses.asdict(finding) for finding in found],
         "traffic": None if traffic is None else _traffic(traffic),

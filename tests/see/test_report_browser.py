@@ -166,6 +166,13 @@ def test_the_memory_of_a_step(browser, tmp_path):
     assert [cell.text for cell in page.all("#memory .parts th")] == [row.group for row in found.rows if row.bytes]
     assert "Estimated" in page.text("#memory .note")
     assert len(page.all("#memory .changes tr")) == min(len(found.changes), 8) > 0
+    (largest, made), place = found.moment[:2], found.moment[1].source.place
+    assert largest.what in page.text("#step-inspector h3")
+    page.one("#step-map .top[aria-label*='test_report_data.py'] .cell").click()
+    details = page.text("#step-inspector")
+    assert made.what in details and place in details and "jax.grad(" in details and "axes from" in details
+    (row,) = [row for row in page.all("#source tr") if row.get_attribute("textContent").startswith(place.split(":")[1])]
+    assert "f32[1048576,4096] data" in row.get_attribute("textContent")
     assert page.complaints() == []
 
 

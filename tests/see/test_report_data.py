@@ -158,6 +158,10 @@ def fitted(batch: int) -> Fit:
     return fit(gradient, structs["params"], structs["batch"], chip="v5e")
 
 
+def _smaller(row):
+    return -row["bytes_per_device"]
+
+
 def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     found = fitted(1024)
     made = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P())]))
@@ -166,6 +170,11 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     assert data["memory"][0]["group"] in {row.group for row in found.rows}
     assert (data["chip"]["name"], data["fit"]["how"], data["fit"]["fits"]) == ("v5e", "estimated", True)
     assert len(data["fit"]["changes"]) == len(found.changes)
+    moment = data["step"]["moment"]
+    assert {row["array"] for row in moment} >= {"w", "f32[4096,4096]"} and moment == sorted(moment, key=_smaller)
+    (source,) = [one for one in data["step"]["source"] if one["file"] == __file__]
+    (line,) = [one for one in source["lines"] if "jax.grad(" in one["text"]]
+    assert "f32[4096,4096] -" in line["makes"]
     assert report_data(made, fit=found, chip="v5p")["chip"]["name"] == "v5p"
     assert report_data(made)["fit"] is None
     timeline = data["fit"]["timeline"]

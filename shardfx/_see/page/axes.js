@@ -63,7 +63,7 @@ function fillDefinitions() {
   const definitions = svg('defs');
   const combinations = new Map([['', []]]);
   for (const name of AXES.keys()) combinations.set(name, [name]);
-  for (const row of DATA.rows) combinations.set(keyOf(cutsOf(row)), cutsOf(row));
+  for (const row of [...DATA.rows, ...(DATA.step ? DATA.step.moment : [])]) combinations.set(keyOf(cutsOf(row)), cutsOf(row));
   let number = 0;
   for (const [key, axes] of combinations) {
     const id = `fill-${number++}`;

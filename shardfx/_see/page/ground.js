@@ -11,6 +11,7 @@ function unpacked(data) {
     const bytes = kind.bytes * arrays, share = kind.bytes_per_device * arrays;
     return { ...kind, index, path, arrays, one: kind, bytes, bytes_per_device: share };
   });
+  if (data.step) data.step.moment = data.step.moment.map(heldRow);
   return data;
 }
 
@@ -105,7 +106,7 @@ function partsOf(path) {
 function treeOf(rows) {
   const root = { name: 'all arrays', children: new Map(), parent: null };
   for (const row of rows) {
-    const parts = partsOf(row.path);
+    const parts = row.parts || partsOf(row.path);
     let node = root;
     parts.forEach((part, at) => {
       const key = at === parts.length - 1 ? `${part}\0${row.index}` : part;

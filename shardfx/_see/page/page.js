@@ -102,6 +102,7 @@ function start() {
     search.focus({ preventScroll: true });
   });
   drawTraffic(byId('traffic'));
+  drawStep(byId('step'));
   const more = DATA.more;
   if (more.rows) {
     byId('left-out').hidden = false;

@@ -146,12 +146,12 @@ class Treemap {
 
   labelOf(node) {
     const what = node.row ? cutText(cutsOf(node.row)) : counted(sum(node.rows, (row) => row.arrays), 'array');
-    const name = shortened(node.name, 120), share = shareText(node.bytes, DATA.totals.bytes_per_device);
+    const name = shortened(node.name, 120), share = shareText(node.bytes, this.stack[0].bytes);
     return `${name}, ${bytesText(node.bytes)} on each device, ${share} of all, ${what}`;
   }
 
   tipOf(node) {
-    const share = shareText(node.bytes, DATA.totals.bytes_per_device);
+    const share = shareText(node.bytes, this.stack[0].bytes);
     const size = `${bytesText(node.bytes)} on each device, ${share} of all`;
     if (!node.row) return [el('b', {}, el('bdi', {}, shortened(node.name, 200))), el('div', {}, size), ...mixture(node)];
     const row = node.row, name = shortened(pathText(row.path), 200);
