@@ -52,6 +52,7 @@ def target_of(plan: Any, what: str) -> Target:
         if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None:
             raise PlanMismatchError(
                 f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
-                f"`{printable(path)}` is none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
+                f"`{printable(path)}` ({type(leaf).__name__}) has none. Make a plan with "
+                "`shardfx.plan(tree, mesh, ...)`."
             )
     return Target(arrays, others, flat.treedef)

@@ -203,9 +203,11 @@ def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
     entries = stores.zarr_entries(where)
     if not entries:
         listings.raise_if_step(where, names)
+        steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
+        hint = f" It holds {some(steps)}: if these are steps of a run, name one." if steps else ""
         raise CheckpointError(
             f"{path!r} holds no checkpoint: no .safetensors file, no {listings.EFORMER_INDEX}, no Orbax "
-            f"{listings.ORBAX_METADATA}, no {stores.OCDBT_MANIFEST} and no zarr array."
+            f"{listings.ORBAX_METADATA}, no {stores.OCDBT_MANIFEST} and no zarr array.{hint}"
         )
     return _indexed("zarr", where, entries)
 

@@ -137,6 +137,10 @@ def test_nothing_there(tmp_path):
         checkpoint.read_index(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="holds no checkpoint: no .safetensors file"):
         checkpoint.read_index(tmp_path)
+    for step in ("step-3", "step-7"):
+        (tmp_path / step).mkdir()
+    with pytest.raises(CheckpointError, match="It holds '.*step-3', '.*step-7': if these are steps of a run, name one"):
+        checkpoint.read_index(tmp_path)
 
 
 HEADERS = {
