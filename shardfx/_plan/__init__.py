@@ -27,7 +27,7 @@ from .following import follow
 from .leaf import MEMORY_KINDS, LeafPlan, Row, canonical_dtype, memory_kind_pairs, named_sharding
 from .names import field, names_of_leaves, renamed
 from .planner import NAMES, Draft, drafted, plan
-from .replanning import Replan, refined, replan, row_on
+from .replanning import refined, replan, row_on
 from .shard_plan import ShardPlan, check_plan, shardings_of_leaves
 from .single import Policy, decision_for
 from .skeleton import Skeleton

@@ -8,28 +8,55 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._ground.html import html_text
 from .._ground.reason import Code, Reason
 from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
-from .._ground.text import first_lines
 from .._rules import AxisRules, resolve
 from ..topology import MeshSpec
 from .content import Content
 from .correction import Axes, axes_of
 from .decide import Request, row_of
-from .leaf import LeafPlan, Row
+from .leaf import Row
 from .shard_plan import ShardPlan
 
 
-def replanned(made: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
-    """The plan of the same leaves by the same rules on another mesh; see `shardfx.auto.replan`."""
+def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
+    """Plans the same arrays by the same rules for another mesh: fewer devices after a loss, more after a recovery.
+
+    **Arguments:**
+
+    - `plan`: any plan, one read back from JSON too.
+    - `mesh`: the new mesh. Axes that it lacks are dropped from the specs, sizes that no longer divide are corrected,
+        and what the old mesh could not give is tried again.
+
+    **Returns:**
+
+    The plan. [`shardfx.diff`][] says what changed; `reshard(state, again)` moves the arrays.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, diff, plan
+        from shardfx.auto import replan
+
+        tree = {
+            "w": jax.ShapeDtypeStruct((24, 8), jnp.float32),
+            "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+        }
+        before = plan(tree, MeshSpec({"data": 8}), paths=PathRules.parse(".*->data"))
+        after = replan(before, MeshSpec({"data": 6}))
+        assert after["w"].spec == jax.P("data") and after["b"].spec == jax.P()
+        print(diff(before, after))
+        ```
+    """
     spec = MeshSpec.of(mesh).filled()
     rows, axes = [], axes_of(spec)
-    for row in made.content.rows:
+    for row in plan.content.rows:
         kept = _is_small(row) and row.requested != row.spec == PartitionSpec()
-        rows.append(row if kept else row_on(row, made.content, axes))
+        rows.append(row if kept else row_on(row, plan.content, axes))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
-    return ShardPlan(made.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
+    return ShardPlan(plan.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
 
 
 def _is_small(row: Row) -> bool:
@@ -91,81 +118,6 @@ def _first_reasons(row: Row, content: Content) -> tuple[Reason, ...]:
     if row.names is not None and content.axes is not None:
         return resolve(row.names, content.axes, mode=content.mode).reasons
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
-
-
-@dataclasses.dataclass(frozen=True)
-class Replan:
-    """The plan of the same rules on another mesh, and what that changed; made by [`shardfx.auto.replan`][].
-
-    **Arguments:**
-
-    - `plan`: for the new mesh.
-    - `changes`: a line for the mesh, and one for each array whose spec or shard size is not what it was.
-    """
-
-    plan: ShardPlan
-    changes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self.changes) or "nothing changed"
-
-    __repr__ = first_lines
-    _repr_html_ = html_text
-
-
-def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> Replan:
-    """Plans the same arrays by the same rules for another mesh: fewer devices after a loss, more after a recovery.
-
-    **Arguments:**
-
-    - `plan`: any plan, one read back from JSON too.
-    - `mesh`: the new mesh. Axes that it lacks are dropped from the specs, sizes that no longer divide are corrected,
-        and what the old mesh could not give is tried again.
-
-    **Returns:**
-
-    A [`shardfx.auto.Replan`][]; `reshard(state, replan(...).plan)` moves the arrays.
-
-    !!! Example
-
-        ```python
-        import jax
-        import jax.numpy as jnp
-        from shardfx import MeshSpec, PathRules, plan
-        from shardfx.auto import replan
-
-        tree = {
-            "w": jax.ShapeDtypeStruct((24, 8), jnp.float32),
-            "b": jax.ShapeDtypeStruct((8,), jnp.float32),
-        }
-        before = plan(tree, MeshSpec({"data": 8}), paths=PathRules.parse(".*->data"))
-        after = replan(before, MeshSpec({"data": 6}))
-        assert after.plan["w"].spec == jax.P("data") and after.plan["b"].spec == jax.P()
-        # leaf `b`: P('data',) -> P(), 4 -> 32 bytes per device: dim 0: size 8 is not divisible
-        # by ...
-        print(after)
-        ```
-    """
-    made = replanned(plan, mesh)
-    lines = [] if plan.mesh == made.mesh else [f"mesh: {plan.mesh} -> {made.mesh}"]
-    texts: dict[tuple[int, int], str] = {}
-    for (path, before), after in zip(plan.content.numbered, made.content.index, strict=True):
-        if before >= 0:
-            if (before, after) not in texts:
-                texts[before, after] = _change(plan.content.leaf(path, before), made.content.leaf(path, after))
-            lines += [f"leaf `{path}`: {texts[before, after]}"] if texts[before, after] else []
-    old, new = plan.bytes_per_device, made.bytes_per_device
-    if old != new:
-        lines.append(f"all arrays: {old} -> {new} bytes per device")
-    return Replan(made, tuple(lines))
-
-
-def _change(before: LeafPlan, after: LeafPlan) -> str:
-    if before.spec == after.spec and before.bytes_per_device == after.bytes_per_device:
-        return ""
-    spec = f"{before.spec} -> {after.spec}" if before.spec != after.spec else f"{after.spec} stays"
-    why = f": {after.reasons[0]}" if after.reasons and after.reasons != before.reasons else ""
-    return f"{spec}, {before.bytes_per_device} -> {after.bytes_per_device} bytes per device{why}"
 
 
 class Wish(NamedTuple):

@@ -14,7 +14,6 @@ from .axis_rules import (
     check_axis_rules,
     near,
     nearest,
-    repeated,
 )
 from .path_rules import (
     PathRules,

@@ -14,7 +14,7 @@ The words of this room, in the order in which one is made of another:
 - set and share: some assignments, and how the devices are shared out among them. Both make a candidate (`_core.py`).
 """
 
-from .._plan import Replan as Replan, renamed as renamed, replan as replan
+from .._plan import renamed as renamed, replan as replan
 from ._candidate import Candidate as Candidate
 from ._constrain_step import constrain_step as constrain_step
 from ._frontier import (

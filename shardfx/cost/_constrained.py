@@ -98,21 +98,21 @@ def with_constraints(step: Step, told: Sequence[Wanted], platform: Platform) -> 
     sizes = dict(step.mesh.shape)
     mesh = next(name for name, own in meshes(module).items() if dict(own) == sizes)
     clone = module.operation.clone()
-    found: list[tuple[ir.Value, Wanted]] = []
+    found: list[tuple[Op, ir.Value, Wanted]] = []
 
     def look(op: Op) -> ir.WalkResult:
         line = own_line(lines_of((op.location,)))
         for result in op.results if op.name not in _NO_ARRAY else ():
             shape = tuple(result.type.shape) if isinstance(result.type, ir.RankedTensorType) else None
-            found.extend((result, one) for one in told if (line, shape) == (one.line, one.shape))
+            found.extend((op, result, one) for one in told if (line, shape) == (one.line, one.shape))
         return ir.WalkResult.ADVANCE
 
     with clone.context, ir.Location.unknown(clone.context):
         clone.walk(look)
-        for result, one in found:
+        for op, result, one in found:
             cut = [[sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)] for entry in one.spec]
             dims = [sdy.DimensionShardingAttr.get(axes, True) for axes in cut]
-            with ir.InsertionPoint.after(result.owner):
+            with ir.InsertionPoint.after(op):
                 made = sdy.ShardingConstraintOp(result, sdy.TensorShardingAttr.get(mesh, dims))
             result.replace_all_uses_except(made.result, made.operation)
     return clone

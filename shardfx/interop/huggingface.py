@@ -1,8 +1,5 @@
-"""Hugging Face's tensor parallel and expert parallel plans as PathRules, and back. Neither transformers nor torch is
-needed: a plan is a dict of the class, or is read from the source of a configuration file.
-"""
+"""Hugging Face's tensor parallel and expert parallel plans as PathRules. Torch is not needed: a plan is a dict."""
 
-import ast
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -11,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
-from .._rules import Atomic, PathRules, Replicate, bare, check_path_rules, near, optional, replicate
+from .._rules import Atomic, PathRules, near, optional, replicate
 
 
 # Which dimension of a weight each style cuts, counted from the end; `None` where every device has the whole one. That
@@ -87,45 +84,6 @@ class Style:
         return spec if unit == 1 else Atomic(spec, (*[1] * dim, unit, *[1] * (rank - dim - 1)))
 
 
-def plans_in(source: str) -> dict[str, Plans]:
-    """The plans of all classes in the source of a file, which is read and not run.
-
-    **Arguments:**
-
-    - `source`: the text of a `configuration_*.py`, or of a `modeling_*.py`, whose classes have a `head` alone:
-        `plans._replace(head=others.head)`.
-
-    **Returns:**
-
-    By the name of the class its `Plans`; classes without any of their own are left out.
-
-    **Raises:**
-
-    `RuleError` for a plan that is computed from something else than constants.
-
-    !!! Example
-
-        ```python
-        from shardfx.interop import huggingface
-
-        source = '''
-        class SmallConfig:
-            base_model_tp_plan = {"layers.*.mlp.up_proj": "colwise"}
-        '''
-        plans = huggingface.plans_in(__import__("textwrap").dedent(source))
-        assert plans["SmallConfig"].tensor == {"layers.*.mlp.up_proj": "colwise"}
-        ```
-    """
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef):
-            given = {name: value for statement in node.body for name, value in _assigned(statement)}
-            plans = [_plan(node.name, name, given.get(name)) for name in _ATTRIBUTES]
-            if any(plan is not None for plan in plans):
-                found[node.name] = Plans(*[plan or {} for plan in plans])
-    return found
-
-
 def plans_of(config: object) -> Plans:
     """The plans of a model or a configuration, or of the class of either.
 
@@ -165,7 +123,7 @@ def rules_of(
 
     **Arguments:**
 
-    - `plans`: what `plans_in` or `plans_of` gives, or a tensor parallel plan alone. A configuration has no plan for
+    - `plans`: what `plans_of` gives, or a tensor parallel plan alone. A configuration has no plan for
         `lm_head`, which is then left to `rest`; `plans_of(model)` has one.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism: then the plan for experts goes before the other one.
@@ -232,35 +190,6 @@ def rules_of(
     return PathRules([*rules, (".*", rest)])
 
 
-def plan_of(rules: PathRules) -> dict[str, str]:
-    """The plan, in Hugging Face's words, of rules that were made by `rules_of` or have targets of its kind.
-
-    **Arguments:**
-
-    - `rules`: rules whose targets are those of `rules_of`, and at the end at most one for the rest.
-
-    **Returns:**
-
-    From the names of modules to styles.
-
-    **Raises:**
-
-    `RuleError` that names the rule that the format cannot say.
-    """
-    check_path_rules("rules", rules)
-    found = {}
-    for number, (regex, target) in enumerate(rules.rules):
-        inner = bare(target)
-        if isinstance(inner, Style):
-            found[inner.key] = inner.style  # the rule for single experts says the same
-        elif not (number == len(rules.rules) - 1 and isinstance(inner, Replicate)):
-            raise RuleError(
-                f"rule {number} ({regex!r}) has the target {inner!r}, which a plan of Hugging Face cannot say: it "
-                "gives modules the names of styles, and replicates the rest. Write it as `Style(key, style, axis)`."
-            )
-    return found
-
-
 def _dim(style: str, name: str, rank: int) -> int | None:
     """Which dimension of a parameter a style cuts."""
     where = STYLES[style]
@@ -288,46 +217,3 @@ def _path(key: str, prefix: str) -> str:
     parts = [r"\d+" if part == "*" else re.escape(part) for part in key.split(".")]
     begin = rf"(?:{re.escape(prefix)}[./])?" if prefix else ""
     return begin + "[./]".join(parts)
-
-
-def _assigned(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
-    """The names that a statement of a class assigns, with what."""
-    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        return [(statement.target.id, statement.value)] if isinstance(statement.target, ast.Name) else []
-    if isinstance(statement, ast.Assign):
-        return [(target.id, statement.value) for target in statement.targets if isinstance(target, ast.Name)]
-    return []
-
-
-def _plan(owner: str, name: str, node: ast.expr | None) -> dict[str, str] | None:
-    value = None if node is None else _value(node, {}, f"`{owner}.{name}`")
-    if value is not None and not isinstance(value, dict):
-        raise RuleError(f"`{owner}.{name}` is {value!r:.80}, and no plan; it must map names to styles.")
-    return value
-
-
-def _value(node: ast.expr, known: Mapping[str, object], what: str) -> Any:
-    """The value of an expression that is made of constants."""
-    match node:
-        case ast.Constant(value):
-            return value
-        case ast.Name(name) if name in known:
-            return known[name]
-        case ast.Tuple(parts) | ast.List(parts):
-            return tuple(_value(part, known, what) for part in parts)
-        case ast.JoinedStr(parts):
-            return "".join(str(_value(part, known, what)) for part in parts)
-        case ast.FormattedValue(inner, -1, None):
-            return _value(inner, known, what)
-        case ast.Dict(keys, values):
-            found: dict[object, object] = {}
-            for key, value in zip(keys, values, strict=True):
-                inner = _value(value, known, what)
-                found |= inner if key is None else {_value(key, known, what): inner}
-            return found
-        case ast.DictComp(key, value, [ast.comprehension(ast.Name(name), over, [], 0)]):
-            each = [{**known, name: item} for item in _value(over, known, what)]
-            return {_value(key, one, what): _value(value, one, what) for one in each}
-    raise RuleError(
-        f"{what} holds `{ast.unparse(node)[:80]}`, which is no constant; give the dict itself to `rules_of`."
-    )

@@ -1,4 +1,4 @@
-"""Keras's `LayoutMap` as PathRules, and back. Keras is not needed: a map is any mapping from regexes to axes."""
+"""Keras's `LayoutMap` as PathRules. Keras is not needed: a map is any mapping from regexes to axes."""
 
 import dataclasses
 import re
@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError
-from .._ground.spec import entries_of
-from .._rules import PathRules, Replicate, bare, check_path_rules, optional, replicate
+from .._rules import PathRules, optional, replicate
 
 
 # A mesh axis or `None` per dimension.
@@ -83,38 +82,6 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
     return PathRules([*exact, *matched, (".*", replicate)])
 
 
-def layout_of(rules: PathRules) -> dict[str, Axes]:
-    """The content of a LayoutMap: `layout_map[key] = axes` for each item.
-
-    **Arguments:**
-
-    - `rules`: rules that `rules_of` made, or with a PartitionSpec of at most one axis per dimension as target; then the
-        regex is taken as it is, with `.*` on both sides where it has no anchor.
-
-    **Returns:**
-
-    From regexes to axes.
-
-    **Raises:**
-
-    `RuleError` that names the rule that a LayoutMap cannot say. Whether two keys match one path shows with a tree.
-    """
-    check_path_rules("rules", rules)
-    found: dict[str, Axes] = {}
-    for number, (regex, target) in enumerate(rules.rules):
-        inner = bare(target)
-        if isinstance(inner, KerasLayout):
-            found[inner.key] = inner.axes
-        elif isinstance(inner, PartitionSpec) and all(not isinstance(entry, tuple) for entry in entries_of(inner)):
-            found[_whole(regex)] = _axes(regex, entries_of(inner))
-        elif not (number == len(rules.rules) - 1 and isinstance(inner, Replicate)):
-            raise RuleError(
-                f"rule {number} ({regex!r}) has the target {inner!r}, which a LayoutMap cannot say: it gives one mesh "
-                "axis or none to each dimension, and replicates the rest."
-            )
-    return found
-
-
 def _grouped(key: str) -> str:
     """A regex that may stand within another one: flags at its start are those of a group."""
     found = re.match(r"\(\?([aiLmsux]+)\)", key)
@@ -129,8 +96,3 @@ def _axes(key: str, layout: object) -> Axes:
     if not isinstance(axes, tuple | list) or not all(axis is None or isinstance(axis, str) for axis in axes):
         raise RuleError(f"the layout of {key!r} is {layout!r:.80}; it must be a tuple of mesh axes and `None`.")
     return tuple(axes)
-
-
-def _whole(regex: str) -> str:
-    begin = "" if regex.startswith(("^", r"\A")) else ".*"
-    return f"{begin}{regex}" if regex.endswith(("$", r"\Z")) else f"{begin}{regex}.*"

@@ -1,11 +1,10 @@
-"""The axis mappings of haliax and Levanter as AxisRules, and back."""
+"""The axis mappings of haliax and Levanter as AxisRules."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .._ground.errors import RuleError
-from .._ground.spec import UNCONSTRAINED, entry_axes
-from .._rules import AxisRules, Target, check_axis_rules, repeated
+from .._ground.spec import entry_axes
+from .._rules import AxisRules, Target
 
 
 class Mappings(NamedTuple):
@@ -89,30 +88,3 @@ def mappings_of(
     fsdp = trainer.get("fsdp_axis", "embed")
     parameter |= dict.fromkeys([fsdp] if isinstance(fsdp, str) else fsdp or (), data)
     return Mappings(rules_of(parameter), rules_of(compute))
-
-
-def mapping_of(rules: AxisRules) -> dict[str, Target]:
-    """The haliax axis mapping of rules that have one target per name.
-
-    **Arguments:**
-
-    - `rules`: the rules.
-
-    **Returns:**
-
-    From the names of axes to a mesh axis, or a tuple of several.
-
-    **Raises:**
-
-    `RuleError` that names the rule, unit, alias or mode that a mapping cannot say.
-    """
-    check_axis_rules("rules", rules)
-    for what, given in (("modes", rules.modes), ("units", rules.units), ("aliases", rules.aliases)):
-        if given:
-            raise RuleError(f"the rules have `{what}` ({given[0][0]!r}), which an axis mapping cannot say.")
-    if twice := repeated([name for name, _ in rules.rules]):
-        raise RuleError(f"{twice[0]!r} has several rules, and an axis mapping has no fallbacks; keep one of them.")
-    for number, (name, target) in enumerate(rules.rules):
-        if target is UNCONSTRAINED:
-            raise RuleError(f"rule {number} ({name!r}) is UNCONSTRAINED, which an axis mapping cannot say.")
-    return {name: target for name, target in rules.rules if target is not None}

@@ -1,11 +1,11 @@
-"""MaxText's rule files: `mesh_axes` and `logical_axis_rules`, as AxisRules and back."""
+"""MaxText's rule files: `mesh_axes` and `logical_axis_rules`, as AxisRules."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError
-from .._ground.spec import UNCONSTRAINED, entry_axes
-from .._rules import AxisRules, Rule, check_axis_rules
+from .._ground.spec import entry_axes
+from .._rules import AxisRules, Rule
 
 
 class MeshAndRules(NamedTuple):
@@ -68,33 +68,6 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
     axes = dict.fromkeys(axis for _, target in merged for axis in entry_axes(target))
     mesh_axes = tuple(config.get("mesh_axes") or ())
     return MeshAndRules(mesh_axes, AxisRules(merged, axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]]))
-
-
-def config_of(rules: AxisRules, mesh_axes: Iterable[str]) -> dict[str, list]:
-    """The content of a rule file, for `yaml.safe_dump`.
-
-    **Arguments:**
-
-    - `rules`: the rules.
-    - `mesh_axes`: the names of the mesh axes.
-
-    **Returns:**
-
-    `mesh_axes` and `logical_axis_rules`, whose axes are lists.
-
-    **Raises:**
-
-    `RuleError` that names the rule, unit, alias or mode that a rule file cannot say.
-    """
-    check_axis_rules("rules", rules)
-    for what, given in (("modes", rules.modes), ("units", rules.units), ("aliases", rules.aliases)):
-        if given:
-            raise RuleError(f"the rules have `{what}` ({given[0][0]!r}), which a rule file of MaxText cannot say.")
-    for number, (name, target) in enumerate(rules.rules):
-        if target is UNCONSTRAINED:
-            raise RuleError(f"rule {number} ({name!r}) is UNCONSTRAINED, which a rule file of MaxText cannot say.")
-    listed = [[name, [*entry_axes(target)]] for name, target in rules.rules]
-    return {"mesh_axes": [*mesh_axes], "logical_axis_rules": listed}
 
 
 def _rule(number: int, rule: object) -> Rule:

@@ -1,12 +1,11 @@
-"""The partitioning of a T5X gin file as AxisRules, and back. Neither gin nor T5X is needed."""
+"""The partitioning of a T5X gin file as AxisRules. Neither gin nor T5X is needed."""
 
 import ast
 import re
 from typing import Any, NamedTuple
 
 from .._ground.errors import RuleError
-from .._ground.spec import UNCONSTRAINED
-from .._rules import AxisRules, check_axis_rules
+from .._rules import AxisRules
 from ..presets import t5x
 
 
@@ -124,44 +123,6 @@ def _said(bound: dict[str, str], *names: str) -> Any:
     """The value of the first of these names that has one; `None` where a file leaves it to the command line."""
     return next(
         (value for name in names if (value := _literal(bound, name, None, open_is_none=True)) is not None), None
-    )
-
-
-def gin_of(rules: AxisRules, num_partitions: int) -> str:
-    """The lines of a gin file that give T5X these rules.
-
-    **Arguments:**
-
-    - `rules`: the rules.
-    - `num_partitions`: the size of the mesh axis "model".
-
-    **Returns:**
-
-    Bindings of `partitioning.PjitPartitioner`.
-
-    **Raises:**
-
-    `RuleError` that names the rule, unit, alias or mode that T5X cannot say.
-    """
-    check_axis_rules("rules", rules)
-    for what, given in (("modes", rules.modes), ("units", rules.units), ("aliases", rules.aliases)):
-        if given:
-            raise RuleError(f"the rules have `{what}` ({given[0][0]!r}), which a gin file of T5X cannot say.")
-    for number, (name, target) in enumerate(rules.rules):
-        if target is UNCONSTRAINED or isinstance(target, tuple):
-            raise RuleError(
-                f"rule {number} ({name!r}, {target!r}): T5X gives a name one mesh axis or `None`; write one axis."
-            )
-    lines = [f"    ({name!r}, {target!r})," for name, target in rules.rules]
-    return "\n".join(
-        [
-            "partitioning.PjitPartitioner:",
-            f"  num_partitions = {num_partitions}",
-            "  logical_axis_rules = [",
-            *lines,
-            "  ]",
-            "",
-        ]
     )
 
 

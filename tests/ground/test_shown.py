@@ -21,7 +21,6 @@ def results():
     yield sfx.plan_reshard(whole, cut)
     yield sfx.diff(whole, cut)
     yield sfx.explain(cut, "wa")
-    yield sfx.auto.replan(cut, sfx.MeshSpec({"data": 3}))
     yield sfx.cost.fit(cut, chip="v5e")
     many = {f"{letter}{other}/w": struct for letter in "abcdefgh" for other, struct in TREE.items()}
     yield sfx.diff(sfx.plan(many, MESH, paths=RULES), sfx.plan(many, MESH, paths=WHOLE))

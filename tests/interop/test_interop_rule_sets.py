@@ -1,8 +1,7 @@
-"""Rule sets of Hugging Face, MaxText, Keras, T5X and Levanter as values, decided as the libraries decide, and back."""
+"""Rule sets of Hugging Face, MaxText, Keras, T5X and Levanter as values, decided as the libraries decide."""
 
 import ast
 import json
-import textwrap
 from pathlib import Path
 
 import jax
@@ -12,7 +11,7 @@ from _sources import folder_of
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
-from shardfx import AxisRules, Code, MeshSpec, PathRules, plan, presets, replicate, resolve
+from shardfx import Code, MeshSpec, plan, presets, resolve
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError
 from shardfx.interop import huggingface, keras, levanter, maxtext, t5x
@@ -24,10 +23,21 @@ MESH = MeshSpec({"expert": 2, "tensor": 4})
 
 @pytest.fixture(scope="module")
 def classes():
+    """The plans in the sources of all configurations, of which nothing but these lines is run."""
     files = sorted(folder_of("transformers").glob("models/*/configuration_*.py"))
-    return {
-        (file.stem, name): plans for file in files for name, plans in huggingface.plans_in(file.read_text()).items()
-    }
+    nodes = [(file, node) for file in files for node in ast.parse(file.read_text()).body]
+    found = {}
+    for file, node in nodes:
+        if isinstance(node, ast.ClassDef):
+            given = {
+                ast.unparse(statement.targets[0]): eval(compile(ast.Expression(statement.value), str(file), "eval"))
+                for statement in node.body
+                if isinstance(statement, ast.Assign) and "_plan" in ast.unparse(statement.targets[0])
+            }
+            tensor, expert = (given.get(f"base_model_{kind}_plan") or {} for kind in ("tp", "ep"))
+            if tensor or expert:
+                found[file.stem, node.name] = huggingface.Plans(tensor, expert, {})
+    return found
 
 
 def struct(shape):
@@ -47,8 +57,8 @@ def test_every_class_of_transformers_converts(classes):
     assert len(styles) >= 15 and styles <= huggingface.STYLES.keys()
     for plans in classes.values():
         both = huggingface.rules_of(plans, expert="expert")
-        assert huggingface.plan_of(both) == {**plans.tensor, **plans.expert}
-        assert huggingface.plan_of(huggingface.rules_of(plans.tensor)) == plans.tensor
+        keys = {rule[1].target.key for rule in both.rules[:-1]}
+        assert keys == plans.tensor.keys() | plans.expert.keys()
         assert hash(both) == hash(huggingface.rules_of(plans, expert="expert"))
 
 
@@ -109,19 +119,8 @@ def test_heads_are_not_cut():
     assert specs_of(tree, rules, MeshSpec({"tensor": 2})) == {leaf.path: P("tensor")}
 
 
-def test_sources_are_read_and_not_run():
-    source = textwrap.dedent("""
-        class A:
-            base_model_tp_plan: dict = {**{f"{s}.layers.*.q": "colwise" for s in ("L", "H")}, "o": "rowwise"}
-            base_model_ep_plan = None
-        class B(A):
-            pass
-        class C:
-            base_model_ep_plan = {"experts": "grouped_gemm"}
-    """)
-    tensor = {"L.layers.*.q": "colwise", "H.layers.*.q": "colwise", "o": "rowwise"}
-    expected = {"A": huggingface.Plans(tensor, {}, {}), "C": huggingface.Plans({}, {"experts": "grouped_gemm"}, {})}
-    assert huggingface.plans_in(source) == expected
+def test_plans_of_a_class_or_what_it_makes():
+    tensor = {"L.layers.*.q": "colwise", "o": "rowwise"}
 
     class Config:
         base_model_tp_plan = tensor
@@ -129,14 +128,8 @@ def test_sources_are_read_and_not_run():
     assert huggingface.plans_of(Config) == huggingface.plans_of(Config()) == huggingface.Plans(tensor, {}, {})
     with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
         huggingface.plans_of(int)
-    with pytest.raises(RuleError, match=r"`A.base_model_tp_plan` holds `open\('x'\)`, which is no constant"):
-        huggingface.plans_in("class A:\n    base_model_tp_plan = {'a': open('x')}")
-    with pytest.raises(RuleError, match="and no plan; it must map names"):
-        huggingface.plans_in("class A:\n    base_model_tp_plan = 3")
     with pytest.raises(RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"):
         huggingface.rules_of({"a": "colwse"})
-    with pytest.raises(RuleError, match=r"rule 0 \('w'\) has the target \w+\('data',?\), which a plan of Hugging Face"):
-        huggingface.plan_of(PathRules([("w", P("data"))]))
 
 
 class LlamaConfig:
@@ -155,13 +148,7 @@ def test_the_plan_of_a_models_class_is_for_its_head():
     assert plans == huggingface.plans_of(LlamaForCausalLM())
     expected = {path: P(None, "tensor") if "o_proj" in path else P() for path in tree} | {"lm_head.weight": P("tensor")}
     assert specs_of(tree, huggingface.rules_of(plans)) == expected
-    source = """
-class LlamaForCausalLM:
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-"""
-    of_source = huggingface.plans_in(source)["LlamaForCausalLM"]
-    assert huggingface.plans_of(LlamaConfig)._replace(head=of_source.head) == plans
-    assert "lm_head" in huggingface.plan_of(huggingface.rules_of(plans))
+    assert huggingface.plans_of(LlamaConfig)._replace(head=LlamaForCausalLM._tp_plan) == plans
 
 
 EXPERTS = huggingface.Plans(
@@ -192,7 +179,6 @@ def test_experts_under_their_names_on_disk(module, gate, up, down):
         specs_of(tree, huggingface.rules_of(EXPERTS, expert="expert"))
     fused = {"model.layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64))}
     assert specs_of(fused, huggingface.rules_of(EXPERTS, expert="expert")) == {[*fused][0]: P("expert")}
-    assert huggingface.plan_of(huggingface.rules_of(EXPERTS)) == EXPERTS.tensor
 
 
 # MaxText
@@ -235,14 +221,6 @@ def test_maxtext_files_replace_the_rules_of_a_name():
     base = [["embed", ["tensor"]], ["norm", ["tensor"]], ["embed", ["data"]]]
     rules = maxtext.rules_of(FILE, base).rules
     assert rules.rules[0] == ("norm", "tensor") and ("embed", "tensor") not in rules.rules
-    written = maxtext.config_of(maxtext.rules_of(FILE).rules, FILE["mesh_axes"])
-    assert maxtext.rules_of(written) == maxtext.rules_of(FILE)
-    for wrong, message in (
-        (AxisRules([("a", "x")], units={"a": 2}), r"have `units` \('a'\)"),
-        (AxisRules([("a", P.UNCONSTRAINED)]), r"rule 0 \('a'\) is UNCONSTRAINED"),
-    ):
-        with pytest.raises(RuleError, match=message):
-            maxtext.config_of(wrong, ["x"])
     with pytest.raises(RuleError, match="has no list of `logical_axis_rules`; it has .'mesh_axes'"):
         maxtext.rules_of({"mesh_axes": []})
     with pytest.raises(RuleError, match=r"`logical_axis_rules\[0\]` is 'embed'"):
@@ -283,16 +261,7 @@ def test_two_matches_of_a_layout_map_are_an_error():
         plan({"dense": {"kernel": struct((8, 8))}}, MeshSpec({"model": 4}), paths=twice)
 
 
-def test_a_layout_map_is_written_back():
-    assert keras.layout_of(keras.rules_of(LAYOUT)) == {
-        key: getattr(layout, "axes", layout) for key, layout in LAYOUT.items()
-    }
-    plain = PathRules([("wi$", P(None, "model")), ("^emb", P("model")), (".*", replicate)])
-    assert keras.layout_of(plain) == {".*wi$": (None, "model"), "^emb.*": ("model",)}
-    with pytest.raises(
-        RuleError, match=r"rule 0 \('w'\) has the target \w+\(\('a', 'b'\),?\), which a LayoutMap cannot say"
-    ):
-        keras.layout_of(PathRules([("w", P(("a", "b")))]))
+def test_a_layout_is_a_tuple_of_axes():
     with pytest.raises(RuleError, match="the layout of 'w' is 3"):
         keras.rules_of({"w": 3})
 
@@ -318,7 +287,6 @@ def test_the_maps_of_keras_hub():
         assert specs_of(tree, rules, MeshSpec({"data": 2, "model": 4})) == {
             "token_embedding/embeddings": P("model", "data")
         }
-        assert keras.layout_of(rules) == layout_map
 
 
 # Levanter
@@ -340,15 +308,6 @@ def test_two_mappings_of_a_trainer():
     assert dict(both.parameter.rules) == {**dict(both.compute.rules), "mlp": ("model", "data"), "embed": "data"}
     assert levanter.mappings_of({"fsdp_axis": ["embed", "x"]}).parameter.names == ("batch", "embed", "x")
     assert levanter.mappings_of({"fsdp_axis": None, "batch_axis": None}).parameter.rules == ()
-    assert levanter.mapping_of(both.parameter)["mlp"] == ("model", "data")
-    assert levanter.rules_of(levanter.mapping_of(both.compute)) == both.compute
-    for wrong, message in (
-        (AxisRules([("a", "x"), ("a", "y")]), "'a' has several rules, and an axis mapping has no fallbacks"),
-        (AxisRules([("a", "x")], modes={"decode": []}), r"have `modes` \('decode'\)"),
-        (AxisRules([("a", P.UNCONSTRAINED)]), r"rule 0 \('a'\) is UNCONSTRAINED"),
-    ):
-        with pytest.raises(RuleError, match=message):
-            levanter.mapping_of(wrong)
 
 
 # T5X
@@ -434,13 +393,5 @@ def test_gin_files():
         "partitioning.PjitPartitioner.logical_axis_rules = [\n    ('batch', 'data'),\n    ('vocab', None),\n]\n"
     )
     assert by_hand.rules.rules == (("batch", "data"), ("vocab", None))
-    again = t5x.partitioning_of(t5x.gin_of(read.rules, 4))
-    assert again.rules == read.rules and again.num_partitions == 4
     with pytest.raises(RuleError, match="is bound to `%RULES`, which is no constant"):
         t5x.partitioning_of("partitioning.PjitPartitioner.logical_axis_rules = %RULES\n")
-    for wrong, message in (
-        (AxisRules([("a", ("x", "y"))]), r"rule 0 \('a', \('x', 'y'\)\): T5X gives a name one mesh axis"),
-        (AxisRules([("a", "x")], units={"a": 2}), r"have `units` \('a'\)"),
-    ):
-        with pytest.raises(RuleError, match=message):
-            t5x.gin_of(wrong, 1)

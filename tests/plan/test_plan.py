@@ -22,7 +22,7 @@ from shardfx import (
     replicate,
 )
 from shardfx._plan import differences
-from shardfx._plan.replanning import replanned
+from shardfx._plan.replanning import replan
 from shardfx.errors import (
     LeafTypeError,
     MeshError,
@@ -399,6 +399,6 @@ def test_what_was_too_small_stays_replicated_on_another_mesh():
     tree = {"w": jnp.ones((8, 8)), "b": jnp.ones(8), "v": jnp.ones(4)}
     rules = PathRules([("w", P("data")), ("b", P("data")), ("v", fsdp("data"))])
     made = plan(tree, MeshSpec({"data": 2}), paths=rules, min_bytes=64)
-    again = replanned(made, MeshSpec({"data": 4}))
+    again = replan(made, MeshSpec({"data": 4}))
     assert again.specs == {"w": P("data"), "b": P(), "v": P()} and again["w"].bytes_per_device == 64
     assert again == plan(tree, MeshSpec({"data": 4}), paths=rules, min_bytes=64)

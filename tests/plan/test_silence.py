@@ -272,7 +272,7 @@ def test_a_plan_remembers_that_it_is_strict():
         strict.select("w"),
         strict.replace("w", P()),
         ShardPlan.join(a=strict, b=loose),
-        sfx.auto.replan(strict, MeshSpec({"data": 1, "tensor": 4})).plan,
+        sfx.auto.replan(strict, MeshSpec({"data": 1, "tensor": 4})),
         strict.on(MESH.build(jax.devices())),
     ]
     assert all(made.strict for made in derived)
@@ -348,7 +348,7 @@ def test_replace_by_path_or_regex():
     cut = made.replace("a/w", P(None, "data") | sfx.fsdp(("data", "tensor")))
     assert cut["a/w"].spec == P("tensor", "data") and cut["a/w"].reasons[0].code is sfx.Code.duplicate
     assert ShardPlan.from_json(cut.to_json(), like=tree).on(MESH.build(jax.devices())) == cut
-    assert sfx.auto.replan(one, MeshSpec({"data": 2, "tensor": 2})).plan["a/w"].spec == P(None, "tensor")
+    assert sfx.auto.replan(one, MeshSpec({"data": 2, "tensor": 2}))["a/w"].spec == P(None, "tensor")
 
 
 def test_replace_says_what_is_wrong():

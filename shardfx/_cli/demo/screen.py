@@ -1,30 +1,25 @@
 """The demo on a terminal: the plan, the training, and the comparison."""
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardfx import MeshSpec, report, shard, testing
+from shardfx import MeshSpec, misplaced, report, shard, testing
 
 from .data import batch, stdlib_text
 from .train import (
     TOLERANCE,
     Plans,
     Run,
-    held_bytes,
     make_plans,
-    search_plans,
     start_sharded,
     start_unsharded,
-    step_seconds,
     train,
 )
 
 
 _BAR = 30
-_TIMED_STEPS = 20
 
 
 class Outcome(NamedTuple):
@@ -41,9 +36,7 @@ class Outcome(NamedTuple):
     agree: bool
 
 
-def show(
-    mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None, search: bool = False
-) -> Outcome:
+def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> Outcome:
     """Trains twice, sharded and not, and prints everything on the way.
 
     **Arguments:**
@@ -52,8 +45,6 @@ def show(
     - `devices`: as many as it has.
     - `run`: what to train.
     - `width`: columns of text; `None` for no limit.
-    - `search`: whether to search for the mesh and the rules, and to train under what is found. `mesh`, with the rules
-        that were written by hand, is then only what the choice is timed against.
 
     **Returns:**
 
@@ -62,9 +53,6 @@ def show(
     begin = time.perf_counter()
     text = stdlib_text()
     plans = make_plans(mesh.build(devices), run)
-    if search:
-        plans = _chosen(plans, devices, run, text)
-        mesh = plans.model.mesh
     one = f"emulated {devices[0].device_kind}" if devices[0].platform == "cpu" else devices[0].device_kind
     print(f"{len(devices)} x {one}, as the mesh {mesh}.\n")
     print(f"The plan of the model:\n\n{report(plans.model, width=width)}\n")
@@ -94,23 +82,6 @@ def show(
     return Outcome(str(mesh), len(devices), *held, (*sharded,), (*unsharded,), largest, TOLERANCE, agree)
 
 
-def _chosen(by_hand: Plans, devices: Sequence[Any], run: Run, text: Any) -> Plans:
-    """The plans that a search finds, told of and timed against those by hand."""
-    begin, moving = time.perf_counter(), sys.stdout.isatty()
-    print("Searching for a mesh and rules; the best, and those that people write by hand, are compiled and run.")
-    plans, found = search_plans(devices, run, lambda told: print(f"\r{told:<100.100}", end="") if moving else None)
-    print(f"\r{'':100}\r" if moving else "", end="")
-    print(f"{time.perf_counter() - begin:.0f} s. The best of them, with the median of their steps:\n")
-    for one in found:
-        print(f"{one.seconds * 1e3:>8.1f} ms  {one.title}")
-    print(f"\nThe best as code, to be committed (`shardfx search --write`):\n\n{found[0].code()}")
-    steps = min(run.steps, _TIMED_STEPS)
-    taken = step_seconds({"chosen": plans, "by hand": by_hand}, text, dataclasses.replace(run, steps=steps))
-    told = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in taken.items())
-    print(f"Median of {steps} steps, in turn: {told}: {taken['by hand'] / taken['chosen']:.2f} times as fast.\n")
-    return plans
-
-
 def _others(plans: Plans) -> str:
     share, batch = plans.optimizer.bytes_per_device, plans.batch.leaves[0]
     return (
@@ -121,12 +92,11 @@ def _others(plans: Plans) -> str:
 
 def _placed(plans: Plans, started: tuple[Any, ...]) -> str:
     _, model, state = started
-    held = set(held_bytes(model).values()), set(held_bytes(state).values())
-    planned = {plans.model.bytes_per_device}, {plans.optimizer.bytes_per_device}
-    told = "as planned" if held == planned else f"NOT as planned ({held}, not {planned})"
+    wrong = [*misplaced(model, plans.model), *misplaced(state, plans.optimizer)]
     return (
         "Parameters and optimizer state were made in shards: no device ever held a whole one.\n"
-        f"Each holds {max(held[0]):,} and {max(held[1]):,} bytes of them, {told}."
+        f"Each holds {plans.model.bytes_per_device:,} and {plans.optimizer.bytes_per_device:,} bytes of them, "
+        f"{f'NOT as planned: {wrong}' if wrong else 'as planned'}."
     )
 
 

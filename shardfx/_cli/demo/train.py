@@ -1,9 +1,8 @@
 """Trains the demo's model under a plan, then the same on one device without one, and compares the losses."""
 
 import dataclasses
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -14,8 +13,7 @@ import optax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 
-from shardfx import AxisRules, MeshSpec, ShardPlan, filter_jit, follow, plan, shard
-from shardfx.auto import Candidate, constrain_step, search
+from shardfx import MeshSpec, ShardPlan, filter_jit, follow, plan
 
 from .data import batch
 from .model import AXIS_RULES, KV_HEADS, Transformer, loss
@@ -39,17 +37,11 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """The plans of all that a training step takes.
-
-    With `constrains`, the step lays out activations by the model's plan, by names that the model's code has; with
-    `rules`, by [`shardfx.auto.constrain_step`][].
-    """
+    """The plans of all that a training step takes."""
 
     model: ShardPlan
     optimizer: ShardPlan
     batch: ShardPlan
-    constrains: bool = True
-    rules: AxisRules | None = None
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
@@ -77,60 +69,6 @@ def make_plans(mesh: Any, run: Run) -> Plans:
     )
 
 
-def search_plans(
-    devices: Sequence[Any], run: Run, progress: Callable[[str], None], closely: int = 6
-) -> tuple[Plans, tuple[Candidate, ...]]:
-    """Searches for mesh and rules, with the rules that were written by hand among those that are tried.
-
-    **Arguments:**
-
-    - `devices`: which the best are run on.
-    - `run`: what is trained.
-    - `progress`: is told what is being done.
-    - `closely`: how many candidates are compiled and run, beside the rules by hand.
-
-    **Returns:**
-
-    The plans of the best, on these devices, and all candidates that were kept.
-    """
-    optimizer = make_optimizer(run)
-    model = eqx.filter_eval_shape(Transformer, key=_key_struct())
-    state = jax.eval_shape(optimizer.init, model)
-    text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
-    step = make_step(optimizer, None)
-    how: dict[str, Any] = {"verify": "run", "also": [AXIS_RULES], "closely": closely, "keep": 3, "progress": progress}
-    found = search(step, model, state, text, devices=devices, **how)
-    best = found[0]
-    mesh = best.mesh.build(devices)
-    rules = best.rules if best.constrained else None
-    return Plans(*(made.on(mesh) for made in best.plans), constrains=False, rules=rules), found
-
-
-def step_seconds(ways: Mapping[str, Plans], text: UInt8[np.ndarray, " bytes"], run: Run) -> dict[str, float]:
-    """The median of the seconds of a step under each of the plans, which take turns.
-
-    **Arguments:**
-
-    - `ways`: plans by name.
-    - `text`: see `stdlib_text`.
-    - `run`: `run.steps` steps are timed of each.
-    """
-    ready = {name: start_sharded(plans, run) for name, plans in ways.items()}
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for number, tokens in enumerate(_batches(text, run)):
-        names = list(ways) if number % 2 else list(ways)[::-1]
-        for name in names:
-            step, model, state = ready[name]
-            placed = jax.block_until_ready(shard(tokens, ways[name].batch))
-            begin = time.perf_counter()
-            model, state, value = step(model, state, placed)
-            jax.block_until_ready(value)
-            taken[name].append(time.perf_counter() - begin)
-            ready[name] = step, model, state
-    # The first step compiles.
-    return {name: statistics.median(seconds[1:] or seconds) for name, seconds in taken.items()}
-
-
 def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
     """One training step; the plan, if there is one, lays out the activations."""
 
@@ -151,11 +89,8 @@ def start_sharded(plans: Plans, run: Run) -> tuple[Any, Transformer, optax.OptSt
     init_state = filter_jit(
         lambda model: optimizer.init(model), in_shardings=(plans.model,), out_shardings=plans.optimizer
     )
-    train_step = make_step(optimizer, plans.model if plans.constrains else None)
-    if plans.rules is not None:
-        train_step = constrain_step(train_step, plans.model.mesh, plans.rules)
     step = filter_jit(
-        train_step,
+        make_step(optimizer, plans.model),
         in_shardings=(plans.model, plans.optimizer, plans.batch),
         out_shardings=(plans.model, plans.optimizer, None),
         donate=(0, 1),
@@ -206,15 +141,6 @@ def train(
         seconds = time.perf_counter() - begin
         show(number, losses[-1], (number - 1) * run.batch_size * run.length / seconds if number > 1 else 0.0)
     return losses
-
-
-def held_bytes(tree: Any) -> dict[Any, int]:
-    """How many bytes of the tree's arrays each device holds, counted on the arrays."""
-    held: dict[Any, int] = {}
-    for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)):
-        for piece in leaf.addressable_shards:
-            held[piece.device] = held.get(piece.device, 0) + piece.data.nbytes
-    return held
 
 
 def _init_model(key: PRNGKeyArray) -> Transformer:

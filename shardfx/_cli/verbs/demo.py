@@ -35,7 +35,6 @@ _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 @click.option("--steps", type=Whole(positive=True), default=100, show_default=True, help="Training steps.")
 @click.option("--batch", type=Whole(positive=True), default=16, show_default=True, help="Texts in a batch.")
 @click.option("--seed", type=Whole(), default=0, show_default=True, help="Of weights and batches.")
-@click.option("--search", is_flag=True, help="Search for mesh and rules, and train under what is found.")
 @JSON
 def demo(
     cpu_devices: int | None,
@@ -44,7 +43,6 @@ def demo(
     steps: int,
     batch: int,
     seed: int,
-    search: bool,
     json_file: str | None,
 ) -> int:
     """Train a small transformer under a plan, and again without one.
@@ -68,11 +66,9 @@ def demo(
     spec = default_mesh(len(devices), types)
     if mesh is not None:
         spec = calling("reading --mesh", lambda: MeshSpec.parse(mesh, axis_types=types).fit(len(devices)))
-    if search and len(devices) == 1:
-        raise UsageError("--search chooses how several devices share the work; use --cpu-devices 8")
     # Where JSON takes the place of the text, this says on stderr how far it is.
     with contextlib.redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
-        outcome = show(spec, devices, run, width=terminal_width(), search=search)
+        outcome = show(spec, devices, run, width=terminal_width())
     if json_file is not None:
         write(as_json(outcome), json_file)
     return 0 if outcome.agree else 1
