@@ -98,9 +98,7 @@ def estimated(step: LoadedStep, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") 
     return calling("estimating the step's traffic", lambda: estimate(step.function, *step.args, **given))
 
 
-def compiled(
-    step: LoadedStep, target: str | None = None, cache: str | None = None, tell: Callable[[str], None] | None = None
-) -> Any:
+def compiled(step: LoadedStep, target: str | None = None, cache: str | None = None) -> Any:
     """The step's program: for a TPU slice that is not here, or for as many emulated CPU devices as its mesh has.
 
     **Arguments:**
@@ -108,7 +106,6 @@ def compiled(
     - `step`: the step.
     - `target`: such as "tpu:v5e:4x4"; `None` for CPU devices.
     - `cache`: a directory that keeps programs.
-    - `tell`: is told how long it has been compiling.
 
     **Raises:**
 
@@ -116,7 +113,7 @@ def compiled(
     """
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
-    given = {"target": target or "cpu", "mesh": step.mesh, "cache": cache, "progress": tell}
+    given = {"target": target or "cpu", "mesh": step.mesh, "cache": cache}
     return calling("compiling the step", lambda: compile_for(step.function, *step.args, **given))
 
 

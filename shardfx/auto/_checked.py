@@ -40,7 +40,7 @@ def compiled(
 
     def program_of(one: Candidate) -> Any:
         made = jitted(pricer, one, one.plans)
-        return compile_for(made, *pricer.args, target=one.mesh.build(devices), cache=cache, progress=lambda _: None)
+        return compile_for(made, *pricer.args, target=one.mesh.build(devices), cache=cache)
 
     return sorted(
         (one for one, _ in _looked(pricer, ones, program_of, tell)), key=lambda one: (not one.fits, one.seconds)

@@ -1,6 +1,5 @@
 """Compiling a step ahead of time for a topology that is not there, with a cache on disk."""
 
-import contextlib
 import dataclasses
 import functools as ft
 import hashlib
@@ -8,11 +7,9 @@ import importlib.metadata
 import json
 import os
 import re
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,6 @@ from ..topology import MeshSpec
 
 _FORMAT = "shardfx program 2"
 _MOST_BYTES = 2**31
-_EVERY_SECONDS = 2.0
 # Locations of MLIR text: `#loc3 = loc(callsite(#loc1 at #loc2))`, and these of the package itself.
 _LOCATION = re.compile(r"^(#loc\d*) = (loc\(.*\))$", re.MULTILINE)
 _CALLED = re.compile(r"loc\(callsite\((#loc\d*) at (#loc\d*)\)\)")
@@ -132,7 +128,6 @@ def compile_for(
     target: str | Mesh | Sequence[Any] = "tpu:v5e:4x4",
     mesh: MeshSpec | None = None,
     cache: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> CompiledFor:
     """Compiles a step for a topology that is not there: [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it.
 
@@ -149,8 +144,6 @@ def compile_for(
     - `mesh`: the mesh of the arguments, where it spans slices that their shardings do not know.
     - `cache`: a directory that keeps what was compiled, by the digest of the program, the target and the versions. A
         file in it that is cut off, or that somebody changed, is compiled again and replaced.
-    - `progress`: is told once every two seconds how long it has been compiling; by default a line on standard error,
-        where that is a terminal.
 
     **Returns:**
 
@@ -185,12 +178,11 @@ def compile_for(
     found = None if file is None else _read(file)
     seconds = 0.0
     if found is None:
-        with _telling(name, progress):
-            start = time.perf_counter()
-            # JAX compiles what was lowered without devices by the default platform's client, even for other devices.
-            lowered._lowering.compile_args["backend"] = devices[0].client
-            program = compiled(lowered, devices)
-            seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        # JAX compiles what was lowered without devices by the default platform's client, even for other devices.
+        lowered._lowering.compile_args["backend"] = devices[0].client
+        program = compiled(lowered, devices)
+        seconds = time.perf_counter() - start
         found = {
             "text": program.as_text(),
             "memory": dataclasses.asdict(memory_of(program)),
@@ -334,32 +326,3 @@ def _write(file: Path, found: dict[str, Any]) -> None:
 
 def _header(body: str) -> str:
     return f"{_FORMAT} {hashlib.sha256(body.encode('utf-8', 'surrogatepass')).hexdigest()}"
-
-
-@contextlib.contextmanager
-def _telling(name: str, progress: Callable[[str], None] | None) -> Iterator[None]:
-    """Says how long it has been compiling, from a thread of its own: the compiler does not say how far it is."""
-    tell = progress or (_on_terminal if sys.stderr.isatty() else None)
-    if tell is None:
-        yield
-        return
-    done, start = threading.Event(), time.perf_counter()
-
-    def run() -> None:
-        while not done.wait(_EVERY_SECONDS):
-            tell(f"compiling for {name}: {time.perf_counter() - start:.0f} s")
-
-    tell(f"compiling for {name}")
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        tell(f"compiled for {name} in {time.perf_counter() - start:.1f} s")
-
-
-def _on_terminal(text: str) -> None:
-    ends = "\n" if text.startswith("compiled") else ""
-    print(f"\r\x1b[K{text}", end=ends, file=sys.stderr, flush=True)

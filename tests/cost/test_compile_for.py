@@ -65,9 +65,9 @@ def test_what_a_program_needs_is_what_its_compiler_adds_up_to(platform, peak, ne
 
 
 def test_it_is_what_jax_compiles_and_the_cache_gives_it_back(tmp_path):
-    made, told = structs(), []
+    made = structs()
     donating = jax.jit(step, donate_argnums=0)
-    first = compile_for(donating, *made, target="cpu", cache=tmp_path, progress=told.append)
+    first = compile_for(donating, *made, target="cpu", cache=tmp_path)
     mesh = MESH.build(jax.devices())
     on = {name: one.on(mesh) for name, one in plans().items()}
     jitted = filter_jit(step, in_shardings=on, donate="params")
@@ -78,7 +78,7 @@ def test_it_is_what_jax_compiles_and_the_cache_gives_it_back(tmp_path):
     assert first.memory.temp_size_in_bytes == memory.temp_size_in_bytes
     assert first.memory.alias_size_in_bytes == memory.alias_size_in_bytes > 0
     assert fit(first, chip="v5e").how == "compiled"
-    assert told[0] == "compiling for cpu" and told[-1].startswith("compiled for cpu in ") and first.seconds > 0
+    assert first.seconds > 0
     # It does not matter from which line it is asked for.
     again = compile_for(donating, *made, target="cpu", cache=tmp_path)
     assert again == dataclasses.replace(first, seconds=0.0)

@@ -69,6 +69,6 @@ def _fit(loaded: LoadedStep, chip: chips.Chip) -> Fit:
 def _traffic(step: str, loaded: LoadedStep) -> Traffic:
     if loaded.mesh.size > MOST_DEVICES:
         return estimated(loaded)
-    with working(f"compiling {step}") as work:
-        program = compiled(loaded, tell=work.tell)
+    with working(f"compiling {step}"):
+        program = compiled(loaded)
         return calling("reading the program", lambda: traffic_of(program, loaded.mesh))

@@ -61,8 +61,8 @@ def traffic(
     if target is not None and how == "estimate":
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
     hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
-    with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}") as work:
-        program = None if how == "estimate" else compiled(loaded, target, cache, work.tell)
+    with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
+        program = None if how == "estimate" else compiled(loaded, target, cache)
         found = _found(loaded, program, how, compiler or _habits(how, target))
     sent = found.compiled if how == "compare" else found
     timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
@@ -155,8 +155,8 @@ def _parts(made: ShardPlan) -> ShardPlan:
 
 def _of_step(asked: PlanOptions, name: str, chip: Any, compiles: bool) -> cost.Fit:
     loaded = load_step(name, asked.kwargs, asked.mesh)
-    with working(f"tracing {name}") as work:
-        program = compiled(loaded, asked.target, tell=work.tell) if compiles else None
+    with working(f"tracing {name}"):
+        program = compiled(loaded, asked.target) if compiles else None
         given = {"compiled": program, "chip": chip, "mesh": loaded.mesh}
         return calling("counting memory", lambda: cost.fit(loaded.function, *loaded.args, **given))
 
