@@ -251,9 +251,9 @@ def coming(
         return ft.partial(_there, wanted, targets, shared, ())
     built = _memory(targets, np.dtype(wanted.dtype))
     pairs = list(zip(built, fillings, strict=True))
-    views = list(_views([(to, copy) for to, one in pairs for copy in one.copies], names, shards))
+    views = _views([(to, one.copies) for to, one in pairs], names, shards)
     tasks = []
-    if pool is None or sum(target.nbytes for target, *_ in views) < 2 * _TASK_BYTES:
+    if pool is None or sum(buffer.nbytes for buffer in built) < 2 * _TASK_BYTES:
         _copy_all(views)
     else:
         tasks = [pool.submit(_copy_all, batch) for batch in _batches(views)]
@@ -350,7 +350,7 @@ def put_together(
     shards.give_up(but=left)
     for _, group in it.groupby(sorted(rows, key=key), key):
         own = list(group)
-        _spread(list(_views([(built[at], copy) for at, copy in own], ("",), shards)), pool)
+        _spread(list(_views([(built[at], [copy]) for at, copy in own], ("",), shards)), pool)
         left.subtract(copy.sender for _, copy in own)
         shards.give_up(but=[sender for sender, count in left.items() if count])
     return _there(wanted, targets, built, ())
@@ -381,21 +381,21 @@ def _nothing(path: str, box: Box) -> np.ndarray:
 Views = tuple[np.ndarray, np.ndarray, int | None]
 
 
-def _views(pairs: Sequence[tuple[np.ndarray, Copy]], names: Sequence[str], shards: Shards) -> Iterator[Views]:
+def _views(
+    pairs: Sequence[tuple[np.ndarray, Sequence[Copy]]], names: Sequence[str], shards: Shards
+) -> Iterator[Views]:
     sources: dict[tuple[int, int], np.ndarray] = {}
-    for buffer, one in pairs:
-        source = sources.get(one[:2])
-        if source is None:
-            source = sources[one[:2]] = shards.typed(names[one.number], one.sender)
-        yield _view(buffer, source, one)
-
-
-def _view(buffer: np.ndarray, source: np.ndarray, one: Copy) -> Views:
-    if one.slices is not None:
-        return buffer[one.slices[0]], source[one.slices[1]], None
-    kind = as_bits(buffer.reshape(-1)).dtype
-    new = np.ndarray(one.shape, kind, as_bytes(buffer), one.there, one.there_strides)
-    return new, np.ndarray(one.shape, kind, as_bytes(source), one.here, one.here_strides), one.along
+    for buffer, copies in pairs:
+        memory, kind = as_bytes(buffer), as_bits(buffer).dtype
+        for one in copies:
+            source = sources.get(one[:2])
+            if source is None:
+                source = sources[one[:2]] = shards.typed(names[one.number], one.sender)
+            if one.slices is not None:
+                yield buffer[one.slices[0]], source[one.slices[1]], None
+            else:
+                new = np.ndarray(one.shape, kind, memory, one.there, one.there_strides)
+                yield new, np.ndarray(one.shape, kind, as_bytes(source), one.here, one.here_strides), one.along
 
 
 def as_bytes(buffer: np.ndarray) -> np.ndarray:
@@ -417,7 +417,7 @@ def _batches(ready: Iterable[Views]) -> Iterator[list[Views]]:
         yield batch
 
 
-def _copy_all(batch: Sequence[Views]) -> None:
+def _copy_all(batch: Iterable[Views]) -> None:
     for target, source, dim in batch:
         if dim is None:
             target[...] = source
