@@ -142,7 +142,7 @@ def constrain(
     return (constrained, found) if explain else constrained
 
 
-def _constrained(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
+def _constrained(x: object, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
     if not isinstance(x, Tracer):
         return _constrained_outside(x, spec, mesh)
     for kind, constraint in (
@@ -175,7 +175,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
     return Decision(trimmed(entries, found.spec), found.reasons)
 
 
-def _mesh_of(x: Any, plan: ShardPlan) -> Mesh | AbstractMesh:
+def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
     """The mesh on which `x` is typed, or else the plan's."""
     planned = plan.content.any_mesh
     sharding = sharding_of(x)

@@ -27,11 +27,11 @@ _NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decisi
 _NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
-def _is_entry(node: Any) -> bool:
+def _is_entry(node: object) -> bool:
     return node is None or isinstance(node, ShardPlan)
 
 
-def checked(form: Any, what: str) -> Any:
+def checked(form: object, what: str) -> Any:
     """The form itself, if every entry of it says on which mesh arrays are to lie; `what` is its name."""
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
         if isinstance(entry, PartitionSpec):
@@ -53,19 +53,19 @@ def checked(form: Any, what: str) -> Any:
     return form
 
 
-def _is_mistaken(node: Any) -> bool:
+def _is_mistaken(node: object) -> bool:
     if isinstance(node, tuple | list):
         has_names = any(isinstance(one, str) for one in node)
         return has_names and all(one is None or one is ... or isinstance(one, str) for one in node)
     return isinstance(node, _NO_ENTRIES)
 
 
-def key_of(sharding: Any) -> Any:
+def key_of(sharding: object) -> Any:
     """What is the same for equal shardings. JAX takes other entries too, layouts for one, or says what is wrong."""
     return sharding if sharding is None or isinstance(sharding, Sharding) else id(sharding)
 
 
-def shardings_in(form: Any) -> dict[Any, Any]:
+def shardings_in(form: object) -> dict[Any, Any]:
     """All shardings that a form may give an array, by their keys; `None` for "as it comes" first."""
     found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=_is_entry):
@@ -74,7 +74,7 @@ def shardings_in(form: Any) -> dict[Any, Any]:
     return found
 
 
-def spread(form: Any, tree: Any, what: str, *, shapes: bool = True, hint: str = "") -> list[Any]:
+def spread(form: object, tree: object, what: str, *, shapes: bool = True, hint: str = "") -> list[Any]:
     """The sharding of each leaf of a tree, `None` where JAX is to take an array as it comes.
 
     **Arguments:**
@@ -102,7 +102,7 @@ def spread(form: Any, tree: Any, what: str, *, shapes: bool = True, hint: str = 
     return found
 
 
-def _below(entry: Any, part: Any, what: str, shapes: bool) -> list[Any]:
+def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
     if isinstance(entry, ShardPlan):
         try:
             index = (rows_of if shapes else aligned)(entry.content, flatten(part))
@@ -133,7 +133,7 @@ def _fits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def lacks(form: Any, tree: Any) -> Iterator[str]:
+def lacks(form: object, tree: object) -> Iterator[str]:
     """Paths at which a plan was made for leaves that are no arrays, and where the tree has `None`."""
     entries, structure = jax.tree.flatten(form, is_leaf=_is_entry)
     for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
@@ -162,7 +162,7 @@ class Entries(NamedTuple):
         return [f"{key}" if isinstance(key, int) else f"`{key}`" for key in missing]
 
 
-def by_parameter(in_shardings: Any, signature: inspect.Signature, name: str = "the step") -> Entries:
+def by_parameter(in_shardings: object, signature: inspect.Signature, name: str = "the step") -> Entries:
     names, known = positional_names(signature), list(signature.parameters)
     more, others = _variadic(signature, "VAR_POSITIONAL"), _variadic(signature, "VAR_KEYWORD")
     if isinstance(in_shardings, dict):

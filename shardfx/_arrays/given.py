@@ -75,7 +75,7 @@ def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
             ) from error
 
 
-def raise_apart(places: Iterable[tuple[str, Any]], error: Exception | None) -> None:
+def raise_apart(places: Iterable[tuple[str, object]], error: Exception | None) -> None:
     """Raises if two shardings are on other devices, or on the same ones in another order; each has a text before it."""
     pairs = [(what, devices) for what, sharding in places if (devices := _in_order(sharding))]
     for what, devices in pairs[1:]:
@@ -98,7 +98,7 @@ def lies_apart(leaf: Any, wanted: Any) -> bool:
     return len(devices) > 1 and _in_order(leaf.sharding) != devices
 
 
-def _in_order(sharding: Any) -> tuple[Any, ...]:
+def _in_order(sharding: object) -> tuple[Any, ...]:
     """The devices of a sharding in the order in which a program takes them; none for an abstract mesh."""
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
@@ -111,7 +111,7 @@ def _listed(devices: Sequence[Any]) -> str:
     return f"{'device' if len(ids) == 1 else 'devices'} {listed}"
 
 
-def is_abstract(sharding: Any) -> bool:
+def is_abstract(sharding: object) -> bool:
     """Whether a sharding is on a mesh without devices."""
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
 

@@ -67,10 +67,10 @@ def filter_jit(
 
 
 def filter_jit(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., object] | None = None,
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: object = None,
+    out_shardings: object = None,
     donate: Donate = "none",
 ) -> Any:
     """`equinox.filter_jit` with shardings: arrays are traced and placed, everything else in the arguments is static.
@@ -238,7 +238,7 @@ class Jitted(Generic[P, R]):
         ft.update_wrapper(self, fn, updated=())
 
     def _jitted(self, name: str) -> Any:
-        def traced(static: Static, fn_arrays: list[Any], *lists: Sequence[Any]) -> Any:
+        def traced(static: Static, fn_arrays: list[Any], *lists: Sequence[object]) -> Any:
             return self._traced(static, fn_arrays, lists)
 
         # What profiles and the names of programs show.
@@ -274,11 +274,11 @@ class Jitted(Generic[P, R]):
             raise
         return out.joined() if type(out) is _Parted else out
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered[P, R]:
+    def lower(self, *args: object, **kwargs: Any) -> Lowered[P, R]:
         """Traces and lowers the function for arguments, or structs, of these shapes."""
         return self.trace(*args, **kwargs).lower()
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced[P, R]:
+    def trace(self, *args: object, **kwargs: Any) -> Traced[P, R]:
         """Traces the function for arguments, or structs, of these shapes. Plans need no devices for it."""
         call = self._bound(args, kwargs, runs=False)
         lists = [[without_devices(leaf) for leaf in own] for own in call.lists] if self._is_abstract else call.lists
@@ -299,7 +299,7 @@ class Jitted(Generic[P, R]):
         plans = jax.tree.leaves(forms, is_leaf=lambda node: isinstance(node, ShardPlan))
         return next((one.mesh for one in plans if isinstance(one, ShardPlan)), None)
 
-    def _run_compiled(self, static: Static, compiled: jax.stages.Compiled, args: Any, kwargs: Any) -> Any:
+    def _run_compiled(self, static: Static, compiled: jax.stages.Compiled, args: object, kwargs: object) -> Any:
         call = self._bound(args, kwargs, runs=True)
         if call.static != static:
             raise PlanMismatchError(
@@ -326,7 +326,7 @@ class Jitted(Generic[P, R]):
             raise_gone_or_shared(given[at] for at in form.alive)
         return call
 
-    def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
+    def _form_of(self, treedef: object, kinds: tuple[type, ...]) -> _Form:
         args, kwargs = jax.tree.unflatten(treedef, [_ARRAY if is_traced(kind) else object() for kind in kinds])
         self._check_taken(args, kwargs)
         groups = {slot: [] for slot in self._slots}
@@ -345,7 +345,7 @@ class Jitted(Generic[P, R]):
             donates=donates,
         )
 
-    def _static(self, form: _Form, treedef: Any, leaves: list[Any]) -> Static:
+    def _static(self, form: _Form, treedef: object, leaves: list[Any]) -> Static:
         values = [leaves[at] for at in form.statics]
         data = node_data(treedef) if form.has_data else []
         last = form.static
@@ -445,7 +445,7 @@ class Jitted(Generic[P, R]):
         for at, (path, leaf) in enumerate([pair for pair in pairs if is_traced(type(pair[1]))]):
             yield TracedArray(_under(self._name, path), struct_of(leaf), name=f"fn_arrays[{at}]")
 
-    def _taken(self, call: _Call, lists: Sequence[Sequence[Any]]) -> Iterator[TracedArray]:
+    def _taken(self, call: _Call, lists: Sequence[Sequence[object]]) -> Iterator[TracedArray]:
         """The arrays of the arguments, in the order in which the program has them."""
         given = self._given(call.args, call.kwargs)
         for n, (group, leaves) in enumerate(zip(call.static.positions[1:], lists, strict=True)):
@@ -453,7 +453,7 @@ class Jitted(Generic[P, R]):
                 one, name = given[at], f"lists[{n}][{i}]"
                 yield TracedArray(one.path, struct_of(leaf, one.wanted), one.is_donated, one.argument, name)
 
-    def _returned(self, out: Any) -> list[TracedArray]:
+    def _returned(self, out: object) -> list[TracedArray]:
         """The arrays of the results, in the order in which the program has them."""
         if type(out) is not _Parted:
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
@@ -478,7 +478,7 @@ def _under(name: str, path: str) -> str:
     return f"{name}/{path}" if path else name
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -80,7 +80,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
         return rows
 
 
-def misplaced(tree: Any, plan: ShardPlan) -> Misplaced:
+def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     """The arrays of a live tree that do not lie as their plan says.
 
     Two layouts are equal if every device holds the same part of the array, whatever the mesh axes are called and in

@@ -26,7 +26,7 @@ def shard(tree: np.ndarray, plan: ShardPlan) -> jax.Array: ...
 def shard(tree: T, plan: ShardPlan) -> T: ...
 
 
-def shard(tree: Any, plan: ShardPlan) -> Any:
+def shard(tree: object, plan: ShardPlan) -> Any:
     """Puts every array of a tree where the plan says: the same on one process and on many.
 
     Inside `jax.jit`, where nothing can be put anywhere, it constrains every array, as [`shardfx.constrain`][] does.
@@ -85,7 +85,7 @@ def gather(tree: jax.Array) -> np.ndarray: ...
 def gather(tree: T) -> T: ...
 
 
-def gather(tree: Any) -> Any:
+def gather(tree: object) -> Any:
     """Brings every array of a tree whole to the host: the same on one process and on many.
 
     **Arguments:**
@@ -120,7 +120,7 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
     return [leaf if i < 0 else _constrained_leaf(leaf, rows[i], plan) for leaf, i in pairs]
 
 
-def _constrained_leaf(leaf: Any, row: Row, plan: ShardPlan) -> Any:
+def _constrained_leaf(leaf: object, row: Row, plan: ShardPlan) -> Any:
     x = constrain(leaf, row.spec, plan, strict=True)
     if row.memory_kind is None:
         return x

@@ -11,7 +11,7 @@ from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import canonical
 
 
-def specs_of(tree: Any) -> Any:
+def specs_of(tree: object) -> Any:
     """The PartitionSpec of every array of a tree, in canonical form.
 
     **Arguments:**
@@ -29,7 +29,7 @@ def specs_of(tree: Any) -> Any:
     For a traced array on Auto axes, too: how they cut it is for the compiler to choose.
     """
 
-    def spec(path: Any, leaf: Any) -> PartitionSpec | None:
+    def spec(path: object, leaf: object) -> PartitionSpec | None:
         sharding = known_sharding(path, leaf)
         if isinstance(sharding, NamedSharding):
             return canonical(sharding.spec)
@@ -43,7 +43,7 @@ def specs_of(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
+def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
     """The Sharding of every leaf of a tree that has one.
 
     **Arguments:**
@@ -60,7 +60,7 @@ def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
     `PlanMismatchError` for a bare PartitionSpec without `mesh`. `LeafTypeError` for a traced array on Auto axes.
     """
 
-    def sharding(path: Any, leaf: Any) -> Sharding | None:
+    def sharding(path: object, leaf: object) -> Sharding | None:
         if not isinstance(leaf, PartitionSpec):
             return leaf if isinstance(leaf, Sharding) else known_sharding(path, leaf)
         if mesh is None:
@@ -70,7 +70,7 @@ def shardings_of(tree: Any, mesh: Mesh | None = None) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def known_sharding(path: Any, leaf: Any) -> Sharding | None:
+def known_sharding(path: object, leaf: object) -> Sharding | None:
     """The sharding of an array or struct; raises where the type of a traced one does not say it."""
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):
@@ -90,7 +90,7 @@ def _name(path: Any) -> str:
     return f"array `{where}`" if where else "the array"
 
 
-def sharding_of(leaf: Any) -> Sharding | None:
+def sharding_of(leaf: object) -> Sharding | None:
     """The sharding of an array or struct; of a traced array the one in its type."""
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding

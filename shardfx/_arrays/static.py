@@ -24,7 +24,7 @@ def _compared_fields(kind: type) -> tuple[str, ...] | None:
     return tuple([field.name for field in dataclasses.fields(kind) if field.compare])
 
 
-def mark(value: Any) -> Hashable:
+def mark(value: object) -> Hashable:
     """What equality does not see of a value: its type, the sign of a zero, and both within containers and dataclasses.
 
     NaN, which equals nothing, has a mark that says all of it.
@@ -64,7 +64,7 @@ def node_data(treedef: Any) -> list[Any]:
     return found
 
 
-def needs_marks(treedef: Any) -> bool:
+def needs_marks(treedef: object) -> bool:
     """Whether trees whose structures are equal may still differ in what their nodes hold."""
     return any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef))
 
@@ -96,7 +96,7 @@ class Static:
             return True
         return isinstance(other, Static) and self._hash == other._hash and self._key == other._key
 
-    def holds(self, parts: Sequence[Any]) -> bool:
+    def holds(self, parts: Sequence[object]) -> bool:
         """Whether these are its values and data, by their identity."""
         return len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
 

@@ -83,7 +83,7 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument("model", type=ModelName(), required=model_is_needed, metavar=shown)
 
-    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorated(function: Callable[..., object]) -> Callable[..., Any]:
         @ft.wraps(function)
         def call(**words: Any) -> Any:
             asked = PlanOptions(**{name: words.pop(name) for name in names})

@@ -30,7 +30,7 @@ class Model(NamedTuple):
     plan: ShardPlan | None = None
 
 
-def load_model(name: str, arguments: Mapping[str, Any] | None = None, *, stack_experts: bool = False) -> Model:
+def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> Model:
     """The tree of structs of a model, of the arrays in a checkpoint, or of a plan.
 
     **Arguments:**
@@ -218,7 +218,7 @@ def _arguments(text: str, given: str) -> dict[str, Any]:
     return {key: value if numbers[key] is None else numbers[key] for key, _, value in pairs}
 
 
-def _sorted(found: Any, what: str) -> Rules:
+def _sorted(found: object, what: str) -> Rules:
     pieces = found if isinstance(found, tuple | list) else (found,)
     paths = [piece for piece in pieces if isinstance(piece, PathRules)]
     axes = [piece for piece in pieces if isinstance(piece, AxisRules)]
@@ -250,7 +250,7 @@ def attribute(name: str) -> Any:
     return found
 
 
-def _hint(name: str, found: Any, module_name: str) -> str:
+def _hint(name: str, found: object, module_name: str) -> str:
     """Names in a module or class that are like `name`, or else some that it has; its own before imported ones."""
     held = {other: inspect.getattr_static(found, other, None) for other in dir(found) if not other.startswith("_")}
     known = [other for other, value in held.items() if not inspect.ismodule(value)]
@@ -266,7 +266,7 @@ def _hint(name: str, found: Any, module_name: str) -> str:
     return f"it has {', '.join((own or known)[:8]) or 'nothing public'}"
 
 
-def _optimizer(make: Callable[..., Any]) -> Any:
+def _optimizer(make: Callable[..., object]) -> Any:
     return make(learning_rate=1e-3) if _needed(make) == ["learning_rate"] else make()
 
 
@@ -294,7 +294,7 @@ def _evaluated(name: str, function: Any, arguments: Mapping[str, Any]) -> Any:
     return eqx.filter_eval_shape(make, **({"key": key} if takes_key else {}))
 
 
-def check_arguments(name: str, parameters: Iterable[inspect.Parameter], arguments: Mapping[str, Any]) -> None:
+def check_arguments(name: str, parameters: Iterable[inspect.Parameter], arguments: Mapping[str, object]) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]

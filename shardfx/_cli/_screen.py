@@ -144,12 +144,12 @@ class working:
             self.bar.stop()
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """A result as JSON; all beyond ASCII is escaped, halves of characters too."""
     return json.dumps(data_of(value), indent=2)
 
 
-def data_of(value: Any) -> Any:
+def data_of(value: object) -> Any:
     """A result of the library as dicts, lists, strings, numbers and `None`.
 
     A record becomes a dict of its fields, a PartitionSpec a list with an entry for each dimension, a dtype its name.

@@ -83,7 +83,7 @@ def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tu
     return made
 
 
-def _bare(leaf: Any) -> Any:
+def _bare(leaf: object) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
@@ -137,7 +137,7 @@ def emulate(count: int, what: str = "the target has") -> None:
         raise UsageError(f"JAX has started with {len(jax.devices())} devices, and {what} {count}")
 
 
-def _mesh_of(name: str, structs: Any) -> MeshSpec:
+def _mesh_of(name: str, structs: object) -> MeshSpec:
     found = {
         MeshSpec.of(leaf.sharding.mesh): None
         for leaf in jax.tree.leaves(structs)

@@ -111,7 +111,7 @@ def rule_set_names() -> tuple[str, ...]:
     return tuple(name for name in sorted(vars(presets)) if _is_rule_set(vars(presets)[name]))
 
 
-def _is_rule_set(value: Any) -> bool:
+def _is_rule_set(value: object) -> bool:
     if inspect.isfunction(value):
         value = inspect.signature(value).return_annotation
         return value in (PathRules, AxisRules, tuple[PathRules, AxisRules])

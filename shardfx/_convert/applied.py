@@ -18,7 +18,7 @@ from .pieces import NOWHERE, Factor, Made, Piece, along, changed, extended, swap
 from .values import constant, fill
 
 
-def applied(steps: Sequence[Rules], tree: Any, like: Any) -> Any:
+def applied(steps: Sequence[Rules], tree: object, like: object) -> Any:
     """As `TreeMap.apply`."""
     flat = flatten(tree)
     arrays = {
@@ -38,11 +38,11 @@ def applied(steps: Sequence[Rules], tree: Any, like: Any) -> Any:
     return jax.tree.unflatten(there.treedef, leaves)
 
 
-def _is_in_jax(arrays: Mapping[str, Any]) -> bool:
+def _is_in_jax(arrays: Mapping[str, object]) -> bool:
     return any(isinstance(one, jax.Array) for one in arrays.values())
 
 
-def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Mapping[str, Made]) -> dict[str, Any]:
+def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]) -> dict[str, Any]:
     """Step by step, rule by rule: not by pieces, so that the two can be compared."""
     xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
@@ -57,7 +57,7 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, Any], made: Mapping[s
     return leaves
 
 
-def _assembled(made: Made, arrays: Mapping[str, Any]) -> Any:
+def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
     """A leaf put together from pieces."""
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)

@@ -337,7 +337,7 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
     return found
 
 
-def _back(casts: Sequence[Any], dtype: Any) -> tuple[Any, ...]:
+def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
     """What undoes casts of numbers of a dtype: they are counted with in the dtype in which they were."""
     kinds, found = [dtype], []
     for to in casts:
@@ -402,7 +402,7 @@ def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]
     return {path: Struct(tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
 
 
-def tree_structs(tree: Any) -> dict[str, Struct]:
+def tree_structs(tree: object) -> dict[str, Struct]:
     """The arrays of a tree by path; of a plan, those that it was made for."""
     flat = flatten(tree)
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)

@@ -39,7 +39,9 @@ class Absent(MapError):
         self.path = path
 
 
-def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapping[str, Callable[..., Any]]) -> Any:
+def evaluated(
+    made: From, binding: Binding, leaves: Mapping[str, object], ops: Mapping[str, Callable[..., object]]
+) -> Any:
     """What an expression is worth where its names stand for these.
 
     **Arguments:**
@@ -63,7 +65,7 @@ def evaluated(made: From, binding: Binding, leaves: Mapping[str, Any], ops: Mapp
     return ops[made.op](parts, *made.args)
 
 
-def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
+def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
     """The path of a leaf; raises `Absent` where there is none."""
     path = pattern(text).filled(binding)
     if path is None:
@@ -75,7 +77,7 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, Any]) -> str:
     return path
 
 
-def count_of(made: From, binding: Binding, leaves: Mapping[str, Any]) -> range:
+def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
     """The numbers that a stack goes through: as it says, or as long as the source has the first of its leaves."""
     over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
@@ -141,7 +143,7 @@ def leaf_made(path: str, struct: Struct | Made) -> Made:
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 
-def _constant(_: Sequence[Made], value: Any, shape: tuple[int, ...], dtype: str) -> Made:
+def _constant(_: Sequence[Made], value: object, shape: tuple[int, ...], dtype: str) -> Made:
     return filled_with(value, tuple(shape), jnp.dtype(dtype))
 
 
@@ -287,7 +289,7 @@ def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
     return Made(_shape_after(made.shape, dim, made.shape[dim] * count), made.dtype, tuple(pieces))
 
 
-def _pad_to(parts: Sequence[Made], size: int, dim: int, value: Any) -> Made:
+def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
     (made,) = parts
     dim = dim_of(dim, len(made.shape), "pad_to")
     if size < made.shape[dim]:

@@ -70,7 +70,7 @@ class From:
         return self.args[0]
 
     @staticmethod
-    def constant(value: float | int | bool, shape: Sequence[int], dtype: Any) -> "From":
+    def constant(value: float | int | bool, shape: Sequence[int], dtype: object) -> "From":
         """An array of one number, which no leaf of the source has."""
         return _new("constant", (), (value, tuple(shape), dtype))
 
@@ -136,7 +136,7 @@ class From:
         """A number behind the elements of a dimension, up to a size."""
         return _new("pad_to", (self,), (size, dim, value))
 
-    def cast(self, dtype: Any) -> "From":
+    def cast(self, dtype: object) -> "From":
         """Another dtype, as in JAX's `astype`, wherever it is cast.
 
         Floats that become integers lose their fraction; what is out of range becomes the least or the largest integer.
@@ -174,12 +174,12 @@ class From:
     __repr__ = __str__
 
 
-def _set(made: From, op: Operator, of: tuple[From, ...], args: tuple[Any, ...]) -> None:
+def _set(made: From, op: Operator, of: tuple[From, ...], args: tuple[object, ...]) -> None:
     for name, value in (("op", op), ("of", of), ("args", args)):
         object.__setattr__(made, name, value)
 
 
-def _new(op: Operator, of: tuple[From, ...], args: tuple[Any, ...]) -> From:
+def _new(op: Operator, of: tuple[From, ...], args: tuple[object, ...]) -> From:
     for part in of:
         if not isinstance(part, From):
             raise MapError(f"`{op}` takes `From` values, not {part!r:.80}; write `From({part!r:.80})`.")
@@ -225,7 +225,7 @@ def to_data(made: From) -> list[Any]:
     return [made.op, _plain(made.args), [to_data(part) for part in made.of]]
 
 
-def from_data(data: Any) -> From:
+def from_data(data: object) -> From:
     """The expression that `to_data` wrote down."""
     match data:
         case [str() as name, list() as args, list() as of] if name in _OPS:
@@ -233,11 +233,11 @@ def from_data(data: Any) -> From:
     raise MapError(f"{data!r:.80} is no expression of a TreeMap; write maps with `TreeMap.to_json`.")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

@@ -55,7 +55,7 @@ _WORDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def checked(op: str, parts: int, args: Sequence[Any]) -> tuple[Any, ...]:
+def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
     """The arguments of an operation, as plain Python values.
 
     **Raises:**
@@ -76,7 +76,7 @@ def checked(op: str, parts: int, args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_plain(op, word, value) for word, value in zip(words, args, strict=True))
 
 
-def _plain(op: str, word: str, value: Any) -> Any:
+def _plain(op: str, word: str, value: object) -> Any:
     found = _read(word, value)
     if found is None and not (word == "end" and value is None):
         raise MapError(f"`{op}` takes {_WORDS[word]}, not {value!r:.80}.")
@@ -110,7 +110,7 @@ def _read(word: str, value: Any) -> Any:
     return None if number is not None and least is not None and number < least else number
 
 
-def _int(value: Any) -> int | None:
+def _int(value: object) -> int | None:
     # Of NumPy's too, which JSON cannot hold. A bool is an int to Python, but no size.
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         return None

@@ -57,7 +57,7 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
         more = xp.full((*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]), value, x.dtype)
         return xp.concatenate([x, more], axis=dim)
 
-    def cast(parts: Sequence[Any], dtype: str) -> Any:
+    def cast(parts: Sequence[object], dtype: str) -> Any:
         return cast_array(parts[0], jnp.dtype(dtype))
 
     def scale(parts: Sequence[Any], block: tuple[int, ...]) -> Any:

@@ -77,12 +77,12 @@ def changed(x: Any, to: Any) -> Any:
     return made.astype(x.dtype)
 
 
-def is_only(casts: Iterable[Any], dtype: Any) -> bool:
+def is_only(casts: Iterable[object], dtype: object) -> bool:
     """Whether numbers are cast to one dtype at most, and not counted with."""
     return all(not isinstance(to, Counted) and to == dtype for to in casts)
 
 
-def dtypes_of(casts: Iterable[Any]) -> list[Any]:
+def dtypes_of(casts: Iterable[object]) -> list[Any]:
     """The dtypes that a number has on its way."""
     return [to for to in casts if not isinstance(to, Counted)]
 

@@ -139,7 +139,7 @@ class TreeMap:
             raise MapError(f"`then` takes a TreeMap, not {other!r:.80}.")
         return of_steps([*self.steps, *other.steps])
 
-    def apply(self, tree: Any, like: Any = None) -> Any:
+    def apply(self, tree: object, like: object = None) -> Any:
         """The target of whole arrays, in NumPy; of JAX arrays, traced ones included, in JAX.
 
         This is what all other ways agree with, bit by bit; for large sharded trees use [`shardfx.reshard`][].

@@ -45,7 +45,7 @@ def entry_axes(entry: object) -> tuple[str, ...]:
     )
 
 
-def canonical_entry(entry: Any) -> Any:
+def canonical_entry(entry: object) -> Any:
     """`entry` as short as it can be written: `()` is `None`, a one-element tuple is its element."""
     if entry is UNCONSTRAINED:
         return entry
@@ -136,6 +136,6 @@ def bits(dtype: Any) -> int:
     return dtype.itemsize * 8
 
 
-def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+def array_bytes(shape: tuple[int, ...], dtype: object) -> int:
     """How many bytes XLA allocates for an array: sub-byte types are packed by their bits."""
     return -(-math.prod(shape) * bits(dtype) // 8)

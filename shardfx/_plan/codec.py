@@ -27,7 +27,7 @@ def encode_mesh(mesh: MeshSpec) -> Any:
     return [list(row) for row in zip(mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True)]
 
 
-def decode_mesh(data: Any) -> MeshSpec:
+def decode_mesh(data: object) -> MeshSpec:
     if not isinstance(data, list) or not all(isinstance(row, list) and len(row) == 4 for row in data):
         raise PlanFormatError("`mesh` must hold a list [name, size, axis type, slices] for each axis.")
     return MeshSpec(
@@ -37,7 +37,7 @@ def decode_mesh(data: Any) -> MeshSpec:
     )
 
 
-def encode_entry(entry: Any) -> Any:
+def encode_entry(entry: object) -> Any:
     """One entry of a spec, of names, or a rule's target."""
     if entry is UNCONSTRAINED:
         return {"unconstrained": True}
@@ -46,7 +46,7 @@ def encode_entry(entry: Any) -> Any:
     return [encode_entry(part) for part in entry] if isinstance(entry, tuple) else entry
 
 
-def decode_entry(data: Any) -> Any:
+def decode_entry(data: object) -> Any:
     if isinstance(data, dict):
         return UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
     if isinstance(data, list):
@@ -123,11 +123,11 @@ def decode_strategy(data: Any) -> Fsdp:
     return fsdp(axes, min_bytes, skip=skip)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
@@ -179,7 +179,7 @@ def _decode_each(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda values: tuple(decode(value) for value in values)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
@@ -209,7 +209,7 @@ def encode_row(row: Row) -> dict[str, Any]:
     return {name: field.encode(value) for (name, field), value in zip(_ROW.items(), row, strict=True)}
 
 
-def decode_row(number: int, row: Any) -> Row:
+def decode_row(number: int, row: object) -> Row:
     """A row, once every field of it is there and of its kind."""
     if not isinstance(row, dict):
         raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")

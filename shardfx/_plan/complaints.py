@@ -29,7 +29,7 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
     raise type(errors[0][1])(text) from next((one.__cause__ for _, one in errors if one.__cause__ is not None), None)
 
 
-def raise_empty(tree: Any, flat: Flat, paths: Any) -> None:
+def raise_empty(tree: object, flat: Flat, paths: object) -> None:
     """Raises if a tree has no arrays: a class or a function in the place of a model, for one.
 
     Without `paths`, an empty container is none: its plan has rules for activations alone.
@@ -247,7 +247,7 @@ def unused_rules(
     return [why for why in found if why is not None]
 
 
-def raise_unused(what: str, rules: Sequence[tuple[str, Any]], found: Sequence[Unused]) -> None:
+def raise_unused(what: str, rules: Sequence[tuple[str, object]], found: Sequence[Unused]) -> None:
     """Raises if a rule decides about no array."""
     lines = [f"  {what} {why.number}, the regex {rules[why.number][0]!r}, {unused_text(why)}." for why in found]
     if lines:

@@ -71,7 +71,7 @@ class Content:
     def _hash(self) -> int:
         return hash((self.digest, self.jax_mesh))
 
-    def __deepcopy__(self, memo: Any) -> "Content":
+    def __deepcopy__(self, memo: object) -> "Content":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ class Content:
     def specs(self) -> Any:
         return self.tree([row.spec for row in self.rows])
 
-    def tree(self, values: Sequence[Any], other: Any = None) -> Any:
+    def tree(self, values: Sequence[object], other: object = None) -> Any:
         """The planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are no arrays."""
         table = [*values, other]
         return self.skeleton.filled([table[i] for i in self.index])
@@ -189,7 +189,7 @@ def read_json(text: str) -> Content:
     return content
 
 
-def _unpickled(text: str, tree: Any, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
+def _unpickled(text: str, tree: object, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
     content = read_json(text)
     jax_mesh = None if devices is None else _mesh_again(content.mesh, devices)
     skeleton = dataclasses.replace(content.skeleton, treedef=jax.tree.structure(tree), order=order)
@@ -209,7 +209,7 @@ def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
     return Mesh(found.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def shaped_like(content: Content, like: Any) -> Content:
+def shaped_like(content: Content, like: object) -> Content:
     flat = flatten(like)
     index = rows_of(content, flat)
     if flat.paths == content.skeleton.paths:
@@ -269,7 +269,7 @@ def aligned(content: Content, flat: Flat) -> Sequence[int]:
     return index
 
 
-def _same_dtype(leaf: Any, planned: Any) -> bool:
+def _same_dtype(leaf: object, planned: object) -> bool:
     return leaf == planned or canonical_dtype(leaf) == planned
 
 

@@ -44,13 +44,13 @@ def axes_of(mesh: MeshSpec) -> Axes:
 
 
 def correct(
-    spec: Any,
+    spec: object,
     shape: Sequence[int],
     mesh: MeshSpec | Mesh | AbstractMesh,
     *,
     units: Sequence[int] | None = None,
     min_bytes: int = 0,
-    dtype: Any = None,
+    dtype: object = None,
     strict: bool = False,
 ) -> Decision:
     """Makes a PartitionSpec valid for an array on a mesh, keeping as much of it as can be kept.
@@ -312,7 +312,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
 
 def roomiest(
     axes: tuple[str, ...],
-    entries: Sequence[Any],
+    entries: Sequence[object],
     shape: tuple[int, ...],
     units: tuple[int, ...],
     sizes: Mapping[str, int],

@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
 
 def asked_by_target(
-    target: Any, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
+    target: object, path: str, leaf: object, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
 ) -> Request:
     """What the target of a path rule asks for the array at `path`; `rule` is how a plan calls the rule.
 
@@ -119,14 +119,14 @@ def asked_by_names(
     return Request(named, found.spec, rule, units, strategies, found.reasons)
 
 
-def _whole(names: tuple[Any, ...], found: Decision) -> list[int]:
+def _whole(names: tuple[object, ...], found: Decision) -> list[int]:
     """The dimensions that rules keep whole: their names have the target `None`."""
     told = {why.dim for why in found.reasons}
     entries = entries_at(found.spec, len(names))
     return [dim for dim, name in enumerate(names) if name is not None and entries[dim] is None and dim not in told]
 
 
-def _length_fix(names: tuple[Any, ...], rank: int, declared: bool) -> str:
+def _length_fix(names: tuple[object, ...], rank: int, declared: bool) -> str:
     if len(names) > rank:
         return "Take out those of dimensions that the array lacks."
     listed = names_text(names).strip("()").rstrip(",")
@@ -156,7 +156,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
     return result
 
 
-def further(request: Request, shape: tuple[int, ...], dtype: Any, mesh: MeshSpec, over: Fsdp) -> Request:
+def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Fsdp) -> Request:
     """`request` with the axes of `over` that it does not use, on whichever dimension has room, as ZeRO does.
 
     Axes that do not fit on the dimension that they cut furthest go to the next. A dimension that is sharded is cut
@@ -195,7 +195,7 @@ def _no_room(axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshSpec) -> R
 
 
 def row_of(
-    request: Request, shape: tuple[int, ...], dtype: Any, mesh: Axes, min_bytes: int, memory_kind: str | None
+    request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, min_bytes: int, memory_kind: str | None
 ) -> Row:
     """What the mesh and the shape leave of a request."""
     names, units = request.names, request.units
@@ -257,7 +257,7 @@ class Asked:
         pairs = zip(counts, self.request.units or (1,) * self.rank, strict=True)
         return found, tuple(count * unit if count > 1 else 1 for count, unit in pairs)
 
-    def row(self, shape: tuple[int, ...], dtype: Any, memory_kind: str | None) -> Row:
+    def row(self, shape: tuple[int, ...], dtype: object, memory_kind: str | None) -> Row:
         asked = self.request
         if not self.by_size_alone or any(map(operator.mod, shape, self.even[1])):
             return row_of(asked, shape, dtype, self.mesh, self.min_bytes, memory_kind)

@@ -8,7 +8,7 @@ from .._ground.errors import SpecError
 from .._ground.tree import METADATA
 
 
-def field(*, names: tuple[Any, ...] | None = None, stacked: tuple[Any, ...] = (), **kwargs: Any) -> Any:
+def field(*, names: tuple[object, ...] | None = None, stacked: tuple[object, ...] = (), **kwargs: Any) -> Any:
     """`equinox.field` for an attribute whose arrays have logical names.
 
     **Arguments:**

@@ -159,7 +159,7 @@ def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
     return given
 
 
-def _evaluated(init: Callable[..., Any], plan: ShardPlan, args: tuple[Any, ...]) -> tuple[Any, str]:
+def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
     """What `init` makes, as structs; and where these have no shardings, why JAX could not say them."""
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
@@ -192,7 +192,7 @@ class _NoArray:
         return "a leaf that is no array"
 
 
-def _shapes(init: Callable[..., Any], given: tuple[Any, ...], mesh: AbstractMesh | None, other: Any) -> Any:
+def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> Any:
     structs = [_structs(arg, mesh, other) for arg in given]
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
@@ -206,7 +206,7 @@ def _shapes(init: Callable[..., Any], given: tuple[Any, ...], mesh: AbstractMesh
         return eqx.filter_eval_shape(init, *structs)
 
 
-def _structs(arg: Any, mesh: AbstractMesh | None, other: Any) -> Any:
+def _structs(arg: object, mesh: AbstractMesh | None, other: object) -> Any:
     if not isinstance(arg, ShardPlan):
         return arg
     return arg.content.tree([_struct(row, mesh) for row in arg.content.rows], other)
@@ -330,11 +330,11 @@ def _dims(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None,
     return kept[0] if len(kept) == 1 else None
 
 
-def _at(values: tuple[Any, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
+def _at(values: tuple[object, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(values[dim] for dim in dims)
 
 
-def _kept(values: tuple[Any, ...] | None, dims: tuple[int | None, ...], other: Any) -> tuple[Any, ...] | None:
+def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object) -> tuple[Any, ...] | None:
     """The entries for `dims` of a tuple that may be shorter than the rank; `other` where there is none."""
     if values is None:
         return None

@@ -34,13 +34,13 @@ def _is_names(node: Any) -> bool:
     return type(node) in (tuple, list) and all(_is_name(entry) for entry in node)
 
 
-def _is_name(entry: Any) -> bool:
+def _is_name(entry: object) -> bool:
     if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
         return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
     return entry is None or entry is UNCONSTRAINED or entry is ... or isinstance(entry, str | Atomic)
 
 
-def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
+def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
     """The logical names of each leaf, from the names tree or from the modules' fields."""
     if names is None and axes is None:
         return [None] * len(flat.leaves)
@@ -60,7 +60,7 @@ def names_of_leaves(names: Any, tree: Any, flat: Flat, axes: AxisRules | None) -
     return [own if node is None else node for node, own in zip(given, flat.names, strict=True)]
 
 
-def renamed(tree: Any, changes: Mapping[str, Any], *, names: Any = None) -> Any:
+def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> Any:
     """The logical names of a tree's arrays, with others for some of them: for `plan(..., names=...)`.
 
     So the names that modules of another library declare can be corrected without touching their source.
@@ -145,7 +145,7 @@ def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
     return [by_key[key] for key in keys] if len(by_key) == len(keys) and set(by_key) == set(keys) else None
 
 
-def _kind(node: Any) -> str:
+def _kind(node: object) -> str:
     """What a node is, without the values below it."""
     if isinstance(node, dict):
         return f"a dict with the keys {_listed(node)}"
@@ -155,12 +155,12 @@ def _kind(node: Any) -> str:
     return f"{type(node).__name__}" if parts is None else f"{type(node).__name__} of {len(list(parts[0]))}"
 
 
-def _listed(keys: Iterable[Any]) -> str:
+def _listed(keys: Iterable[object]) -> str:
     shown = [repr(key) for key in keys]
     return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
 
 
-def _length(names: Any) -> int:
+def _length(names: object) -> int:
     given = jtu.default_registry.flatten_one_level(names)
     return -1 if given is None else len(list(given[0]))
 
@@ -174,7 +174,7 @@ def _hashable(node: Any) -> Any:
     return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
 
 
-def raise_tied(tree: Any, flat: Flat) -> None:
+def raise_tied(tree: object, flat: Flat) -> None:
     """Raises if an nnx module holds a variable twice: as a tree it has two arrays, which training would set apart."""
     first: dict[int, str] = {}
     for path, box in _boxes(tree, flat):
@@ -189,7 +189,7 @@ def raise_tied(tree: Any, flat: Flat) -> None:
         first[id(box)] = path
 
 
-def raise_unread(tree: Any, flat: Flat) -> None:
+def raise_unread(tree: object, flat: Flat) -> None:
     """Raises if Flax's boxes carry names, for a plan that is given none."""
     named = [(path, names) for path, box in _boxes(tree, flat) if (names := _box_names(box)) is not None]
     if named:
@@ -202,7 +202,7 @@ def raise_unread(tree: Any, flat: Flat) -> None:
         )
 
 
-def _boxes(tree: Any, flat: Flat) -> list[tuple[str, Any]]:
+def _boxes(tree: object, flat: Flat) -> list[tuple[str, Any]]:
     # The array in a box is its field `value`. Most trees have no such path, and need no second look.
     if not any(path.endswith("value") for path in flat.paths):
         return []

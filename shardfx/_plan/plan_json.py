@@ -26,7 +26,7 @@ def payload(
     mode: str | None,
     rows: Sequence[Row],
     leaves: Iterable[tuple[str, int]],
-    structure: Any,
+    structure: object,
     strict: bool,
 ) -> dict[str, Any]:
     """What the text of a plan says, its digest apart; `leaves` are pairs of a path and the number of its row."""
@@ -47,7 +47,7 @@ def written(payload: dict[str, Any]) -> str:
     return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
 
 
-def _row(number: int, data: Any, mesh: MeshSpec) -> Row:
+def _row(number: int, data: object, mesh: MeshSpec) -> Row:
     row = codec.decode_row(number, data)
     if row.memory_kind not in (None, *MEMORY_KINDS):
         raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")

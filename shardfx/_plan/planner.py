@@ -186,7 +186,7 @@ class Draft(NamedTuple):
 
 def drafted(
     flat: Flat,
-    given: Sequence[Any],
+    given: Sequence[object],
     mesh: MeshSpec | Mesh | AbstractMesh,
     paths: PathRules | None,
     axes: AxisRules | None,
@@ -236,7 +236,7 @@ class _Planner:
     numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
 
-    def columns(self, flat: Flat, given: Sequence[Any]) -> tuple[list[int], list[Row], list[tuple[str, Exception]]]:
+    def columns(self, flat: Flat, given: Sequence[object]) -> tuple[list[int], list[Row], list[tuple[str, Exception]]]:
         """For each leaf the number of its row, the rows, and what cannot be planned. Alike leaves share one."""
         keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
         numbers: dict[Any, int] = {None: -1}
@@ -287,7 +287,7 @@ class _Planner:
         return asked_by_target(target, path, leaf, rule, self.axes, self.mode, stacked)
 
 
-def _keys(keys: Sequence[str], flat: Flat, given: Sequence[Any]) -> Iterable[Any]:
+def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[Any]:
     """For each array what decides how it is planned; `None` for what is no array."""
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]

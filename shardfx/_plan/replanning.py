@@ -104,7 +104,7 @@ def _refined_row(
 
 
 def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
-    def by_part(rules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    def by_part(rules: Iterable[tuple[str, object]]) -> list[tuple[str, Any]]:
         return [(name, _renamed_entry(target, parts)) for name, target in rules]
 
     modes = {mode: by_part(rules) for mode, rules in axes.modes}
@@ -180,7 +180,7 @@ def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> Parti
     return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))
 
 
-def _renamed_entry(entry: Any, parts: Mapping[str, tuple[str, ...]]) -> Any:
+def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
     """One entry of a spec, or one target of a rule, on the refined mesh."""
     if not isinstance(entry, str | tuple):
         return entry

@@ -249,7 +249,7 @@ class ShardPlan(eqx.Module):
     ) -> tuple[NamedSharding, Decision]: ...
     def sharding(
         self,
-        names_or_spec: Any,
+        names_or_spec: object,
         shape: Sequence[int] | None = None,
         *,
         strict: bool | None = None,
@@ -301,7 +301,7 @@ class ShardPlan(eqx.Module):
         made = named_sharding(self.content.any_mesh, found.spec, None)
         return (made, found) if explain else made
 
-    def replace(self, where: str, target: Any) -> "ShardPlan":
+    def replace(self, where: str, target: object) -> "ShardPlan":
         """The plan with another sharding for some of its arrays: checked, and corrected to their shapes, like every.
 
         **Arguments:**
@@ -361,7 +361,7 @@ class ShardPlan(eqx.Module):
         return self.content.to_json()
 
     @staticmethod
-    def from_json(text: str, like: Any = None) -> "ShardPlan":
+    def from_json(text: str, like: object = None) -> "ShardPlan":
         """Reads what [`shardfx.ShardPlan.to_json`][] wrote.
 
         **Arguments:**
@@ -394,7 +394,7 @@ class ShardPlan(eqx.Module):
         return html_of(self.content)
 
 
-def check_plan(what: str, given: Any) -> None:
+def check_plan(what: str, given: object) -> None:
     """Raises unless the argument named `what` is a plan."""
     check_type(what, given, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
 
@@ -413,7 +413,7 @@ def _require_same(what: str, values: dict[str, Any]) -> None:
 _WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
 
 
-def _told_apart(one: Any, two: Any) -> tuple[str, str]:
+def _told_apart(one: object, two: object) -> tuple[str, str]:
     """The texts of two values that differ, in which they do."""
     if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
         if one.axis_types != two.axis_types:

@@ -71,7 +71,7 @@ def decision_for(
 
 
 def _require_whole_units(
-    names: tuple[Any, ...], spec: PartitionSpec, units: tuple[int, ...], plan: Content, mesh: MeshSpec
+    names: tuple[object, ...], spec: PartitionSpec, units: tuple[int, ...], plan: Content, mesh: MeshSpec
 ) -> None:
     """Raises where no shape says how many heads there are, and the plan's arrays do not say that there are enough."""
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
@@ -90,13 +90,13 @@ def _require_whole_units(
         )
 
 
-def _sizes_of(name: Any, plan: Content) -> list[int]:
+def _sizes_of(name: object, plan: Content) -> list[int]:
     """The sizes that a logical name has in the plan's arrays."""
     return [size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name]
 
 
 def _refuse_doubt(
-    names: tuple[Any, ...], shape: tuple[int, ...], units: tuple[int, ...], reasons: Iterable[Reason], plan: Content
+    names: tuple[object, ...], shape: tuple[int, ...], units: tuple[int, ...], reasons: Iterable[Reason], plan: Content
 ) -> None:
     """Raises where a unit leaves a dimension whole that may count units, and the plan's arrays do not tell."""
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
@@ -117,7 +117,7 @@ def _target_of(name: str, plan: Content) -> Any:
     return entries_of(resolve((name,), plan.axes or AxisRules(()), mode=plan.mode).spec)[0]
 
 
-def require_pinned(asked: Any, spec: PartitionSpec) -> None:
+def require_pinned(asked: object, spec: PartitionSpec) -> None:
     """Raises for a dimension that is left to the compiler: only inside a compiled function there is one to choose."""
     free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
     if free:
@@ -171,7 +171,7 @@ _LENGTH_FIX = (
 )
 
 
-def _without_shape(names: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_shape(names: tuple[object, ...]) -> tuple[Any, ...]:
     """Names for arrays of any rank: dimensions beyond their end are whole, so `...` may stand there."""
     kept = names[:-1] if names and names[-1] is ... else names
     if any(name is ... for name in kept):
@@ -179,14 +179,14 @@ def _without_shape(names: tuple[Any, ...]) -> tuple[Any, ...]:
     return kept
 
 
-def _without(entry: Any, axes: list[str]) -> Any:
+def _without(entry: object, axes: list[str]) -> Any:
     return entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis not in axes)
 
 
 _BY_HAND = "replaced by hand"
 
 
-def replaced(content: Content, where: str, target: Any) -> Content:
+def replaced(content: Content, where: str, target: object) -> Content:
     """See `shardfx.ShardPlan.replace`."""
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
@@ -203,7 +203,7 @@ def replaced(content: Content, where: str, target: Any) -> Content:
     return content.replaced(rows=rows, index=index)
 
 
-def _row(content: Content, path: str, row: Row, target: Any) -> Row:
+def _row(content: Content, path: str, row: Row, target: object) -> Row:
     mesh = content.mesh
     request = asked_by_target(target, path, row, _BY_HAND, content.axes, content.mode)
     if request.units is None and request.names is None:  # what may not be cut apart is so by any spec

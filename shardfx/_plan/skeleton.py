@@ -36,16 +36,16 @@ class Skeleton:
         """The tree with the number of each leaf, in the tree's order."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
-    def in_order(self, column: Sequence[Any]) -> Sequence[Any]:
+    def in_order(self, column: Sequence[object]) -> Sequence[Any]:
         """What belongs to the leaves, brought from the order of `paths` into that of the tree."""
         return column if self.order is None else [column[i] for i in self.order]
 
-    def filled(self, column: Sequence[Any]) -> Any:
+    def filled(self, column: Sequence[object]) -> Any:
         """The tree with these leaves, which are in the order of `paths`."""
         return jax.tree.unflatten(self.treedef, self.in_order(column))
 
 
-def encode_structure(treedef: Any) -> Any:
+def encode_structure(treedef: object) -> Any:
     """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
     return _encode_structure(treedef, {})
 
@@ -70,11 +70,11 @@ def _encode_node(kind: type, aux: Any, children: list[Any]) -> Any:
     return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
 
 
-def _encode_key(key: Any) -> Any:
+def _encode_key(key: object) -> Any:
     return key if isinstance(key, str) else {type(key).__name__: repr(key)}
 
 
-def decode_structure(data: Any, paths: list[str]) -> Any:
+def decode_structure(data: object, paths: list[str]) -> Any:
     """The tree that `data` describes, with at each leaf its index; nodes of other libraries become dicts."""
     return _decode_structure(data, paths, 0, "")[0]
 

@@ -27,7 +27,7 @@ class Target:
     others: list[tuple[int, str, Any]]
     treedef: Any
 
-    def filled(self, values: Sequence[Any], kept: Mapping[int, Any]) -> Any:
+    def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> Any:
         """The tree with these arrays, and at the positions of other leaves what is kept for them."""
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}
@@ -35,7 +35,7 @@ class Target:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def target_of(plan: Any, what: str) -> Target:
+def target_of(plan: object, what: str) -> Target:
     """What is to be filled by the function `what`: a plan's tree, or the tree itself."""
     if isinstance(plan, ShardPlan):
         content = plan.content

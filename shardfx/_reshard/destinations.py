@@ -46,7 +46,7 @@ def targets(form: Any, tree: Any, leaves: Sequence[Any], treedef: Any, what: str
     ]
 
 
-def _broadcast(form: Any, tree: Any, what: str) -> list[Any]:
+def _broadcast(form: object, tree: object, what: str) -> list[Any]:
     try:
         whole = jax.tree.broadcast(form, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
@@ -57,7 +57,7 @@ def _broadcast(form: Any, tree: Any, what: str) -> list[Any]:
     return jax.tree.leaves(whole, is_leaf=lambda node: node is None)
 
 
-def _sharding(entry: Any, at: int, treedef: Any, what: str, known: dict[int, Sharding | None]) -> Sharding | None:
+def _sharding(entry: object, at: int, treedef: object, what: str, known: dict[int, Sharding | None]) -> Sharding | None:
     found = entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry
     if found is not None and not isinstance(found, Sharding):
         path = tree_paths(treedef)[at]
@@ -77,12 +77,12 @@ def _sharding(entry: Any, at: int, treedef: Any, what: str, known: dict[int, Sha
     return found
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether a leaf can be moved."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def lost_devices(lost: Iterable[Any]) -> tuple[Any, ...]:
+def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
     """The argument `lost` of a move, for which ids, or one device alone, would name no device; as a tuple."""
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))

@@ -78,7 +78,7 @@ def in_device_memory(sharding: Sharding) -> Sharding:
     return sharding if sharding.memory_kind == default else sharding.with_memory_kind(default)
 
 
-def copies_bytes(shape: tuple[int, ...], dtype: Any, *ends: Sharding) -> int:
+def copies_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
     """What programs need where an end lies in other memory than they compute in: a copy of its shards in theirs."""
     away = [end for end in ends if in_device_memory(end) is not end]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)

@@ -124,7 +124,7 @@ class _Flight:
             job.arrays, ft.partial(self._moved, job.copies), limit_bytes, most_bytes, pool, Shards(job.arrays)
         )
 
-    def _moved(self, copies: bool, x: Any, sharding: Sharding) -> jax.Array:
+    def _moved(self, copies: bool, x: object, sharding: Sharding) -> jax.Array:
         if not isinstance(x, jax.Array):
             return jax.device_put(x, sharding)
         move = move_of(x.shape, x.dtype, x.sharding, sharding, (), copies)
@@ -178,7 +178,7 @@ class _Flight:
                 self._means.forget(name)
                 self._give_up(leaf)
 
-    def _give_up(self, leaf: Any) -> None:
+    def _give_up(self, leaf: object) -> None:
         if isinstance(leaf, jax.Array) and not self._left[id(leaf)] and id(leaf) not in self._kept:
             leaf.delete()
 

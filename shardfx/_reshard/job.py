@@ -66,7 +66,7 @@ def job_of(
     return dataclasses.replace(job, moves={chosen[move]: places for move, places in job.moves.items()})
 
 
-def _move(leaf: jax.Array, target: Sharding, lost: tuple[Any, ...], copies: bool) -> Move:
+def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: bool) -> Move:
     _require_devices(target)
     move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
     if move.work is not None and move.work.cuts.missing:
@@ -114,7 +114,7 @@ class Journey:
     works: Works
 
 
-def journey_of(tree: Any, dst: Any, map: TreeMap, copies: bool) -> Journey:
+def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey:
     """Finds what there is to do, and raises where a map does not fit, before anything is moved."""
     flat = flatten(tree)
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
@@ -141,7 +141,7 @@ def journey_of(tree: Any, dst: Any, map: TreeMap, copies: bool) -> Journey:
     return Journey(arrays, target, works_of(map, sources, targets, copies))
 
 
-def _sharding(leaf: Any) -> Any:
+def _sharding(leaf: object) -> Any:
     return leaf.sharding if isinstance(leaf, jax.Array) else None
 
 

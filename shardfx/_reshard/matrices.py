@@ -77,7 +77,7 @@ class MappedMatrices:
 
 
 def map_matrices(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     plan: ShardPlan,
     *,
     over: str | Sequence[str] | None = None,
@@ -143,7 +143,7 @@ def map_matrices(
     return MappedMatrices(plan, exchanges, fn, others, state)
 
 
-def _mesh_of(plan: ShardPlan, arrays: Sequence[Any]) -> Any:
+def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
     """The mesh of the program: that of Explicit types, or the plan's."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
@@ -202,7 +202,7 @@ def _owned(fn: Callable[..., Any], exchange: Exchange, number: int, owned: Any, 
     return jax.lax.scan(turn, owned, (row_of_owner(exchange, starts), states))
 
 
-def _check_result(made: Any, same: Any) -> None:
+def _check_result(made: object, same: object) -> None:
     wanted, found = (jax.tree.map(lambda one: (one.shape, one.dtype), tree) for tree in (same, made))
     if not eqx.tree_equal(wanted, found):
         raise LeafTypeError(

@@ -134,10 +134,10 @@ def program_of(move: Move, donate: bool, cut: PartCut | None) -> Callable[[jax.A
 @ft.lru_cache(maxsize=4096)
 def move_of(
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: object,
     src: Sharding,
     dst: Sharding,
-    lost: tuple[Any, ...] = (),
+    lost: tuple[object, ...] = (),
     copies: bool = True,
     meshes: tuple[MeshSpec | None, MeshSpec | None] = (None, None),
 ) -> Move:
@@ -248,7 +248,7 @@ def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
     return ours == theirs
 
 
-def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: Any) -> int:
+def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) -> int:
     """The most that the program of the steps allocates on a device beside source and target."""
     layouts = [step.source for step in plan.steps] + [step.target for step in plan.steps[-1:]]
     pieces = [array_bytes(end.piece_shape(shape), dtype) for end in layouts]

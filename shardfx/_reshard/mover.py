@@ -62,14 +62,14 @@ def reshard(
 
 
 def reshard(
-    tree: Any,
-    dst: Any,
+    tree: object,
+    dst: object,
     *,
-    src: Any = None,
+    src: object = None,
     map: TreeMap | None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
-    lost: Iterable[Any] = (),
+    lost: Iterable[object] = (),
 ) -> Any:
     """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
 
@@ -139,14 +139,14 @@ def reshard(
 
 
 def resharded(
-    tree: Any,
-    dst: Any,
+    tree: object,
+    dst: object,
     *,
-    src: Any = None,
+    src: object = None,
     map: TreeMap | None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
-    lost: Iterable[Any] = (),
+    lost: Iterable[object] = (),
     copies: bool = True,
 ) -> Any:
     """As `reshard`; without `copies`, devices of the CPU run the programs of devices with memories of their own."""
@@ -168,7 +168,7 @@ def resharded(
     return jax.tree.unflatten(treedef, _moved(job, leaves, limit_bytes, donate))
 
 
-def _moved(job: Job, leaves: Sequence[Any], limit_bytes: int | None, donate: bool) -> list[Any]:
+def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
     """The leaves with those in the place of others that a job makes."""
     if limit_bytes is not None:
         require_room(job, limit_bytes)

@@ -182,7 +182,7 @@ class ReshardPlan:
     _repr_html_ = html_text
 
 
-def plan_reshard(src: Any, dst: Any, *, map: TreeMap | None = None, lost: Iterable[Any] = ()) -> ReshardPlan:
+def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: Iterable[object] = ()) -> ReshardPlan:
     """Plans a move without making it: steps, bytes and memory, per array and in total.
 
     Devices are taken to have memories of their own. Where this process's CPU plays all of them, as in tests, `reshard`
@@ -309,7 +309,7 @@ class _Leaf(NamedTuple):
     mesh: MeshSpec | None = None  # of a plan without devices
 
 
-def _columns(form: Any, what: str) -> list[_Leaf]:
+def _columns(form: object, what: str) -> list[_Leaf]:
     if isinstance(form, ShardPlan):
         mesh = None if form.jax_mesh else form.mesh
         rows = list(zip(form.content.rows, form.content.row_shardings, strict=True))
@@ -326,7 +326,7 @@ def _columns(form: Any, what: str) -> list[_Leaf]:
     return [_Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in arrays]
 
 
-def _wanted(src: Any, dst: Any, ours: Sequence[_Leaf]) -> list[_Leaf]:
+def _wanted(src: object, dst: object, ours: Sequence[_Leaf]) -> list[_Leaf]:
     """The leaves of `src` as `dst` wants them, where neither is a plan."""
     leaves, treedef = jax.tree.flatten(src)
     wanted = [
@@ -341,7 +341,7 @@ def _wanted(src: Any, dst: Any, ours: Sequence[_Leaf]) -> list[_Leaf]:
     return [leaf._replace(sharding=target or leaf.sharding) for leaf, target in zip(ours, wanted, strict=True)]
 
 
-def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: Any) -> None:
+def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: object) -> None:
     if (leaf.shape, leaf.dtype) != (tuple(shape), dtype):
         raise PlanMismatchError(
             f"{leaf_name(leaf.path)} is {leaf.dtype}{list(leaf.shape)} in `src` and {dtype}{list(shape)} in `dst`; "
@@ -349,7 +349,7 @@ def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: Any) -> None:
         )
 
 
-def _move(ours: _Leaf, theirs: _Leaf, lost: tuple[Any, ...]) -> Move:
+def _move(ours: _Leaf, theirs: _Leaf, lost: tuple[object, ...]) -> Move:
     _require_same(ours, theirs.shape, theirs.dtype)
     ends, meshes = (ours.sharding, theirs.sharding), (ours.mesh, theirs.mesh)
     try:

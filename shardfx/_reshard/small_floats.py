@@ -29,6 +29,6 @@ def is_small_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits < 32
 
 
-def moved(move: Callable[..., Any], *arrays: Any) -> Any:
+def moved(move: Callable[..., object], *arrays: object) -> Any:
     """`move(*arrays)`, traced: on bits where it is compiled for the CPU."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

@@ -153,7 +153,7 @@ def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     return x.update(sharding=NamedSharding(abstract(dst.mesh), PartitionSpec(*entries)))
 
 
-def _transpose(cotangent: Any, _: Any, *, src: NamedSharding, dst: NamedSharding) -> list[Any]:
+def _transpose(cotangent: object, _: object, *, src: NamedSharding, dst: NamedSharding) -> list[Any]:
     return [_move.bind(cotangent, src=dst, dst=src)]
 
 

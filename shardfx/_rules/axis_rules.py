@@ -377,7 +377,7 @@ def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys((name, axis) for name, target in listed for axis in entry_axes(target)))
 
 
-def declared_axes(axes: Iterable[Any]) -> tuple[Any, ...]:
+def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
     """The names of mesh axes, each once."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
@@ -386,7 +386,7 @@ def declared_axes(axes: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_axis_rules(what: str, given: Any) -> None:
+def check_axis_rules(what: str, given: object) -> None:
     """Raises unless the argument named `what` is AxisRules."""
     check_type(what, given, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
 
@@ -424,11 +424,11 @@ def _pairs(given: Any, what: str) -> list[tuple[str, Any]]:
     return checked
 
 
-def _rules(given: Any, what: str) -> tuple[Rule, ...]:
+def _rules(given: object, what: str) -> tuple[Rule, ...]:
     return tuple((name, _target(name, target, what)) for name, target in _pairs(given, what))
 
 
-def _target(name: str, target: Any, what: str) -> Target:
+def _target(name: str, target: object, what: str) -> Target:
     several = isinstance(target, list | tuple) and all(isinstance(axis, str) for axis in target)
     if not (several or target is None or target is UNCONSTRAINED or isinstance(target, str)):
         raise RuleError(

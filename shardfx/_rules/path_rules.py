@@ -64,7 +64,7 @@ class PathRules(eqx.Module):
         self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
         self.axes = declared_axes(axes)
 
-    def prepend(self, rules: Iterable[Any]) -> "PathRules":
+    def prepend(self, rules: Iterable[object]) -> "PathRules":
         """New PathRules: `rules` first, then these. So a rule can override one of a ready set.
 
         **Arguments:**
@@ -85,7 +85,7 @@ class PathRules(eqx.Module):
         """
         return PathRules([*rules, *self.rules], axes=self.axes)
 
-    def extend(self, rules: Iterable[Any] = (), *, axes: Iterable[Any] = ()) -> "PathRules":
+    def extend(self, rules: Iterable[object] = (), *, axes: Iterable[object] = ()) -> "PathRules":
         """New PathRules: these, then `rules` for paths that none of these matches.
 
         **Arguments:**
@@ -135,7 +135,7 @@ class PathRules(eqx.Module):
         check_places(len(self.rules), numbers, "drop")
         return PathRules([rule for at, rule in enumerate(self.rules) if at not in numbers], axes=self.axes)
 
-    def replace(self, number: int, target: Any) -> "PathRules":
+    def replace(self, number: int, target: object) -> "PathRules":
         """New PathRules: these, with another target for the rule in one place.
 
         **Arguments:**
@@ -199,7 +199,7 @@ class PathRules(eqx.Module):
         return cls(parsed(text))
 
 
-def match(tree: Any, rules: PathRules) -> Any:
+def match(tree: object, rules: PathRules) -> Any:
     """Which rule matches each array of a tree.
 
     **Arguments:**
@@ -233,7 +233,7 @@ def match(tree: Any, rules: PathRules) -> Any:
     return jax.tree.unflatten(flat.treedef, indices)
 
 
-def check_path_rules(what: str, given: Any) -> None:
+def check_path_rules(what: str, given: object) -> None:
     """Raises unless the argument named `what` is PathRules."""
     fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
     check_type(what, given, PathRules, RuleError, fix)
@@ -268,14 +268,14 @@ def are_digit_blind(regexes: tuple[str, ...]) -> bool:
     return all(map(is_digit_blind, regexes))
 
 
-def is_callable(target: Any) -> bool:
+def is_callable(target: object) -> bool:
     """Whether a rule's target must be called for each path."""
     target = bare(target)
     first = target.steps[0] if isinstance(target, Pipeline) else target
     return callable(first) and not isinstance(first, PartitionSpec)
 
 
-def _checked(index: int, rule: Any) -> tuple[str, Any]:
+def _checked(index: int, rule: object) -> tuple[str, Any]:
     if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
         raise RuleError(f"rule {index} is {rule!r}; a path rule is a pair of a regex and a target.")
     pattern, target = rule
@@ -290,7 +290,7 @@ def _checked(index: int, rule: Any) -> tuple[str, Any]:
     return pattern, _checked_target(index, pattern, target)
 
 
-def _checked_target(index: int, pattern: str, target: Any) -> Any:
+def _checked_target(index: int, pattern: str, target: object) -> Any:
     if target is None:
         return replicate
     if isinstance(target, Optional):
@@ -319,7 +319,7 @@ def check_once(spec: PartitionSpec, who: str) -> None:
         raise RuleError(f"{who} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
 
 
-def _check_names(index: int, pattern: str, names: tuple[Any, ...]) -> None:
+def _check_names(index: int, pattern: str, names: tuple[object, ...]) -> None:
     for name in names:
         members = name if isinstance(name, tuple) else () if name is ... else (name,)
         if not all(member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic) for member in members):

@@ -22,7 +22,7 @@ Policy: TypeAlias = Literal["replicate", "keep", "unconstrained", "raise"]
 
 
 def resolve(
-    names: Sequence[Any] | PartitionSpec,
+    names: Sequence[object] | PartitionSpec,
     rules: AxisRules,
     *,
     mode: str | None = None,
@@ -85,7 +85,7 @@ def units_of(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[in
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
 
-def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: Callable[[], str]) -> tuple[Any, ...]:
+def one_per_dim(names: Sequence[object], shape: tuple[int, ...], fix: Callable[[], str]) -> tuple[Any, ...]:
     """The names of an array with an entry for each dimension of `shape`.
 
     `...` in `names` stands for the dimensions that are not named, which are whole, and so does `()`.
@@ -112,7 +112,7 @@ def one_per_dim(names: Sequence[Any], shape: tuple[int, ...], fix: Callable[[], 
     return entries
 
 
-def names_text(names: Any) -> str:
+def names_text(names: object) -> str:
     """Names as they are written: `...` and not `Ellipsis`."""
     if not isinstance(names, tuple | list) or isinstance(names, PartitionSpec):
         return "..." if names is ... else repr(names)
@@ -151,7 +151,7 @@ class _Slot:
 
 # Bounded, and over values alone: the plan of a model asks for the same few dozen kinds of leaf all the time.
 @ft.lru_cache(maxsize=4096)
-def _resolve(entries: tuple[Any, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
+def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
         raise RuleError(f'`unmatched={unmatched!r}`: use "replicate", "keep", "unconstrained" or "raise".')
     active = _active(rules, mode)
@@ -196,7 +196,7 @@ class Attempt:
     taken: tuple[tuple[str, str, int], ...]
 
 
-def attempts(names: Sequence[Any] | PartitionSpec, rules: AxisRules, mode: str | None) -> tuple[Attempt, ...]:
+def attempts(names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: str | None) -> tuple[Attempt, ...]:
     """What [`shardfx.resolve`][] tries for an array, in order."""
     active, slots = _active(rules, mode), _slots(_entries(names), rules)
     own = len(active) - len(rules.rules)
@@ -247,7 +247,7 @@ def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> l
     return [reason(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")] if axes else []
 
 
-def _entry(entry: Any, given: Mapping[str, Target]) -> Any:
+def _entry(entry: object, given: Mapping[str, Target]) -> Any:
     if entry is None or entry is UNCONSTRAINED:
         return entry
     targets = [given.get(name) for name in _members(entry)]
@@ -256,7 +256,7 @@ def _entry(entry: Any, given: Mapping[str, Target]) -> Any:
     return UNCONSTRAINED if not axes and UNCONSTRAINED in targets else axes
 
 
-def _slots(entries: tuple[Any, ...], rules: AxisRules) -> tuple[_Slot, ...]:
+def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
     """The names in `entries`; those that share rules are in an order that no dimension has a part in."""
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
@@ -288,7 +288,7 @@ def _entries(names: Any) -> tuple[Any, ...]:
     return entries
 
 
-def _is_plain(names: Any) -> bool:
+def _is_plain(names: object) -> bool:
     """Whether `names` is a tuple of nothing but names and `None`, as most are."""
     return type(names) is tuple and _PLAIN.issuperset(map(type, names))
 
@@ -315,7 +315,7 @@ def _members(entry: Any) -> tuple[str, ...]:
 
 
 @ft.lru_cache(maxsize=4096)
-def _units_of(entries: tuple[Any, ...], rules: AxisRules) -> tuple[int, ...] | None:
+def _units_of(entries: tuple[object, ...], rules: AxisRules) -> tuple[int, ...] | None:
     units = dict(rules.units)
     found = []
     for entry in entries:

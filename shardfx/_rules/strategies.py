@@ -22,7 +22,7 @@ class Atomic:
         return self.unit if isinstance(self.unit, tuple) else (self.unit,)
 
 
-def atomic(target: Any, unit: int | tuple[int, ...]) -> Atomic:
+def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
     """Says that a dimension of `n * unit` elements may only be cut between units, whatever divides it.
 
     **Arguments:**
@@ -61,11 +61,11 @@ def atomic(target: Any, unit: int | tuple[int, ...]) -> Atomic:
     return Atomic(target, unit)
 
 
-def _before(target: Any, other: Any) -> "Pipeline":
+def _before(target: object, other: object) -> "Pipeline":
     return pipeline(target, other)
 
 
-def _after(target: Any, other: Any) -> "Pipeline":
+def _after(target: object, other: object) -> "Pipeline":
     return pipeline(other, target)
 
 
@@ -109,7 +109,7 @@ class Optional:
     target: Any
 
 
-def optional(target: Any) -> Optional:
+def optional(target: object) -> Optional:
     """The target of a path rule that not every tree has a use for.
 
     A rule that decides about no array is an error of [`shardfx.plan`][], because it is mostly a mistake. In a set of
@@ -138,12 +138,12 @@ def optional(target: Any) -> Optional:
     return target if isinstance(target, Optional) else Optional(target)
 
 
-def bare(target: Any) -> Any:
+def bare(target: object) -> Any:
     """The target itself, whether it is optional or not."""
     return target.target if isinstance(target, Optional) else target
 
 
-def axes_of_target(target: Any) -> tuple[str, ...]:
+def axes_of_target(target: object) -> tuple[str, ...]:
     """The mesh axes that the target of a path rule names; none for logical names and callables."""
     if isinstance(target, Optional | Atomic):
         return axes_of_target(target.target)
@@ -204,7 +204,7 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
     return Fsdp(axes, min_bytes, tuple(sorted(set(dims))))
 
 
-def pipeline(left: Any, right: Any) -> Pipeline:
+def pipeline(left: object, right: object) -> Pipeline:
     steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
     if any(not isinstance(step, Fsdp) for step in steps[1:]):
         raise RuleError(

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -11,7 +10,7 @@ from .._ground.text import between_numbers
 from .._rules import Atomic, Fsdp, Optional, Pipeline, Replicate
 
 
-def code_of(target: Any) -> str | None:
+def code_of(target: object) -> str | None:
     """The target of a rule, or a value in one, as code; `None` for a callable, which has none."""
     if isinstance(target, PartitionSpec):
         return f"PartitionSpec({', '.join(map(_value, entries_of(target)))})"
@@ -32,7 +31,7 @@ def code_of(target: Any) -> str | None:
     return None if callable(target) and target is not UNCONSTRAINED else _value(target)
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if value is UNCONSTRAINED:
         return "PartitionSpec.UNCONSTRAINED"
     if value is ...:

@@ -253,7 +253,7 @@ def _what(row: LeafDiff) -> str:
     return ", ".join(told) or "-"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     return spec_text(value) if isinstance(value, tuple) else str(value)
 
 

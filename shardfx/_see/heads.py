@@ -186,5 +186,5 @@ def _whole_heads(subject: Subject, group: Group, dim: int, unit: int) -> str:
     return subject.ruled(group.paths, atomic(spec, units))
 
 
-def _without(names: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+def _without(names: tuple[object, ...], dim: int) -> tuple[Any, ...]:
     return tuple(None if at == dim else name for at, name in enumerate(names))

@@ -117,7 +117,7 @@ _MOST_GROUPS = 12
 _WHOLE = ("format", "title", "digest", "verdict", "mesh", "totals", "chip", "fit")
 
 
-def embedded(value: Any) -> str:
+def embedded(value: object) -> str:
     """JSON of which no character can end the `<script>` that holds it, in ASCII."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
@@ -158,7 +158,7 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> Any:
     """The value with every string made printable: a name cannot turn the text around, and can be encoded."""
     if isinstance(value, str):
         return printable(value)
@@ -171,7 +171,7 @@ def _shown(value: Any) -> Any:
 
 def _within(
     characters: int,
-    rows: Sequence[Any],
+    rows: Sequence[object],
     pack: Callable[[Sequence[Any]], Any] = list,
     weight: Callable[[Any], int] | None = None,
 ) -> tuple[Any, list[Any]]:

@@ -21,11 +21,11 @@ from .subject import Subject
 
 
 def lint(
-    tree: Any,
+    tree: object,
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
     *,
     paths: PathRules | None = None,
-    names: Any = None,
+    names: object = None,
     axes: AxisRules | None = None,
     mode: str | None = None,
     min_bytes: int = 0,
@@ -130,7 +130,7 @@ def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) ->
     yield from optimizer_states(subject, replicated_bytes)
 
 
-def _names(names: Any, tree: Any, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
+def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
     """The names of each leaf; none where they do not fit the tree."""
     try:
         return names_of_leaves(names, tree, flat, axes)

@@ -62,7 +62,7 @@ def _plannable(subject: Subject, places: Sequence[int], paths: Sequence[str]) ->
     return subject.ruled(paths, cutting(subject, tuple(leaf.shape)) or replicate)
 
 
-def _is_planned(subject: Subject, path: str, target: Any) -> bool:
+def _is_planned(subject: Subject, path: str, target: object) -> bool:
     try:
         rules = PathRules([(subject.regex([path]), target)])
     except (RuleError, SpecError):
@@ -89,7 +89,7 @@ def cutting(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | N
     return next((over for _, over in axes_to_cut(subject, shape, units)), None)
 
 
-def _other_names(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+def _other_names(names: tuple[object, ...], rank: int) -> tuple[Any, ...]:
     """Names of the right length, each once, that say as much of `names` as they can."""
     if len(names) > rank:
         names = tuple(name for name in names if name is not ...)[:rank]
@@ -97,7 +97,7 @@ def _other_names(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     return (..., *once) if len(names) < rank and ... not in names else tuple(once)
 
 
-def _other_target(target: Any, rank: int) -> Any:
+def _other_target(target: object, rank: int) -> Any:
     """A target that fits an array of this rank and says as much of `target` as it can; `None` where none does."""
     first, rest = (target.steps[0], target.steps[1:]) if isinstance(target, Pipeline) else (target, ())
     inner = first.target if isinstance(first, Atomic) else first
@@ -183,7 +183,7 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
             yield f"paths = paths.replace({number}, {code_of(other)})"
 
 
-def _target_with(target: Any, axis: str, meant: str) -> Any:
+def _target_with(target: object, axis: str, meant: str) -> Any:
     """The target of a path rule with another mesh axis in the place of `axis`; one that it has already is left out."""
     if isinstance(target, Optional):
         return Optional(_target_with(target.target, axis, meant))

@@ -149,7 +149,7 @@ def _agreed(subject: Subject, odd: Mapping[str, list[int]]) -> set[tuple[str, in
 
 
 def _contradictions(
-    names: tuple[Any, ...] | None, shape: tuple[int, ...], odd: Mapping[str, list[int]]
+    names: tuple[object, ...] | None, shape: tuple[int, ...], odd: Mapping[str, list[int]]
 ) -> list[tuple[str, int]]:
     pairs = zip(names or (), shape, strict=False)
     return [(name, size) for name, size in pairs if isinstance(name, str) and size in odd.get(name, ())]
@@ -162,14 +162,14 @@ def _usual(counts: _Counts) -> dict[str, int]:
     return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
 
 
-def _recount(counts: _Counts, row: Row, other: tuple[Any, ...], uses: int) -> None:
+def _recount(counts: _Counts, row: Row, other: tuple[object, ...], uses: int) -> None:
     for name, size in _pairs(row.names or (), row.shape):
         counts[name][size] -= uses
     for name, size in _pairs(other, row.shape):
         counts[name][size] += uses
 
 
-def _pairs(names: tuple[Any, ...], shape: tuple[int, ...]) -> list[tuple[str, int]]:
+def _pairs(names: tuple[object, ...], shape: tuple[int, ...]) -> list[tuple[str, int]]:
     return [(name, size) for name, size in zip(names, shape, strict=False) if isinstance(name, str) and size]
 
 

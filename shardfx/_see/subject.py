@@ -72,7 +72,7 @@ class Subject:
         whole, share = self.content.byte_counts[group.number]
         return (share - -(-whole // self.mesh.size)) * len(group.paths)
 
-    def lost(self, shape: tuple[int, ...], dtype: Any) -> int:
+    def lost(self, shape: tuple[int, ...], dtype: object) -> int:
         """How many bytes each device holds of a replicated array beyond an even share of it."""
         whole = array_bytes(shape, dtype)
         return whole - -(-whole // self.mesh.size)
@@ -90,7 +90,7 @@ class Subject:
         return regex_of(paths, self._alike)
 
     def row_with(
-        self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: Any = None
+        self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: object = None
     ) -> Row | None:
         """The row that the leaf at `path` would have under other rules or names; `None` if it could not be planned."""
         at = self._places[path]
@@ -111,7 +111,7 @@ class Subject:
         """Whether the leaf at `path` has names of its own, which win over path rules."""
         return not self.is_plan and self.given[self._places[path]] is not None
 
-    def ruled(self, paths: Sequence[str], target: Any, *, last: bool = False) -> str:
+    def ruled(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
         """Code that gives leaves without names of their own this target, before all rules or after them.
 
         A rule that is for these leaves alone gets the target itself: it would have nothing left to do.
@@ -149,11 +149,11 @@ class Subject:
     def _places(self) -> dict[str, int]:
         return {path: at for at, path in enumerate(self.content.skeleton.paths)}
 
-    def mended(self, paths: Sequence[str], names: Any, target: Any) -> str:
+    def mended(self, paths: Sequence[str], names: object, target: object) -> str:
         """Code that gives leaves with names of their own these, and others the target."""
         return self.renamed(paths, names) if self.is_named(paths[0]) else self.ruled(paths, target)
 
-    def renamed(self, paths: Sequence[str], names: Any) -> str:
+    def renamed(self, paths: Sequence[str], names: object) -> str:
         """Code that gives leaves other names."""
         return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
 

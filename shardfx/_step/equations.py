@@ -8,7 +8,7 @@ import jax.extend.core as jex
 from .lines import Frame
 
 
-def opened(given: Any) -> tuple[Any, Sequence[Any]]:
+def opened(given: object) -> tuple[Any, Sequence[Any]]:
     """The jaxpr and the constants of one that may be closed."""
     return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
 

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -44,7 +44,7 @@ class SearchOptions(NamedTuple):
     extents: tuple[int, ...] = ()
 
 
-def asked_for(devices: Any, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
+def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
     """What a search is for; `devices` may say how many slices there are, as "tpu:v5p:4x4x4*2"."""
     text, star, many = devices.partition("*") if isinstance(devices, str) else (devices, "", "")
     times = 1
@@ -63,7 +63,7 @@ def asked_for(devices: Any, chip: str | chips.Chip | None, slices: int = 1) -> S
     return found._replace(total=total, slices=many_slices, targets=times, extents=extents)
 
 
-def _hardware(devices: Any, chip: str | chips.Chip | None) -> SearchOptions:
+def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
     """How many devices, of which kind, and the slice that they are, if one was named."""
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
@@ -91,7 +91,7 @@ def _hardware(devices: Any, chip: str | chips.Chip | None) -> SearchOptions:
     return SearchOptions(len(here), chips.find(of_these if chip is None else chip), None, 1, 1)
 
 
-def device_count(devices: int | str | Sequence[Any], chip: str | chips.Chip | None = None) -> int:
+def device_count(devices: int | str | Sequence[object], chip: str | chips.Chip | None = None) -> int:
     """How many devices a search for these is for."""
     return asked_for(devices, chip).total
 

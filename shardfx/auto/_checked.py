@@ -34,7 +34,11 @@ _ROUNDS, _STEPS = 3, 3
 
 
 def compiled(
-    pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], cache: str | os.PathLike[str] | None, tell: Tell
+    pricer: Pricer,
+    ones: Sequence[Candidate],
+    devices: Sequence[object],
+    cache: str | os.PathLike[str] | None,
+    tell: Tell,
 ) -> list[Candidate]:
     """The candidates with what their compiled programs send, compute and hold; those that fit first, fastest first."""
 
@@ -47,7 +51,7 @@ def compiled(
     )
 
 
-def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[Any], _: object, tell: Tell) -> list[Candidate]:
+def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], _: object, tell: Tell) -> list[Candidate]:
     """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
 
     def program_of(one: Candidate) -> Any:

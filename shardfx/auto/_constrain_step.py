@@ -128,7 +128,7 @@ class _Walker:
         """The results of a jaxpr."""
         arrays: dict[Any, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: object) -> Any:
             return atom.val if isinstance(atom, jex.Literal) else arrays[atom]
 
         for equation in jaxpr.eqns:
@@ -152,13 +152,13 @@ class _Walker:
             params[key] = tuple(map(self.anew, held)) if isinstance(held, tuple) else self.anew(held)
         return equation.replace(params=params)
 
-    def anew(self, given: Any) -> Any:
+    def anew(self, given: object) -> Any:
         jaxpr, consts = opened(given)
         structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
         made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
-    def made(self, number: int, equation: Any, outs: Sequence[Any]) -> Sequence[Any]:
+    def made(self, number: int, equation: object, outs: Sequence[object]) -> Sequence[Any]:
         """What an equation makes."""
         return outs
 

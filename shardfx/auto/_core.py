@@ -153,7 +153,7 @@ def costs(
     return xp.where(_is_allowed(arrays, sets, sizes), seconds, np.inf), memory
 
 
-def _library(array: Any) -> Any:
+def _library(array: object) -> Any:
     """The functions of arrays of this kind."""
     return jnp if isinstance(array, jax.Array) else np
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -159,7 +158,7 @@ def _joins(group: ClassGroup, traced: TracedStep) -> tuple[tuple[str, str], ...]
     return tuple(found)
 
 
-def source_line(location: Any) -> str:
+def source_line(location: object) -> str:
     """The file and line of the user's program that an operation comes from, without the folder."""
     frame = own_line(lines_of(location))
     return "-" if frame is None else frame.place

@@ -6,7 +6,6 @@ import functools as ft
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jaxtyping import PyTree
 
@@ -49,11 +48,11 @@ _NO_LIMITS = Limits()
 def search(
     step: Callable[..., object],
     *args: PyTree,
-    devices: int | str | Sequence[Any],
+    devices: int | str | Sequence[object],
     chip: str | chips.Chip | None = None,
     slices: int = 1,
     keep: int = 5,
-    verify: Any = None,
+    verify: object = None,
     also: Sequence[AxisRules] = (),
     closely: int = COMPILED,
     limits: Limits = _NO_LIMITS,

@@ -90,7 +90,7 @@ def chunk_files(content: dict[str, Any], driver: str) -> ChunkFiles:
     return ChunkFiles("" if is_old else "c", separator, "blosc" in codecs, is_sharded, inner)
 
 
-def _codecs(listed: Any) -> dict[Any, dict[str, Any]]:
+def _codecs(listed: object) -> dict[Any, dict[str, Any]]:
     """The codecs of zarr3's metadata by name, with their configurations; tensorstore judges what is none."""
     named = [codec for codec in listed if isinstance(codec, dict)] if isinstance(listed, list) else []
     found = {str(codec.get("name")): codec.get("configuration") for codec in named}

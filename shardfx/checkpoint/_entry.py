@@ -104,12 +104,12 @@ class ListedArray:
 ArrayEntry = FileArray | StoreArray | ListedArray
 
 
-def itemsize(dtype: Any) -> int:
+def itemsize(dtype: object) -> int:
     """Bytes of one element on the host: 1 for `int4`, 8 for a threefry PRNG key."""
     return -(-bits(dtype) // 8)
 
 
-def _nbytes(shape: tuple[int, ...], dtype: Any) -> int | None:
+def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
     return None if dtype is None else math.prod(shape) * itemsize(dtype)
 
 
@@ -143,7 +143,7 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
         )
 
 
-def _require_range(dtype: Any, values: np.ndarray, name: str) -> None:
+def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
     number = int if jnp.issubdtype(values.dtype, jnp.integer) else float
     low, high = number(values.min()), number(values.max())
     least, most = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)

@@ -56,7 +56,7 @@ class Fetch:
         """The memory of each box, seen with the dimensions of the checkpoint's array."""
         return [memory[number] if home is None else seen(memory[number], home) for number, home in self.homes]
 
-    def spans(self, entry: FileArray, dtype: Any, gap_bytes: int) -> tuple[Span, ...]:
+    def spans(self, entry: FileArray, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
         """The reads of an array in a file, for memory of a dtype."""
         in_place = dtype == entry.dtype and all(map(_is_in_place, self.boxes, self.homes))
         return spans_of(entry.shape, entry.dtype.itemsize, self.boxes, in_place, gap_bytes)

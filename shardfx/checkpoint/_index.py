@@ -334,7 +334,7 @@ def _group(entry: ArrayEntry) -> str | None:
     return None if isinstance(entry, FileArray) else entry.group
 
 
-def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _nested(pairs: Iterable[tuple[str, object]]) -> dict[str, Any]:
     """`("a/b", x)` pairs as `{"a": {"b": x}}`; no value is a dict.
 
     A path that is a leaf and a branch at once is an error, and one that is too deep for a tree.
@@ -361,7 +361,7 @@ def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _first_below(node: Any) -> str:
+def _first_below(node: object) -> str:
     keys = []
     while type(node) is dict:
         keys.append(next(iter(node)))

@@ -56,7 +56,7 @@ class Leaves:
     numbers: Mapping[str, Any]
 
 
-def plan_of_arrays(tree: Any) -> ShardPlan | None:
+def plan_of_arrays(tree: object) -> ShardPlan | None:
     """The plan that says how the arrays of a tree lie; `None` where they lie on no mesh, or on several."""
     flat = flatten(tree)
     known = {
@@ -68,18 +68,18 @@ def plan_of_arrays(tree: Any) -> ShardPlan | None:
     if len(meshes) != 1 or not isinstance(meshes[0], Mesh):
         return None
 
-    def spec(path: str, leaf: Any) -> PartitionSpec:
+    def spec(path: str, leaf: object) -> PartitionSpec:
         return known[path].spec if path in known else PartitionSpec()
 
     return plan(tree, meshes[0], paths=PathRules([(".*", spec)]))
 
 
-def plan_of_nothing(tree: Any) -> ShardPlan:
+def plan_of_nothing(tree: object) -> ShardPlan:
     """A plan that says which leaves of a tree are arrays, and nothing about where they lie."""
     return plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
 
 
-def leaves_to_save(tree: Any, plan: ShardPlan) -> Leaves:
+def leaves_to_save(tree: object, plan: ShardPlan) -> Leaves:
     """The leaves of the planned tree that a checkpoint keeps; an error for one that it could not give back."""
     flat = flatten(tree)
     index = rows_of(plan.content, flat)
@@ -105,7 +105,7 @@ def _kind(dtype: Any) -> str:
     return prng.key_name(dtype) if prng.is_key(dtype) else np.dtype(dtype).name
 
 
-def _check_leaf(path: str, leaf: Any, planned: Any) -> None:
+def _check_leaf(path: str, leaf: object, planned: object) -> None:
     name = printable(path)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise LeafTypeError(f"leaf `{name}` is a {type(leaf).__name__}, which holds no values to save.")
@@ -144,7 +144,7 @@ class Output:
     pieces: Callable[[bool], Iterator[tuple[Box, np.ndarray]]]
 
 
-def _pieces_of(made: Made, sources: Mapping[str, Any], is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
+def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
     """What this process writes of an array that a map makes of others."""
     for piece in made.pieces:
         if piece.value.path is None:
@@ -201,7 +201,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     return {device: box for box, device in devices.items()}
 
 
-def exported(leaves: Leaves, map: TreeMap, like: Any) -> Leaves:
+def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     """The arrays that a map makes of a tree's, in the place of those."""
     source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
     made = bound(map, source, None if like is None else tree_structs(like))

@@ -33,13 +33,13 @@ def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     return tuple(_listed(where, real, group, row) for group, rows in lists for row in _rows(real, group, rows))
 
 
-def _rows(real: str, group: str | None, rows: Any) -> list[Any]:
+def _rows(real: str, group: str | None, rows: object) -> list[Any]:
     if not isinstance(rows, list):
         raise CheckpointError(f"{real!r}: {'`arrays`' if group is None else f'prefix {quoted(group)}'} must be a list.")
     return rows
 
 
-def _listed(where: FilePlace, real: str, group: str | None, row: Any) -> StoreArray | ListedArray:
+def _listed(where: FilePlace, real: str, group: str | None, row: object) -> StoreArray | ListedArray:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str):
         raise CheckpointError(f"{real!r} lists {quoted(str(row), 80)}, which has no `path`.")
     path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
@@ -121,7 +121,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     return tuple(dataclasses.replace(entry, path="/".join(keys)) for keys, _, entry in found if entry is not None)
 
 
-def _keys(real: str, name: str, row: Any) -> tuple[list[str], bool]:
+def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
     """The keys of a value from the tree's root on, and whether it must be an array."""
     keys = row.get("key_metadata") if isinstance(row, dict) else None
     value = row.get("value_metadata") if isinstance(row, dict) else None

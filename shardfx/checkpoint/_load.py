@@ -172,7 +172,7 @@ class LoadRequest:
     unread: Unread = "raise"
 
 
-def load_index(index: Index, plan: Any, asked: LoadRequest, host: Host) -> Any:
+def load_index(index: Index, plan: object, asked: LoadRequest, host: Host) -> Any:
     """What an index says, loaded into the tree of a plan."""
     leaves, rebuild = wanted(index, plan, asked.dtype, asked.map, asked.unread)
     require_devices(leaf.sharding for leaf in leaves)

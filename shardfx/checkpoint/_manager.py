@@ -86,7 +86,7 @@ class Manager:
         """The last step that is there as a whole; `None` where there is none."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, tree: Any, plan: ShardPlan | None = None) -> None:
+    def save(self, step: int, tree: object, plan: ShardPlan | None = None) -> None:
         """Copies a tree to this process's memory, and begins to write it.
 
         It waits for the save before, if that is still under way.

@@ -27,22 +27,22 @@ def is_key(dtype: Any) -> bool:
 
 
 @ft.lru_cache(maxsize=64)
-def bits_of(dtype: Any) -> jax.ShapeDtypeStruct:
+def bits_of(dtype: object) -> jax.ShapeDtypeStruct:
     """What one key of a dtype is made of: for threefry, two uint32."""
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
 
 
-def key_name(dtype: Any) -> str:
+def key_name(dtype: object) -> str:
     """The name of a key dtype in metadata: `key<threefry2x32>`."""
     return encode_dtype(dtype)
 
 
-def implementation(dtype: Any) -> str:
+def implementation(dtype: object) -> str:
     """What JAX calls the implementation of a key dtype: `threefry2x32`."""
     return key_name(dtype).removeprefix(_PREFIX).removesuffix(">")
 
 
-def key_named(name: Any) -> Any:
+def key_named(name: object) -> Any:
     """The key dtype of a name in metadata; `None` for what names none that JAX has."""
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None
@@ -52,7 +52,7 @@ def key_named(name: Any) -> Any:
         return None
 
 
-def of_bits(entry: FileArray, dtype: Any) -> FileArray:
+def of_bits(entry: FileArray, dtype: object) -> FileArray:
     """The keys of `dtype` that an array of integers holds; the array itself if it cannot hold them."""
     one, rank = bits_of(dtype), len(entry.shape) - len(bits_of(dtype).shape)
     if rank < 0 or entry.shape[rank:] != one.shape or entry.dtype != one.dtype:
@@ -60,7 +60,7 @@ def of_bits(entry: FileArray, dtype: Any) -> FileArray:
     return dataclasses.replace(entry, shape=entry.shape[:rank], dtype=dtype)
 
 
-def as_bits(entry: Any) -> Any:
+def as_bits(entry: object) -> Any:
     """An array of keys as the array of integers that is in the file; any other as it is."""
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
@@ -78,7 +78,7 @@ def require_whole_keys(sharding: Sharding, path: str) -> None:
     )
 
 
-def keys_from(array: jax.Array, dtype: Any) -> jax.Array:
+def keys_from(array: jax.Array, dtype: object) -> jax.Array:
     """Loaded bits as keys again."""
     return jax.random.wrap_key_data(array, impl=implementation(dtype))
 
@@ -89,18 +89,18 @@ _KINDS = {"bool": bool, "int": int, "float": float, "complex": complex}
 _WIDE = 2**63
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: object) -> bool:
     """Whether a leaf is one of Python's numbers; a subclass, of an enumeration for one, is none."""
     return type(leaf) in (bool, int, float, complex)
 
 
-def to_text(numbers: Mapping[str, Any]) -> str:
+def to_text(numbers: Mapping[str, object]) -> str:
     """Numbers by path, as the metadata has them."""
     rows = {path: [type(value).__name__, _number_text(value)] for path, value in numbers.items()}
     return json.dumps(rows, separators=(",", ":"))
 
 
-def _number_text(value: Any) -> str:
+def _number_text(value: object) -> str:
     return hex(value) if type(value) is int and abs(value) >= _WIDE else repr(value)
 
 
@@ -116,7 +116,7 @@ def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any]
     return {path: _number(row, path, where) for path, row in rows.items()}
 
 
-def _number(row: Any, path: str, where: str) -> Any:
+def _number(row: object, path: str, where: str) -> Any:
     match row:
         case [str() as kind, str() as text] if kind in _KINDS:
             try:

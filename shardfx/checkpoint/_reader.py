@@ -141,7 +141,7 @@ def spans_of(
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
-def copied_out(views: Sequence[np.ndarray], span: Span, dtype: Any, path: str) -> np.ndarray:
+def copied_out(views: Sequence[np.ndarray], span: Span, dtype: object, path: str) -> np.ndarray:
     """The bytes of a span, gathered from what its parts hold, and cast where they are of another dtype."""
     memory = np.empty(span.nbytes, np.uint8)
     for view, part in zip(views, span.parts, strict=True):

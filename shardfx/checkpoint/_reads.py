@@ -79,10 +79,10 @@ class ReadPlan:
 
 def plan_reads(
     index: Index,
-    plan: Any,
+    plan: object,
     map: TreeMap | None = None,
     *,
-    dtype: Any = None,
+    dtype: object = None,
     unread: Unread = "raise",
     processes: int | None = None,
     gap_bytes: int = GAP_BYTES,

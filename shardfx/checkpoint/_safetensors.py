@@ -146,7 +146,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
     return Header(_renamed(arrays, metadata), metadata)
 
 
-def _array(name: str, entry: Any, base: int, file: str) -> FileArray:
+def _array(name: str, entry: object, base: int, file: str) -> FileArray:
     """One array. Other fields than the format's are ignored, as its library does."""
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
@@ -177,7 +177,7 @@ def _array(name: str, entry: Any, base: int, file: str) -> FileArray:
     return FileArray(name, tuple(shape), dtype, file, stored, base + begin)
 
 
-def _depth(value: Any) -> int:
+def _depth(value: object) -> int:
     """How deep lists and objects are nested in each other."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
@@ -207,18 +207,18 @@ def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArr
     return tuple([_of_kind(array, kinds.get(array.path)) for array in arrays])
 
 
-def _of_kind(array: FileArray, kind: Any) -> FileArray:
+def _of_kind(array: FileArray, kind: object) -> FileArray:
     if array.stored == "U8" and isinstance(kind, str) and kind in OTHER:
         return dataclasses.replace(array, dtype=OTHER[kind])
     keys = key_named(kind)
     return array if keys is None else of_bits(array, keys)
 
 
-def _is_sizes(values: Any) -> bool:
+def _is_sizes(values: object) -> bool:
     return isinstance(values, list) and all([type(value) is int and 0 <= value < 2**63 for value in values])
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:80]}..."
 

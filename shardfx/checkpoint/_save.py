@@ -58,11 +58,11 @@ class _Tensor:
 
 def save(
     path: str | os.PathLike[str],
-    tree: Any,
+    tree: object,
     plan: ShardPlan | None = None,
     *,
     map: TreeMap | None = None,
-    like: Any = None,
+    like: object = None,
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
     progress: bool | None = None,
@@ -158,7 +158,7 @@ class Content:
     metadata: Mapping[str, str]
 
 
-def content_of(tree: Any, plan: ShardPlan | None, map: TreeMap | None, like: Any) -> Content:
+def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> Content:
     """What `save` writes of a tree."""
     if plan is not None:
         check_type(
@@ -211,7 +211,7 @@ def write(
         return together.is_first
 
 
-def saved_plan(path: str | os.PathLike[str], like: Any = None) -> ShardPlan:
+def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
     """The plan that `save` wrote with a checkpoint.
 
     **Arguments:**

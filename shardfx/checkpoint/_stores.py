@@ -45,7 +45,7 @@ def dtype_named(text: str) -> Any:
     return _NAMED.get(text)
 
 
-def is_sizes(values: Any) -> bool:
+def is_sizes(values: object) -> bool:
     """Whether `values` is a list of non-negative integers that a 64-bit size can hold."""
     return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
@@ -82,7 +82,7 @@ def _described(path: str, file: str, key: str | None, content: Any, driver: str,
     return StoreArray(path, tuple(shape), dtype, file, stored, tuple(chunks), driver, key, files=files)
 
 
-def _fields(content: Any, driver: str) -> tuple[Any, Any, Any]:
+def _fields(content: object, driver: str) -> tuple[Any, Any, Any]:
     if not isinstance(content, dict):
         return None, None, None
     if driver == "zarr":

@@ -34,7 +34,7 @@ Facts = Mapping[str, str]
 Answers = Callable[[Mapping[int, Any]], Note]
 
 
-def holders_of(tree: Any) -> tuple[int, ...]:
+def holders_of(tree: object) -> tuple[int, ...]:
     """The processes that save a tree together: those with devices of its arrays; all, where no array says it."""
     everyone = tuple(range(jax.process_count()))
     if len(everyone) == 1:
@@ -239,7 +239,7 @@ class Together:
             self._is_over = True
             raise CheckpointError(f"{who} {silence}")
 
-    def _asked(self, call: str, name: str, *given: Any) -> Any:
+    def _asked(self, call: str, name: str, *given: object) -> Any:
         try:
             return getattr(self._client, call)(self._name + name, *given)
         except jax.errors.JaxRuntimeError as error:

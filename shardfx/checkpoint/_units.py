@@ -27,7 +27,7 @@ def is_final(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
-def moved(filled: np.ndarray, devices: Sequence[Any], sharding: Sharding) -> list[Any]:
+def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> list[Any]:
     """A box in host memory, on its way to each of the devices that hold it."""
     kind = sharding.memory_kind
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]

@@ -48,7 +48,7 @@ class Wanted:
 
 
 def wanted(
-    index: Index, plan: Any, dtype: Any, map: TreeMap | None = None, unread: Unread = "raise"
+    index: Index, plan: object, dtype: object, map: TreeMap | None = None, unread: Unread = "raise"
 ) -> tuple[list[Wanted], Callable[[Sequence[Any]], Any]]:
     """What each array of the plan is made of, and a function from the arrays to the tree.
 
@@ -104,7 +104,7 @@ def _require_all_read(index: Index, target: Target) -> None:
         )
 
 
-def _by_map(index: Index, target: Target, map: TreeMap, dtype: Any) -> list[Wanted]:
+def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[Wanted]:
     """What each array is made of where a map says so."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # What dtype a leaf gets is decided below, by the rules of all loading.
@@ -182,7 +182,7 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
     return entry
 
 
-def _is_keys(planned: Any, stored: Any, what: str) -> bool:
+def _is_keys(planned: object, stored: object, what: str) -> bool:
     """Whether a leaf holds PRNG keys; they are never cast."""
     kinds = [prng.is_key(planned), prng.is_key(stored)]
     if stored == planned or not any(kinds):
@@ -248,6 +248,6 @@ def require_devices(shardings: Iterable[Sharding]) -> None:
             )
 
 
-def box_bytes(box: Box, dtype: Any) -> int:
+def box_bytes(box: Box, dtype: object) -> int:
     """Bytes of a box in memory."""
     return volume(box) * itemsize(dtype)

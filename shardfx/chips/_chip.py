@@ -75,7 +75,7 @@ class Chip:
         """What a program may fill on one device of JAX's."""
         return self.usable_hbm_bytes // self.devices_per_chip
 
-    def flops(self, dtype: Any = "bfloat16") -> float | int:
+    def flops(self, dtype: object = "bfloat16") -> float | int:
         """Products and sums of one chip in a second, at their peak.
 
         **Arguments:**

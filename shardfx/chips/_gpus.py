@@ -19,7 +19,7 @@ _SOURCES = {
 
 
 def _gpu(
-    name: str, kind: str, hbm: int, usable: int, hbm_speed: float, link_speed: float, flops: Any, **other: Any
+    name: str, kind: str, hbm: int, usable: int, hbm_speed: float, link_speed: float, flops: object, **other: Any
 ) -> Chip:
     """A row of the table below. Speeds are in bytes a second; `other` has fields of a Chip, and more `sources`."""
     told = _SOURCES | other.pop("sources", {})

@@ -125,7 +125,7 @@ class CompiledFor:
 def compile_for(
     step: object,
     *args: object,
-    target: str | Mesh | Sequence[Any] = "tpu:v5e:4x4",
+    target: str | Mesh | Sequence[object] = "tpu:v5e:4x4",
     mesh: MeshSpec | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> CompiledFor:
@@ -221,7 +221,7 @@ def _bytes_of(text: str | None) -> int | None:
     return int(float(number) * 2 ** (10 * " KMGT".index(unit or " ")))
 
 
-def _mesh_of(target: str | Mesh | Sequence[Any], spec: MeshSpec) -> tuple[Mesh, str]:
+def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mesh, str]:
     if isinstance(target, Mesh):
         return target, _device_name(target.devices.flat[0])
     if not isinstance(target, str):

@@ -203,7 +203,7 @@ def fit(
     *args: object,
     chip: str | chips.Chip = "v5p",
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
-    compiled: Any = None,
+    compiled: object = None,
 ) -> Fit:
     """Whether a step fits a chip, and what takes the memory: bytes per device by group, against usable memory.
 
@@ -299,7 +299,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
     return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
 
 
-def _arguments(known: Counted, compiled: Any) -> tuple[list[FitRow], tuple[Offender, ...]]:
+def _arguments(known: Counted, compiled: object) -> tuple[list[FitRow], tuple[Offender, ...]]:
     """What the step takes, by group, and its largest arrays."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []

@@ -233,7 +233,7 @@ class StepShardings:
 
 
 def shardings(
-    step: Any, *args: Any, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
+    step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> StepShardings:
     """How every array of a step lies, and which argument, result or constraint each of its mesh axes comes from.
 
@@ -270,7 +270,7 @@ def shardings(
     return shardings_of(step_of(step, args, mesh), platform_of(compiler))
 
 
-def explained(step: Any, line: str, args: Sequence[Any], compiler: Platform | str = "tpu") -> StepShardings:
+def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
     """The arrays of one line of a step, and in their notes what that line sends and why."""
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
@@ -284,7 +284,7 @@ def explained(step: Any, line: str, args: Sequence[Any], compiler: Platform | st
     return dataclasses.replace(found.at(line), notes=tuple(notes))
 
 
-def shardings_of(step: Step, platform: Platform, module: Any = None) -> StepShardings:
+def shardings_of(step: Step, platform: Platform, module: object = None) -> StepShardings:
     """The same for a step that is traced already, or for another form of its module."""
     known = _Known(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()

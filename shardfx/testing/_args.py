@@ -22,7 +22,7 @@ from ..topology import MeshSpec
 _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError)
 
 
-def made(args: Any, *, mild: bool) -> Any:
+def made(args: object, *, mild: bool) -> Any:
     """The arguments with random arrays in the place of structs, on the devices that are there.
 
     **Arguments:**
@@ -36,7 +36,7 @@ def made(args: Any, *, mild: bool) -> Any:
     tables = [leaf.shape[0] for leaf in shaped if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, np.floating)]
     high = 2 if mild else max(tables, default=2)
 
-    def array(seed: int, leaf: Any) -> Any:
+    def array(seed: int, leaf: object) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return jax.device_put(_random(leaf, seed, high, mild), _on_devices(leaf.sharding))
@@ -58,7 +58,7 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
     return np.asarray(np.abs(numbers) if mild else numbers).astype(dtype)
 
 
-def _on_devices(sharding: Any) -> Any:
+def _on_devices(sharding: object) -> Any:
     """A sharding on devices that are there."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
         return sharding
@@ -120,7 +120,7 @@ def _is_taken(step: Any, args: Any) -> bool:
 
 
 def _resized(args: Sequence[PyTree], chosen: Mapping[_Key, int]) -> list[PyTree]:
-    def struct(number: int, leaf: Any) -> Any:
+    def struct(number: int, leaf: object) -> Any:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         sizes = enumerate(leaf.shape)

@@ -54,7 +54,7 @@ class Fault(NamedTuple):
     turn: int | None
 
 
-def differences(found: Any, wanted: Any) -> np.ndarray:
+def differences(found: object, wanted: object) -> np.ndarray:
     """How far numbers are apart; those that are no numbers, or infinite, are equal to their like alone."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     kind = np.result_type(found.dtype, np.float64)

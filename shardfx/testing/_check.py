@@ -152,7 +152,7 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
     return _checked(ours, theirs)
 
 
-def _on_one(leaf: jax.Array, device: Any) -> jax.Array:
+def _on_one(leaf: jax.Array, device: object) -> jax.Array:
     """A copy on one device. It goes through the host: the type of a copy would keep Explicit axes."""
     made = jax.device_put(np.asarray(_data(leaf)), device)
     is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -258,7 +258,7 @@ def _outputs(
     return found
 
 
-def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: Any) -> CheckedStep:
+def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) -> CheckedStep:
     """What was found, with the first equation that differs."""
     try:
         played = _played(ours, alone=False, wide=wide, keeps=True)

@@ -107,10 +107,10 @@ class Tape:
         arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(self.widened, consts), *args), strict=True))
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.unknown(consts), *ids), strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: object) -> Any:
             return self.literal(atom) if isinstance(atom, jex.Literal) else arrays[atom]
 
-        def number(atom: Any) -> int:
+        def number(atom: object) -> int:
             return -1 if isinstance(atom, jex.Literal) else numbers[atom]
 
         frames = self.frames
@@ -130,7 +130,7 @@ class Tape:
         self.frames = frames
         return [*map(read, jaxpr.outvars)], [*map(number, jaxpr.outvars)]
 
-    def unknown(self, arrays: Sequence[Any]) -> list[int]:
+    def unknown(self, arrays: Sequence[object]) -> list[int]:
         """Numbers for arrays that no equation makes."""
         return [next(self.count) for _ in arrays]
 
@@ -196,7 +196,7 @@ class Tape:
         is_dtype = isinstance(param, np.dtype) or (isinstance(param, type) and issubclass(param, np.generic))
         return _wider(np.dtype(param), self.wide) if is_dtype else param
 
-    def anew(self, given: Any) -> Any:
+    def anew(self, given: object) -> Any:
         jaxpr, consts = opened(given)
         structs = [jax.ShapeDtypeStruct(var.aval.shape, _wider(var.aval.dtype, self.wide)) for var in jaxpr.invars]
         inner = Tape(alone=self.alone, wide=self.wide)
@@ -243,7 +243,7 @@ class Tape:
         yield self.values
         self.values = outer
 
-    def held(self, start: int, values: dict[int, Any], leading: Any) -> None:
+    def held(self, start: int, values: dict[int, Any], leading: object) -> None:
         """Takes over what the records of an equation's program made."""
         self.values.update(values)
         for at in range(start, len(self.records)):
@@ -273,7 +273,7 @@ class Tape:
         self.held(start, found, -1 if params["reverse"] else 1)
         return [*carry, *ys], ids
 
-    def forgotten(self, closed: Any, *args: Any) -> list[Any]:
+    def forgotten(self, closed: object, *args: object) -> list[Any]:
         """The results of a program whose equations have no records."""
         start = len(self.records)
         with self.within(start):
@@ -311,7 +311,7 @@ class Tape:
                 "step, with the mesh: `check_step(make_step, *args, mesh=mesh)`."
             )
 
-        def body(*args: Any) -> Any:
+        def body(*args: object) -> Any:
             with self.within(start) as found:
                 outs, ids[:] = self.run(*opened(params["jaxpr"]), args, reads)
             return outs, {at: one[None] for at, one in found.items()}

@@ -90,7 +90,7 @@ def _others(plans: Plans) -> str:
     )
 
 
-def _placed(plans: Plans, started: tuple[Any, ...]) -> str:
+def _placed(plans: Plans, started: tuple[object, ...]) -> str:
     _, model, state = started
     wrong = [*misplaced(model, plans.model), *misplaced(state, plans.optimizer)]
     return (

@@ -82,7 +82,7 @@ def _map(name: str) -> TreeMap:
     return found
 
 
-def _mapped(relation: TreeMap, structs: Any, wanted: Any) -> dict[str, Struct]:
+def _mapped(relation: TreeMap, structs: object, wanted: object) -> dict[str, Struct]:
     """The leaves of the target by path; that the map fits the source, and what is wanted, is checked on the way."""
     made = bound(relation, tree_structs(structs), None if wanted is None else tree_structs(wanted))
     return {path: Struct(one.shape, one.dtype) for path, one in made.items()}

@@ -153,7 +153,7 @@ def _parts(made: ShardPlan) -> ShardPlan:
     return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
 
 
-def _of_step(asked: PlanOptions, name: str, chip: Any, compiles: bool) -> cost.Fit:
+def _of_step(asked: PlanOptions, name: str, chip: object, compiles: bool) -> cost.Fit:
     loaded = load_step(name, asked.kwargs, asked.mesh)
     with working(f"tracing {name}"):
         program = compiled(loaded, asked.target) if compiles else None

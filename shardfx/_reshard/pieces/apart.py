@@ -39,7 +39,7 @@ def carried(dtype: Any, devices: Sequence[Any]) -> Any:
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
-def parcel_block(rounds: Sequence[Round], dtype: Any, devices: Sequence[Any]) -> Block:
+def parcel_block(rounds: Sequence[Round], dtype: object, devices: Sequence[object]) -> Block:
     """Shape and dtype of what one device sends, of an array of a dtype."""
     return (sum(size for size, _ in parcels(rounds)),), carried(sent_dtype(rounds[0].form, dtype), devices)
 
@@ -54,7 +54,7 @@ def anywhere(rounds: Sequence[Round]) -> tuple[Round, ...]:
 
 
 @ft.lru_cache(maxsize=256)
-def cutting(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...]) -> Any:
+def cutting(devices: tuple[object, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...]) -> Any:
     """The jitted step in which the devices of some arrays of one dtype cut their pieces, and lay them end to end."""
     dtype = sources[0][1]
     (count,), to = parcel_block(rounds, dtype, devices)
@@ -75,7 +75,7 @@ def cutting(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[
 
 
 @ft.lru_cache(maxsize=256)
-def sending(devices: tuple[Any, ...], found: tuple[Parcel, ...]) -> Any:
+def sending(devices: tuple[object, ...], found: tuple[Parcel, ...]) -> Any:
     """The jitted step in which all devices exchange parcels; it takes the memory of what is sent for what comes."""
 
     def run(sent: jax.Array) -> jax.Array:
@@ -91,7 +91,9 @@ def sending(devices: tuple[Any, ...], found: tuple[Parcel, ...]) -> Any:
 
 
 @ft.lru_cache(maxsize=256)
-def putting(devices: tuple[Any, ...], rounds: tuple[Round, ...], source_dtype: Any, target: Block, begins: bool) -> Any:
+def putting(
+    devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, begins: bool
+) -> Any:
     """The jitted step in which the devices of the target put what they received into its shards.
 
     **Arguments:**
@@ -116,7 +118,7 @@ def putting(devices: tuple[Any, ...], rounds: tuple[Round, ...], source_dtype: A
 
 
 @ft.lru_cache(maxsize=256)
-def finishing(devices: tuple[Any, ...], dtype: Any) -> Any:
+def finishing(devices: tuple[object, ...], dtype: object) -> Any:
     """The jitted step in which bits become the numbers that they are, in their own memory."""
     return _mapped(devices, lambda x: _as(x, dtype), 1, 0)
 

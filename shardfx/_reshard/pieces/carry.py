@@ -145,7 +145,7 @@ def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array
     return _made_of(work, [_in_memory(part, kind) for part in mine])
 
 
-def _together(work: Work, target: tuple[int, ...], every: Mapping[str, Any], means: Means) -> jax.Array:
+def _together(work: Work, target: tuple[int, ...], every: Mapping[str, object], means: Means) -> jax.Array:
     """The shards of an array whose sources lie on the same devices."""
     devices = work.devices
     with _on(devices):
@@ -166,7 +166,7 @@ def _together(work: Work, target: tuple[int, ...], every: Mapping[str, Any], mea
     return out
 
 
-def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, Any], means: Means) -> jax.Array | None:
+def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, object], means: Means) -> jax.Array | None:
     """The shards of an array whose sources lie on others; `None` where this process has none of them."""
     there = work.target_devices
     own, came = carried(work.dtype, there), dict[Any, jax.Array]()
@@ -198,7 +198,7 @@ def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, Any], means:
         return finishing(there, work.dtype)(out)
 
 
-def _sent(devices: tuple[Any, ...], step: Exchange, block: Block, sent: dict[Any, jax.Array]) -> jax.Array:
+def _sent(devices: tuple[object, ...], step: Exchange, block: Block, sent: dict[Any, jax.Array]) -> jax.Array:
     """What each device receives; one that sends nothing puts in zeros."""
     others = tuple(device for device in devices if _is_mine(device) and device not in sent)
     if others:
@@ -216,7 +216,7 @@ def _by_device(array: jax.Array) -> dict[Any, jax.Array]:
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
-def _on(devices: tuple[Any, ...]) -> Any:
+def _on(devices: tuple[object, ...]) -> Any:
     """The caller may be under a mesh of other devices."""
     return jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh)
 
@@ -262,7 +262,7 @@ def _steps_apart(
     return tuple(found)
 
 
-def _placed(rows: np.ndarray, devices: tuple[Any, ...]) -> jax.Array | None:
+def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
     """A row per device, there; `None` where this process has none of them."""
     if not any(map(_is_mine, devices)):
         return None

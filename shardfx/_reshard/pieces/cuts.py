@@ -243,7 +243,7 @@ def _inside(part: Piece, cell: Box) -> list[Piece]:
     return [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]
 
 
-def first_casts(casts: Sequence[Any], dtype: Any) -> int:
+def first_casts(casts: Sequence[object], dtype: object) -> int:
     """How many casts of numbers come before they are sent: those up to the smallest dtype that they have."""
     sizes = [bits(dtype)]
     for to in casts:
@@ -251,12 +251,12 @@ def first_casts(casts: Sequence[Any], dtype: Any) -> int:
     return sizes.index(min(sizes))
 
 
-def sent_bits(value: Value, dtype: Any) -> int:
+def sent_bits(value: Value, dtype: object) -> int:
     """Bits of an element on the wire."""
     return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
 
 
-def _widest_bits(value: Value, dtype: Any) -> int:
+def _widest_bits(value: Value, dtype: object) -> int:
     return max([bits(dtype), *map(bits, dtypes_of(value.casts))])
 
 

@@ -103,7 +103,7 @@ def exchanges(
     count: int,
     receivers: int,
     most_bytes: int | None = None,
-    homes: Mapping[str, Any] | None = None,
+    homes: Mapping[str, object] | None = None,
 ) -> list[Exchange]:
     """The programs that carry out cuts, in which devices are numbered from 0 to `count`.
 
@@ -130,7 +130,9 @@ def exchanges(
 Sending = tuple[str, Form, bool, Sequence[Cut]]
 
 
-def _groups(steps: Sequence[Sending], most_bytes: int | None, homes: Mapping[str, Any] | None) -> list[list[Sending]]:
+def _groups(
+    steps: Sequence[Sending], most_bytes: int | None, homes: Mapping[str, object] | None
+) -> list[list[Sending]]:
     groups: list[list[Sending]] = []
     filled, paths, kind = 0, set[str](), None
     for step in steps:
@@ -207,7 +209,7 @@ def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> j
     return put_in(step, out, piece, block.dtype, place)
 
 
-def sent_dtype(form: Form, dtype: Any) -> Any:
+def sent_dtype(form: Form, dtype: object) -> Any:
     """What the numbers of an array of a dtype are when they are sent."""
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
@@ -219,14 +221,14 @@ def cut_out(form: Form, block: jax.Array, place: jax.Array) -> jax.Array:
     return _cast(piece, form.casts[: first_casts(form.casts, block.dtype)])
 
 
-def _cast(piece: jax.Array, casts: Sequence[Any]) -> jax.Array:
+def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
     for at, to in enumerate(casts):
         # Without the barrier XLA may leave out what a dtype between rounds away.
         piece = changed(jax.lax.optimization_barrier(piece) if at else piece, to)
     return piece
 
 
-def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: Any, place: jax.Array) -> jax.Array:
+def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
     """A new shard, of numbers or of their bits, with a piece that was received of an array of a dtype."""
     form = step.form
     piece = _cast(piece, form.casts[first_casts(form.casts, dtype) :])
@@ -313,7 +315,7 @@ def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @ft.lru_cache(maxsize=64)
-def sharding_of(devices: tuple[Any, ...]) -> NamedSharding:
+def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
     """How the blocks of a program lie."""
     return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))
 

@@ -381,9 +381,7 @@ def _nothing(path: str, box: Box) -> np.ndarray:
 Views = tuple[np.ndarray, np.ndarray, int | None]
 
 
-def _views(
-    pairs: Sequence[tuple[np.ndarray, Sequence[Copy]]], names: Sequence[str], shards: Shards
-) -> Iterator[Views]:
+def _views(pairs: Sequence[tuple[np.ndarray, Sequence[Copy]]], names: Sequence[str], shards: Shards) -> Iterator[Views]:
     sources: dict[tuple[int, int], np.ndarray] = {}
     for buffer, copies in pairs:
         memory, kind = as_bytes(buffer), as_bits(buffer).dtype

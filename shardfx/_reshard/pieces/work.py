@@ -230,10 +230,10 @@ def _work(leaf: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf], copies:
 
 def work_between(
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: object,
     src: Sharding,
     dst: Sharding,
-    lost: tuple[Any, ...],
+    lost: tuple[object, ...],
     copies: bool,
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Work:
@@ -273,7 +273,7 @@ class _Devices(NamedTuple):
     places: Mapping[Any, int]
     are_named: bool
 
-    def place(self, device: Any) -> int | None:
+    def place(self, device: object) -> int | None:
         """Where a device is among all."""
         return self.places.get(device if self.are_named else getattr(device, "id", device))
 
@@ -282,7 +282,7 @@ class _Devices(NamedTuple):
         return [at for device in _ordered(sharding) if (at := self.place(device)) is not None]
 
 
-def _devices_of(sources: Sequence[Sharding], target: Sharding, lost: Sequence[Any]) -> _Devices:
+def _devices_of(sources: Sequence[Sharding], target: Sharding, lost: Sequence[object]) -> _Devices:
     are_named = all(map(has_devices, (*sources, target)))
     key_of = (lambda device: device) if are_named else (lambda device: getattr(device, "id", device))
     gone = {key_of(device) for device in lost}
@@ -298,7 +298,7 @@ def _planned(
     sources: Mapping[str, MovedLeaf],
     known: dict[Any, Any],
     copies: bool,
-    lost: tuple[Any, ...] = (),
+    lost: tuple[object, ...] = (),
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Work:
     """How an array is made of the numbers of others; `known` has the cuts of others of its kind."""
@@ -362,7 +362,7 @@ def _cuts(
     sources: Mapping[str, MovedLeaf],
     *,
     known: dict[Any, Any],
-    lost: tuple[Any, ...],
+    lost: tuple[object, ...],
     sent_before: tuple[tuple[int, int], ...],
 ) -> tuple[Cuts, _Devices, Any]:
     """Who takes what from whom; and what arrays have in common whose cuts differ in the names of what they read."""

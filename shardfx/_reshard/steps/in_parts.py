@@ -171,7 +171,7 @@ def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus
     """
     source, target = (_Stored.of(shape, cut, as_on_tpus) for shape in (piece.shape, cut.target_shape))
 
-    def moved_to(out: Any, start: Any, size: int) -> Any:
+    def moved_to(out: object, start: object, size: int) -> Any:
         part = source.unturned(_pinned(source.part_of(stored, start, size)))
         return _pinned(target.with_part(out, _pinned(target.turned(move(part))), start, size))
 
@@ -228,7 +228,7 @@ class _Stored:
         )
         return self._for_each_strip(copy, stored)
 
-    def _for_each_strip(self, copy: Callable[[Any, Any], Any], out: Any) -> Any:
+    def _for_each_strip(self, copy: Callable[[Any, Any], Any], out: object) -> Any:
         return lax.fori_loop(0, self.strips, copy, out, unroll=min(self.strips, _STRIPS_AT_ONCE))
 
 
