@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfx import MeshSpec, filter_jit, shard
-from shardfx._cli.demo.data import batch, stdlib_text
 from shardfx._cli.demo.train import (
     TOLERANCE,
     Plans,
     Run,
+    batch,
     make_optimizer,
     make_plans,
     make_step,
     start_sharded,
     start_unsharded,
+    stdlib_text,
 )
 
 from . import _matrices

@@ -11,8 +11,7 @@ from jax.experimental import multihost_utils
 from .._ground.errors import LeafTypeError
 from .._ground.tree import Flat, flatten
 from .._plan import Row, ShardPlan, check_plan, named_sharding, rows_of, shardings_of_leaves
-from .constraint import constrain
-from .put import is_tracing, placed
+from .constraint import constrain, is_tracing, placed
 
 
 T = TypeVar("T")

@@ -31,11 +31,11 @@ _VERBS = {
     "why": "Say how the arrays of a step lie, and what each mesh axis is from.",
 }
 _FILES = {
-    **dict.fromkeys(("plan", "explain", "lint", "diff"), "plans"),
+    **dict.fromkeys(("plan", "explain", "lint", "diff", "report"), "plans"),
     **dict.fromkeys(("traffic", "why", "fit"), "steps"),
     **dict.fromkeys(("convert", "clean"), "checkpoints"),
     **dict.fromkeys(("chips", "models"), "lists"),
-    **dict.fromkeys(("report", "search", "demo")),
+    **dict.fromkeys(("search", "demo")),
 }
 _COMPLETION = """\b
 completion in a shell, here for bash; zsh and fish have their own word:

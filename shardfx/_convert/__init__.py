@@ -33,5 +33,17 @@ from .pieces import (
     within,
 )
 from .tree_map import TreeMap, bound, bound_before
-from .values import chunks, constant, fill, scale_box, write
-from .views import Landing, as_bits, landings, seen, source_view, strides_of, target_view
+from .values import (
+    Landing,
+    as_bits,
+    chunks,
+    constant,
+    fill,
+    landings,
+    scale_box,
+    seen,
+    source_view,
+    strides_of,
+    target_view,
+    write,
+)

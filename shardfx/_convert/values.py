@@ -1,15 +1,119 @@
-"""The numbers of a piece: read, scaled, cast, and written where they belong."""
+"""Pieces in memory: as views that NumPy copies, and their numbers read, scaled, cast, and written where they belong."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._ground.boxes import Box, volume
 from .._ground.copying import copy
 from .casts import is_rounded
-from .pieces import NOWHERE, Counted, Piece, Scale, changed, hull, is_only, rows, swapped
-from .views import as_bits, source_view, target_view
+from .pieces import NOWHERE, Counted, Factor, Piece, Scale, along, changed, dense, hull, is_only, rows, swapped
+
+
+_BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next along each dimension of a row-major array."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
+    """The elements of a piece in an array that holds the target from `start` on: one dimension per factor."""
+    return _view(memory, piece.target, start, [(f.size, f.target_dim, f.target_step) for f in piece.factors])
+
+
+def source_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
+    """The same elements in an array that holds the source from `start` on."""
+    return _view(memory, piece.source, start, [(f.size, f.source_dim, f.source_step) for f in piece.factors])
+
+
+def _view(
+    memory: np.ndarray, place: tuple[int, ...], start: Sequence[int] | None, factors: Sequence[tuple[int, int, int]]
+) -> np.ndarray:
+    first = place if start is None else tuple(at - low for at, low in zip(place, start, strict=True))
+    shape = tuple(size for size, _, _ in factors)
+    strides = tuple(0 if dim == NOWHERE else memory.strides[dim] * step for _, dim, step in factors)
+    corner = memory[(*[slice(at, None) for at in first], ...)]
+    return strided(corner, shape, strides)
+
+
+def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """A view of memory with other strides, in bytes."""
+    # NumPy's function makes the dtype anew from its text, and that of float8_e5m2 is "<f1", which it does not know.
+    return np.lib.stride_tricks.as_strided(as_bits(memory), shape, strides).view(memory.dtype)
+
+
+def as_bits(view: np.ndarray) -> np.ndarray:
+    """The same memory in a dtype that NumPy copies fast: those that it does not know itself it copies one by one."""
+    kind = _BITS.get(view.dtype.itemsize)
+    return view if kind is None or view.dtype.isbuiltin == 1 else view.view(kind)
+
+
+class Landing(NamedTuple):
+    """A box of the source, and where its elements are in the memory of the target.
+
+    **Arguments:**
+
+    - `source`: the box.
+    - `offset`, `strides`: of its first element, and of its dimensions, counted in elements of the memory.
+    """
+
+    source: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+def landings(piece: Piece, box: Box) -> Iterator[Landing]:
+    """A piece as boxes of its source that each have one stride per dimension in memory that holds `box` of the target.
+
+    A piece that lies in the box. Of elements that are there several times each place is a landing.
+    """
+    shape = tuple(stop - start for start, stop in box)
+    strides = strides_of(shape)
+    for part in _evenly(piece, strides):
+        other = swapped(part)
+        offset = sum((at - low) * stride for at, (low, _), stride in zip(part.target, box, strides, strict=True))
+        own = [along(other, dim) for dim in range(len(other.target))]
+        # The innermost digit's step is that of the dimension; the others follow from it.
+        inner = [_step(factors[-1], strides) if factors else 0 for factors in own]
+        yield Landing(hull(other), offset, tuple(inner))
+
+
+def _step(digit: Factor, strides: Sequence[int]) -> int:
+    # Seen from the other side, so that the source is the memory.
+    return 0 if digit.source_dim == NOWHERE else strides[digit.source_dim] * digit.source_step
+
+
+def _evenly(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
+    other = swapped(piece)
+    for factor in other.factors:
+        if factor.target_dim == NOWHERE:
+            for number in range(factor.size):
+                yield from _evenly(swapped(rows(other, factor, number, number + 1)), strides)
+            return
+    for part in dense(other):
+        yield from map(swapped, _one_stride(part, strides))
+
+
+def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
+    for dim in range(len(piece.target)):
+        own = along(piece, dim)
+        for outer, inner in zip(own, own[1:], strict=False):
+            if _step(outer, strides) != _step(inner, strides) * inner.size:
+                for number in range(outer.size):
+                    yield from _one_stride(rows(piece, outer, number, number + 1), strides)
+                return
+    yield piece
+
+
+def seen(memory: np.ndarray, landing: Landing) -> np.ndarray:
+    """A landing as a view of the memory, with the dimensions of the source."""
+    shape = tuple(stop - start for start, stop in landing.source)
+    strides = tuple(stride * memory.itemsize for stride in landing.strides)
+    return strided(memory.reshape(-1)[landing.offset :], shape, strides)
 
 
 # A box of an array, by its path.

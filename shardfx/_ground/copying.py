@@ -1,7 +1,9 @@
 """Copying between views of memory whose elements lie in different orders."""
 
+import itertools as it
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -62,3 +64,23 @@ def _row(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     """The dimension with the shortest step. Dimensions without a step repeat elements and do not count."""
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)
+
+
+_ALIGNMENT = 64
+
+
+def of_numpy(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, np.uint8)
+
+
+def buffers(
+    wanted: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
+) -> list[np.ndarray]:
+    """Uninitialised arrays of these shapes and dtypes, side by side in one piece of memory that lives while one does.
+
+    `allocate` returns an array of that many bytes, at any address.
+    """
+    sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in wanted]
+    memory = allocate(sum(sizes) + _ALIGNMENT)
+    starts = it.accumulate(sizes, initial=-memory.__array_interface__["data"][0] % _ALIGNMENT)
+    return [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in zip(wanted, starts, strict=False)]

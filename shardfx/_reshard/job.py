@@ -16,8 +16,7 @@ from .._ground.boxes import Box, volume
 from .._ground.errors import LeafTypeError, MapError, MeshError, SpecError
 from .._ground.tree import flatten
 from .._plan import Target, target_of
-from .destinations import is_array, leaf_name
-from .ends import has_devices, require_movable, require_reduced
+from .destinations import has_devices, is_array, leaf_name, require_movable, require_reduced
 from .flight import Job
 from .move import Move, balanced, move_of
 from .pieces.work import MovedLeaf, Works, works_of

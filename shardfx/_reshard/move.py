@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 from .._ground.boxes import boxes
 from .._ground.spec import array_bytes, bits
 from ..topology import MeshSpec
-from .ends import (
+from .destinations import (
     copies_bytes,
     data_of,
     has_devices,

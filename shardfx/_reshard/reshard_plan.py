@@ -18,8 +18,7 @@ from .._ground.text import between_numbers, first_lines, joined, plural, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
-from .destinations import leaf_name, lost_devices, targets
-from .ends import data_of, in_host_memory
+from .destinations import data_of, in_host_memory, leaf_name, lost_devices, targets
 from .move import Move, balanced, move_of, shares_memory
 from .pieces.costs import costs_of, named_links
 from .pieces.work import MovedLeaf, Work, works_of

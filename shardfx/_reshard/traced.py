@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._ground.errors import MeshError, SpecError
 from .._ground.spec import bits, canonical, entries_of, entry_axes
 from .carry_out import carry_out
-from .ends import require_movable
+from .destinations import require_movable
 from .move import move_of
 from .steps.ends import abstract, is_explicit, layouts, same_order, settled
 from .steps.program import placed, program

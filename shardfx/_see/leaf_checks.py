@@ -10,10 +10,9 @@ from .._ground.text import bytes_text, plural
 from .._plan import Group, Row, axes_of, row_on
 from .._rules import attempts
 from ..topology import MeshSpec
-from .code import code_of
 from .finding import Finding
 from .mistakes import axes_to_cut, cutting
-from .subject import Subject, asked_by
+from .subject import Subject, asked_by, code_of
 
 
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:

@@ -21,9 +21,8 @@ from .._plan import (
     unused_text,
 )
 from .._rules import Atomic, Fsdp, Optional, PathRules, Pipeline, bare, fsdp, members_of, near, nearest, replicate
-from .code import code_of
 from .finding import Finding, Severity
-from .subject import Subject
+from .subject import Subject, code_of
 
 
 # How many leaves without a rule are told the nearest one, the largest first: looking for it takes longer than planning.

@@ -4,7 +4,7 @@ It may import what plans, what prices and what is below them. It never touches a
 
 The words of this room, in the order in which one is made of another:
 
-- part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`_parts.py`).
+- part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`_program.py`).
 - label: what an operation calls its dimensions; those with one label are walked together (`_layouts.py`).
 - class: all parts that operations tie together, so that they are cut alike. A group is the classes that have one name,
     since they stand at the same place of layers that are alike (`_classes.py`).

@@ -23,10 +23,10 @@ from .._ground.tree import flatten
 from .._rules import AxisRules
 from .._step import Operation, applied, name_stacks, opened
 from ..topology import MeshSpec
+from ._asked import structs_of, trace
 from ._assignments import assignments_of_rules
 from ._layouts import AssignedLayout, Layouts
 from ._naming import named_classes
-from ._trace import structs_of, trace
 
 
 # Calls that are entered in place, and equations that hold programs, with the parameters that these are.

@@ -9,9 +9,9 @@ from jaxtyping import PyTree
 from .._ground.html import html_text
 from .._ground.text import between_numbers, first_lines, joined, table
 from .._step import lines_of, own_line
+from ._asked import TracedStep, trace
 from ._classes import Classes, ClassGroup
 from ._naming import named_classes
-from ._trace import TracedStep, trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from .._rules import Atomic
-from ._classes import Classes, ClassGroup, ClassPlace
+from ._asked import TracedStep
+from ._classes import Classes, ClassGroup, ClassPlace, residual
 from ._program import batched
-from ._residual import residual
-from ._trace import TracedStep
 
 
 def named_classes(traced: TracedStep) -> Classes:

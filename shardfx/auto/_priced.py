@@ -15,21 +15,19 @@ from .._plan import ShardPlan, follow
 from .._step import Dims, Platform, Step, bytecode, step_of
 from ..cost import Traffic, TrafficRow
 from ..cost._after import as_compiled
-from ..cost._estimate import DIRECT, LARGEST, SIZED
+from ..cost._estimate import DIRECT, LARGEST, SIZED, carried_on
 from ..cost._hlo_text import HloModule, parse_hlo
 from ..cost._live import held as held_by
-from ..cost._shrunk import carried_on
 from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
 from ..cost._work import Work, work_of
 from ..topology import MeshSpec
-from ._asked import EMULATED
+from ._asked import EMULATED, TracedStep
 from ._candidate import Candidate
 from ._classes import Classes
 from ._constrain_step import constrain_step
 from ._core import CostModel
 from ._times import Times, times_of
-from ._trace import TracedStep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,14 +14,13 @@ from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text
 from .._rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
-from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_options
+from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_options, trace
 from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
 from ._limits import Limits
 from ._naming import named_classes
 from ._priced import Pricer, states_of, zero_1
 from ._space import MODEL, Space, by_hand, fastest, near
-from ._trace import trace
 
 
 # Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which

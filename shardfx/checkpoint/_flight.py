@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._ground.boxes import Box
-from .._ground.buffers import buffers
+from .._ground.copying import buffers
 from .._ground.errors import CheckpointError
 from .._ground.text import printable
 from ._reader import FilePiece, memory_to_fill

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from .._ground.errors import ChipError, MeshError
 from .._ground.text import bytes_text, table as _aligned
 from ._chip import Chip
-from ._gpus import GPUS
-from ._tpus import TPUS
+from ._tpus import GPUS, TPUS
 
 
 CHIPS: tuple[Chip, ...] = TPUS + GPUS

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.boxes import boxes_here
-from shardfx._ground.buffers import buffers
+from shardfx._ground.copying import buffers
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import FileArray, _reader
 from shardfx.checkpoint._load import LoadRequest, load_index

@@ -8,17 +8,18 @@ import pytest
 from jax.sharding import AxisType
 
 from shardfx import MeshSpec, misplaced, shard
-from shardfx._cli.demo import data, screen, train
-from shardfx._cli.demo.data import batch, stdlib_text
+from shardfx._cli.demo import screen, train
 from shardfx._cli.demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer, loss
 from shardfx._cli.demo.screen import show
 from shardfx._cli.demo.train import (
     TOLERANCE,
     Run,
+    batch,
     default_mesh,
     make_plans,
     start_sharded,
     start_unsharded,
+    stdlib_text,
 )
 from shardfx.testing import CheckedStep
 
@@ -133,7 +134,7 @@ def test_the_text_is_python(text):
 
 
 def test_a_python_without_sources(monkeypatch, tmp_path):
-    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(train.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match="installed without the sources of its standard library"):
         stdlib_text()
 

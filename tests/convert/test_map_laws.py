@@ -10,8 +10,7 @@ from maps import chains, filled, leaf, maps, pieces_of, same, written
 
 from shardfx import From, TreeMap
 from shardfx._convert import pieces as p
-from shardfx._convert.values import chunks, fill
-from shardfx._convert.views import landings, seen
+from shardfx._convert.values import chunks, fill, landings, seen
 
 
 def reader(arrays):

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 from shardfx._ground.errors import MeshError
 from shardfx._reshard.carry_out import carry_out
-from shardfx._reshard.ends import data_of
+from shardfx._reshard.destinations import data_of
 from shardfx._reshard.move import Move
 from shardfx._reshard.mover import reshard
 from shardfx._reshard.pieces.work import work_between

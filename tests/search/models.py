@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from shardfx.auto import Limits
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import asked_for, trace
 from shardfx.auto._naming import named_classes
 from shardfx.auto._space import Space
-from shardfx.auto._trace import trace
 
 
 Struct = jax.ShapeDtypeStruct

@@ -8,10 +8,10 @@ from models import MODELS, Struct, f32, mlp_step, space_of
 
 from shardfx import MeshSpec, filter_jit, shard
 from shardfx.auto import Limits, search
+from shardfx.auto._asked import trace
 from shardfx.auto._layouts import Assignment, Layouts
 from shardfx.auto._naming import named_classes
 from shardfx.auto._space import by_hand, fastest
-from shardfx.auto._trace import trace
 from shardfx.errors import ProgramError, SpecError
 
 

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 from shardfx import MeshSpec, misplaced, report, shard, testing
 
-from .data import batch, stdlib_text
 from .train import (
     TOLERANCE,
     Plans,
     Run,
+    batch,
     make_plans,
     start_sharded,
     start_unsharded,
+    stdlib_text,
     train,
 )
 

@@ -32,8 +32,7 @@ from ..._convert import (
     write,
 )
 from ..._ground.boxes import Box, as_box
-from ..._ground.buffers import buffers
-from ..._ground.copying import blocked, copy_along
+from ..._ground.copying import blocked, buffers, copy_along
 from .cuts import Cut
 
 

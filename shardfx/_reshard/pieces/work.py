@@ -27,7 +27,7 @@ from ..._convert import (
 from ..._ground.boxes import Box, boxes
 from ..._ground.errors import LeafTypeError, MeshError, SpecError
 from ..._ground.spec import array_bytes
-from ..ends import data_of, has_devices, require_movable, require_reduced, sharers
+from ..destinations import data_of, has_devices, require_movable, require_reduced, sharers
 from .cuts import Cut, Cuts, Held, cuts_of, least_room_bytes, smaller
 from .exchange import Exchange, exchanges
 from .host import Filling, filling

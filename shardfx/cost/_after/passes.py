@@ -7,14 +7,39 @@ from typing import NamedTuple
 from ..._step import Platform
 from .._collective import KINDS
 from .._hlo_text import HloModule, Instruction
-from .calls import inlined
+from .._live.narrow import narrow_values
+from .._live.program import Uses, program_of
 from .graph import Computation, in_each
 from .loops import hoisted, summed_after
-from .merge import gathered_once, without_dead, without_equals
-from .narrow import narrowed, widened
-from .reductions import added_once, folded
-from .scatter import always_scattered, scattered, summed_parts
+from .merge import gathered_once, inlined, without_dead, without_equals
+from .reductions import added_once, always_scattered, folded, scattered, summed_parts
 from .windowed import windowed
+
+
+def widened(module: HloModule) -> HloModule:
+    """The module with bfloat16 sent as float32."""
+    return in_each(module, lambda _, name, own: {key: _as(one, "bf16", "f32") for key, one in own.items()})
+
+
+def narrowed(module: HloModule) -> HloModule:
+    """The module with float32 sent as bfloat16 where nothing but products at the default precision reads it."""
+    program = program_of(module)
+    values = narrow_values(program)
+    # An instruction that runs in several places is several operations.
+    sent = [op for op in Uses(program).ops if op.opcode in KINDS]
+    narrow = {id(op.instruction) for op in sent if values.issuperset(op.makes)}
+    narrow -= {id(op.instruction) for op in sent if not values.issuperset(op.makes)}
+
+    def kept(one: Instruction) -> Instruction:
+        return _as(one, "f32", "bf16") if id(one) in narrow else one
+
+    return in_each(module, lambda _, name, own: {key: kept(one) for key, one in own.items()})
+
+
+def _as(own: Instruction, before: str, after: str) -> Instruction:
+    if own.opcode not in KINDS or f"{before}[" not in own.result:
+        return own
+    return own._replace(result=own.result.replace(f"{before}[", f"{after}["))
 
 
 class Pass(NamedTuple):

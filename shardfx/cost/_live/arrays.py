@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from .kinds import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
+from .buffers import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
 from .program import Body, LiveOp, OpenedProgram, Uses
 
 

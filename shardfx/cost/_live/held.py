@@ -9,8 +9,7 @@ from ..._step import Frame, own_line
 from .._hlo_text import HloModule, Phase, phase_of
 from .._hlo_types import Array
 from .arrays import Arrays
-from .buffers import bytes_of
-from .kinds import IN_PLACE, PRODUCTS
+from .buffers import IN_PLACE, PRODUCTS, bytes_of
 from .narrow import narrowed
 from .order import listed
 from .program import Body, LiveOp, program_of
