@@ -5,7 +5,7 @@ for a mesh that is not there is made the same way.
 """
 
 from .codec import decode_dtype, encode_dtype
-from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines
+from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines, report
 from .complaints import (
     Decided,
     Unused,
@@ -31,5 +31,4 @@ from .replanning import refined, replan, row_on
 from .shard_plan import ShardPlan, check_plan, shardings_of_leaves
 from .single import Policy, decision_for
 from .skeleton import Skeleton
-from .table import report
 from .target import Target, target_of
