@@ -150,12 +150,12 @@ class Entries(NamedTuple):
     others: Any = None
     hint: str = ""
 
-    def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    def of(self, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[str, Any, Any]]:
         """For each argument of a call its name in messages, the argument, and its entry; keywords in sorted order."""
         found = [(f"{at}", arg, self.known.get(at, self.more)) for at, arg in enumerate(args)]
         return found + [(f"`{key}`", kwargs[key], self.known.get(key, self.others)) for key in sorted(kwargs)]
 
-    def untaken(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    def untaken(self, args: Sequence[object], kwargs: dict[str, object]) -> list[str]:
         """The entries whose argument a call lacks, which happens to functions with `*args` or `**kwargs` alone."""
         given = {*range(len(args)), *kwargs}
         missing = [key for key, entry in self.known.items() if entry is not None and key not in given]
@@ -197,7 +197,7 @@ def positional_names(signature: inspect.Signature) -> list[str]:
     return [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
 
 
-def parameter_names(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def parameter_names(signature: inspect.Signature, args: Sequence[object], kwargs: dict[str, object]) -> list[str]:
     """The name of each argument of a call: "params", or "xs/0" of `*xs`; keywords in sorted order."""
     names = positional_names(signature)
     more = [f"{_variadic(signature, 'VAR_POSITIONAL')}/{at}" for at in range(len(args) - len(names))]

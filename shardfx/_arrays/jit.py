@@ -217,7 +217,7 @@ class Jitted(Generic[P, R]):
     function returns them, if they are arrays alone and `out_shardings` says nothing.
     """
 
-    def __init__(self, fn: Callable[P, R], in_shardings: Any, out_shardings: Any, donate: Donate):
+    def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
         self._signature = inspect.signature(fn)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
@@ -257,7 +257,7 @@ class Jitted(Generic[P, R]):
     @overload
     def __get__(self: "Jitted[Concatenate[Any, Q], R]", instance: object, owner: Any = None) -> Callable[Q, R]: ...
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: Any, owner: object = None) -> Any:
         return self if instance is None else ft.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -274,11 +274,11 @@ class Jitted(Generic[P, R]):
             raise
         return out.joined() if type(out) is _Parted else out
 
-    def lower(self, *args: object, **kwargs: Any) -> Lowered[P, R]:
+    def lower(self, *args: object, **kwargs: object) -> Lowered[P, R]:
         """Traces and lowers the function for arguments, or structs, of these shapes."""
         return self.trace(*args, **kwargs).lower()
 
-    def trace(self, *args: object, **kwargs: Any) -> Traced[P, R]:
+    def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
         """Traces the function for arguments, or structs, of these shapes. Plans need no devices for it."""
         call = self._bound(args, kwargs, runs=False)
         lists = [[without_devices(leaf) for leaf in own] for own in call.lists] if self._is_abstract else call.lists
@@ -361,14 +361,14 @@ class Jitted(Generic[P, R]):
             ) from error
         return static
 
-    def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[Any], ...]) -> Any:
+    def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[object], ...]) -> Any:
         args, kwargs = joined(static.treedef, static.positions, (static.values, *lists))
         self._given(args, kwargs, shapes=True)
         arrays = iter(fn_arrays)
         fn_leaves = [next(arrays) if is_traced(type(leaf)) else leaf for leaf in self._fn_leaves]
         out = jax.tree.unflatten(self._fn_treedef, fn_leaves)(*args, **kwargs)
         leaves, treedef = jax.tree.flatten(out)
-        groups: dict[Any, list[int]] = {"statics": [], **{key: [] for key in self._results}}
+        groups: dict[object, list[int]] = {"statics": [], **{key: [] for key in self._results}}
         for at, sharding in enumerate(spread(self._out, out, f"what `{self._name}` returns")):
             groups[key_of(sharding) if is_traced(type(leaves[at])) else "statics"].append(at)
         if len(self._results) == 1 and not groups["statics"]:

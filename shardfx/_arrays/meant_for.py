@@ -28,7 +28,7 @@ def meant_for(x: jax.Array, sizes: tuple[tuple[str, int], ...]) -> jax.Array:
     return _meant_for.bind(x, sizes=sizes)
 
 
-def _lowered(ctx: Any, x: Any, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
+def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map` there is nothing to compare with.
         case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):

@@ -69,7 +69,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
         return f"{plural(len(self), 'array')} misplaced, {bytes_text(self.excess_bytes)} too much on each device"
 
     def _table(self) -> list[tuple[str, ...]]:
-        groups: dict[Any, list[MisplacedArray]] = {}
+        groups: dict[tuple[Any, ...], list[MisplacedArray]] = {}
         for row in self:
             key = between_numbers(row.path), row.asked, row.found, row.excess_bytes, row.fix
             groups.setdefault(key, []).append(row)

@@ -126,7 +126,7 @@ def _constrained_leaf(leaf: object, row: Row, plan: ShardPlan) -> Any:
     return jax.device_put(x, named_sharding(plan.content.any_mesh, row.spec, row.memory_kind))
 
 
-def _gathered_leaf(path: Any, leaf: Any) -> Any:
+def _gathered_leaf(path: Any, leaf: object) -> Any:
     if isinstance(leaf, Tracer):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         raise LeafTypeError(

@@ -161,7 +161,7 @@ def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(arrays[names[0]]) if names else None)
 
 
-def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, arrays: Mapping[str, Any]) -> jax.Array:
+def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, arrays: Mapping[str, object]) -> jax.Array:
     if len(pieces) == 1 and pieces[0].elements == math.prod(shape):
         return _values(pieces[0], arrays, dtype).reshape(shape)
     out = jnp.zeros(shape, dtype)
@@ -176,7 +176,7 @@ def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, arrays:
     return out
 
 
-def _values(piece: Piece, arrays: Mapping[str, Any], dtype: Any) -> jax.Array:
+def _values(piece: Piece, arrays: Mapping[str, object], dtype: Any) -> jax.Array:
     """The elements of a piece, in the order of the target's dimensions."""
     order = [factor for dim in range(len(piece.target)) for factor in along(piece, dim)]
     sizes = [math.prod(factor.size for factor in along(piece, dim)) for dim in range(len(piece.target))]

@@ -220,7 +220,7 @@ def _unused(
             yield text, f"`drop` names it, and the source has no such leaf{_near(text, source)}"
     yield from _behind_gaps(step, source, used)
     drops = [*[pattern(text) for text in (*step.drop, *step.rest)], *failed]
-    groups: dict[Any, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for path in source:
         if path not in used and not any(drop.matched(path) is not None for drop in drops):
             groups.setdefault(between_numbers(path), []).append(path)
@@ -358,7 +358,7 @@ def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piec
     parts = [(piece, list(dense(piece))) for piece in pieces]
     sides = _grid_dims([hull(part) for _, own in parts for part in own])
     # Only boxes of one row of the grid can share elements.
-    taken: dict[Any, list[Box]] = {}
+    taken: dict[object, list[Box]] = {}
     kept: list[Piece] = []
     for piece, own in parts:
         fresh: list[Piece] = []

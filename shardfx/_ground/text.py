@@ -81,7 +81,7 @@ def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tup
     by_number: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         by_number.setdefault(row[at], []).append(row)
-    parts: dict[Any, list[tuple[str, ...]]] = {}
+    parts: dict[object, list[tuple[str, ...]]] = {}
     for number, own in by_number.items():
         # A range would lose the zeros of `007`.
         plain = None if str(int(number)) == number else number

@@ -107,7 +107,7 @@ class Content:
     @ft.cached_property
     def groups(self) -> "tuple[Group, ...]":
         """The arrays in the tree's order, those of repeated layers together: what every way to show a plan goes by."""
-        found: dict[Any, list[str]] = {}
+        found: dict[tuple[Any, ...], list[str]] = {}
         # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
         between: dict[str, tuple[str, ...]] = {}
         for path, number in self.numbered:
@@ -159,7 +159,7 @@ class Content:
         table = [*values, other]
         return self.skeleton.filled([table[i] for i in self.index])
 
-    def replaced(self, **changes: Any) -> "Content":
+    def replaced(self, **changes: object) -> "Content":
         return dataclasses.replace(self, **changes)
 
 

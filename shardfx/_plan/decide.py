@@ -213,7 +213,7 @@ def row_of(
 
 
 def units_at(
-    names: tuple[Any, ...],
+    names: tuple[object, ...],
     shape: tuple[int, ...],
     units: tuple[int, ...],
     sizes_of: Callable[[str], Collection[int]] = lambda name: (),

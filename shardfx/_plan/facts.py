@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import AxisType
 
@@ -87,7 +87,7 @@ _MOMENTS = (("mu", "nu"), ("m", "v"), ("exp_avg", "exp_avg_sq"))
 
 def _paired(rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
     """The rows, those of two moments that are planned alike as one: `0/{mu,nu}/w`."""
-    found: dict[Any, ReportRow] = {}
+    found: dict[object, ReportRow] = {}
     for row in rows:
         parts = row.path.split("/")
         pair = next(((at, pair) for at, one in enumerate(parts) for pair in _MOMENTS if one in pair), None)

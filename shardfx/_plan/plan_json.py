@@ -43,7 +43,7 @@ def payload(
     }
 
 
-def written(payload: dict[str, Any]) -> str:
+def written(payload: dict[str, object]) -> str:
     return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
 
 

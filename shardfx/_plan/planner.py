@@ -239,7 +239,7 @@ class _Planner:
     def columns(self, flat: Flat, given: Sequence[object]) -> tuple[list[int], list[Row], list[tuple[str, Exception]]]:
         """For each leaf the number of its row, the rows, and what cannot be planned. Alike leaves share one."""
         keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
-        numbers: dict[Any, int] = {None: -1}
+        numbers: dict[object, int] = {None: -1}
         index, errors = [], []
         for key in _keys(keys, flat, given):
             number = numbers.get(key)
@@ -254,7 +254,7 @@ class _Planner:
             index.append(number)
         return index, self.rows, errors
 
-    def number(self, path: str, leaf: Any, names: Any, stacked: int) -> int:
+    def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
         """The number of the row of an array."""
         kind = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None

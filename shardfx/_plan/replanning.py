@@ -64,7 +64,7 @@ def _is_small(row: Row) -> bool:
     return any(why.code is Code.small for why in row.reasons)
 
 
-def row_on(row: Row, content: Content, axes: Axes, min_bytes: int = 0, **changes: Any) -> Row:
+def row_on(row: Row, content: Content, axes: Axes, min_bytes: int = 0, **changes: object) -> Row:
     """The row of an array for which the same is asked, but for `changes`, on other mesh axes."""
     request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, content))
     return row_of(request._replace(**changes), row.shape, row.dtype, axes, min_bytes, row.memory_kind)

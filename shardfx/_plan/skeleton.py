@@ -91,7 +91,7 @@ def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> t
             item, index = _decode_structure(part, paths, index, f"{prefix}{position}/")
             items.append(item)
         return (tuple(items) if kind == "tuple" else items), index
-    named: dict[Any, Any] = {}
+    named: dict[object, Any] = {}
     for position, part in enumerate(parts if kind == "dict" else data["children"]):
         key, part = part if kind == "dict" else (None, part)
         key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)

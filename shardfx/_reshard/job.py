@@ -40,7 +40,7 @@ def job_of(
     - `path_of`: the path of a leaf.
     - `lost`, `copies`: as of `move_of`.
     """
-    known: dict[Any, Move] = {}
+    known: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
     for at, leaf, target in rows:
         if target is None or not is_array(leaf):

@@ -35,7 +35,7 @@ class MappedMatrices:
     _others: Mapping[int, Other]
     _state: Callable[[Any], Any] | None
 
-    def __call__(self, tree: Any, states: Any = None) -> Any:
+    def __call__(self, tree: object, states: Any = None) -> Any:
         """The tree with `fn` applied to every matrix; with `state=`, that and the new states."""
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
@@ -158,7 +158,7 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _mapped(
-    fn: Callable[..., Any], exchange: Exchange, arrays: Sequence[Any], states: Any, mesh: Any
+    fn: Callable[..., object], exchange: Exchange, arrays: Sequence[Any], states: Any, mesh: Any
 ) -> tuple[list[Any], Any]:
     """The arrays of an exchange after `fn`, and the new states: one program of each device."""
     parts = exchange.parts
@@ -167,7 +167,7 @@ def _mapped(
     there = [NamedSharding(mesh, spec) for spec in specs]
     whole = [jnp.reshape(one, (*part.many, *part.rest)) for one, part in zip(arrays, parts, strict=True)]
 
-    def run(arrays: list[Any], states: dict[str, Any]) -> Any:
+    def run(arrays: list[Any], states: dict[str, object]) -> Any:
         held, made = sent(exchange, packed(exchange, arrays)), {}
         for number, stack in enumerate(exchange.stacks):
             held, made[stack.name] = _owned(fn, exchange, number, held, states[stack.name])

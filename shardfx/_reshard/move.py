@@ -193,7 +193,7 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
     Per move the one to make in its place.
     """
-    sent: dict[Any, int] = {}
+    sent: dict[object, int] = {}
     chosen = {}
     for move, count in moves.items():
         made = chosen[move] = move

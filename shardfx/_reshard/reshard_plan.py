@@ -257,7 +257,7 @@ def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -
     # As on devices with memories of their own; whether these are copied is decided by the same function.
     planned = works_of(map, *ends, False)
     works, most_bytes = planned.works, planned.most_bytes
-    known: dict[Any, dict[str, Any]] = {}
+    known: dict[object, dict[str, Any]] = {}
     live = works_of(map, *ends, True).works
     copied = {one.leaf.path for one, two in zip(works, live, strict=True) if one.way != two.way}
     order = sorted(works, key=lambda work: work.way != "plain")
@@ -278,7 +278,7 @@ def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -
         yield LeafMove(path=path, shape=work.leaf.shape, dtype=work.leaf.dtype, made_of=work.sources, **costs)
 
 
-def _made_costs(work: Work, most_bytes: int, known: dict[Any, dict[str, Any]], copied: bool) -> dict[str, Any]:
+def _made_costs(work: Work, most_bytes: int, known: dict[object, dict[str, object]], copied: bool) -> dict[str, Any]:
     sharding = work.leaf.sharding
     assert sharding is not None
     found = {
@@ -385,7 +385,7 @@ _HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")
 
 
 def _lines(made: ReshardPlan) -> Iterable[str]:
-    groups: dict[Any, list[LeafMove]] = {}
+    groups: dict[object, list[LeafMove]] = {}
     for leaf in made.leaves:
         if not leaf.idle:
             groups.setdefault(_group(leaf), []).append(leaf)

@@ -127,7 +127,7 @@ def exchanges_of(
         over = [axis for axis in sizes if axis in used or axis in _batch_axes(plan)]
     elif unknown := [axis for axis in over if axis not in sizes]:
         raise SpecError(f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)}; name some of these.")
-    groups: dict[Any, list[Matrices]] = {}
+    groups: dict[tuple[Any, ...], list[Matrices]] = {}
     # Large products first: what is left over goes to the owners that have least.
     for one in sorted(found, key=lambda one: (-_cost(one), one.at)):
         groups.setdefault((one.dtype, one.cut), []).append(one)
@@ -211,7 +211,7 @@ def _cost(one: Matrices) -> float:
 
 def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
     """Arrays whose matrices have one shape and one layout."""
-    found: dict[Any, list[Matrices]] = {}
+    found: dict[tuple[Any, ...], list[Matrices]] = {}
     for one in arrays:
         found.setdefault((one.rest, one.matrix, one.laid), []).append(one)
     return found

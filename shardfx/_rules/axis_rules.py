@@ -55,10 +55,10 @@ class AxisRules(eqx.Module):
         self,
         rules: RulesLike = (),
         *,
-        modes: Mapping[str, Any] | Iterable[Any] | None = None,
-        units: Mapping[str, int] | Iterable[Any] | None = None,
-        aliases: Mapping[str, str] | Iterable[Any] | None = None,
-        axes: Iterable[Any] = (),
+        modes: Mapping[str, object] | Iterable[object] | None = None,
+        units: Mapping[str, int] | Iterable[object] | None = None,
+        aliases: Mapping[str, str] | Iterable[object] | None = None,
+        axes: Iterable[object] = (),
     ):
         """**Arguments:**
 
@@ -350,7 +350,7 @@ class AxisRules(eqx.Module):
             return self._with(rules=rules)
         return self._with(modes=tuple((key, rules if key == mode else given) for key, given in self.modes))
 
-    def _with(self, **fields: Any) -> "AxisRules":
+    def _with(self, **fields: object) -> "AxisRules":
         given = {"modes": self.modes, "units": self.units, "aliases": self.aliases, "axes": self.axes, **fields}
         return AxisRules(given.pop("rules", self.rules), **given)
 

@@ -45,7 +45,7 @@ class PathRules(eqx.Module):
     rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
     axes: tuple[str, ...] = eqx.field(static=True)
 
-    def __init__(self, rules: Iterable[Any], *, axes: Iterable[Any] = ()):
+    def __init__(self, rules: Iterable[object], *, axes: Iterable[object] = ()):
         """**Arguments:**
 
         - `rules`: pairs of a regex and a target, or a mapping. A target is a PartitionSpec; a tuple of logical names; a

@@ -70,7 +70,7 @@ def resolve(
     return _resolve(_entries(names), rules, mode, unmatched)
 
 
-def units_of(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[int, ...] | None:
+def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[int, ...] | None:
     """How many elements of each dimension must stay together, from `atomic` entries and the rules' units.
 
     **Arguments:**
@@ -120,13 +120,13 @@ def names_text(names: object) -> str:
     return f"({inner},)" if len(names) == 1 else f"({inner})"
 
 
-def unknown_names(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
+def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
     """Those of `names` that no rule is about, in any mode."""
     ruled = _ruled(rules)
     return tuple(slot.name for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain))
 
 
-def check_known(names: Sequence[Any] | PartitionSpec, rules: AxisRules) -> None:
+def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
     """Raises if a name is one that no rule is about: most likely it is a typing error."""
     for name in unknown_names(names, rules):
         raise UnmatchedError(unknown_name(name, rules))

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -149,7 +148,7 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
         return Diff((), (), totals)
     plans, moves = plan_lines(a, b), _moves(a, b)
     numbers = [dict(plan.content.numbered) for plan in (a, b)]
-    groups: dict[Any, list[Pair]] = {}
+    groups: dict[object, list[Pair]] = {}
     for pair in pairs(a, b):
         move, in_both = moves.get(pair.path), pair.before is not None and pair.after is not None
         if pair.fields or not in_both or (move is not None and not move.idle):

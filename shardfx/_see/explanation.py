@@ -108,7 +108,7 @@ def explain(plan: ShardPlan, path: str) -> Explanation: ...
 def explain(plan: Callable[..., Any], path: str, *args: Any) -> StepShardings: ...
 
 
-def explain(plan: Any, path: str, *args: Any) -> Explanation | StepShardings:
+def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     """Why one array of a plan is sharded as it is, and what would change it; or the arrays of one line of a step.
 
     Nothing is kept for this while planning: the plan has its rules, reasons and requests, and the rules are read again

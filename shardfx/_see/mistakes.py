@@ -108,7 +108,7 @@ def _other_target(target: object, rank: int) -> Any:
 
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Leaves that no rule covers."""
-    groups: dict[Any, list[Any]] = {}
+    groups: dict[object, list[Any]] = {}
     for leaf in uncovered(Decided(subject.flat, draft.numbers, draft.rows)):
         groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)

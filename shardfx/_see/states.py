@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -189,14 +189,14 @@ def _finding(subject: Subject, states: list[_State], message: str, specs: dict[i
 
 def uneven_layers(subject: Subject) -> Iterator[Finding]:
     """Leaves whose paths differ in numbers only, with one shape and dtype, of which a few are sharded differently."""
-    stacks: dict[Any, list[Group]] = {}
+    stacks: dict[object, list[Group]] = {}
     for group in subject.groups:
         # A number at the end of a path is no layer's: rows and columns of a square matrix are `w/0` and `w/1`.
         last = group.paths[0].rpartition("/")[2]
         key = (between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype)
         stacks.setdefault(key, []).append(group)
     for groups in stacks.values():
-        by_spec: dict[Any, list[Group]] = {}
+        by_spec: dict[object, list[Group]] = {}
         for group in groups:
             by_spec.setdefault(group.row.spec, []).append(group)
         if len(by_spec) > 1:

@@ -99,7 +99,7 @@ class _Worker:
         """Whether it can be asked."""
         return self._end.alive and self._process.poll() is None
 
-    def ask(self, module: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
+    def ask(self, module: bytes, request: dict[str, object]) -> tuple[bytes, str]:
         """The answer, and what went wrong."""
         source, sink = self._process.stdout, self._process.stdin
         assert source is not None and sink is not None

@@ -57,7 +57,7 @@ def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
     return b"", error
 
 
-def _run(hlo: bytes, request: dict[str, Any], origins: str, file: Any) -> None:
+def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> None:
     """Writes the module, or what went wrong, and ends the process."""
     status = 1
     try:

@@ -75,7 +75,7 @@ def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], _:
     return sorted(found, key=lambda one: one.seconds) or [one for one, _ in looked]
 
 
-def devices_for(verify: Any, asked: SearchOptions, given: Sequence[Any] | None) -> tuple[Any, ...]:
+def devices_for(verify: Any, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
     """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
     count, target = asked.total, asked.target
     if not isinstance(verify, str):
@@ -139,7 +139,7 @@ def jitted(pricer: Pricer, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
     return filter_jit(step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated)
 
 
-def _timed(args: Sequence[PyTree], devices: Sequence[Any], one: Candidate, program: Any) -> list[float]:
+def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any) -> list[float]:
     """The seconds of some steps, on arrays that only this turn has: those of one candidate are there at a time."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []

@@ -126,7 +126,7 @@ class _Walker:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
-        arrays: dict[Any, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
+        arrays: dict[object, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
 
         def read(atom: object) -> Any:
             return atom.val if isinstance(atom, jex.Literal) else arrays[atom]

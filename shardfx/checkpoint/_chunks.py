@@ -71,7 +71,7 @@ class ChunkFiles:
         return self.separator.join([*([self.prefix] if self.prefix else []), *map(str, chunk)]) or "0"
 
 
-def chunk_files(content: dict[str, Any], driver: str) -> ChunkFiles:
+def chunk_files(content: dict[str, object], driver: str) -> ChunkFiles:
     """The chunks of the array that this metadata describes."""
     if driver == "zarr":
         packed = content.get("compressor")
@@ -97,7 +97,7 @@ def _codecs(listed: object) -> dict[Any, dict[str, Any]]:
     return {name: more if isinstance(more, dict) else {} for name, more in found.items()}
 
 
-def _inner(shards: dict[str, Any]) -> InnerChunks | None:
+def _inner(shards: dict[str, object]) -> InnerChunks | None:
     packed, shape = _codecs(shards.get("codecs")), shards.get("chunk_shape")
     if "sharding_indexed" in packed:
         deeper = _inner(packed["sharding_indexed"])

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools as it
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -93,7 +92,7 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathe
     found: dict[str, tuple[list[Box], list[tuple[int, Landing | None]]]] = {}
     gathered = []
     entries = {entry.path: entry for entry in leaf.entries}
-    known: dict[Any, list[tuple[Landing, ...] | Piece]] = {}
+    known: dict[object, list[tuple[Landing, ...] | Piece]] = {}
     for piece in leaf.pieces:
         ends = hull(piece)
         for number, box in enumerate(boxes):

@@ -86,7 +86,7 @@ class Index:
         return _nested(_below(self, prefix))
 
     def __str__(self) -> str:
-        groups: dict[Any, list[ArrayEntry]] = {}
+        groups: dict[object, list[ArrayEntry]] = {}
         for entry in self.entries:
             groups.setdefault((between_numbers(entry.path), entry.shape, entry.stored), []).append(entry)
         rows, rest = list(groups.values())[:_SHOWN_ROWS], list(groups.values())[_SHOWN_ROWS:]

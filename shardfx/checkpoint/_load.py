@@ -71,10 +71,10 @@ def load(path: Source, plan: T, map: TreeMap | None = None, **options: Unpack[Lo
 
 def load(
     path: Source,
-    plan: Any,
+    plan: object,
     map: TreeMap | None = None,
     *,
-    dtype: Any = None,
+    dtype: object = None,
     memory_limit_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
     missing_chunks: MissingChunks = "raise",

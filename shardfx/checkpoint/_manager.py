@@ -70,7 +70,7 @@ class Manager:
     def __enter__(self) -> "Manager":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def path(self, step: int) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
@@ -124,7 +123,7 @@ def plan_reads(
         ```
     """
     leaves, _ = wanted(index, plan, dtype, map, unread)
-    known: dict[Any, Mapping[int, tuple[int, int, int]]] = {}
+    known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in leaves:
         # A model has many leaves and few kinds of them.

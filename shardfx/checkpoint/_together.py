@@ -77,7 +77,7 @@ class Together:
     All of them call the same methods in the same order.
     """
 
-    def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float):
+    def __init__(self, what: str, me: int, members: tuple[int, ...], client: object, wait_seconds: float):
         self.what, self.me, self.members, self.wait_seconds = what, me, members, wait_seconds
         self.is_first = me == members[0]
         self._client = client
@@ -94,7 +94,7 @@ class Together:
     def __enter__(self) -> "Together":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is not None:
                 why = type(error).__name__ + (f": {error}"[:1000] if str(error) else "")
@@ -289,7 +289,7 @@ def _first_difference(who: str, pair: Sequence[int], notes: Mapping[int, Any]) -
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
     """A line for each array; equal on processes that save the same."""
-    texts: dict[Any, str] = {}
+    texts: dict[object, str] = {}
     lines = []
     for path, value in leaves:
         # Of what every process has by itself, each may have it on devices of its own.

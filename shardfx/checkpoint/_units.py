@@ -99,7 +99,7 @@ class Unit:
 
 def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> tuple[list[Unit], int]:
     """The units of leaves in the order of the files, and how many bytes may be on their way at once."""
-    known: dict[Any, Kind] = {}
+    known: dict[object, Kind] = {}
     kinds = [_kind(leaf, host, known) for leaf in leaves]
     limit = _limit(leaves, kinds, asked_limit)
     numbers = sorted(range(len(leaves)), key=lambda number: _position(leaves[number]))
@@ -113,7 +113,7 @@ def _position(leaf: Wanted) -> tuple[str, int]:
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
 
-def _kind(leaf: Wanted, host: Host, known: dict[Any, Kind]) -> Kind:
+def _kind(leaf: Wanted, host: Host, known: dict[object, Kind]) -> Kind:
     key = (leaf.shape, leaf.dtype, leaf.sharding)
     found = known.get(key)
     if found is None:

@@ -60,7 +60,7 @@ def wanted(
     found: list[Wanted] = []
     problems: list[tuple[str, CheckpointError | None]] = []
     # A model has many leaves and few kinds of them: what was found out of one holds for all of its kind.
-    known: dict[Any, Any] = {}
+    known: dict[object, Any] = {}
     for path, leaf in target.arrays:
         entry = index.by_path.get(path)
         if entry is None:

@@ -316,7 +316,7 @@ def _is_whole(found: object) -> bool:
     )
 
 
-def _write(file: Path, found: dict[str, Any]) -> None:
+def _write(file: Path, found: dict[str, object]) -> None:
     body = json.dumps(found)
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
     with os.fdopen(handle, "w", encoding="utf-8") as out:

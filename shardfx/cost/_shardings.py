@@ -217,7 +217,7 @@ class StepShardings:
     def __str__(self) -> str:
         lines = {row.source for row in self.rows}
         # Of one line each kind of array, of several each line's largest.
-        kinds: dict[Any, ArrayRow] = {}
+        kinds: dict[object, ArrayRow] = {}
         for row in self.rows:
             kinds.setdefault((row.shape, row.spec, row.phase) if len(lines) == 1 else row.source, row)
         shown = [*kinds.values()][:_MOST]

@@ -108,7 +108,7 @@ class Traffic:
 
         Bytes per value, largest first.
         """
-        sums: dict[Any, int] = {}
+        sums: dict[object, int] = {}
         for row in self.rows:
             for value, count in row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),):
                 sums[value] = sums.get(value, 0) + count

@@ -65,7 +65,7 @@ def differences(found: object, wanted: object) -> np.ndarray:
     return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
 
 
-def allowed(exact: np.ndarray, others: Sequence[Any], dtype: Any) -> float:
+def allowed(exact: np.ndarray, others: Sequence[object], dtype: Any) -> float:
     """The largest difference that rounding explains: eight times what it changed in the reference."""
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):
@@ -74,7 +74,7 @@ def allowed(exact: np.ndarray, others: Sequence[Any], dtype: Any) -> float:
     return 8 * changed + 4 * float(jnp.finfo(dtype).eps) * float(finite.max(initial=0.0))
 
 
-def compared(record: Record, value: Any, whole_record: Record, whole: Any, most: float) -> Compared:
+def compared(record: Record, value: object, whole_record: Record, whole: Any, most: float) -> Compared:
     """A value of the devices beside that of one device."""
     axes, parts = _by_device(record, np.asarray(value))
     one, whole = _by_device(whole_record, np.asarray(whole))

@@ -85,7 +85,7 @@ _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "r
 
 def check_step(
     step: Callable[..., Any],
-    *args: Any,
+    *args: object,
     reference: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
     shrink: bool = False,
@@ -168,7 +168,7 @@ class _Traced(NamedTuple):
     paths: list[str]
 
 
-def _traced(step: Callable[..., Any], args: Sequence[Any]) -> _Traced:
+def _traced(step: Callable[..., object], args: Sequence[object]) -> _Traced:
     arrays, rest = eqx.partition(args, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     paths: list[str] = []
@@ -203,7 +203,7 @@ class _Played(NamedTuple):
         return [*map(np.asarray, outs)], values
 
 
-def _played(traced: _Traced, *, alone: bool, wide: Any = None, keeps: bool = False) -> _Played:
+def _played(traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = False) -> _Played:
     tape, ids = Tape(alone=alone, wide=wide), []
 
     def run(arrays: list[Any], noise: Any) -> Any:

@@ -140,7 +140,7 @@ def _mesh_text(content: Content) -> str:
 
 
 def _leaf_lines(content: Content) -> list[str]:
-    groups: dict[Any, list[str]] = {}
+    groups: dict[tuple[Any, ...], list[str]] = {}
     texts = [_row_text(row) for row in content.rows]
     for path, number in content.numbered:
         if number >= 0:

@@ -60,7 +60,7 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
         all-gather over data: 1 x f32[64,16]...
         ```
     """
-    groups: dict[Any, list[TrafficRow]] = {}
+    groups: dict[tuple[Any, ...], list[TrafficRow]] = {}
     for row in traffic.rows:
         groups.setdefault((_row_text(row), between_numbers(row.leaf or "")), []).append(row)
     lines = [_line(text, rows, sizes) for (text, _), rows in groups.items()]

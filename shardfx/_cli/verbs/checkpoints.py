@@ -89,7 +89,13 @@ def _mapped(relation: TreeMap, structs: object, wanted: object) -> dict[str, Str
 
 
 def _write(
-    index: Any, structs: Any, target: str, relation: TreeMap | None, wanted: Any, dtype: str | None, overwrite: bool
+    index: Any,
+    structs: object,
+    target: str,
+    relation: TreeMap | None,
+    wanted: object,
+    dtype: str | None,
+    overwrite: bool,
 ) -> None:
     mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
     # Every leaf is whole: this process writes all of it.

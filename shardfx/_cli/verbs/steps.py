@@ -78,7 +78,7 @@ def _habits(how: str, target: str | None) -> str:
     return "cpu" if how == "compare" and target is None else "tpu"
 
 
-def _found(step: LoadedStep, program: Any, how: str, compiler: Any) -> Any:
+def _found(step: LoadedStep, program: object, how: str, compiler: Any) -> Any:
     if how == "estimate":
         return estimated(step, compiler)
     sent = calling("reading the program", lambda: cost.traffic(program, step.mesh))

@@ -124,12 +124,12 @@ def finishing(devices: tuple[object, ...], dtype: object) -> Any:
 
 
 @ft.lru_cache(maxsize=256)
-def zeros(devices: tuple[Any, ...], block: Block) -> Any:
+def zeros(devices: tuple[object, ...], block: Block) -> Any:
     """The jitted step in which devices make a block of zeros each."""
     return jax.jit(lambda: jnp.zeros((len(devices) * block[0][0],), block[1]), out_shardings=sharding_of(devices))
 
 
-def _mapped(devices: tuple[Any, ...], body: Any, count: int, *donated: int) -> Any:
+def _mapped(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
     mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
     return jax.jit(mapped, donate_argnums=donated)

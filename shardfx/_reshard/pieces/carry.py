@@ -176,7 +176,7 @@ def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, object], mea
         sources = tuple(work.source_shapes[path] for path in step.paths)
         block = parcel_block(rounds, sources[0][1], here)
         means.wait_for(work.extra_bytes([step]), work.sharers)
-        sent: dict[Any, jax.Array] = {}
+        sent: dict[object, jax.Array] = {}
         if any(map(_is_mine, here)):
             with _on(here):
                 cut = cutting(here, rounds, sources)
@@ -198,7 +198,7 @@ def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, object], mea
         return finishing(there, work.dtype)(out)
 
 
-def _sent(devices: tuple[object, ...], step: Exchange, block: Block, sent: dict[Any, jax.Array]) -> jax.Array:
+def _sent(devices: tuple[object, ...], step: Exchange, block: Block, sent: dict[object, jax.Array]) -> jax.Array:
     """What each device receives; one that sends nothing puts in zeros."""
     others = tuple(device for device in devices if _is_mine(device) and device not in sent)
     if others:
@@ -228,7 +228,7 @@ def _in_memory(shard: jax.Array, kind: str | None) -> jax.Array:
 
 
 def _block(
-    devices: tuple[Any, ...], path: str, source: Block, every: Mapping[str, Any], joined_up: Joined
+    devices: tuple[object, ...], path: str, source: Block, every: Mapping[str, Any], joined_up: Joined
 ) -> jax.Array:
     """The shards of an array as a program takes them; a stack that many leaves are made of is joined once."""
     if (path, devices) not in joined_up:
@@ -306,7 +306,7 @@ def _scaled(one: Scaled, x: jax.Array, by: jax.Array, move: Carry | None) -> jax
 
 
 @ft.lru_cache(maxsize=64)
-def _times(scale: Scale, dtype: Any, sharding: Any) -> Any:
+def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
     def run(x: jax.Array, by: jax.Array) -> jax.Array:
         by = by.astype(jnp.float32)
         for dim, size in enumerate(scale.block):

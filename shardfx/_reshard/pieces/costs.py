@@ -8,7 +8,7 @@ from ..._convert import Piece, hull, once, swapped
 from .work import Work
 
 
-def costs_of(work: Work, most_bytes: int, known: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def costs_of(work: Work, most_bytes: int, known: dict[object, dict[str, object]]) -> dict[str, Any]:
     """The costs of an array that programs make, or would make if its devices had memories of their own.
 
     **Arguments:**

@@ -133,7 +133,7 @@ class Shards:
     """
 
     def __init__(
-        self, dtype: Any, holders: Mapping[Box, Sequence[int]], process_of: Mapping[int, int], sent: dict[int, int]
+        self, dtype: object, holders: Mapping[Box, Sequence[int]], process_of: Mapping[int, int], sent: dict[int, int]
     ):
         self.dtype = dtype
         self.senders = {box: Senders(devices, process_of, sent) for box, devices in holders.items()}
@@ -182,7 +182,7 @@ def cuts_of(
     shards = {id(held): Shards(*held, process_of, sent) for held in sources.values()}
     found: list[tuple[Cut, Senders | None]] = []
     missing: dict[Box, None] = {}
-    known: dict[Any, list[tuple[Cut, Senders]]] = {}
+    known: dict[object, list[tuple[Cut, Senders]]] = {}
     for receiver, box in targets:
         start = [-low for low, _ in box]
         for piece in made.pieces:

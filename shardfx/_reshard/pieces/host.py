@@ -96,7 +96,7 @@ def filling(
     dtype: Any,
     box: Box,
     names: Mapping[str, int],
-    shapes: Sequence[tuple[tuple[int, ...], Any]],
+    shapes: Sequence[tuple[tuple[int, ...], object]],
     orders: Mapping[str, Mapping[int, int]],
 ) -> Filling:
     """The copies of a new shard.

@@ -203,7 +203,7 @@ def works_of(map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedL
     there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
     made = bound(map, here, there)
     by_path = {leaf.path: leaf for leaf in sources}
-    known: dict[Any, tuple[tuple[str, ...], Any]] = {}
+    known: dict[object, tuple[tuple[str, ...], Any]] = {}
     works = [_work(leaf, made[leaf.path], by_path, copies, known) for leaf in targets]
     readers = collections.Counter(path for work in works for path in work.sources)
     return Works(tuple(works), readers)
@@ -296,7 +296,7 @@ def _planned(
     made: Made,
     names: tuple[str, ...],
     sources: Mapping[str, MovedLeaf],
-    known: dict[Any, Any],
+    known: dict[object, object],
     copies: bool,
     lost: tuple[object, ...] = (),
     sent_before: tuple[tuple[int, int], ...] = (),
@@ -476,7 +476,7 @@ def _ordered(end: Sharding) -> list[Any]:
 
 def _scaled_first(made: Made) -> tuple[Made, tuple[Scaled, ...]]:
     """A leaf of which what is scaled is an array of its own."""
-    scaled: dict[Any, Scaled] = {}
+    scaled: dict[object, Scaled] = {}
     pieces = []
     for piece in made.pieces:
         value = piece.value

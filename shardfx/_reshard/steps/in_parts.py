@@ -218,7 +218,7 @@ class _Stored:
         )
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
-    def with_part(self, stored: Any, part: Any, start: Any, size: int) -> Any:
+    def with_part(self, stored: object, part: Any, start: object, size: int) -> Any:
         """With so much of each block replaced, from `start` on."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
