@@ -94,6 +94,7 @@ class ArrayRow:
     - `source`: the innermost line of your own program that makes it; `None` where the program does not say.
     - `operation`: as StableHLO names it, such as "dot_general".
     - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
+    - `loop`: the line of the innermost loop that makes it once a turn; `None` outside loops.
     - `shape`, `dtype`: of the whole array.
     - `spec`: how it lies.
     - `bytes_per_device`: of one device's part.
@@ -104,6 +105,7 @@ class ArrayRow:
     source: Frame | None
     operation: str
     phase: Phase
+    loop: Frame | None
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
@@ -317,9 +319,8 @@ class _Known:
             return None
         phase = phase_of(stack)
         spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in laid.dims))
-        return ArrayRow(
-            self.lines[at], made.name, phase, value.shape, value.dtype, spec, self._bytes(out), origins, out
-        )  # fmt: skip
+        laid_as = (value.shape, value.dtype, spec, self._bytes(out), origins, out)
+        return ArrayRow(self.lines[at], made.name, phase, self.loops[at], *laid_as)
 
     def _bytes(self, number: int) -> int:
         """Of one device's part, padded where it does not divide."""
@@ -335,6 +336,20 @@ class _Known:
     def lines(self) -> list[Frame | None]:
         """The user's own line of each operation."""
         return [own_line(lines_of(one.location)) for one in self.graph.program.operations]
+
+    @ft.cached_property
+    def loops(self) -> list[Frame | None]:
+        """By operation the line of the loop around it."""
+        found, around = [], []
+        for made in self.graph.program.operations:
+            if made.name == "return" and made.location in around:
+                del around[around.index(made.location) :]
+            elif (
+                made.name == "carry" and made.location not in around and "while" in "".join(name_stacks(made.location))
+            ):
+                around.append(made.location)
+            found.append(own_line(lines_of(around[-1])) if around else None)
+        return found
 
     def _chain(self, number: int, axis: str) -> tuple[Frame, ...]:
         lines = [self.lines[at] for at in self.graph.chain(number, axis)]
@@ -444,7 +459,7 @@ def _cells(row: ArrayRow) -> tuple[str, ...]:
         array_text(row.dtype, row.shape),
         spec,
         told or "-",
-        row.phase or "-",
+        ", loop ".join(filter(None, (row.phase or "-", row.loop and row.loop.place))),
         place_text(row.source),
     )
 
@@ -455,6 +470,7 @@ def _plain(row: ArrayRow) -> dict[str, Any]:
         "line": row.source.place if row.source else None,
         "operation": row.operation,
         "phase": row.phase,
+        "loop": row.loop.place if row.loop else None,
         "shape": row.shape,
         "dtype": str(row.dtype),
         "spec": [list(entry_axes(entry)) for entry in entries_of(row.spec)],

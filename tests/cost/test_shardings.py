@@ -134,8 +134,9 @@ def decoder(constrained):
 
     def step(params, tokens):
         def loss(params):
-            x, _ = jax.lax.scan(block, params["embed"][tokens], {name: params[name] for name in ("up", "down")})
-            return jnp.mean((x @ params["embed"].T) ** 2)
+            layers = {name: params[name] for name in ("up", "down")}
+            x, _ = jax.lax.scan(block, params["embed"][tokens], layers)  # scan
+            return jnp.mean((x @ params["embed"].T) ** 2)  # loss
 
         return jax.tree.map(lambda a, b: a - b, params, jax.grad(loss)(params))
 
@@ -174,7 +175,10 @@ def test_rows_of_one_parameter_and_of_one_line():
     shaped = found.of("params/down").rows
     assert shaped and all(any(one.by == "params/down" for one in row.origins) for row in shaped)
     assert any(one.chain for row in shaped for one in row.origins)
-    assert {row.source and row.source.place for row in found.at(line_of("block")).rows} == {line_of("block")}
+    of_block = found.at(line_of("block")).rows
+    assert {row.source and row.source.place for row in of_block} == {line_of("block")}
+    assert {row.loop and row.loop.place for row in of_block} == {line_of("scan")}
+    assert {row.loop for row in found.rows if row.source and row.source.place == line_of("loss")} == {None}
     assert "silu" in found.at(line_of("block")).rows[0].expression
     with pytest.raises(UnknownPathError, match="no array of the step is made at 'x.py:1'"):
         found.at("x.py:1")
