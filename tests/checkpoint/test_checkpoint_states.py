@@ -86,15 +86,6 @@ def test_keys_are_planned_from_the_checkpoint_and_loaded_elsewhere(tmp_path, mes
     assert np.array_equal(bits(stacked["k"]), np.stack([bits(keys) for keys in tree["layers"]]))
 
 
-def test_keys_of_two_dimensions_are_transposed(tmp_path, mesh):
-    keys = jax.random.split(jax.random.key(0), (4, 8))
-    arrays, made = planned({"k": keys}, mesh)
-    checkpoint.save(tmp_path / "step", arrays, made)
-    struct = jax.ShapeDtypeStruct((8, 4), keys.dtype, sharding=NamedSharding(mesh, P("b", "a")))
-    loaded = checkpoint.load(tmp_path / "step", {"k": struct}, TreeMap({"k": From("k").T}))
-    assert np.array_equal(bits(loaded["k"]), bits(keys).transpose(1, 0, 2))
-
-
 def test_a_key_of_another_implementation_is_an_error(tmp_path, mesh):
     arrays, made = planned({"k": jax.random.key(0, impl="rbg")}, mesh)
     checkpoint.save(tmp_path / "step", arrays, made)
@@ -153,7 +144,8 @@ class Speed(enum.IntEnum):
     fast = 1
 
 
-NUMBERS = [5, -3, 0, True, False, 2**70, -(2**70), 0.1, -0.0, 1e300, float("inf"), 1 + 2j, complex(-0.0, 1e-9)]
+NUMBERS = [5, -3, 0, True, False, 2**70, -(2**70), 0.1, -0.0, 1e300, 1 + 2j, complex(-0.0, 1e-9)]
+NUMBERS += [float("inf"), float("nan")]
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "step"])
@@ -169,12 +161,6 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
     # A plan has nothing that could be kept, a tree has.
     assert loaded["name"] == "other" and loaded["speed"] is Speed.fast and loaded["f"] is jax.nn.gelu
     assert checkpoint.load(tmp_path / name, made)["name"] is None
-
-
-def test_not_a_number_is_saved_too(tmp_path, mesh):
-    arrays, made = planned({"w": jnp.ones(8), "loss": float("nan")}, mesh)
-    checkpoint.save(tmp_path / "step", arrays, made)
-    assert np.isnan(checkpoint.load(tmp_path / "step", made)["loss"])
 
 
 def test_what_load_gives_is_saved_again(tmp_path, mesh):
