@@ -35,7 +35,6 @@ class Sizes:
 
 
 SMALL = Sizes()
-SMALL_EXPERTS = dataclasses.replace(SMALL, experts=16)
 # As the study's, with as many layers as are asked for: 0.32 billion parameters in 16.
 STUDY = Sizes(16, 1024, 4096, 16, 8, 64, 32768, 16, 1024, dtype=jnp.bfloat16)
 STUDY_EXPERTS = dataclasses.replace(STUDY, hidden=1024, experts=16)

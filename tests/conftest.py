@@ -5,6 +5,7 @@ import resource
 import equinox as eqx
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
 
@@ -42,6 +43,14 @@ def pytest_collection_finish():
 @pytest.fixture
 def getkey():
     return eqx.internal.GetKey()
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the type checks that the tests put round every function, which would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True, scope="module")

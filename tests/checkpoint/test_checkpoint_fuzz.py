@@ -107,13 +107,13 @@ def test_the_seeds_are_accepted(directory):
     assert refused == [2]
 
 
-@hyp.settings(max_examples=300, deadline=None)
+@hyp.settings(max_examples=150, deadline=None)
 @hyp.given(data=st.binary(max_size=200))
 def test_any_bytes(directory, data):
     consume(data, directory)
 
 
-@hyp.settings(max_examples=300, deadline=None)
+@hyp.settings(max_examples=150, deadline=None)
 @hyp.given(data=st.data())
 def test_real_files_with_some_bytes_changed(directory, data):
     seed = bytearray(data.draw(st.sampled_from(seeds())))
@@ -131,7 +131,7 @@ JSON = st.recursive(
 )
 
 
-@hyp.settings(max_examples=300, deadline=None)
+@hyp.settings(max_examples=150, deadline=None)
 @hyp.given(kind=st.integers(1, 5), data=st.data())
 def test_real_files_with_other_values(directory, kind, data):
     [seed, *_] = [seed for seed in seeds() if seed[0] == kind]

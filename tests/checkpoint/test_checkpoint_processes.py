@@ -44,12 +44,6 @@ def quarrel(ended):
     return results_of(ended, "disagreements")
 
 
-def expected():
-    random = np.random.default_rng(0)
-    shapes = {"rows": (64, 32), "columns": (16, 64), "both": (24, 8, 4), "whole": (32,), "wide": (4, 2**18)}
-    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
 def test_every_process_reads_its_shards_and_they_are_right(job):
     _, results = job
     for result in results:
@@ -62,7 +56,7 @@ def test_every_process_reads_its_shards_and_they_are_right(job):
 
 def test_processes_write_another_layout_together_and_read_it_back(job):
     folder, results = job
-    arrays = checkpoint_worker.EXPORT.apply(expected())
+    arrays = checkpoint_worker.EXPORT.apply(checkpoint_worker.tree())
     for name in ("rows", "others"):
         found = load_file(folder / f"{name}-mapped" / "model.safetensors")
         assert found.keys() == arrays.keys() and all((found[path] == one).all() for path, one in arrays.items())
@@ -73,14 +67,14 @@ def test_processes_write_another_layout_together_and_read_it_back(job):
 
 def test_a_quarter_of_the_shards_is_a_quarter_of_the_bytes(job):
     _, results = job
-    total = sum(array.nbytes for array in expected().values())
+    total = sum(array.nbytes for array in checkpoint_worker.tree().values())
     for result in results:
         assert result["read.rows.rows"][2] == pytest.approx(total / 4, rel=0.01)
 
 
 def test_replica_zero_writes_once(job):
     _, results = job
-    total = sum(array.nbytes for array in expected().values())
+    total = sum(array.nbytes for array in checkpoint_worker.tree().values())
     for name in ("rows", "others"):
         assert sum(result[f"written.{name}"] for result in results) == total
 
@@ -88,10 +82,10 @@ def test_replica_zero_writes_once(job):
 def test_one_process_reads_what_four_wrote(job):
     folder, _ = job
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("x",))
-    made = shardfx.plan(expected(), mesh, paths=PathRules.parse("rows->x, .*->replicate"))
+    made = shardfx.plan(checkpoint_worker.tree(), mesh, paths=PathRules.parse("rows->x, .*->replicate"))
     for name in ("rows", "others"):
         loaded = checkpoint.load(folder / name, made)
-        assert all(np.array_equal(loaded[key], array) for key, array in expected().items())
+        assert all(np.array_equal(loaded[key], array) for key, array in checkpoint_worker.tree().items())
         assert checkpoint.saved_plan(folder / name)["rows"].spec != made["rows"].spec
 
 
@@ -122,7 +116,7 @@ def test_numpy_arrays_are_saved_once_by_all_together(job):
     folder, results = job
     assert [result["numpy"] for result in results] == ["saved"] * 4
     found = load_file(folder / "numpy" / "model.safetensors")
-    assert all((found[path] == one).all() for path, one in expected().items())
+    assert all((found[path] == one).all() for path, one in checkpoint_worker.tree().items())
 
 
 # What all say; where one process fails, it says the part after "with" alone.

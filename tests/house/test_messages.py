@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -228,14 +227,6 @@ def test_a_malformed_mesh():
         "mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in "
         '"data=-1,fsdp=4,tensor=2", or "data=8(dcn=2)" for an axis over two slices.'
     )
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the type checks that the tests put round every function, which would come first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 AXES = AxisRules([("mlp", "tensor")])

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
@@ -28,14 +27,6 @@ from shardfx.topology._mesh import MeshSpec
 # Live arrays take the programs that accelerators take, where the CPU would copy in its memory.
 through_programs = ft.partial(resharded, copies=False)
 both_ways = pytest.mark.parametrize("move", [reshard, through_programs], ids=["copies", "programs"])
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the type checks that the tests put round every function, which would come first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def mesh(sizes, names="ab", order=None, **types):
@@ -128,13 +119,6 @@ def test_rows_of_a_replicated_array_share_its_memory_and_outlive_it():
     assert where == [number * 8 * 64 * 4 for number in range(8)]
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     np.testing.assert_array_equal(moved, np.arange(64 * 64).reshape(64, 64))
-
-
-def test_numpy_leaves_are_placed():
-    target = sharding((4,), "a")
-    moved = reshard({"w": host((8,))}, target)
-    assert moved["w"].sharding == target
-    assert_equal(moved, {"w": host((8,))})
 
 
 def count_compilations(fn):
@@ -271,13 +255,6 @@ def test_an_array_that_also_stays_is_not_donated(move, stay):
     assert moved["held"].sharding == here
 
 
-@both_ways
-def test_without_donation_the_source_lives(move):
-    source = put(state(), sharding((8,), "a"))
-    move(source, targets(source, sharding((2, 4), "b", "a"), sharding((4, 2))))
-    assert_equal(source, state())
-
-
 @pytest.mark.parametrize(
     "dtype, target",
     [
@@ -298,13 +275,6 @@ def test_parts_keep_the_bits_of_small_floats(dtype, target):
         through_programs(x, dst, memory_limit_bytes=1)
     moved = through_programs(x, dst, memory_limit_bytes=least_in(error))
     assert np.asarray(moved).tobytes() == np.asarray(values).tobytes()
-
-
-def test_parts_keep_the_bits_of_every_nan():
-    bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
-    x = jax.device_put(bits.view(jnp.bfloat16), sharding((8,), "a"))
-    moved = through_programs(x, sharding((2, 4), "b", "a"), memory_limit_bytes=20_000)
-    np.testing.assert_array_equal(np.asarray(moved).view(np.uint16), bits)
 
 
 def least_in(error):
@@ -391,12 +361,6 @@ def test_what_a_move_says_it_needs_covers_what_its_program_allocates(source, tar
 
 def temp_bytes(lowered):
     return lowered.compile().memory_analysis().temp_size_in_bytes
-
-
-def test_between_device_sets_through_programs():
-    x = jax.device_put(host((24, 8)), sharding((8,), "a"))
-    moved = through_programs(x, sharding((2, 3), "b", "a", order=(5, 4, 3, 2, 1, 0)), memory_limit_bytes=1400)
-    np.testing.assert_array_equal(moved, host((24, 8)))
 
 
 def spread_out():
@@ -654,9 +618,10 @@ def test_offloads_are_bounded_in_flight():
 def every_end():
     """The same eight devices under names, axis types and orders that differ, some with equal shards."""
     auto, explicit = AxisType.Auto, AxisType.Explicit
-    for types in ((auto, auto), (explicit, explicit), (auto, explicit)):
+    specs = P("a", "b"), P("a"), P(), P("a", None)
+    for types, count in (((auto, auto), 4), ((explicit, explicit), 2), ((auto, explicit), 1)):
         made = mesh((2, 4), axis_types=types)
-        yield from (NamedSharding(made, spec) for spec in (P("a", "b"), P("a"), P(), P("a", None)))
+        yield from (NamedSharding(made, spec) for spec in specs[:count])
     yield from (NamedSharding(mesh((2, 4), "cd"), spec) for spec in (P("c", "d"), P("d"), P()))
     yield NamedSharding(mesh((8,), "z", order=range(7, -1, -1)), P())
     yield NamedSharding(mesh((2, 4), order=(4, 5, 6, 7, 0, 1, 2, 3)), P("a"))
@@ -696,14 +661,6 @@ def test_an_array_that_stays_is_committed_to_where_it_was_sent(make):
         assert moved.committed and moved.sharding == dst
         assert moved.dtype == x.dtype and getattr(moved, "weak_type", None) == getattr(x, "weak_type", None)
         assert bool((moved == x).all())
-
-
-def test_arrays_without_elements_go_everywhere():
-    x = jax.device_put(host((0, 8)), sharding((8,), None, "a"))
-    for dst in (sharding((2, 4), None, "b"), sharding((8,)), sharding((3,), order=(5, 6, 7)), sharding((8,), "a")):
-        for move in (reshard, through_programs):
-            moved = move(x, dst)
-            assert moved.sharding == dst and moved.shape == (0, 8)
 
 
 def test_a_custom_layout_becomes_the_default_one():
@@ -835,11 +792,6 @@ def test_plans_and_trees_can_be_mixed():
     expected = plan_reshard(tree, made)
     assert expected.wire_bytes == plan_reshard(tree, {"w": made.shardings["w"], "n": None}).wire_bytes > 0
     assert plan_reshard(made, tree).wire_bytes == expected.wire_bytes
-
-
-def test_a_plan_of_other_memory_costs_no_wire():
-    made = plan_reshard(struct((8,), sharding((8,), "a")), struct((8,), sharding((8,), "a", kind="pinned_host")))
-    assert made.wire_bytes == 0 and made.in_place == () and made.leaves[0].how == "memory kind"
 
 
 ENDS = {

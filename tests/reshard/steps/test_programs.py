@@ -123,14 +123,6 @@ def test_small_floats_are_sent_as_what_they_are(dtype, spec):
     assert wire_bytes(text, 8) == planned((16, 32), jnp.dtype(dtype), src, dst).wire_bytes
 
 
-def test_random_keys_move():
-    src, dst = pair()
-    keys = jax.random.split(jax.random.key(3), (16, 32))
-    moved = move(jax.device_put(keys, src), dst)
-    assert moved.sharding == dst
-    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
-
-
 @pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2])
 def test_two_bit_integers_are_refused(dtype):
     src, dst = pair()
@@ -237,18 +229,6 @@ def test_outside_of_jit_a_value_lies_where_it_lies_whatever_src_says(kind):
         np.testing.assert_array_equal(stacked, np.stack([np.ones_like(VALUES), 2 * np.ones_like(VALUES)]))
         if kind == AxisType.Auto:  # an untrue source
             np.testing.assert_array_equal(jax.jvp(move_out, (weights,), (weights,))[0], VALUES)
-
-
-@pytest.mark.parametrize("target", [P("b"), P("b", "a"), P(None, ("b", "a")), P()])
-def test_where_jit_is_disabled_arrays_move_all_the_same(target):
-    square = mesh(a=2, b=2)
-    x = jax.device_put(VALUES, NamedSharding(square, P("a")))
-    with jax.disable_jit():
-        moved = move(x, NamedSharding(square, target))
-    assert moved.sharding == NamedSharding(square, target)
-    np.testing.assert_array_equal(moved, VALUES)
-    for shard in moved.addressable_shards:
-        np.testing.assert_array_equal(shard.data, VALUES[shard.index])
 
 
 def test_what_vmap_is_mapped_over_stays_sharded():
@@ -417,14 +397,6 @@ def test_nothing_moves_where_every_device_has_its_piece():
     pointers = [[shard.data.unsafe_buffer_pointer() for shard in z.addressable_shards] for z in (x, y)]
     assert pointers[0] == pointers[1]
     assert move(x, src) is x
-
-
-def test_memory_kinds_are_reached():
-    src, dst = pair()
-    host = dst.with_memory_kind("pinned_host")
-    x = put(VALUES, src)
-    assert_lies(move(x, host), VALUES, host)
-    assert_lies(move(move(x, host), src), VALUES, src)
 
 
 def test_what_is_compiled_sends_what_is_planned():

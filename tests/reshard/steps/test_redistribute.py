@@ -14,10 +14,10 @@ from benchmarks._pairs import all_layouts, every_layout
 from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._ground.errors import MeshError, SpecError
-from shardfx._reshard.steps.factors import End, refine
+from shardfx._reshard.steps.factors import refine
 from shardfx._reshard.steps.groups import all_to_all, gathered, permutation
 from shardfx._reshard.steps.layout import StepLayout, positions, slice_numbers
-from shardfx._reshard.steps.lower_bound import Holdings, LowerBound, missing_share
+from shardfx._reshard.steps.lower_bound import missing_share
 from shardfx._reshard.steps.path import path_along
 from shardfx._reshard.steps.redistribute import layout, redistribute
 from shardfx._reshard.steps.search import Problem, explore, search
@@ -312,62 +312,6 @@ def _tile(dims, where: np.ndarray) -> np.ndarray:
         for axis in axes:
             number = number * 2 + where[axis]
     return number
-
-
-def true_costs(goal: tuple, where: list[np.ndarray], slow: int, *, onward: bool) -> dict:
-    """What the cheapest steps cost from every layout to the goal (`onward`), or from the goal to every layout.
-
-    A layout is named by a mesh, one of several whose coordinates `where` lists, and by its dims there.
-    """
-    factors = len(where[0])
-    slices = np.arange(2**factors) >> (factors - slow)
-    states = list(it.product(range(len(where)), [end.dims for end in all_layouts((2,) * factors)]))
-    held = {state: _tile(state[1], where[state[0]]) for state in states}
-    steps = [
-        ((mesh, dims), (mesh, after), cost) for mesh, dims in states for after, cost in steps_from(dims, factors, slow)
-    ]
-    for first, last in it.permutations(states, 2):
-        counts = tuple(map(len, first[1]))
-        if counts == tuple(map(len, last[1])):
-            steps.append((first, last, permuted(held[first], held[last], slices) * 2.0 ** -sum(counts)))
-    leading = {state: [] for state in states}
-    for first, last, cost in steps:
-        leading[last if onward else first].append((first if onward else last, cost))
-    best, heap = {goal: 0.0}, [(0.0, goal)]
-    while heap:
-        cost, now = heapq.heappop(heap)
-        for then, extra in leading[now] if cost <= best[now] else ():
-            if cost + extra < best.get(then, math.inf) - 1e-12:
-                best[then] = cost + extra
-                heapq.heappush(heap, (cost + extra, then))
-    return best
-
-
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_the_lower_bound_is_never_above_what_the_cheapest_steps_cost(slow):
-    factors, devices = 3, 8
-    dims_of = [end.dims for end in all_layouts((2,) * factors)]
-    weights = (float(DEAR),) * slow + (1.0,) * (factors - slow) if slow else ()
-    rng, exact = np.random.default_rng(slow), 0
-    for _ in range(6):
-        # The far end numbers the devices by factors of its own, but agrees on what is dear.
-        within = 2 ** (factors - slow)
-        turned = [start + rng.permutation(within) for start in range(0, devices, within)]
-        orders = [np.arange(devices), np.concatenate(turned)]
-        where = [np.stack(np.unravel_index(order, (2,) * factors)) for order in orders]
-        far = dims_of[rng.integers(len(dims_of))]
-        ends = [
-            End(StepLayout((2,) * factors, dims, None, weights), rows)
-            for dims, rows in zip((((), ()), far), where, strict=True)
-        ]
-        held = Holdings(ends[0])
-        for far_is in ("target", "source"):
-            bound = LowerBound(held, ends[0], ends[1], far_is)
-            true = true_costs((1, far), where, slow, onward=far_is == "target")
-            for dims in dims_of:
-                assert bound(dims) <= true[0, dims] + 1e-9
-                exact += bound(dims) == pytest.approx(true[0, dims], abs=1e-9)
-    assert exact > 100  # else the bound would be of no use, as would be this test
 
 
 def test_no_sequence_of_steps_has_less_traffic_on_16_devices():
