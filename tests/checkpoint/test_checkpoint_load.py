@@ -120,7 +120,7 @@ def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):
         loaded = checkpoint.load(tmp_path / "step", given)
         assert np.allclose(loaded(jnp.ones(8)), model(jnp.ones(8)), rtol=1e-5)
         assert loaded.layers[0].weight.sharding.spec == P("a", "b")  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(PlanMismatchError, match="leaf `act` is none. Make a plan"):
+    with pytest.raises(PlanMismatchError, match="leaf `act` .* has none. Make a plan"):
         checkpoint.load(tmp_path / "step", {"act": "relu"})
 
 
@@ -198,7 +198,7 @@ def test_a_plan_must_have_devices(tmp_path):
     made = shardfx.plan({"w": jnp.ones(8)}, MESH, paths=PathRules.parse("w->a"))
     with pytest.raises(PlanMismatchError, match="no devices, so there is nowhere to load to; .*plan.mesh.build"):
         checkpoint.load(tmp_path, made)
-    with pytest.raises(PlanMismatchError, match="leaf `w` is none"):
+    with pytest.raises(PlanMismatchError, match=r"leaf `w` \(ndarray\) has none"):
         checkpoint.load(tmp_path, {"w": np.ones(8, np.float32)})
 
 
