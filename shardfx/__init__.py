@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
         hosts as hosts,
         interop as interop,
         presets as presets,
+        sync as sync,
         testing as testing,
         topology as topology,
     )
@@ -63,7 +64,7 @@ __version__ = "0.1.0"
 _LATE = {
     name: room or name
     for room, names in {
-        "": "auto checkpoint chips cost errors hosts interop presets testing topology",
+        "": "auto checkpoint chips cost errors hosts interop presets sync testing topology",
         "_arrays": "clear_caches constrain filter_jit gather misplaced shard shardings_of specs_of",
         "_ground.reason": "Code Decision Reason",
         "_plan": "LeafPlan ShardPlan correct field follow plan report",
@@ -80,7 +81,7 @@ __all__ = """
     atomic auto checkpoint chips clear_caches constrain correct cost diff errors explain field filter_jit follow fsdp
     gather hosts html_report interop lint map_matrices match misplaced optional plan plan_reshard presets replicate
     report
-    reshard resolve shard shardings_of specs_of testing topology
+    reshard resolve shard shardings_of specs_of sync testing topology
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 
