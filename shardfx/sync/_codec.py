@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from .._convert import NOWHERE, Counted, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
 from .._ground.boxes import Box, volume
 from .._ground.errors import PlanFormatError
+from .._plan import decode_dtype
 from ._plan import Buffer, Kind, SentLeaf, Transfer, TransferPlan
 
 
@@ -108,8 +108,8 @@ def _counted(sign: Any, number: Any) -> Counted:
 
 
 def _dtype(name: Any) -> np.dtype:
-    made = jnp.dtype(_text(name))
-    if str(made) != name or made.hasobject or made.kind in "SUMm" or not made.itemsize:
+    made = decode_dtype(_text(name))
+    if not isinstance(made, np.dtype):
         raise ValueError(f"the dtype {name!r:.40}")
     return made
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from .._convert import NOWHERE, Piece, constant, fill, once, target_view, write
 from .._ground.boxes import Box, as_box
 from .._ground.errors import SyncError
-from .._plan import ShardPlan
+from .._plan import ShardPlan, encode_dtype
 from .._reshard import data_of_keys
 from ._channel import Channel
 from ._plan import Buffer, Step, Transfer, TransferPlan
@@ -160,4 +160,4 @@ def _array(
     made = jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
     if not jnp.issubdtype(planned, jax.dtypes.prng_key):
         return made
-    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(jax.ShapeDtypeStruct((), planned)))
+    return jax.random.wrap_key_data(made, impl=encode_dtype(planned)[len("key<") : -1])
