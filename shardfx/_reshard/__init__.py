@@ -5,12 +5,9 @@ It may import `_plan` and what is below it. It never chooses where an array shal
 and between trees.
 """
 
-from .ends import data_of
+from . import sync
 from .matrices import MappedMatrices, map_matrices
 from .mover import reshard
-from .pieces.cuts import cuts_of, first_casts, smaller
-from .pieces.host import data_of_keys
-from .pieces.work import MovedLeaf, kind_of
 from .reshard_plan import LeafMove, ReshardPlan, plan_reshard
 from .steps.layout import StepLayout
 from .steps.redistribute import MoveStep

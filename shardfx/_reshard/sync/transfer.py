@@ -9,11 +9,26 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .._convert import Made, Piece, Struct, TreeMap, Value, bound, dtypes_of, extended, names_of, once, shifted, swapped
-from .._ground.boxes import Box, boxes
-from .._ground.errors import MeshError
-from .._plan import ShardPlan
-from .._reshard import MovedLeaf, cuts_of, data_of, first_casts, kind_of, smaller
+from ..._convert import (
+    Made,
+    Piece,
+    Struct,
+    TreeMap,
+    Value,
+    bound,
+    dtypes_of,
+    extended,
+    names_of,
+    once,
+    shifted,
+    swapped,
+)
+from ..._ground.boxes import Box, boxes
+from ..._ground.errors import MeshError
+from ..._plan import ShardPlan
+from ..ends import data_of
+from ..pieces.cuts import cuts_of, first_casts, smaller
+from ..pieces.work import MovedLeaf, kind_of
 
 
 Processes = int | Sequence[int]
@@ -86,7 +101,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """What each process of one job sends to each process of another; made by [`shardfx.sync.plan_transfer`][].
+    """What each process of one job sends to each process of another; made by [`shardfx._reshard.sync.plan_transfer`][].
 
     **Arguments:**
 
@@ -146,24 +161,6 @@ class TransferPlan:
         """The processes that send something to a receiving process, in order."""
         found = (one.process for k in self.kinds for one in k.transfers if k.buffers[one.buffer].process == receiver)
         return sorted({process for process in found if process >= 0})
-
-    def to_json(self) -> str:
-        """The plan as JSON text; [`shardfx.sync.TransferPlan.from_json`][] reads and checks it."""
-        from ._codec import to_json
-
-        return to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> "TransferPlan":
-        """The plan that `to_json` wrote, with proof that each element of each target shard is written exactly once.
-
-        **Raises:**
-
-        `PlanFormatError` for text that is no such plan.
-        """
-        from ._codec import from_json
-
-        return from_json(text)
 
 
 def plan_transfer(
@@ -289,13 +286,17 @@ def _kind(
             dtype = data_of((), sources[value.path or ""].dtype)[1] if value.scale is None else _FLOAT32
             pick = picks[list(held).index(value.path or "")]
             ends[alias] = dtype, {box: [own[pick]] for box, own in held[value.path or ""].items()}
-        wanted = [(len(senders) + number, buffers[number].box) for number in numbers]
+        alike: dict[Box, list[int]] = {}
+        for number in numbers:
+            alike.setdefault(buffers[number].box, []).append(number)
+        wanted = [(len(senders) + at, box) for at, box in enumerate(alike)]
+        same = list(alike.values())
         cuts = cuts_of(Made(*made, plain), wanted, ends, {})
         low = {(alias, at): box for alias, (_, holders) in ends.items() for box, (at,) in holders.items()}
         for cut in cuts.made:
-            number, alias = cut.receiver - len(senders), cut.piece.value.path
+            own, alias = same[cut.receiver - len(senders)], cut.piece.value.path
             if alias is None:
-                transfers.append(Transfer(-1, -1, number, cut.piece, 0, made[1]))
+                transfers += [Transfer(-1, -1, number, cut.piece, 0, made[1]) for number in own]
                 continue
             value, dtype = values[alias], ends[alias][0]
             count = first_casts(value.casts, dtype)
@@ -304,7 +305,9 @@ def _kind(
             process, device = senders[cut.sender], locals_here[cut.sender]
             for part in smaller(cut, limit_bytes):
                 piece = swapped(shifted(swapped(part.piece), start))._replace(value=value)
-                transfers.append(Transfer(process, device, number, piece, count, sent))
+                transfers += [Transfer(process, device, number, piece, count, sent) for number in own]
+    # A receiver that plans its part alone has the same order.
+    transfers.sort(key=lambda one: one.buffer)
     return Kind(tuple(sources), buffers, tuple(transfers))
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .._convert import NOWHERE, Counted, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
-from .._ground.boxes import Box, volume
-from .._ground.errors import PlanFormatError
-from .._plan import decode_dtype
-from ._plan import Buffer, Kind, SentLeaf, Transfer, TransferPlan
+from ..._convert import NOWHERE, Counted, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
+from ..._ground.boxes import Box, volume
+from ..._ground.errors import PlanFormatError
+from ..._plan import decode_dtype
+from .transfer import Buffer, Kind, SentLeaf, Transfer, TransferPlan
 
 
 _VERSION = 1
@@ -32,7 +32,12 @@ class _Table:
 
 
 def to_json(plan: TransferPlan) -> str:
-    """The text, with a checksum."""
+    """A transfer plan as JSON text, with a checksum; [`shardfx._reshard.sync.from_json`][] reads it.
+
+    **Arguments:**
+
+    - `plan`: the plan, or one receiver's part.
+    """
     values, factors = _Table(), _Table()
     kinds = [
         {
@@ -63,7 +68,16 @@ def to_json(plan: TransferPlan) -> str:
 
 
 def from_json(text: str) -> TransferPlan:
-    """The plan, checked."""
+    """The plan that `to_json` wrote, with proof that each element of each shard is written once.
+
+    **Arguments:**
+
+    - `text`: the JSON text.
+
+    **Raises:**
+
+    `PlanFormatError` for text that is no such plan.
+    """
     try:
         data = json.loads(text)
         if data["version"] != _VERSION:
@@ -78,7 +92,7 @@ def from_json(text: str) -> TransferPlan:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise PlanFormatError(
-            f"this is no TransferPlan's JSON ({type(error).__name__}: {error}); write it with `to_json`."
+            f"this is no TransferPlan's JSON ({type(error).__name__}: {error}); write it with `shardfx.sync.to_json`."
         ) from error
     return plan
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from .._ground.errors import PlanMismatchError, SyncError
-from .._plan import ShardPlan
-from ._ends import receive, send
-from ._plan import TransferPlan
+from ..._ground.errors import PlanMismatchError, SyncError
+from ..._plan import ShardPlan
+from .ends import receive, send
+from .transfer import TransferPlan
 
 
 # The round, -1 for a commit; the bytes that follow, or the revision; their checksum.
@@ -34,28 +34,25 @@ class _Sockets:
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
-        self._memory = bytearray()
 
     def put(self, round: int, pieces: Iterator[np.ndarray]) -> None:
         for piece in pieces:
-            raw = memoryview(piece.reshape(-1).view(np.uint8)) if piece.size else memoryview(b"")
+            raw = _as_bytes(piece)
             self._connection.sendall(_FRAME.pack(round, len(raw), zlib.crc32(raw)))
             self._connection.sendall(raw)
 
-    def get(self, round: int, sizes: Sequence[int]) -> Iterator[np.ndarray]:
-        for number, size in enumerate(sizes):
+    def get(self, round: int, memories: Iterator[np.ndarray]) -> None:
+        for number, memory in enumerate(memories):
             found, count, checksum = self._frame()
-            if (found, count) != (round, size):
+            if (found, count) != (round, memory.nbytes):
                 raise SyncError(
-                    f"piece {number} of round {round} should have {size} bytes; {count} bytes of round {found} came."
+                    f"piece {number} of round {round} should have {memory.nbytes} bytes; "
+                    f"{count} bytes of round {found} came; pull again."
                 )
-            if len(self._memory) < size:
-                self._memory = bytearray(size)
-            raw = memoryview(self._memory)[:size]
+            raw = _as_bytes(memory)
             _read_into(self._connection, raw)
             if zlib.crc32(raw) != checksum:
                 raise SyncError(f"piece {number} of round {round} was damaged on its way; pull again.")
-            yield np.frombuffer(raw, np.uint8)
 
     def commit(self, revision: int | None = None) -> int:
         if revision is not None:
@@ -70,6 +67,10 @@ class _Sockets:
         head = bytearray(_FRAME.size)
         _read_into(self._connection, memoryview(head))
         return _FRAME.unpack(head)
+
+
+def _as_bytes(memory: np.ndarray) -> memoryview:
+    return memory.reshape(-1).view(np.uint8).data
 
 
 class _Published(NamedTuple):
@@ -141,6 +142,8 @@ class Sender:
     def _transfer(self, connection: socket.socket) -> None:
         asked = _get_text(connection)
         receiver, have, digest = asked.get("receiver"), asked.get("have"), asked.get("digest")
+        if not isinstance(receiver, int):
+            raise SyncError(f"the receiver says that it is process {receiver!r:.40}.")
         newest, leaves = self._newest, [(leaf.path, leaf.digest) for leaf in self._plan.leaves]
         if digest != self._plan.digest:
             _put_text(connection, {"leaves": leaves})
@@ -150,9 +153,7 @@ class Sender:
         if newest is None or revision is None or _get_text(connection).get("take") != revision:
             return
         try:
-            send(
-                self._plan, newest.arrays, _Sockets(connection), revision, sender=self._process, receiver=int(receiver)
-            )
+            send(self._plan, newest.arrays, _Sockets(connection), revision, sender=self._process, receiver=receiver)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             # What was donated is gone: the receiver learns of it by the end of the connection.
             raise SyncError(f"revision {revision} cannot be read: {error}") from error
@@ -201,7 +202,8 @@ class Receiver:
         connections: dict[int, socket.socket] = {}
         try:
             for sender in self._plan.senders_to(self._process):
-                connections[sender] = self._connected(sender)
+                connections[sender] = socket.create_connection(self._addresses[sender], self._timeout)
+                _shake_hands(connections[sender], self._secret, b"receiver", b"sender")
             return self._pulled(connections)
         except OSError as error:
             raise SyncError(
@@ -210,15 +212,6 @@ class Receiver:
         finally:
             for connection in connections.values():
                 connection.close()
-
-    def _connected(self, sender: int) -> socket.socket:
-        connection = socket.create_connection(self._addresses[sender], self._timeout)
-        try:
-            _shake_hands(connection, self._secret, b"receiver", b"sender")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _pulled(self, connections: Mapping[int, socket.socket]) -> bool:
         asked = {"receiver": self._process, "have": self.revision, "digest": self._plan.digest}

@@ -1,6 +1,6 @@
 """What carries the pieces of a transfer from one process to another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +18,8 @@ class Channel(Protocol):
         """Sends the pieces of a round. A piece may be overwritten as soon as the next one is asked for."""
         ...
 
-    def get(self, round: int, sizes: Sequence[int]) -> Iterator[np.ndarray]:
-        """The pieces of a round, as bytes. A piece may be overwritten as soon as the next one is asked for."""
+    def get(self, round: int, memories: Iterator[np.ndarray]) -> None:
+        """Fills memory with the pieces of a round. A piece is there, checked, before the next memory is asked for."""
         ...
 
     def commit(self, revision: int | None = None) -> int:

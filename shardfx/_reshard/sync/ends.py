@@ -1,19 +1,21 @@
 """Either end of a transfer: pieces read from the shards of arrays, and written into spare memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .._convert import NOWHERE, Piece, constant, fill, once, target_view, write
-from .._ground.boxes import Box, as_box
-from .._ground.errors import SyncError
-from .._plan import ShardPlan, encode_dtype
-from .._reshard import data_of_keys
-from ._channel import Channel
-from ._plan import Buffer, Step, Transfer, TransferPlan
+from ..._convert import NOWHERE, Piece, constant, fill, hull, once, source_view, swapped, target_view, write
+from ..._ground.boxes import Box, as_box
+from ..._ground.buffers import buffers
+from ..._ground.errors import SyncError
+from ..._plan import ShardPlan, encode_dtype
+from ..pieces.host import data_of_keys
+from .channel import Channel
+from .transfer import Buffer, Step, Transfer, TransferPlan
 
 
 def send(
@@ -65,9 +67,7 @@ def receive(
             target_view(spare[leaf][one.buffer], one.piece)[...] = constant(one.piece)
     for sender in plan.senders_to(receiver):
         for number, steps in enumerate(plan.rounds(sender, receiver)):
-            pieces = channels[sender].get(number, [step.transfer.bytes for step in steps])
-            for step, raw in zip(steps, pieces, strict=True):
-                _unpack(step, raw, spare)
+            channels[sender].get(number, _memories(steps, spare))
     revisions = {channels[sender].commit() for sender in channels}
     if len(revisions) != 1:
         raise SyncError(f"the senders sent the revisions {sorted(revisions)}; publish one revision on all of them.")
@@ -75,7 +75,8 @@ def receive(
 
 
 def _empty(box: Box, dtype: np.dtype) -> np.ndarray:
-    return np.empty(tuple(stop - start for start, stop in box), dtype)
+    # JAX takes memory that is aligned as its own; other memory it copies.
+    return buffers([(tuple(stop - start for start, stop in box), dtype)])[0]
 
 
 def _packed(transfer: Transfer, shards: "_Shards") -> np.ndarray:
@@ -84,19 +85,33 @@ def _packed(transfer: Transfer, shards: "_Shards") -> np.ndarray:
     shape = transfer.shape
     factors = tuple(f._replace(target_dim=dim, target_step=1) for dim, f in enumerate(piece.factors))
     value = piece.value._replace(casts=piece.value.casts[: transfer.casts])
+    if value.path is not None and value.scale is None and not value.casts:
+        first = hull(swapped(piece))
+        view = source_view(shards.read(value.path, first), piece, [low for low, _ in first])
+        if view.flags.c_contiguous:
+            return view
     memory = np.empty(shape, transfer.sent)
     zero = (0,) * len(shape)
     fill(memory, tuple((0, size) for size in shape), Piece(value, piece.source, zero, factors), shards.read)
     return memory
 
 
-def _unpack(step: Step, raw: np.ndarray, spare: Sequence[Mapping[int, np.ndarray]]) -> None:
-    one = step.transfer
-    kept = tuple(1 if f.source_dim == NOWHERE else f.size for f in one.piece.factors)
-    there = target_view(spare[step.leaf][one.buffer], one.piece)
-    values = np.broadcast_to(raw.view(one.sent).reshape(kept), there.shape)
-    left = one.piece.value._replace(casts=one.piece.value.casts[one.casts :])
-    write(there, values, one.piece._replace(value=left))
+def _memories(steps: Sequence[Step], spare: Sequence[Mapping[int, np.ndarray]]) -> Iterator[np.ndarray]:
+    """Where the pieces of a round are received: in the spare shard itself, if a piece lies there as it is sent."""
+    for leaf, one in steps:
+        there = target_view(spare[leaf][one.buffer], one.piece)
+        left = one.piece.value._replace(casts=one.piece.value.casts[one.casts :])
+        if (
+            there.dtype == one.sent
+            and not left.casts
+            and there.size * there.itemsize == one.bytes
+            and there.flags.c_contiguous
+        ):
+            yield there
+            continue
+        raw = np.empty(tuple(1 if f.source_dim == NOWHERE else f.size for f in one.piece.factors), one.sent)
+        yield raw
+        write(there, np.broadcast_to(raw, there.shape), one.piece._replace(value=left))
 
 
 class _Shards:
@@ -131,7 +146,7 @@ class _Shards:
         return self._known[path]
 
 
-def _inside(box: Box, held: Box) -> tuple[slice, ...]:
+def _inside(box: Box, held: Box) -> tuple[slice | EllipsisType, ...]:
     return tuple([slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, held, strict=True)]) or (...,)
 
 
