@@ -38,7 +38,12 @@ if _typing.TYPE_CHECKING:
         plan as plan,
         report as report,
     )
-    from ._reshard import map_matrices as map_matrices, plan_reshard as plan_reshard, reshard as reshard
+    from ._reshard import (
+        map_matrices as map_matrices,
+        plan_reshard as plan_reshard,
+        reshard as reshard,
+        sync as sync,
+    )
     from ._rules import (
         AxisRules as AxisRules,
         PathRules as PathRules,
@@ -70,7 +75,7 @@ _LATE = {
         "_rules": "AxisRules PathRules atomic fsdp match optional replicate resolve",
         "topology": "MeshSpec",
         "_convert": "From TreeMap",
-        "_reshard": "map_matrices plan_reshard reshard",
+        "_reshard": "map_matrices plan_reshard reshard sync",
         "_see": "diff explain html_report lint",
     }.items()
     for name in names.split()
@@ -80,7 +85,7 @@ __all__ = """
     atomic auto checkpoint chips clear_caches constrain correct cost diff errors explain field filter_jit follow fsdp
     gather hosts html_report interop lint map_matrices match misplaced optional plan plan_reshard presets replicate
     report
-    reshard resolve shard shardings_of specs_of testing topology
+    reshard resolve shard shardings_of specs_of sync testing topology
 """.split()  # pyright: ignore[reportUnsupportedDunderAll]
 
 

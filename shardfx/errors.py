@@ -13,6 +13,7 @@ from ._ground.errors import (
     ProgramError as ProgramError,
     RuleError as RuleError,
     SpecError as SpecError,
+    SyncError as SyncError,
     UnknownPathError as UnknownPathError,
     UnmatchedError as UnmatchedError,
 )

@@ -72,6 +72,10 @@ class MoveError(RuntimeError):
         self.moved = dict(moved or {})
 
 
+class SyncError(RuntimeError):
+    """A transfer between jobs that stopped or was refused: the receiver keeps the weights that it had, whole."""
+
+
 # Tracebacks name them as users do.
 for _kind in (kind for kind in tuple(globals().values()) if isinstance(kind, type) and kind.__module__ == __name__):
     _kind.__module__ = "shardfx.errors"

@@ -369,7 +369,7 @@ def _cuts(
     assert leaf.sharding is not None
     ends = [end for name in names if (end := sources[name].sharding) is not None]
     devices = _devices_of(ends, leaf.sharding, lost)
-    kind = (leaf[1:], *_kind(made, names, sources))
+    kind = (leaf[1:], *kind_of(made, names, sources))
     if kind not in known:
         gone, alike = {devices.place(device) for device in lost}, dict[Any, Held]()
         targets = [(at, box) for at, box in _boxes(leaf, devices) if at is not None]
@@ -439,7 +439,7 @@ def _shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
     return (*own, *shape[len(leaf.shape) :]), dtype
 
 
-def _kind(made: Made, names: tuple[str, ...], sources: Mapping[str, MovedLeaf]) -> tuple[Any, ...]:
+def kind_of(made: Made, names: tuple[str, ...], sources: Mapping[str, MovedLeaf]) -> tuple[Any, ...]:
     """What arrays have in common whose cuts differ in the names of what they read alone."""
     numbers = {name: number for number, name in enumerate(names)}
     pieces = tuple(_numbered(piece, numbers) for piece in made.pieces)

@@ -1,0 +1,11 @@
+"""Weights from one job to another: a transfer plan that both compute alone, and the channels that carry it out.
+
+It may import `_plan`, `_convert`, its siblings in this room and what is below them. It never moves an array within a
+job, and it never changes what a receiver has before every piece of the new revision has arrived.
+"""
+
+from .channel import Channel as Channel
+from .codec import from_json as from_json, to_json as to_json
+from .ends import receive as receive, send as send
+from .sockets import Receiver as Receiver, Sender as Sender
+from .transfer import TransferPlan as TransferPlan, plan_transfer as plan_transfer

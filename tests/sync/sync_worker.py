@@ -1,0 +1,63 @@
+"""A trainer or an engine of its own, for tests that kill one: `sync_worker.py trainer` or `engine PORT`."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import shardfx
+from shardfx import From, MeshSpec, PathRules, TreeMap
+from shardfx._reshard.sync import Receiver, Sender, plan_transfer
+from shardfx.errors import SyncError
+
+
+SECRET = b"sixteen bytes or more"
+HEADS, DIM, WIDTH, LAYERS = 2, 8, 64, 12
+
+
+def plans(own, devices):
+    """A trainer of 8 devices, and an engine of 4 with fused, repeated, bf16 weights."""
+    jax.config.update("jax_num_cpu_devices", devices)
+    trained = {f"layers/{i}/{name}": jax.ShapeDtypeStruct((WIDTH, HEADS * DIM), jnp.float32)
+               for i in range(LAYERS) for name in ("query", "key")}  # fmt: skip
+    repeated = From("layers/{i}/key").T.repeat(2, dim=0, unit=DIM)
+    made = TreeMap({"{i}.qk": From.concat([From("layers/{i}/query").T, repeated]).cast("bfloat16")})
+    served = {f"{i}.qk": jax.ShapeDtypeStruct((3 * HEADS * DIM, WIDTH), jnp.bfloat16) for i in range(LAYERS)}
+    meshes = [MeshSpec({"data": 4, "model": 2}), MeshSpec({"model": 4})]
+    meshes[own] = meshes[own].build(jax.devices())
+    src = shardfx.plan(trained, meshes[0], paths=PathRules([(".*", P("data", "model"))]))
+    dst = shardfx.plan(served, meshes[1], paths=PathRules([(".*", P("model"))]))
+    return src, dst, plan_transfer(src, dst, made, limit_bytes=1 << 12)
+
+
+def train():
+    src, _, plan = plans(0, 8)
+    sender = Sender(plan, SECRET, timeout_seconds=2)
+    print(sender.address[1], flush=True)
+    for revision in range(1, 1_000_000):
+        arrays = {
+            leaf.path: jax.device_put(np.full(leaf.shape, revision % 100, np.float32), src.shardings[leaf.path])
+            for leaf in src.leaves
+        }
+        sender.publish(arrays, revision)
+
+
+def serve(port):
+    _, dst, plan = plans(1, 4)
+    receiver = Receiver(plan, dst, [("127.0.0.1", port)], SECRET, timeout_seconds=2)
+    while True:
+        try:
+            receiver.pull()
+        except SyncError as error:
+            # What it has is of one revision, whole.
+            values = {float(x) for leaf in receiver.arrays.values() for x in np.unique(np.asarray(leaf))}
+            print(f"kept {receiver.revision} {sorted(values)} {len(receiver.arrays)} {error}", flush=True)
+            return
+        values = {float(x) for leaf in receiver.arrays.values() for x in np.unique(np.asarray(leaf))}
+        print(f"has {receiver.revision} {sorted(values)}", flush=True)
+
+
+if __name__ == "__main__":
+    train() if sys.argv[1] == "trainer" else serve(int(sys.argv[2]))

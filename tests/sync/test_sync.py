@@ -1,0 +1,269 @@
+"""Transfers between jobs: bit for bit what NumPy makes, each byte sent once, and nothing written by what is damaged."""
+
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec as P
+from maps import maps, same, written
+
+import shardfx
+from shardfx import From, MeshSpec, PathRules, TreeMap
+from shardfx._reshard.sync import Receiver, Sender, from_json, plan_transfer, receive, send, to_json
+from shardfx._reshard.sync.codec import _checksum
+from shardfx.errors import PlanFormatError, PlanMismatchError, SyncError
+
+
+SECRET = b"sixteen bytes or more"
+SIZES = {"a": 2, "b": 2}
+
+
+class Wire:
+    """A channel in memory."""
+
+    def __init__(self):
+        self.pieces, self.revision = [], 0
+
+    def put(self, round, pieces):
+        self.pieces += [(round, np.array(piece)) for piece in pieces]
+
+    def get(self, round, memories):
+        for memory in memories:
+            number, piece = self.pieces.pop(0)
+            assert (number, piece.nbytes) == (round, memory.nbytes)
+            memory.reshape(-1).view(np.uint8)[...] = piece.reshape(-1).view(np.uint8)
+
+    def commit(self, revision: int | None = None) -> int:
+        self.revision = self.revision if revision is None else revision
+        return self.revision
+
+
+def mesh(start):
+    return Mesh(np.asarray(jax.devices()[start : start + 4]).reshape(2, 2), ("a", "b"))
+
+
+def planned(tree, specs, where=None):
+    structs = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in tree.items()}
+    rules = PathRules([(f"^{path.replace('.', '[.]')}$", spec) for path, spec in specs.items()])
+    return shardfx.plan(structs, MeshSpec(SIZES) if where is None else where, paths=rules)
+
+
+def drawn(draw, tree):
+    found = {}
+    for path, leaf in tree.items():
+        used, entries = set(), []
+        for _ in leaf.shape:
+            entry = draw(st.sampled_from([None, "a", "b", ("b", "a")]))
+            names = {*((entry,) if isinstance(entry, str) else entry or ())}
+            entries.append(None if names & used else entry)
+            used |= names
+        found[path] = shardfx.correct(P(*entries), leaf.shape, MeshSpec(SIZES)).spec
+    return found
+
+
+def carried(plan, arrays, dst, processes=(1, 1)):
+    """What all receivers get, and the bytes that were put."""
+    found = []
+    for receiver in range(processes[1]):
+        wires = {sender: Wire() for sender in plan.senders_to(receiver)}
+        for sender, wire in wires.items():
+            send(plan, arrays, wire, 7, sender=sender, receiver=receiver)
+        sent = sum(piece.nbytes for wire in wires.values() for _, piece in wire.pieces)
+        wires = wires or {0: Wire()}
+        if not sent:
+            wires[min(wires)].commit(7)
+        made, revision = receive(plan, dst, wires, receiver=receiver)
+        assert revision == 7
+        found.append((made, sent))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=maps(), data=st.data())
+def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
+    made, arrays = written(case)
+    whole = made.apply(arrays)
+    specs = drawn(data.draw, arrays), drawn(data.draw, whole)
+    src, dst = planned(arrays, specs[0], mesh(0)), planned(whole, specs[1], mesh(4))
+    plan = plan_transfer(src, dst, made, limit_bytes=data.draw(st.sampled_from([16, 1 << 20])))
+    tree = {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in arrays.items()}
+    again = from_json(to_json(plan))
+    ((found, sent),) = carried(again, tree, dst)
+    for path, leaf in whole.items():
+        same(found[path], leaf)
+        assert found[path].sharding == dst.shardings[path]
+    assert sent == plan.wire_bytes
+    # The two jobs plan without the other's devices.
+    abroad = planned(arrays, specs[0]), planned(whole, specs[1])
+    other = plan_transfer(*abroad, made, limit_bytes=plan.limit_bytes)
+    assert other.digest == plan.digest and to_json(other) == to_json(plan)
+
+
+def tree_of():
+    """Odd sizes, rank 0, empty arrays, narrow dtypes and keys."""
+    numbers = np.random.default_rng(0)
+    arrays = {
+        "wide": numbers.normal(size=(8, 6)).astype(np.float32),
+        "odd": numbers.normal(size=(3, 5)).astype(jnp.bfloat16),
+        "one": np.float32(3),
+        "none": np.zeros((0, 4), np.float32),
+        "eight": numbers.normal(size=(4, 4)).astype(jnp.float8_e4m3fn),
+        "four": numbers.integers(-8, 7, (4, 4)).astype(jnp.int4),
+    }
+    return {path: jnp.asarray(leaf) for path, leaf in arrays.items()} | {"keys": jax.random.split(jax.random.key(0), 4)}
+
+
+def job(processes=(1, 1), **changes):
+    """Both plans of the tree as it is, the transfer, and the sender's arrays."""
+    tree = tree_of()
+    specs = {path: P("a") if leaf.ndim and leaf.shape[0] % 2 == 0 else P() for path, leaf in tree.items()}
+    src = planned(tree, specs, mesh(0))
+    dst = planned(tree, {**specs, "wide": P("b", "a")}, mesh(4))
+    plan = plan_transfer(src, dst, processes=processes, **changes)
+    return src, dst, plan, {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}
+
+
+def bits(leaf):
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def test_each_leaf_arrives_and_each_byte_is_sent_once_per_process():
+    src, dst, plan, tree = job()
+    ((found, sent),) = carried(plan, tree, dst)
+    for path, leaf in tree.items():
+        same(bits(found[path]), bits(leaf))
+        assert found[path].dtype == leaf.dtype and found[path].sharding == dst.shardings[path]
+    # One process holds every shard of the target: each array crosses once, replicas or not.
+    assert sent == sum(np.asarray(bits(leaf)).nbytes for leaf in tree.values())
+
+
+def test_casts_that_make_fewer_bytes_and_products_with_scales_are_made_by_the_sender():
+    numbers = jnp.arange(32, dtype=jnp.float32).reshape(4, 8)
+    tree = {"w": numbers, "s": jnp.float32([[1, 2], [3, 4]]), "q": jnp.ones((4, 8), jnp.int8)}
+    made = TreeMap({"small": From("w").cast("bfloat16"), "scaled": From("q").scale("s", block=(2, 4)).cast("bfloat16")})
+    whole = made.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
+    src = planned(tree, {"w": P("a"), "s": P(), "q": P("b")}, mesh(0))
+    dst = planned(whole, {"small": P(None, "a"), "scaled": P("a")}, mesh(4))
+    arrays = {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}
+    ((found, sent),) = carried(plan_transfer(src, dst, made), arrays, dst)
+    for path, leaf in whole.items():
+        same(found[path], leaf)
+    assert sent == 2 * 4 * 8 * 2
+
+
+@pytest.mark.parametrize("receiver", range(4))
+def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
+    plan, part = job((2, 4))[2], job((2, 4), receiver=receiver)[2]
+    assert part.digest == plan.digest and part.senders_to(receiver) == plan.senders_to(receiver)
+    for sender in (-1, 0, 1):
+        own, all_of = ([(s.leaf, s.transfer.piece) for s in one.steps(sender, receiver)] for one in (part, plan))
+        assert own == all_of
+    from_json(to_json(part))
+
+
+def mutated(data, draws):
+    """The data with one value changed, removed or added, at a random place."""
+    while True:
+        keys = list(data) if isinstance(data, dict) else list(range(len(data)))
+        key = draws.choice(keys)
+        if isinstance(data[key], dict | list) and data[key] and draws.random() < 0.9:
+            data = data[key]
+            continue
+        match draws.randrange(4):
+            case 0:
+                del data[key]
+            case 1 if isinstance(data, list):
+                data.insert(key, data[key])
+            case 2 if type(data[key]) is int:
+                data[key] += draws.choice([-1, 1, 1 << 40])
+            case _:
+                data[key] = draws.choice([None, -1, 10**30, "x", [], {}, 1.5, True])
+        return
+
+
+def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
+    """Its checksum made good again, so that the checks behind it are met."""
+    plan, draws = job((2, 2))[2], random.Random(0)
+    text = json.loads(to_json(plan))
+    refused = 0
+    for _ in range(300):
+        body = json.loads(text["plan"])
+        mutated(body, draws)
+        again = json.dumps(body)
+        try:
+            found = from_json(json.dumps({**text, "plan": again, "checksum": _checksum(again)}))
+        except PlanFormatError:
+            refused += 1
+            continue
+        # What passes may say other names or senders; every shard is written whole and nothing beside it.
+        assert found.digest == plan.digest and [leaf.shape for leaf in found.leaves] == [
+            leaf.shape for leaf in plan.leaves
+        ]
+    assert refused > 200
+    for cut in range(0, len(to_json(plan)), 997):
+        with pytest.raises(PlanFormatError):
+            from_json(to_json(plan)[:cut])
+
+
+@pytest.fixture
+def served():
+    src, dst, plan, tree = job()
+    sender = Sender(plan, SECRET, timeout_seconds=2)
+    yield src, dst, plan, tree, sender
+    sender.close()
+
+
+def test_a_receiver_gets_the_newest_revision_once(served):
+    _, dst, plan, tree, sender = served
+    receiver = Receiver(plan, dst, [sender.address], SECRET, timeout_seconds=2)
+    assert not receiver.pull() and receiver.arrays == {}
+    sender.publish(tree, 3)
+    sender.publish({**tree, "one": tree["one"] + 1}, 5)
+    assert receiver.pull() and receiver.revision == 5 and not receiver.pull()
+    same(receiver.arrays["one"], np.float32(4))
+    with pytest.raises(SyncError, match="revision 5 is not above 5"):
+        sender.publish(tree, 5)
+
+
+def test_another_secret_gets_nothing(served):
+    _, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    receiver = Receiver(plan, dst, [sender.address], b"another" * 4, timeout_seconds=2)
+    with pytest.raises(SyncError):
+        receiver.pull()
+    assert receiver.arrays == {} and receiver.revision is None
+    with pytest.raises(SyncError, match="at least 16"):
+        Sender(plan, b"short")
+
+
+def test_plans_that_differ_name_the_first_leaf(served):
+    src, dst, _, tree, sender = served
+    sender.publish(tree, 1)
+    other = dst.content.leaves
+    specs = {leaf.path: leaf.spec for leaf in other} | {"eight": P(None, "b")}
+    wanted = planned(tree, specs, mesh(4))
+    receiver = Receiver(plan_transfer(src, wanted), wanted, [sender.address], SECRET, timeout_seconds=2)
+    with pytest.raises(PlanMismatchError, match="leaf `eight`"):
+        receiver.pull()
+    limited = plan_transfer(src, dst, limit_bytes=64)
+    with pytest.raises(PlanMismatchError, match="limits"):
+        Receiver(limited, dst, [sender.address], SECRET, timeout_seconds=2).pull()
+
+
+def test_what_was_donated_cannot_be_pulled_and_the_trainer_goes_on(served):
+    _, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    receiver = Receiver(plan, dst, [sender.address], SECRET, timeout_seconds=2)
+    assert receiver.pull()
+    lost = {**tree, "wide": tree["wide"] + 1}
+    sender.publish(lost, 2)
+    lost["wide"].delete()
+    with pytest.raises(SyncError, match="revision 1, whole"):
+        receiver.pull()
+    same(receiver.arrays["wide"], tree["wide"])
+    sender.publish(tree, 3)
+    assert receiver.pull() and receiver.revision == 3

@@ -1,0 +1,75 @@
+"""Either side killed at a random moment: the other has one revision, whole, and goes on or says so."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+WORKER = Path(__file__).with_name("sync_worker.py")
+# In `SYNC_KILLS=50 pytest tests/sync/test_sync_killed.py` each side is killed 25 times.
+KILLS = int(os.environ.get("SYNC_KILLS", "2")) // 2
+
+
+@pytest.fixture
+def started():
+    children = []
+
+    def start(*arguments):
+        command = [sys.executable, str(WORKER), *map(str, arguments)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[2])}
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def whole(line):
+    """The revision of a line of the engine, whose arrays all have the number of that revision."""
+    _, revision, value, *_ = line.split()
+    assert value == f"[{float(int(revision) % 100)}]", line
+    return int(revision)
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_an_engine_keeps_one_revision_when_its_trainer_is_killed(started, seed):
+    trainer = started("trainer")
+    engine = started("engine", int(trainer.stdout.readline()))
+    line = engine.stdout.readline()
+    while not line.startswith("has") or "None" in line:
+        line = engine.stdout.readline()
+    time.sleep(random.Random(seed).random() / 2)
+    trainer.kill()
+    killed, last, shown = time.monotonic(), 0, line
+    while shown.startswith("has"):
+        last = whole(shown)
+        shown = engine.stdout.readline()
+    assert time.monotonic() - killed < 2 + 1
+    assert shown.startswith("kept") and whole(shown) == last and "whole" in shown
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_trainer_goes_on_when_its_engine_is_killed(started, seed):
+    trainer = started("trainer")
+    port = int(trainer.stdout.readline())
+    engine = started("engine", port)
+    while "[" not in engine.stdout.readline():
+        pass
+    time.sleep(random.Random(seed).random() / 2)
+    engine.kill()
+    other = started("engine", port)
+    assert trainer.poll() is None
+    line = other.stdout.readline()
+    while "None" in line:
+        line = other.stdout.readline()
+    assert line.startswith("has") and whole(line) > 0
+    assert trainer.poll() is None
