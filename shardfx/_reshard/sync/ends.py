@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from ..._convert import NOWHERE, Piece, constant, fill, hull, once, source_view, swapped, target_view, write
 from ..._ground.boxes import Box, as_box
-from ..._ground.buffers import buffers
+from ..._ground.copying import buffers
 from ..._ground.errors import SyncError
 from ..._plan import ShardPlan, encode_dtype
 from ..pieces.host import data_of_keys

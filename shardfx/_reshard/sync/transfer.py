@@ -26,7 +26,7 @@ from ..._convert import (
 from ..._ground.boxes import Box, boxes
 from ..._ground.errors import MeshError
 from ..._plan import ShardPlan
-from ..ends import data_of
+from ..destinations import data_of
 from ..pieces.cuts import cuts_of, first_casts, smaller
 from ..pieces.work import MovedLeaf, kind_of
 
