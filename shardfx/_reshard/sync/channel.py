@@ -1,11 +1,12 @@
 """What carries the pieces of a transfer from one process to another."""
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 
+@runtime_checkable
 class Channel(Protocol):
     """One direction from a sending to a receiving process; sockets are the reference, RDMA libraries fit.
 
