@@ -24,6 +24,7 @@ from shardfx._reshard.mover import resharded
 from shardfx._reshard.pieces.exchange import program
 
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value
+from ._jobs import between
 from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
 from ._runner import Options
 
@@ -32,6 +33,7 @@ from ._runner import Options
 _MOST_SECONDS = 30.0
 SUMMARY = "Trees that differ: a Hugging Face layout into a stacked tree, and a trainer's weights for an engine."
 WIDTH, HEADS, KEYS, SIZE, FEED, VOCABULARY, SHARDS = 1024, 16, 4, 64, 2816, 16384, 8
+LARGE, LARGE_ENDS = "benchmarks._jobs:of_a_large_llama", {"devices": (2048, 256), "processes": (512, 32)}
 # Bytes of one layer and of the embedding, in bfloat16.
 LAYER_BYTES = 2 * WIDTH * (2 * HEADS * SIZE + 2 * KEYS * SIZE + 3 * FEED + 1)
 EMBEDDING_BYTES = 2 * WIDTH * VOCABULARY
@@ -94,6 +96,12 @@ def cases(options: Options) -> list[Entry]:
     # Where others use the machine, processor time tells more; of `device_put` threads that spin count too.
     both = (*times, *[dataclasses.replace(limit, value=f"processor_{limit.value}") for limit in times])
     again = (Limit("first_over_second", at_least=5.0),)
+    stream = _full(options, (Limit("sync_over_stream", at_least=0.6),))
+    plans = (
+        Limit("plan_seconds", at_most=5.0),
+        Limit("host_seconds", at_most=0.5),
+        Limit("peak_gigabytes", at_most=4.0),
+    )
     room = (Limit("temporary_over_largest_shard", at_most=1.0),)
     return [
         Case(f"{size} MiB, Hugging Face to stacked", ft.partial(_load, size, options), _full(options, loading)),
@@ -106,6 +114,8 @@ def cases(options: Options) -> list[Entry]:
         Finding(f"{size} MiB, trainer to engine, memory of programs", ft.partial(_room, size, options), room),
         Finding(f"{size} MiB, trainer to engine, memory between devices", ft.partial(_apart, size, options), room),
         Finding("the second sync over the first", ft.partial(_again, options), again),
+        Finding(f"{size} MiB in 1,137 arrays, between two processes", ft.partial(between, 1137, size), stream),
+        Finding("405B, planned from 2,048 to 256 devices", ft.partial(fresh_process, LARGE, LARGE_ENDS), plans),
     ]
 
 

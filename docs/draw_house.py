@@ -76,8 +76,8 @@ def _named(node: ast.ImportFrom, path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _room(module: tuple[str, ...]) -> str:
-    """The room of a module; `errors` is a table of names, as the root's `__init__` is."""
-    return "__init__" if module[0] == "errors" else module[0]
+    """The room of a module; `errors` and `sync` are tables of names, as the root's `__init__` is."""
+    return "__init__" if module[0] in ("errors", "sync") else module[0]
 
 
 def rooms() -> dict[str, set[str]]:

@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
         hosts as hosts,
         interop as interop,
         presets as presets,
+        sync as sync,
         testing as testing,
         topology as topology,
     )
@@ -42,7 +43,6 @@ if _typing.TYPE_CHECKING:
         map_matrices as map_matrices,
         plan_reshard as plan_reshard,
         reshard as reshard,
-        sync as sync,
     )
     from ._rules import (
         AxisRules as AxisRules,
@@ -68,14 +68,14 @@ __version__ = "0.1.0"
 _LATE = {
     name: room or name
     for room, names in {
-        "": "auto checkpoint chips cost errors hosts interop presets testing topology",
+        "": "auto checkpoint chips cost errors hosts interop presets sync testing topology",
         "_arrays": "clear_caches constrain filter_jit gather misplaced shard shardings_of specs_of",
         "_ground.reason": "Code Decision Reason",
         "_plan": "LeafPlan ShardPlan correct field follow plan report",
         "_rules": "AxisRules PathRules atomic fsdp match optional replicate resolve",
         "topology": "MeshSpec",
         "_convert": "From TreeMap",
-        "_reshard": "map_matrices plan_reshard reshard sync",
+        "_reshard": "map_matrices plan_reshard reshard",
         "_see": "diff explain html_report lint",
     }.items()
     for name in names.split()

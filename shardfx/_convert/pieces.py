@@ -197,8 +197,8 @@ def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
     target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
         return piece
-    kept = [f if f is not factor else f._replace(size=stop - start) for f in piece.factors]
-    return Piece(piece.value, source, target, tuple(f for f in kept if f.size != 1))
+    kept = [f if f is not factor else Factor(stop - start, *f[1:]) for f in piece.factors]
+    return Piece(piece.value, source, target, tuple([f for f in kept if f.size != 1]))
 
 
 def along(piece: Piece, dim: int) -> list[Factor]:
@@ -224,12 +224,12 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
     step = outer.target_step
     first = min(max(0, -(-(start - low) // step)), outer.size)
     last = max(first, min(outer.size, (stop - inner - low) // step + 1))
-    # Of the rows at both ends only a part lies inside.
-    if first > 0:
+    # Of the rows at both ends only a part lies inside; of a row of one element none does.
+    if first > 0 and inner > 1:
         yield from cut(rows(piece, outer, first - 1, first), dim, start, stop)
     if last > first:
         yield rows(piece, outer, first, last)
-    if last < outer.size:
+    if last < outer.size and inner > 1:
         yield from cut(rows(piece, outer, last, last + 1), dim, start, stop)
 
 
@@ -248,7 +248,8 @@ def within(piece: Piece, box: Box) -> list[Piece]:
 
 def shifted(piece: Piece, by: Sequence[int]) -> Piece:
     """The piece, so many elements further in the target."""
-    return piece._replace(target=tuple(place + more for place, more in zip(piece.target, by, strict=True)))
+    target = tuple([place + more for place, more in zip(piece.target, by, strict=True)])
+    return Piece(piece.value, piece.source, target, piece.factors)
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
@@ -388,7 +389,12 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 def once(piece: Piece) -> Piece:
     """The piece without what is there again: of repeated elements the first."""
-    return piece._replace(factors=tuple(f for f in piece.factors if f.source_dim != NOWHERE))
+    return Piece(piece.value, piece.source, piece.target, _once(piece.factors))
+
+
+@ft.lru_cache(maxsize=4096)
+def _once(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    return tuple(f for f in factors if f.source_dim != NOWHERE)
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:

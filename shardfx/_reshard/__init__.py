@@ -5,7 +5,6 @@ It may import `_plan` and what is below it. It never chooses where an array shal
 and between trees.
 """
 
-from . import sync
 from .matrices import MappedMatrices, map_matrices
 from .mover import reshard
 from .reshard_plan import LeafMove, ReshardPlan, plan_reshard

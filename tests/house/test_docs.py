@@ -2,7 +2,8 @@
 
 A fence that opens with exactly "```python" runs; the blocks of one page (or one docstring) share a namespace,
 top to bottom. A "```text" fence right after one must equal what that block printed (`...` stands for
-anything). Fences of any other language, "```py" among them, are only shown.
+anything). A fence with `title="name.py"` is written to that file. Fences of any other language, "```py" among them,
+are only shown.
 """
 
 import ast
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "shardfx").rglob("*.py"))
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.DOTALL | re.MULTILINE
+    r"""^(?P<indent> *)```(?P<language>\S*)(?: title="(?P<file>[\w.]+)")?[^\n]*\n(?P<body>.*?)^(?P=indent)```[ ]*$""",
+    re.DOTALL | re.MULTILINE,
 )
 WIDTH = 88
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -36,6 +38,7 @@ class Block:
     code: str
     line: int
     printed: str | None
+    file: str | None = None
 
 
 def blocks(text: str) -> list[Block]:
@@ -47,13 +50,17 @@ def blocks(text: str) -> list[Block]:
         between = "no output follows" if following is None else text[fence.end() : following.start()]
         shows_output = following is not None and following["language"] == "text" and not between.strip()
         printed = textwrap.dedent(following["body"]) if following is not None and shows_output else None
-        found.append(Block(textwrap.dedent(fence["body"]), text[: fence.start()].count("\n") + 1, printed))
+        line = text[: fence.start()].count("\n") + 1
+        found.append(Block(textwrap.dedent(fence["body"]), line, printed, fence["file"]))
     return found
 
 
 def run(found: list[Block], where: str) -> None:
     namespace = {"__name__": "example"}
     for block in found:
+        if block.file is not None:
+            Path(block.file).write_text(block.code)
+            continue
         source = "\n" * block.line + block.code
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(source, where, "exec"), namespace)

@@ -10,7 +10,21 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._convert import NOWHERE, Counted, Made, Piece, Value, dtypes_of, hull, once, rows, shifted, swapped, within
+from ..._convert import (
+    NOWHERE,
+    Counted,
+    Factor,
+    Made,
+    Piece,
+    Value,
+    dtypes_of,
+    hull,
+    once,
+    rows,
+    shifted,
+    swapped,
+    within,
+)
 from ..._ground.boxes import Box, volume
 from ..._ground.spec import bits
 
@@ -105,13 +119,24 @@ class Senders:
         self.sent, self._process_of = sent, process_of
         for device in holders:
             sent.setdefault(device, 0)
-        self._everywhere = sorted((sent[device], index, device) for index, device in enumerate(holders))
-        self._nearby: dict[int | None, list[tuple[int, int, int]]] = {}
+
+    @ft.cached_property
+    def _everywhere(self) -> list[tuple[int, int, int]]:
+        return sorted((self.sent[device], index, device) for index, device in enumerate(self.holders))
+
+    @ft.cached_property
+    def _nearby(self) -> dict[int | None, list[tuple[int, int, int]]]:
+        found: dict[int | None, list[tuple[int, int, int]]] = {}
         for entry in self._everywhere:
-            self._nearby.setdefault(process_of.get(entry[2]), []).append(entry)
+            found.setdefault(self._process_of.get(entry[2]), []).append(entry)
+        return found
 
     def take(self, receiver: int, count: int) -> int:
         """The device that sends so many bytes to a receiver."""
+        if len(self.holders) == 1:
+            (device,) = self.holders
+            self.sent[device] += count
+            return device
         heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
         while heap[0][0] != self.sent[heap[0][2]]:  # it has sent since, another shard or through the other heap
             _, index, device = heap[0]
@@ -197,8 +222,8 @@ def cuts_of(
             if key not in known:
                 known[key] = list(_cut(first, box, source, missing))
             for cut, senders in known[key]:
-                own = shifted(cut.piece, by)._replace(value=piece.value)
-                found.append((cut._replace(sender=receiver, receiver=receiver, piece=own), senders))
+                own = Piece(piece.value, *shifted(cut.piece, by)[1:])
+                found.append((Cut(receiver, receiver, own, cut.bytes, cut.bits), senders))
     replicas = _choose(found)
     return Cuts(tuple(cut for cut, _ in found), tuple(missing), replicas)
 
@@ -209,7 +234,7 @@ def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], .
     for at in sorted(range(len(found)), key=lambda at: -found[at][0].bytes):
         cut, senders = found[at]
         if senders is not None and cut.receiver not in senders.holders:
-            found[at] = cut._replace(sender=senders.take(cut.receiver, cut.bytes)), senders
+            found[at] = Cut(senders.take(cut.receiver, cut.bytes), *cut[1:]), senders
             if len(senders.holders) > 1:
                 replicas[tuple(senders.holders)] = None
     return tuple(replicas)
@@ -223,6 +248,7 @@ def _from_start(piece: Piece, box: Box) -> list[int]:
 
 def _cut(piece: Piece, box: Box, source: Shards, missing: dict[Box, None]) -> Iterator[tuple[Cut, Senders]]:
     """What of a piece lies in a box, by shards of the source; adds what nobody holds to `missing`."""
+    sent, widest = sent_bits(piece.value, source.dtype), _widest_bits(piece.value, source.dtype)
     for part in within(piece, box):
         part = shifted(part, [-low for low, _ in box])
         for cell in source.overlapping(hull(swapped(part))):
@@ -231,8 +257,7 @@ def _cut(piece: Piece, box: Box, source: Shards, missing: dict[Box, None]) -> It
                     starts = [low for low, _ in cell]
                     missing[hull(shifted(swapped(once(own)), starts))] = None
                     continue
-                count = -(-once(own).elements * sent_bits(own.value, source.dtype) // 8)
-                yield Cut(-1, -1, own, count, _widest_bits(own.value, source.dtype)), source.senders[cell]
+                yield Cut(-1, -1, own, -(-once(own).elements * sent // 8), widest), source.senders[cell]
 
 
 def _inside(part: Piece, cell: Box) -> list[Piece]:
@@ -261,6 +286,12 @@ def _widest_bits(value: Value, dtype: object) -> int:
 
 
 def _extent(piece: Piece) -> int:
+    return _most_elements(piece.factors, len(piece.source), len(piece.target))
+
+
+@ft.lru_cache(maxsize=4096)
+def _most_elements(factors: tuple[Factor, ...], here: int, there: int) -> int:
+    piece = Piece(Value(None), (0,) * here, (0,) * there, factors)
     return max(piece.elements, volume(hull(piece)), volume(hull(swapped(once(piece)))))
 
 

@@ -7,5 +7,7 @@ job, and it never changes what a receiver has before every piece of the new revi
 from .channel import Channel as Channel
 from .codec import from_json as from_json, to_json as to_json
 from .ends import receive as receive, send as send
+from .planning import plan_transfer as plan_transfer
+from .servers import JaxChannel as JaxChannel
 from .sockets import Receiver as Receiver, Sender as Sender
-from .transfer import TransferPlan as TransferPlan, plan_transfer as plan_transfer
+from .transfer import TransferPlan as TransferPlan

@@ -4,31 +4,20 @@ import hashlib
 import itertools as it
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..._convert import NOWHERE, Counted, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
-from ..._ground.boxes import Box, volume
 from ..._ground.errors import PlanFormatError
 from ..._plan import decode_dtype
-from .transfer import Buffer, Kind, SentLeaf, Transfer, TransferPlan
+from .transfer import BUFFER, FORM, PLACE, PROCESS, Buffer, Form, Kind, SentLeaf, TransferPlan
 
 
 _VERSION = 1
-# Pieces of one shard meet a grid of so many cells at most; more is no plan that this package makes.
-_MOST_CELLS = 1 << 24
-
-
-class _Table:
-    """Each different thing once, by number: pieces share few values and factors."""
-
-    def __init__(self):
-        self.numbers: dict[object, int] = {}
-
-    def __call__(self, thing: object) -> int:
-        return self.numbers.setdefault(thing, len(self.numbers))
+# Numbers, boxes of one array and their corners; more is no plan that this package makes.
+_MOST, _MOST_BOXES, _MOST_CORNERS = 1 << 48, 1 << 22, 1 << 26
 
 
 def to_json(plan: TransferPlan) -> str:
@@ -38,19 +27,6 @@ def to_json(plan: TransferPlan) -> str:
 
     - `plan`: the plan, or one receiver's part.
     """
-    values, factors = _Table(), _Table()
-    kinds = [
-        {
-            "names": list(kind.names),
-            "buffers": [list(buffer) for buffer in kind.buffers],
-            "transfers": [
-                [one.process, one.device, one.buffer, values((one.piece.value, one.casts, one.sent)),
-                 factors(one.piece.factors), one.piece.source, one.piece.target]
-                for one in kind.transfers
-            ],
-        }
-        for kind in plan.kinds
-    ]  # fmt: skip
     body = {
         "settings": plan.settings,
         "senders": plan.senders,
@@ -59,9 +35,16 @@ def to_json(plan: TransferPlan) -> str:
         "limit_bytes": plan.limit_bytes,
         "sources": [[path, one.shape, str(one.dtype)] for path, one in plan.sources.items()],
         "leaves": [[*leaf[:2], str(leaf.dtype), *leaf[3:]] for leaf in plan.leaves],
-        "values": [[_value_data(value), casts, str(sent)] for value, casts, sent in values.numbers],  # pyright: ignore
-        "factors": list(factors.numbers),
-        "kinds": kinds,
+        "kinds": [
+            {
+                "names": kind.names,
+                "rank": kind.rank,
+                "buffers": kind.buffers,
+                "forms": [_form_data(form) for form in kind.forms],
+                "columns": kind.rows.T.tolist(),
+            }
+            for kind in plan.kinds
+        ],
     }
     text = json.dumps(body, separators=(",", ":"))
     return json.dumps({"version": _VERSION, "digest": plan.digest, "checksum": _checksum(text), "plan": text})
@@ -101,9 +84,18 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _value_data(value: Value) -> list[object]:
+def _form_data(form: Form) -> list[object]:
+    value = form.value
     casts = [list(to) if isinstance(to, Counted) else str(np.dtype(to)) for to in value.casts]
-    return [value.path, value.number, value.scale, casts]
+    scales = None if form.scales is None else str(form.scales)
+    own = [value.path, value.number, value.scale, casts]
+    return [own, form.factors, form.rank, form.casts, str(form.sent), scales]
+
+
+def _form(data: Any) -> Form:
+    value, factors, rank, casts, sent, scales = data
+    made = tuple([_factor(*one) for one in factors])
+    return Form(_value(value), made, _int(rank), _int(casts), _dtype(sent), None if scales is None else _dtype(scales))
 
 
 def _value(data: Any) -> Value:
@@ -135,7 +127,7 @@ def _text(given: Any) -> str:
 
 
 def _int(given: Any, least: int = 0) -> int:
-    if type(given) is not int or not least <= given < 1 << 62:
+    if type(given) is not int or not least <= given < _MOST:
         raise ValueError(f"{given!r:.40} is no whole number from {least} on")
     return given
 
@@ -145,30 +137,35 @@ def _ints(given: Any, least: int = 0) -> tuple[int, ...]:
 
 
 def _read(data: Any) -> TransferPlan:
-    values = [(_value(value), _int(casts), _dtype(sent)) for value, casts, sent in data["values"]]
-    factors = [tuple([_factor(*one) for one in row]) for row in data["factors"]]
-    kinds = []
-    for kind in data["kinds"]:
-        buffers = tuple(
-            Buffer(_int(process), _ints(devices), tuple((_int(a), _int(b)) for a, b in box))
-            for process, devices, box in kind["buffers"]
-        )
-        transfers = []
-        for process, device, buffer, value, own, source, target in kind["transfers"]:
-            made, casts, sent = values[_int(value)]
-            piece = Piece(made, _ints(source), _ints(target), factors[_int(own)])
-            transfers.append(Transfer(_int(process, -1), _int(device, -1), _int(buffer), piece, casts, sent))
-        kinds.append(Kind(tuple(map(_text, kind["names"])), buffers, tuple(transfers)))
     leaves = tuple(
         SentLeaf(_text(path), _ints(shape), _dtype(dtype), _text(digest), _int(kind), tuple(map(_text, names)))
         for path, shape, dtype, digest, kind, names in data["leaves"]
     )
+    shapes = {leaf.kind: leaf.shape for leaf in leaves}
+    kinds = tuple(_kind(kind, len(shapes[at])) for at, kind in enumerate(data["kinds"]))
     sources = {_text(path): Struct(_ints(shape), _dtype(dtype)) for path, shape, dtype in data["sources"]}
     ends = _ints(data["senders"]), _ints(data["receivers"])
     only = None if data["receiver"] is None else _int(data["receiver"])
-    return TransferPlan(
-        _text(data["settings"]), *ends, only, _int(data["limit_bytes"], 1), sources, tuple(kinds), leaves
+    return TransferPlan(_text(data["settings"]), *ends, only, _int(data["limit_bytes"], 1), sources, kinds, leaves)
+
+
+def _kind(data: Any, dims: int) -> Kind:
+    buffers = tuple(
+        Buffer(_int(process), _ints(devices), tuple((_int(a), _int(b)) for a, b in box))
+        for process, devices, box in data["buffers"]
     )
+    rank, columns = _int(data["rank"]), data["columns"]
+    if len(columns) != PLACE + rank + dims:
+        raise ValueError(f"{len(columns)} columns of pieces")
+    rows = np.array(columns).T
+    if rows.size and (rows.dtype != np.int64 or rows.ndim != 2 or not -1 <= rows.min() <= rows.max() < _MOST):
+        raise ValueError("pieces that are no table of whole numbers")
+    rows = rows.reshape(-1, len(columns)).astype(np.int64)
+    forms = tuple(map(_form, data["forms"]))
+    within = rows[:, BUFFER:] >= 0
+    if not within.all() or (rows[:, BUFFER] >= len(buffers)).any() or (rows[:, FORM] >= len(forms)).any():
+        raise ValueError("pieces of no buffer or no form")
+    return Kind(tuple(map(_text, data["names"])), rank, buffers, forms, rows)
 
 
 def _factor(size: Any, source_dim: Any, source_step: Any, target_dim: Any, target_step: Any) -> Factor:
@@ -199,67 +196,91 @@ def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: Kind) -> None:
     given = sorted((buffer.process, device) for buffer in kind.buffers for device in buffer.devices)
     if [process for process, _ in given] != wanted or len({*given}) < len(given):
         raise ValueError(f"leaf `{leaf.path}` is not for every device once")
-    pieces: list[list[Piece]] = [[] for _ in kind.buffers]
-    for one in kind.transfers:
-        is_local = one.piece.value.path is None
-        if is_local != (one.process == -1) or (not is_local and one.process not in plan.senders):
-            raise ValueError(f"leaf `{leaf.path}` has a piece from process {one.process}")
-        if not is_local:
-            _check_source(leaf, one, sources)
-        pieces[one.buffer].append(one.piece)
-    for buffer, own in zip(kind.buffers, pieces, strict=True):
+    for buffer in kind.buffers:
         if len(buffer.box) != len(leaf.shape) or any(
             not low <= high <= size for (low, high), size in zip(buffer.box, leaf.shape, strict=True)
         ):
             raise ValueError(f"leaf `{leaf.path}` has the box {buffer.box} in shape {leaf.shape}")
-        sizes = tuple(high - low for low, high in buffer.box)
-        if not is_covered(sizes, own):
-            raise ValueError(f"leaf `{leaf.path}`: the elements of {buffer.box} are not each written once")
+    for number, form in enumerate(kind.forms):
+        own = kind.rows[kind.rows[:, FORM] == number]
+        start = Piece(form.value, (0,) * form.rank, (0,) * len(leaf.shape), form.factors)
+        if any(factor.target_dim >= len(leaf.shape) for factor in form.factors) or not _fits(start, leaf.shape):
+            raise ValueError(f"leaf `{leaf.path}` has a piece that does not fit its shape {leaf.shape}")
+        is_local = form.value.path is None
+        if not np.isin(own[:, PROCESS], [-1] if is_local else plan.senders).all():
+            raise ValueError(f"leaf `{leaf.path}` has a piece from no process of the senders")
+        if not is_local:
+            _check_form(leaf, form, sources, own[:, PLACE : PLACE + form.rank])
+    if not _is_covered(kind, len(leaf.shape)):
+        raise ValueError(f"leaf `{leaf.path}`: the elements of its shards are not each written once")
 
 
-def _check_source(leaf: SentLeaf, one: Transfer, sources: dict[str, Struct]) -> None:
-    value = one.piece.value
+def _check_form(leaf: SentLeaf, form: Form, sources: Mapping[str, Struct], places: np.ndarray) -> None:
+    value = form.value
     source = sources[value.path or ""]
-    shape, start = source.shape, np.dtype("float32") if value.scale else source.dtype
-    if not _fits(swapped(one.piece), shape) or not one.casts <= len(value.casts):
-        raise ValueError(f"leaf `{leaf.path}` has a piece outside of `{value.path}`")
+    shape, dtype = source.shape, source.dtype
     if value.scale is not None:
-        blocks = tuple(-(-size // each) for size, each in zip(shape, value.scale.block, strict=True))
-        if sources[value.scale.path].shape != blocks:
+        scales = sources[value.scale.path]
+        if scales.shape != tuple(-(-size // each) for size, each in zip(shape, value.scale.block, strict=True)):
             raise ValueError(f"leaf `{leaf.path}` has scales of another shape")
-    if np.dtype([start, *dtypes_of(value.casts[: one.casts])][-1]) != one.sent:
-        raise ValueError(f"leaf `{leaf.path}` is sent as {one.sent}, which its casts do not give")
+        if form.scales not in (None, scales.dtype):
+            raise ValueError(f"leaf `{leaf.path}` has scales of another dtype")
+        dtype = np.dtype("float32") if form.scales is None else dtype
+    elif form.scales is not None:
+        raise ValueError(f"leaf `{leaf.path}` has scales that nothing is multiplied by")
+    if form.rank != len(shape) or any(factor.source_dim >= len(shape) for factor in form.factors):
+        raise ValueError(f"leaf `{leaf.path}` has a piece of more dimensions than `{value.path}`")
+    start = swapped(Piece(value, (0,) * len(shape), (0,) * len(leaf.shape), form.factors))
+    ends = [high for _, high in hull(start)]
+    if not _fits(start, shape) or (places + np.array(ends, np.int64) > np.array(shape, np.int64)).any():
+        raise ValueError(f"leaf `{leaf.path}` has a piece outside of `{value.path}`")
+    if form.casts > (len(value.casts) if form.scales is None else 0):
+        raise ValueError(f"leaf `{leaf.path}` is sent with casts that it does not have")
+    if np.dtype([dtype, *dtypes_of(value.casts[: form.casts])][-1]) != form.sent:
+        raise ValueError(f"leaf `{leaf.path}` is sent as {form.sent}, which its casts do not give")
+    start = np.dtype("float32") if value.scale is not None else dtype
     if np.dtype([start, *dtypes_of(value.casts)][-1]) != leaf.dtype:
         raise ValueError(f"leaf `{leaf.path}` is {leaf.dtype}, which its casts do not give")
 
 
 def _fits(piece: Piece, shape: Sequence[int]) -> bool:
-    if len(piece.target) != len(shape) or any(factor.target_dim >= len(shape) for factor in piece.factors):
-        return False
     return all(high <= size for (_, high), size in zip(hull(piece), shape, strict=True))
 
 
-def is_covered(sizes: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
-    """Whether pieces write each element of an array of these sizes exactly once."""
-    if not all(_fits(piece, sizes) for piece in pieces) or sum(piece.elements for piece in pieces) != math.prod(sizes):
-        return False
-    boxes = [hull(part) for piece in pieces for part in it.islice(dense(piece), _MOST_CELLS)]
-    return sum(map(volume, boxes)) == math.prod(sizes) and not _overlap(sizes, boxes)
+def _is_covered(kind: Kind, rank: int) -> bool:
+    """Whether pieces write each element of each buffer exactly once.
 
-
-def _overlap(sizes: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share an element: each is drawn on the grid of all their edges."""
-    if len(boxes) < 2:
-        return False
-    edges = [sorted({edge for box in boxes for edge in box[dim]}) for dim in range(len(sizes))]
-    places = [{edge: at for at, edge in enumerate(own)} for own in edges]
-    shape = [len(own) - 1 for own in edges]
-    if math.prod(shape) > _MOST_CELLS:
-        raise ValueError(f"the pieces of a shard form a grid of {math.prod(shape)} cells")
-    grid = np.zeros(shape, bool)
-    for box in boxes:
-        part = grid[tuple(slice(at[low], at[high]) for (low, high), at in zip(box, places, strict=True))]
-        if part.any():
-            return True
-        part[...] = True
-    return False
+    Boxes add up to a box, each element once, where their corners do: each corner counts 1, or -1 if an odd number of
+    its coordinates are ends. All corners that lie at one place must then count what the buffer's own do.
+    """
+    lows = [np.zeros((len(kind.buffers), rank), np.int64)]
+    highs = [np.array([[high - low for low, high in buffer.box] for buffer in kind.buffers]).reshape(lows[0].shape)]
+    owners, signs = [np.arange(len(kind.buffers))], [np.full(len(kind.buffers), -1)]
+    left = _MOST_BOXES
+    for number, form in enumerate(kind.forms):
+        own = kind.rows[kind.rows[:, FORM] == number]
+        start = Piece(form.value, (0,) * form.rank, (0,) * rank, form.factors)
+        for part in dense(start) if len(own) else ():
+            left -= len(own)
+            if left < 0:
+                raise ValueError(f"pieces of more than {_MOST_BOXES} boxes")
+            ends = np.array(hull(part), np.int64).reshape(rank, 2)
+            places = own[:, PLACE + kind.rank :]
+            lows.append(places + ends[:, 0])
+            highs.append(places + ends[:, 1])
+            owners.append(own[:, BUFFER])
+            signs.append(np.ones(len(own), np.int64))
+    low, high, owner, sign = map(np.concatenate, (lows, highs, owners, signs))
+    count = len(kind.buffers)
+    keys, weights = [], []
+    sides = [np.unique(np.stack([low[:, dim], high[:, dim]]), return_inverse=True) for dim in range(rank)]
+    if count * math.prod(len(values) for values, _ in sides) >= _MOST or len(low) << rank > _MOST_CORNERS:
+        raise ValueError(f"the pieces of an array have {len(low) << rank} corners")
+    for corner in it.product((0, 1), repeat=rank):
+        key = owner
+        for (values, places), side in zip(sides, corner, strict=True):
+            key = key * len(values) + places.reshape(2, -1)[side]
+        keys.append(key)
+        weights.append(sign * (-1) ** sum(corner))
+    _, at = np.unique(np.concatenate(keys), return_inverse=True)
+    return not np.bincount(at, np.concatenate(weights)).any()

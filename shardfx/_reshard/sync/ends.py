@@ -1,21 +1,34 @@
 """Either end of a transfer: pieces read from the shards of arrays, and written into spare memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import collections
+import contextlib
+import functools as ft
+import itertools as it
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import EllipsisType
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from ..._convert import NOWHERE, Piece, constant, fill, hull, once, source_view, swapped, target_view, write
+from ..._convert import constant, hull, swapped, target_view
 from ..._ground.boxes import Box, as_box
 from ..._ground.copying import buffers
 from ..._ground.errors import SyncError
 from ..._plan import ShardPlan, encode_dtype
-from ..pieces.host import data_of_keys
+from ..pieces.host import as_bytes, data_of_keys
 from .channel import Channel
-from .transfer import Buffer, Step, Transfer, TransferPlan
+from .transfer import Step, Transfer, TransferPlan
+from .wire import Span, land, pack, received_at, sent_from
+
+
+# Leaves whose memory is asked for together: the kernel gives large memory in large pages, which takes less time.
+_TOGETHER_BYTES = 64 << 20
 
 
 def send(
@@ -32,15 +45,22 @@ def send(
     - `sender`, `receiver`: the two processes.
     """
     shards = _Shards(arrays)
-    for number, steps in enumerate(plan.rounds(sender, receiver)):
-        channel.put(number, (_packed(step.transfer, shards) for step in steps))
+    for number, steps in enumerate(_outgoing(plan, shards, sender, receiver)):
+        slots, pieces = _slots(steps), []
+        for one in steps:
+            if isinstance(one, Span):
+                pieces.append(shards.bytes_of(one))
+            else:
+                pieces.append(next(slots))
+                pack(one.places[0], pieces[-1], shards.read)
+        channel.put(number, pieces)
     channel.commit(revision)
 
 
 def receive(
     plan: TransferPlan, dst: ShardPlan, channels: Mapping[int, Channel], *, receiver: int
 ) -> tuple[dict[str, jax.Array], int]:
-    """Receives a revision into spare memory.
+    """Receives a revision into spare memory, from all senders at once.
 
     **Arguments:**
 
@@ -57,122 +77,260 @@ def receive(
 
     `SyncError` if a piece is damaged or missing, or if senders sent different revisions.
     """
-    spare = [
-        {at: _empty(buffer.box, leaf.dtype) for at, buffer in enumerate(plan.kinds[leaf.kind].buffers)
-         if buffer.process == receiver}
-        for leaf in plan.leaves
-    ]  # fmt: skip
-    for leaf, one in plan.steps(-1, receiver):
-        with np.errstate(over="ignore", invalid="ignore"):
-            target_view(spare[leaf][one.buffer], one.piece)[...] = constant(one.piece)
-    for sender in plan.senders_to(receiver):
-        for number, steps in enumerate(plan.rounds(sender, receiver)):
-            channels[sender].get(number, _memories(steps, spare))
-    revisions = {channels[sender].commit() for sender in channels}
+    rounds = {sender: _incoming(plan, sender, receiver) for sender in (-1, *channels)}
+    spare = _Spare(plan, dst, receiver, it.chain.from_iterable(it.chain.from_iterable(rounds.values())))
+    for steps in rounds.pop(-1):
+        for step in steps:
+            assert isinstance(step, Step)
+            with np.errstate(over="ignore", invalid="ignore"):
+                for one in step.places:
+                    target_view(spare.memory(step.leaf, one.buffer), one.piece)[...] = constant(one.piece)
+            spare.wrote(step.leaf)
+    has_failed = threading.Event()
+
+    def pull(sender: int) -> int:
+        with contextlib.ExitStack() as stack:
+            stack.callback(has_failed.set)
+            for number, steps in enumerate(rounds[sender]):
+                if has_failed.is_set():
+                    raise SyncError("another sender failed; pull again.")
+                _get(channels[sender], number, steps, spare)
+            revision = channels[sender].commit()
+            stack.pop_all()
+            return revision
+
+    with ThreadPoolExecutor(max(1, len(channels))) as pool:
+        revisions = {*(pool.map if len(channels) > 1 else map)(pull, channels)}
     if len(revisions) != 1:
         raise SyncError(f"the senders sent the revisions {sorted(revisions)}; publish one revision on all of them.")
-    return _arrays(plan, dst, spare), revisions.pop()
+    return spare.arrays(), revisions.pop()
 
 
-def _empty(box: Box, dtype: np.dtype) -> np.ndarray:
-    # JAX takes memory that is aligned as its own; other memory it copies.
-    return buffers([(tuple(stop - start for start, stop in box), dtype)])[0]
+def _get(channel: Channel, number: int, steps: Sequence[Span | Step], spare: "_Spare") -> None:
+    slots = _slots(steps)
+    memories = [spare.bytes_of(one) if isinstance(one, Span) else next(slots) for one in steps]
+    channel.get(number, memories)
+    for one, memory in zip(steps, memories, strict=True):
+        if isinstance(one, Step):
+            land(one, memory, ft.partial(spare.memory, one.leaf))
+        spare.wrote(_leaf(one))
 
 
-def _packed(transfer: Transfer, shards: "_Shards") -> np.ndarray:
-    """A piece as it is sent: without repeats, scaled and cast as far as that makes it smaller."""
-    piece = once(transfer.piece)
-    shape = transfer.shape
-    factors = tuple(f._replace(target_dim=dim, target_step=1) for dim, f in enumerate(piece.factors))
-    value = piece.value._replace(casts=piece.value.casts[: transfer.casts])
-    if value.path is not None and value.scale is None and not value.casts:
-        first = hull(swapped(piece))
-        view = source_view(shards.read(value.path, first), piece, [low for low, _ in first])
-        if view.flags.c_contiguous:
-            return view
-    memory = np.empty(shape, transfer.sent)
-    zero = (0,) * len(shape)
-    fill(memory, tuple((0, size) for size in shape), Piece(value, piece.source, zero, factors), shards.read)
-    return memory
+def _slots(steps: Sequence[Span | Step]) -> Iterator[np.ndarray]:
+    """Memory for the pieces of a round that do not lie in a shard as they are sent."""
+    sizes = [one.places[0].bytes for one in steps if isinstance(one, Step)]
+    return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
 
-def _memories(steps: Sequence[Step], spare: Sequence[Mapping[int, np.ndarray]]) -> Iterator[np.ndarray]:
-    """Where the pieces of a round are received: in the spare shard itself, if a piece lies there as it is sent."""
-    for leaf, one in steps:
-        there = target_view(spare[leaf][one.buffer], one.piece)
-        left = one.piece.value._replace(casts=one.piece.value.casts[one.casts :])
-        if (
-            there.dtype == one.sent
-            and not left.casts
-            and there.size * there.itemsize == one.bytes
-            and there.flags.c_contiguous
-        ):
-            yield there
-            continue
-        raw = np.empty(tuple(1 if f.source_dim == NOWHERE else f.size for f in one.piece.factors), one.sent)
-        yield raw
-        write(there, np.broadcast_to(raw, there.shape), one.piece._replace(value=left))
+def _leaf(one: Span | Step) -> int:
+    return one.leaf if isinstance(one, Step) else int(one.array)
+
+
+Rounds = list[list[Span | Step]]
+
+
+def _outgoing(plan: TransferPlan, shards: "_Shards", sender: int, receiver: int) -> Rounds:
+    """The rounds of a lane, with what lies in one shard as it is sent; worked out again if arrays lie otherwise."""
+    key = "out", sender, receiver
+    shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
+    if not shardings or any(shards.sharding(path) != known for path, known in shardings.items()):
+        found = plan.rounds(sender, receiver)
+        paths = {one.places[0].form.value.path or "" for steps in found for one in steps}
+        shardings = {path: shards.sharding(path) for path in paths}
+        rounds = [[shards.span(one.places[0]) or one for one in steps] for steps in found]
+        plan.known[key] = shardings, rounds
+    return rounds
+
+
+def _incoming(plan: TransferPlan, sender: int, receiver: int) -> Rounds:
+    key = "in", sender, receiver
+    if key not in plan.known:
+        plan.known[key] = [[_span(plan, one) or one for one in steps] for steps in plan.rounds(sender, receiver)]
+    return cast("Rounds", plan.known[key])
+
+
+def _span(plan: TransferPlan, step: Step) -> Span | None:
+    leaf, (one, *more) = plan.leaves[step.leaf], step.places
+    sizes = [stop - start for start, stop in plan.kinds[leaf.kind].buffers[one.buffer].box]
+    found = received_at(one, sizes, leaf.dtype) if not more and one.process >= 0 else None
+    return None if found is None else Span(step.leaf, one.buffer, *found)
+
+
+class _Spare:
+    """Memory for a new revision; a leaf becomes an array as soon as all of its pieces are there.
+
+    **Arguments:**
+
+    - `plan`: the transfer.
+    - `dst`: where the arrays lie.
+    - `receiver`: this process.
+    - `steps`: all that will be written.
+    """
+
+    def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[Span | Step]):
+        self._plan, self._receiver, self._lock = plan, receiver, threading.Lock()
+        self._blocks = cast("_Blocks", plan.known.setdefault(("memory", receiver), _Blocks()))
+        rows = list(zip(dst.content.rows, dst.content.row_shardings, strict=True))
+        self._planned = {path: (rows[at][0].dtype, rows[at][1]) for path, at in dst.content.numbered if at >= 0}
+        self._left = collections.Counter(map(_leaf, steps))
+        self._memory: dict[int, dict[int, np.ndarray]] = {}
+        self._bytes: dict[tuple[int, int], np.ndarray] = {}
+        self._made: dict[int, jax.Array] = {}
+        for leaf in range(len(plan.leaves)):
+            if not self._left[leaf]:
+                self._make(leaf)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """All arrays by path, when each is there."""
+        self._blocks.settle()
+        return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
+
+    def memory(self, leaf: int, buffer: int) -> np.ndarray:
+        """What a leaf's buffer will have."""
+        with self._lock:
+            if leaf not in self._memory:
+                self._allocate(leaf)
+            return self._memory[leaf][buffer]
+
+    def bytes_of(self, span: Span) -> np.ndarray:
+        """A part of a leaf's buffer, as bytes."""
+        leaf, buffer, start, stop = span
+        if (own := self._bytes.get((leaf, buffer))) is None:  # pyright: ignore[reportArgumentType]
+            own = self._bytes[int(leaf), buffer] = as_bytes(self.memory(int(leaf), buffer))
+        return own[start:stop]
+
+    def wrote(self, leaf: int) -> None:
+        """Counts a piece that is there."""
+        with self._lock:
+            self._left[leaf] -= 1
+            is_whole = not self._left[leaf]
+        if is_whole:
+            self._make(leaf)
+
+    def _allocate(self, first: int) -> None:
+        """Asks for the memory of a leaf and of some behind it."""
+        wanted: list[tuple[int, int, tuple[int, ...], np.dtype]] = []
+        nbytes = 0
+        for number in range(first, len(self._plan.leaves)):
+            if number in self._memory or nbytes >= _TOGETHER_BYTES or number in self._made:
+                break
+            leaf = self._plan.leaves[number]
+            for at, buffer in enumerate(self._plan.kinds[leaf.kind].buffers):
+                if buffer.process == self._receiver:
+                    wanted.append((number, at, tuple(stop - start for start, stop in buffer.box), leaf.dtype))
+                    nbytes += math.prod(wanted[-1][2]) * leaf.dtype.itemsize
+        views = buffers([one[2:] for one in wanted], self._blocks.take)
+        for (number, at, _, _), made in zip(wanted, views, strict=True):
+            self._memory.setdefault(number, {})[at] = made
+
+    def _make(self, number: int) -> None:
+        leaf = self._plan.leaves[number]
+        own = self._plan.kinds[leaf.kind].buffers
+        with self._lock:
+            if number not in self._memory:
+                self._allocate(number)
+            memory = self._memory.pop(number)
+            for buffer in memory:
+                self._bytes.pop((number, buffer), None)
+        by_box = {own[at].box: shard for at, shard in memory.items()}
+        dtype, sharding = self._planned[leaf.path]
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            return by_box[as_box(index or (), leaf.shape)]
+
+        made = jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=leaf.dtype)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            made = jax.random.wrap_key_data(made, impl=encode_dtype(dtype)[len("key<") : -1])
+        self._made[number] = made
+
+
+class _Blocks:
+    """Large pieces of memory that serve one revision after another: new memory costs more than what fills it."""
+
+    def __init__(self):
+        self._taken = 0
+        # A view of the buffer protocol is the base of all arrays in a block: when it is gone, no array is left.
+        self._blocks: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A block of so many bytes that nobody holds."""
+        free = (at for at, (block, lent) in enumerate(self._blocks) if len(block) == nbytes and lent() is None)
+        block = self._blocks.pop(at)[0] if (at := next(free, None)) is not None else np.empty(nbytes, np.uint8)
+        lent = np.frombuffer(block.data, np.uint8)
+        self._blocks.append((block, weakref.ref(lent)))
+        self._taken += 1
+        return lent
+
+    def settle(self) -> None:
+        """Ends a revision: of the blocks that nobody holds as many stay as the next one takes."""
+        kept = []
+        for block, lent in self._blocks:
+            if lent() is not None or self._taken > 0:
+                self._taken -= lent() is None
+                kept.append((block, lent))
+        self._blocks, self._taken = kept, 0
 
 
 class _Shards:
-    """The shards of this process, by path: `read` gives a box of a whole array."""
+    """The shards of this process, by path."""
 
     def __init__(self, arrays: Mapping[str, jax.Array]):
         self._arrays = arrays
-        self._known: dict[str, list[tuple[Box, np.ndarray]]] = {}
+        self._bits: dict[str, jax.Array] = {}
+        self._known: dict[tuple[str, int], np.ndarray] = {}
+
+    def sharding(self, path: str) -> jax.sharding.Sharding:
+        """How an array lies."""
+        return self._of(path).sharding
+
+    def span(self, one: Transfer) -> Span | None:
+        """A piece that lies in a shard as it is sent."""
+        path, box = one.form.value.path or "", hull(swapped(one.piece))
+        for number, held in enumerate(self._boxes(path)):
+            if _is_inside(box, held):
+                found = sent_from(one, held)
+                return None if found is None else Span(path, number, *found)
+        return None
+
+    def bytes_of(self, span: Span) -> np.ndarray:
+        """Its bytes."""
+        return as_bytes(self._shard(str(span.array), span.shard))[span.start : span.stop]
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """A box of an array; where no shard holds all of it, put together."""
-        own = self._shards(path)
-        for held, shard in own:
-            if all(low <= start and stop <= high for (start, stop), (low, high) in zip(box, held, strict=True)):
-                return shard[_inside(box, held)]
-        made, there = _empty(box, own[0][1].dtype), _empty(box, np.dtype(bool))
-        there[...] = False
-        for held, shard in own:
-            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, held, strict=True))
+        held = self._boxes(path)
+        for number, own in enumerate(held):
+            if _is_inside(box, own):
+                return self._shard(path, number)[_inside(box, own)]
+        sizes = [stop - start for start, stop in box]
+        made, there = np.empty(sizes, self._of(path).dtype), np.zeros(sizes, bool)
+        for number, own in enumerate(held):
+            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, own, strict=True))
             if all(start < stop for start, stop in both):
-                made[_inside(both, box)] = shard[_inside(both, held)]
+                made[_inside(both, box)] = self._shard(path, number)[_inside(both, own)]
                 there[_inside(both, box)] = True
         if not there.all():
             raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
         return made
 
-    def _shards(self, path: str) -> list[tuple[Box, np.ndarray]]:
-        if path not in self._known:
-            bits = data_of_keys(self._arrays[path])
-            found = {as_box(one.index, bits.shape): one.data for one in bits.addressable_shards}
-            self._known[path] = [(box, np.asarray(data)) for box, data in found.items()]
-        return self._known[path]
+    def _of(self, path: str) -> jax.Array:
+        if path not in self._bits:
+            self._bits[path] = data_of_keys(self._arrays[path])
+        return self._bits[path]
+
+    def _boxes(self, path: str) -> list[Box]:
+        leaf = self._of(path)
+        return [as_box(one.index, leaf.shape) for one in leaf.addressable_shards]
+
+    def _shard(self, path: str, number: int) -> np.ndarray:
+        if (path, number) not in self._known:
+            self._known[path, number] = np.ascontiguousarray(self._of(path).addressable_data(number))
+        return self._known[path, number]
+
+
+def _is_inside(box: Box, held: Box) -> bool:
+    return all(low <= start and stop <= high for (start, stop), (low, high) in zip(box, held, strict=True))
 
 
 def _inside(box: Box, held: Box) -> tuple[slice | EllipsisType, ...]:
     return tuple([slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, held, strict=True)]) or (...,)
-
-
-def _arrays(plan: TransferPlan, dst: ShardPlan, spare: Sequence[Mapping[int, np.ndarray]]) -> dict[str, jax.Array]:
-    rows = list(zip(dst.content.rows, dst.content.row_shardings, strict=True))
-    by_path = {path: (rows[at][0].dtype, rows[at][1]) for path, at in dst.content.numbered if at >= 0}
-    return {
-        leaf.path: _array(leaf.shape, plan.kinds[leaf.kind].buffers, own, *by_path[leaf.path])
-        for leaf, own in zip(plan.leaves, spare, strict=True)
-    }
-
-
-def _array(
-    shape: tuple[int, ...],
-    buffers: Sequence[Buffer],
-    own: Mapping[int, np.ndarray],
-    planned: jax.typing.DTypeLike,
-    sharding: NamedSharding,
-) -> jax.Array:
-    by_box = {buffers[number].box: memory for number, memory in own.items()}
-    dtype = next(iter(own.values())).dtype
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        return by_box[as_box(index or (), shape)]
-
-    made = jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
-    if not jnp.issubdtype(planned, jax.dtypes.prng_key):
-        return made
-    return jax.random.wrap_key_data(made, impl=encode_dtype(planned)[len("key<") : -1])

@@ -1,38 +1,17 @@
-"""Which process sends which piece of which array to which process of another job: planned from two plans alone."""
+"""The plan of a transfer as data: which process sends which piece of which array to which process of another job."""
 
 import dataclasses
 import functools as ft
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
-from ..._convert import (
-    Made,
-    Piece,
-    Struct,
-    TreeMap,
-    Value,
-    bound,
-    dtypes_of,
-    extended,
-    names_of,
-    once,
-    shifted,
-    swapped,
-)
-from ..._ground.boxes import Box, boxes
-from ..._ground.errors import MeshError
-from ..._plan import ShardPlan
-from ..destinations import data_of
-from ..pieces.cuts import cuts_of, first_casts, smaller
-from ..pieces.work import MovedLeaf, kind_of
-
-
-Processes = int | Sequence[int]
-_FLOAT32 = np.dtype("float32")
+from ..._convert import Factor, Piece, Struct, Value, hull, once, scale_box, swapped
+from ..._ground.boxes import Box, volume
+from ..._ground.spec import bits
 
 
 class Buffer(NamedTuple):
@@ -43,6 +22,26 @@ class Buffer(NamedTuple):
     box: Box
 
 
+class Form(NamedTuple):
+    """What pieces have in common that differ in their place alone.
+
+    **Arguments:**
+
+    - `value`, `factors`: of the piece.
+    - `rank`: the dimensions of its source.
+    - `casts`: how many of its casts the sender makes.
+    - `sent`: the dtype on the wire.
+    - `scales`: the dtype of the scales that follow a piece on the wire, where the receiver multiplies.
+    """
+
+    value: Value
+    factors: tuple[Factor, ...]
+    rank: int
+    casts: int
+    sent: np.dtype
+    scales: np.dtype | None
+
+
 class Transfer(NamedTuple):
     """One piece that one device sends to one buffer.
 
@@ -50,17 +49,21 @@ class Transfer(NamedTuple):
 
     - `process`, `device`: the sending process and its local device; -1 for constants, which nobody sends.
     - `buffer`: the number of the buffer in its kind.
-    - `piece`: from the whole source array to the buffer.
-    - `casts`: how many of the piece's casts the sender makes.
-    - `sent`: the dtype on the wire.
+    - `form`: what it is.
+    - `source`, `target`: where it begins in the whole source array, and in the buffer.
     """
 
     process: int
     device: int
     buffer: int
-    piece: Piece
-    casts: int
-    sent: np.dtype
+    form: Form
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def piece(self) -> Piece:
+        """From the whole source array to the buffer."""
+        return Piece(self.form.value, self.source, self.target, self.form.factors)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,17 +71,83 @@ class Transfer(NamedTuple):
         return tuple(factor.size for factor in once(self.piece).factors)
 
     @property
+    def scale_box(self) -> Box:
+        """The scales that follow it on the wire."""
+        scale = self.form.value.scale
+        return () if scale is None else scale_box(hull(swapped(once(self.piece))), scale)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes on the wire without scales. Numbers of less than a byte are packed."""
+        return -(-math.prod(self.shape) * bits(self.form.sent) // 8)
+
+    @property
     def bytes(self) -> int:
         """Bytes on the wire."""
-        return once(self.piece).elements * self.sent.itemsize
+        scales = self.form.scales
+        return self.own_bytes + (0 if scales is None else volume(self.scale_box) * scales.itemsize)
 
 
-class Kind(NamedTuple):
-    """What all leaves share that are made alike: only the names of their sources differ."""
+# The columns of a kind's rows; then come the place in the source, and the place in the buffer.
+PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
+    """What all leaves share that are made alike: only the names of their sources differ.
+
+    **Arguments:**
+
+    - `names`: the sources of the first such leaf.
+    - `rank`: the most dimensions of a source.
+    - `buffers`: what receivers fill.
+    - `forms`: those of the pieces.
+    - `rows`: per piece its process, device, buffer and form, then its place in the source and in the buffer.
+    """
 
     names: tuple[str, ...]
+    rank: int
     buffers: tuple[Buffer, ...]
-    transfers: tuple[Transfer, ...]
+    forms: tuple[Form, ...]
+    rows: np.ndarray
+
+    @ft.cached_property
+    def receivers(self) -> np.ndarray:
+        """The receiving process of each piece."""
+        return np.array([buffer.process for buffer in self.buffers], np.int64)[self.rows[:, BUFFER]]
+
+    @ft.cached_property
+    def firsts(self) -> np.ndarray:
+        """Per piece the first that is the same on the wire: what a process needs in several places it gets once."""
+        numbers: dict[object, int] = {}
+        alike = np.array([numbers.setdefault(_on_wire(form), len(numbers)) for form in self.forms], np.int64)
+        places = self.rows[:, PLACE : PLACE + self.rank].T
+        columns = [self.rows[:, PROCESS], self.receivers, alike[self.rows[:, FORM]], *places]
+        order = np.lexsort(columns[::-1])
+        is_new = np.ones(len(order), bool)
+        is_new[1:] = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
+        found = np.empty(len(order), np.int64)
+        found[order] = order[is_new][np.cumsum(is_new) - 1]
+        return found
+
+    def transfer(self, number: int) -> Transfer:
+        """One piece, with this kind's names."""
+        process, device, buffer, at, *places = self.rows[number].tolist()
+        form = self.forms[at]
+        return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
+
+    def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
+        """What one process sends another, in order: per piece on the wire the numbers of all that it is."""
+        found: dict[int, list[int]] = {}
+        own = np.flatnonzero((self.rows[:, PROCESS] == sender) & (self.receivers == receiver))
+        for number, first in zip(own.tolist(), self.firsts[own].tolist(), strict=True):
+            found.setdefault(first, []).append(number)
+        return [tuple(numbers) for numbers in found.values()]
+
+
+def _on_wire(form: Form) -> object:
+    factors = [factor[:3] for factor in once(Piece(form.value, (), (), form.factors)).factors]
+    return form.value, tuple(factors), form.casts, form.sent, form.scales
 
 
 class SentLeaf(NamedTuple):
@@ -93,10 +162,10 @@ class SentLeaf(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A piece of one leaf, with the names of its own sources."""
+    """One piece on the wire: the leaf's number, and each place that it fills, with the leaf's own names."""
 
     leaf: int
-    transfer: Transfer
+    places: tuple[Transfer, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,228 +194,65 @@ class TransferPlan:
     @ft.cached_property
     def digest(self) -> str:
         """A text that is equal where both jobs plan the same transfer, whichever part they computed."""
-        return _hash([self.settings, *[leaf.digest for leaf in self.leaves]])
+        return hash_of([self.settings, *[leaf.digest for leaf in self.leaves]])
+
+    @ft.cached_property
+    def known(self) -> dict[object, object]:
+        """What either end has worked out once for this plan, so that the next revision needs no planning."""
+        return {}
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that all senders send together."""
-        own = [sum(one.bytes for one in kind.transfers if one.process >= 0) for kind in self.kinds]
+        own = [_wire_bytes(kind) for kind in self.kinds]
         return sum(own[leaf.kind] for leaf in self.leaves)
 
-    def steps(self, sender: int, receiver: int) -> Iterator[Step]:
-        """The pieces from one process to another, in order; those of sender -1 are constants."""
-        own = [
-            [one for one in kind.transfers if (one.process, kind.buffers[one.buffer].process) == (sender, receiver)]
-            for kind in self.kinds
-        ]
-        for number, leaf in enumerate(self.leaves):
-            names = dict(zip(self.kinds[leaf.kind].names, leaf.names, strict=True))
-            for one in own[leaf.kind]:
-                yield Step(number, one._replace(piece=_named(one.piece, names)))
-
     def rounds(self, sender: int, receiver: int) -> list[list[Step]]:
-        """The same pieces in rounds of at most `limit_bytes`, as far as pieces can be cut."""
+        """What one process sends another, in rounds of at most `limit_bytes`, as far as pieces can be cut.
+
+        Sender -1 is for constants.
+        """
+        own = [[tuple(map(kind.transfer, numbers)) for numbers in kind.sent(sender, receiver)] for kind in self.kinds]
+        sizes = [[places[0].bytes for places in kind] for kind in own]
         found: list[list[Step]] = []
         left = 0
-        for step in self.steps(sender, receiver):
-            count = step.transfer.bytes
-            if not found or count > left:
-                found.append([])
-                left = self.limit_bytes
-            found[-1].append(step)
-            left -= count
+        for number, leaf in enumerate(self.leaves):
+            names = dict(zip(self.kinds[leaf.kind].names, leaf.names, strict=True))
+            for places, count in zip(own[leaf.kind], sizes[leaf.kind], strict=True):
+                if not found or count > left:
+                    found.append([])
+                    left = self.limit_bytes
+                found[-1].append(Step(number, tuple([_named(one, names) for one in places])))
+                left -= count
         return found
 
     def senders_to(self, receiver: int) -> list[int]:
         """The processes that send something to a receiving process, in order."""
-        found = (one.process for k in self.kinds for one in k.transfers if k.buffers[one.buffer].process == receiver)
-        return sorted({process for process in found if process >= 0})
+        found = {process for kind in self.kinds for process in kind.rows[kind.receivers == receiver, PROCESS].tolist()}
+        return sorted(found - {-1})
 
 
-def plan_transfer(
-    src: ShardPlan,
-    dst: ShardPlan,
-    map: TreeMap | None = None,
-    *,
-    processes: tuple[Processes, Processes] = (1, 1),
-    receiver: int | None = None,
-    limit_bytes: int = 64 << 20,
-) -> TransferPlan:
-    """Plans the transfer of one job's arrays into another's. Neither job needs the other's devices.
-
-    **Arguments:**
-
-    - `src`, `dst`: the plans of the sender and of the receiver.
-    - `map`: how the leaves of `dst` are made of those of `src`; without it the paths are the same.
-    - `processes`: of each side the number of processes, which then hold equal runs of the mesh, or the process of each
-        device in the mesh's order.
-    - `receiver`: plans the part of this receiving process alone.
-    - `limit_bytes`: the most that the pieces of one round take, on either side.
-
-    **Returns:**
-
-    The TransferPlan.
-
-    **Raises:**
-
-    `MapError` if the map does not fit, `MeshError` if the processes do not.
-    """
-    senders, receivers = (_processes(one.mesh.size, count) for one, count in zip((src, dst), processes, strict=True))
-    if receiver is not None and receiver not in receivers:
-        raise MeshError(f"`receiver` is {receiver!r}, and `dst` has the processes 0 to {max(receivers)}.")
-    sources, targets = _leaves(src), _leaves(dst)
-    here = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in sources.items()}
-    there = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in targets.items()}
-    made = bound(TreeMap({"{path*}": "{path*}"}) if map is None else map, here, there)
-    numbers: dict[object, int] = {}
-    kinds: list[Kind] = []
-    leaves = []
-    for path, target in targets.items():
-        shape, dtype = data_of(target.shape, target.dtype)
-        more = shape[len(target.shape) :]
-        own = dataclasses.replace(made[path], shape=shape, dtype=dtype)
-        own = dataclasses.replace(own, pieces=tuple(extended(piece, more) for piece in own.pieces))
-        names = tuple(dict.fromkeys(name for piece in own.pieces for name in names_of(piece)))
-        key = (target[1:], *kind_of(own, names, sources))
-        if key not in numbers:
-            numbers[key] = len(kinds)
-            ends = {name: sources[name] for name in names}
-            kinds.append(_kind(target, own.pieces, ends, senders, receivers, receiver, limit_bytes))
-        text = [path, repr(shape), str(target.dtype), str(_end(target)), repr(own.pieces)]
-        text += [f"{name} {sources[name].shape} {sources[name].dtype} {_end(sources[name])}" for name in names]
-        leaves.append(SentLeaf(path, shape, dtype, _hash(text), numbers[key], names))
-    settings = repr((1, dict(src.mesh.shape), dict(dst.mesh.shape), senders, receivers, limit_bytes))
-    used = dict.fromkeys(name for leaf in leaves for name in leaf.names)
-    bits = {name: Struct(*data_of(sources[name].shape, sources[name].dtype)) for name in used}
-    only = (senders, receivers, receiver, limit_bytes)
-    return TransferPlan(_hash([settings]), *only, bits, tuple(kinds), tuple(leaves))
+def _wire_bytes(kind: Kind) -> int:
+    rows = np.flatnonzero((kind.firsts == np.arange(len(kind.rows))) & (kind.rows[:, PROCESS] >= 0))
+    forms, total = kind.rows[rows, FORM], 0
+    for number, form in enumerate(kind.forms):
+        own = rows[forms == number]
+        # Of scaled pieces each has scales of its own.
+        total += (
+            sum(kind.transfer(at).bytes for at in own)
+            if form.scales
+            else sum(kind.transfer(at).bytes * len(own) for at in own[:1])
+        )
+    return total
 
 
-def _processes(size: int, given: Processes) -> tuple[int, ...]:
-    if isinstance(given, int):
-        if given < 1 or size % given:
-            raise MeshError(
-                f"{size} devices are not those of {given} processes alike; give the process of each device."
-            )
-        return tuple(at * given // size for at in range(size))
-    if len(given) != size or min(given) < 0:
-        raise MeshError(f"{len(given)} processes are given for {size} devices; give the process of each device.")
-    return tuple(given)
-
-
-def _leaves(plan: ShardPlan) -> dict[str, MovedLeaf]:
-    rows = list(zip(plan.content.rows, plan.content.row_shardings, strict=True))
-    found = ((path, *rows[at]) for path, at in plan.content.numbered if at >= 0)
-    return {path: MovedLeaf(path, row.shape, row.dtype, sharding) for path, row, sharding in found}
-
-
-def _end(leaf: MovedLeaf) -> object:
-    assert isinstance(leaf.sharding, NamedSharding)
-    return leaf.sharding.spec
-
-
-def _boxes(leaf: MovedLeaf) -> list[Box]:
-    """What each device holds of the bits of an array, in the mesh's order."""
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding)
-    shape, _ = data_of(leaf.shape, leaf.dtype)
-    more = tuple((0, size) for size in shape[len(leaf.shape) :])
-    found = boxes(sharding, leaf.shape)
-    order = sharding.mesh.devices.flat if isinstance(sharding.mesh, Mesh) else range(sharding.mesh.size)
-    return [(*found[device], *more) for device in order]
-
-
-def _kind(
-    target: MovedLeaf,
-    pieces: tuple[Piece, ...],
-    sources: Mapping[str, MovedLeaf],
-    senders: tuple[int, ...],
-    receivers: tuple[int, ...],
-    only: int | None,
-    limit_bytes: int,
-) -> Kind:
-    locals_here, locals_there = _local(senders), _local(receivers)
-    devices: dict[tuple[int, Box], list[int]] = {}
-    for at, box in enumerate(_boxes(target)):
-        if only is None or receivers[at] == only:
-            devices.setdefault((receivers[at], box), []).append(locals_there[at])
-    buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
-    # What is scaled is sent as the product, so that the cuts know it as an array of its own.
-    values = {f"{number}": piece.value for number, piece in enumerate(pieces) if piece.value.path is not None}
-    plain = tuple(
-        piece if piece.value.path is None else piece._replace(value=Value(f"{number}", None, None, piece.value.casts))
-        for number, piece in enumerate(pieces)
-    )
-    held = {name: _held(leaf) for name, leaf in sources.items()}
-    made = data_of(target.shape, target.dtype)
-    transfers = []
-    for picks, numbers in _groups(buffers, held).items():
-        ends = {}
-        for alias, value in values.items():
-            dtype = data_of((), sources[value.path or ""].dtype)[1] if value.scale is None else _FLOAT32
-            pick = picks[list(held).index(value.path or "")]
-            ends[alias] = dtype, {box: [own[pick]] for box, own in held[value.path or ""].items()}
-        alike: dict[Box, list[int]] = {}
-        for number in numbers:
-            alike.setdefault(buffers[number].box, []).append(number)
-        wanted = [(len(senders) + at, box) for at, box in enumerate(alike)]
-        same = list(alike.values())
-        cuts = cuts_of(Made(*made, plain), wanted, ends, {})
-        low = {(alias, at): box for alias, (_, holders) in ends.items() for box, (at,) in holders.items()}
-        for cut in cuts.made:
-            own, alias = same[cut.receiver - len(senders)], cut.piece.value.path
-            if alias is None:
-                transfers += [Transfer(-1, -1, number, cut.piece, 0, made[1]) for number in own]
-                continue
-            value, dtype = values[alias], ends[alias][0]
-            count = first_casts(value.casts, dtype)
-            sent = np.dtype([dtype, *dtypes_of(value.casts[:count])][-1])
-            start = [first for first, _ in low[alias, cut.sender]]
-            process, device = senders[cut.sender], locals_here[cut.sender]
-            for part in smaller(cut, limit_bytes):
-                piece = swapped(shifted(swapped(part.piece), start))._replace(value=value)
-                transfers += [Transfer(process, device, number, piece, count, sent) for number in own]
-    # A receiver that plans its part alone has the same order.
-    transfers.sort(key=lambda one: one.buffer)
-    return Kind(tuple(sources), buffers, tuple(transfers))
-
-
-def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
-    """The devices that hold each box of an array."""
-    held: dict[Box, list[int]] = {}
-    for at, box in enumerate(_boxes(leaf)):
-        held.setdefault(box, []).append(at)
-    return held
-
-
-def _groups(
-    buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
-) -> dict[tuple[int, ...], list[int]]:
-    """The buffers by the replica of each source that sends. The receiver's number alone says which."""
-    replicas = [min(map(len, one.values())) for one in held.values()]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, buffer in enumerate(buffers):
-        groups.setdefault(tuple(buffer.process % count for count in replicas), []).append(number)
-    return groups
-
-
-def _local(processes: Iterable[int]) -> list[int]:
-    """Of each device its number among those of its process."""
-    counts: dict[int, int] = {}
-    found = []
-    for process in processes:
-        found.append(counts.get(process, 0))
-        counts[process] = found[-1] + 1
-    return found
-
-
-def _named(piece: Piece, names: Mapping[str, str]) -> Piece:
-    value = piece.value
+def _named(one: Transfer, names: Mapping[str, str]) -> Transfer:
+    value = one.form.value
     if value.path is None:
-        return piece
+        return one
     scale = None if value.scale is None else value.scale._replace(path=names[value.scale.path])
-    return piece._replace(value=value._replace(path=names[value.path], scale=scale))
+    return one._replace(form=one.form._replace(value=value._replace(path=names[value.path], scale=scale)))
 
 
-def _hash(texts: Sequence[str]) -> str:
+def hash_of(texts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()

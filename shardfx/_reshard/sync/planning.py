@@ -1,0 +1,281 @@
+"""The plan of a transfer, made from the plans of both jobs and the map between them."""
+
+import dataclasses
+import itertools as it
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from ..._convert import (
+    NOWHERE,
+    Factor,
+    Made,
+    Piece,
+    Struct,
+    TreeMap,
+    Value,
+    bound,
+    dtypes_of,
+    extended,
+    hull,
+    names_of,
+    swapped,
+    within,
+)
+from ..._ground.boxes import Box, boxes
+from ..._ground.errors import MeshError
+from ..._ground.spec import bits
+from ..._plan import ShardPlan
+from ..destinations import data_of
+from ..pieces.cuts import Cut, cuts_of, first_casts, sent_bits, smaller
+from ..pieces.work import MovedLeaf, kind_of
+from .transfer import BUFFER, PLACE, Buffer, Form, Kind, SentLeaf, TransferPlan, hash_of
+
+
+Processes = int | Sequence[int]
+_FLOAT32 = np.dtype("float32")
+
+
+def plan_transfer(
+    src: ShardPlan,
+    dst: ShardPlan,
+    map: TreeMap | None = None,
+    *,
+    processes: tuple[Processes, Processes] = (1, 1),
+    receiver: int | None = None,
+    limit_bytes: int = 16 << 20,
+) -> TransferPlan:
+    """Plans the transfer of one job's arrays into another's. Neither job needs the other's devices.
+
+    **Arguments:**
+
+    - `src`, `dst`: the plans of the sender and of the receiver.
+    - `map`: how the leaves of `dst` are made of those of `src`; without it the paths are the same.
+    - `processes`: of each side the number of processes, which then hold equal runs of the mesh, or the process of each
+        device in the mesh's order.
+    - `receiver`: plans the part of this receiving process alone.
+    - `limit_bytes`: the most that the pieces of one round take, on either side.
+
+    **Returns:**
+
+    The TransferPlan.
+
+    **Raises:**
+
+    `MapError` if the map does not fit, `MeshError` if the processes do not.
+    """
+    senders, receivers = (_processes(one.mesh.size, count) for one, count in zip((src, dst), processes, strict=True))
+    if receiver is not None and receiver not in receivers:
+        raise MeshError(f"`receiver` is {receiver!r}, and `dst` has the processes 0 to {max(receivers)}.")
+    sources, targets = _leaves(src), _leaves(dst)
+    here = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in sources.items()}
+    there = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in targets.items()}
+    made = bound(TreeMap({"{path*}": "{path*}"}) if map is None else map, here, there)
+    numbers: dict[object, int] = {}
+    kinds: list[Kind] = []
+    leaves = []
+    for path, target in targets.items():
+        shape, dtype = data_of(target.shape, target.dtype)
+        more = shape[len(target.shape) :]
+        own = dataclasses.replace(made[path], shape=shape, dtype=dtype)
+        own = dataclasses.replace(own, pieces=tuple(extended(piece, more) for piece in own.pieces))
+        names = tuple(dict.fromkeys(name for piece in own.pieces for name in names_of(piece)))
+        key = (target[1:], *kind_of(own, names, sources))
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            ends = {name: sources[name] for name in names}
+            kinds.append(_kind(target, own.pieces, ends, senders, receivers, receiver, limit_bytes))
+        text = [path, repr(shape), str(target.dtype), str(_end(target)), repr(own.pieces)]
+        text += [f"{name} {sources[name].shape} {sources[name].dtype} {_end(sources[name])}" for name in names]
+        leaves.append(SentLeaf(path, shape, dtype, hash_of(text), numbers[key], names))
+    settings = repr((1, dict(src.mesh.shape), dict(dst.mesh.shape), senders, receivers, limit_bytes))
+    used = dict.fromkeys(name for leaf in leaves for name in leaf.names)
+    data = {name: Struct(*data_of(sources[name].shape, sources[name].dtype)) for name in used}
+    only = (senders, receivers, receiver, limit_bytes)
+    return TransferPlan(hash_of([settings]), *only, data, tuple(kinds), tuple(leaves))
+
+
+def _processes(size: int, given: Processes) -> tuple[int, ...]:
+    if isinstance(given, int):
+        if given < 1 or size % given:
+            raise MeshError(
+                f"{size} devices are not those of {given} processes alike; give the process of each device."
+            )
+        return tuple(at * given // size for at in range(size))
+    if len(given) != size or min(given) < 0:
+        raise MeshError(f"{len(given)} processes are given for {size} devices; give the process of each device.")
+    return tuple(given)
+
+
+def _leaves(plan: ShardPlan) -> dict[str, MovedLeaf]:
+    rows = list(zip(plan.content.rows, plan.content.row_shardings, strict=True))
+    found = ((path, *rows[at]) for path, at in plan.content.numbered if at >= 0)
+    return {path: MovedLeaf(path, row.shape, row.dtype, sharding) for path, row, sharding in found}
+
+
+def _end(leaf: MovedLeaf) -> object:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return leaf.sharding.spec
+
+
+def _boxes(leaf: MovedLeaf) -> list[Box]:
+    """What each device holds of the bits of an array, in the mesh's order."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    shape, _ = data_of(leaf.shape, leaf.dtype)
+    more = tuple((0, size) for size in shape[len(leaf.shape) :])
+    found = boxes(sharding, leaf.shape)
+    order = sharding.mesh.devices.flat if isinstance(sharding.mesh, Mesh) else range(sharding.mesh.size)
+    return [(*found[device], *more) for device in order]
+
+
+def _kind(
+    target: MovedLeaf,
+    pieces: tuple[Piece, ...],
+    sources: Mapping[str, MovedLeaf],
+    senders: tuple[int, ...],
+    receivers: tuple[int, ...],
+    only: int | None,
+    limit_bytes: int,
+) -> Kind:
+    locals_here, locals_there = _local(senders), _local(receivers)
+    devices: dict[tuple[int, Box], list[int]] = {}
+    for at, box in enumerate(_boxes(target)):
+        if only is None or receivers[at] == only:
+            devices.setdefault((receivers[at], box), []).append(locals_there[at])
+    buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
+    # Each piece has an array of its own, so that the cuts know what is sent of it.
+    plain, read = [], dict[str | None, _Read]()
+    for number, piece in enumerate(pieces):
+        if piece.value.path is not None:
+            own = read[str(number)] = _read(piece.value, sources)
+            piece = piece._replace(value=Value(str(number), casts=own.casts))
+        plain.append(piece)
+    held = {name: _held(leaf) for name, leaf in sources.items()}
+    rank = max([len(data_of(leaf.shape, leaf.dtype)[0]) for leaf in sources.values()], default=0)
+    made = Made(*data_of(target.shape, target.dtype), tuple(plain))
+    # Where two places have the same numbers.
+    is_repeated = len({one.path for one in read.values()}) < len(read) or any(
+        factor.source_dim == NOWHERE for piece in plain for factor in piece.factors
+    )
+    forms, numbers = list[Form](), dict[tuple[Value, tuple[Factor, ...]], int]()
+    rows, counts, filled = [], [], list[int]()
+    for picks, group in _groups(buffers, held).items():
+        holders = {
+            name: {box: [own[pick]] for box, own in boxes.items()}
+            for (name, boxes), pick in zip(held.items(), picks, strict=True)
+        }
+        alike: dict[Box, list[int]] = {}
+        for number in group:
+            alike.setdefault(buffers[number].box, []).append(number)
+        same = list(alike.values())
+        ends = {alias: (one.dtype, holders[one.path]) for alias, one in read.items() if alias is not None}
+        wanted = [(len(senders) + at, box) for at, box in enumerate(alike)]
+        starts = {name: {at: [low for low, _ in box] for box, (at,) in own.items()} for name, own in holders.items()}
+        cuts = cuts_of(made, wanted, ends, {}).made
+        parts = [
+            part for cut in cuts for part in ([cut] if cut.piece.value.path is None else smaller(cut, limit_bytes))
+        ]
+        for part in _alike(parts) if is_repeated else parts:
+            piece, own = part.piece, same[part.receiver - len(senders)]
+            one = read.get(piece.value.path)
+            start = [] if one is None else starts[one.path][part.sender]
+            ends_here = (-1, -1) if one is None else (senders[part.sender], locals_here[part.sender])
+            number = numbers.setdefault((piece.value, piece.factors), len(forms))
+            if number == len(forms):
+                forms.append(_form(one, piece, len(start), made.dtype))
+            source = [low + at for low, at in zip(start, piece.source, strict=False)] + [0] * (rank - len(start))
+            rows.append([*ends_here, 0, number, *source, *piece.target])
+            counts.append(len(own))
+            filled += own
+    table = np.repeat(np.array(rows, np.int64).reshape(len(rows), PLACE + rank + len(made.shape)), counts, axis=0)
+    table[:, BUFFER] = filled
+    # A receiver that plans its part alone has the same order.
+    table = table[np.argsort(table[:, BUFFER], kind="stable")]
+    return Kind(tuple(sources), rank, buffers, tuple(forms), table)
+
+
+def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
+    """Parts of a shard that overlap, cut where others begin and end: what they share is then the same on the wire."""
+    groups: dict[object, list[Cut]] = {}
+    for part in parts:
+        groups.setdefault(part.sender, []).append(part)
+    for group in groups.values():
+        hulls = [hull(swapped(part.piece)) for part in group]
+        for part, own in zip(group, hulls, strict=True):
+            others = [
+                box
+                for box in {*hulls} - {own}
+                if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(own, box, strict=True))
+            ]
+            edges = [
+                sorted({*ends, *(edge for box in others for edge in box[dim] if ends[0] < edge < ends[1])})
+                for dim, ends in enumerate(own)
+            ]
+            for cell in it.product(*map(it.pairwise, edges)) if others else [own]:
+                for piece in within(swapped(part.piece), cell):
+                    yield part._replace(piece=swapped(piece))
+
+
+def _do_overlap(one: Box, other: Box) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _form(one: "_Read | None", piece: Piece, rank: int, dtype: np.dtype) -> Form:
+    if one is None:
+        return Form(piece.value, piece.factors, 0, 0, dtype, None)
+    count = first_casts(one.casts, one.dtype)
+    sent = np.dtype([one.dtype, *dtypes_of(one.casts[:count])][-1])
+    return Form(one.value, piece.factors, rank, count, sent, one.scales)
+
+
+class _Read(NamedTuple):
+    """What is sent of a value: of an array, its dtype and the casts that it gets on either side."""
+
+    value: Value
+    path: str
+    dtype: np.dtype
+    casts: tuple[object, ...]
+    scales: np.dtype | None
+
+
+def _read(value: Value, sources: Mapping[str, MovedLeaf]) -> _Read:
+    assert value.path is not None
+    dtype = np.dtype(data_of((), sources[value.path].dtype)[1])
+    if value.scale is None:
+        return _Read(value, value.path, dtype, value.casts, None)
+    if bits(dtype) < sent_bits(value, _FLOAT32):
+        # Smaller as it is than as the product: the receiver multiplies.
+        return _Read(value, value.path, dtype, (), np.dtype(sources[value.scale.path].dtype))
+    return _Read(value, value.path, _FLOAT32, value.casts, None)
+
+
+def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
+    """The devices that hold each box of an array."""
+    held: dict[Box, list[int]] = {}
+    for at, box in enumerate(_boxes(leaf)):
+        held.setdefault(box, []).append(at)
+    return held
+
+
+def _groups(
+    buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
+) -> dict[tuple[int, ...], list[int]]:
+    """The buffers by the replica of each source that sends. The receiver's number alone says which."""
+    replicas = [min(map(len, one.values())) for one in held.values()]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, buffer in enumerate(buffers):
+        groups.setdefault(tuple(buffer.process % count for count in replicas), []).append(number)
+    return groups
+
+
+def _local(processes: Iterable[int]) -> list[int]:
+    """Of each device its number among those of its process."""
+    counts: dict[int, int] = {}
+    found = []
+    for process in processes:
+        found.append(counts.get(process, 0))
+        counts[process] = found[-1] + 1
+    return found

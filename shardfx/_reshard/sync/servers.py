@@ -1,0 +1,97 @@
+"""A channel over the transfer servers of JAX, which move arrays from one process's devices to another's."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from ..._ground.errors import SyncError
+
+
+_POLL_SECONDS = 2e-4
+
+
+class JaxChannel:
+    """A Channel over `jax.experimental.transfer`: each side has a server and the other's address.
+
+    One round is on its way at a time. A server never says that its peer is dead: what does not come within the
+    time-out counts as lost. After an error both sides make a new channel with another `session`.
+
+    **Arguments:**
+
+    - `server`: what `jax.experimental.transfer.start_transfer_server` returned.
+    - `address`: of the other side's server.
+    - `session`: a number below 2**31 that both sides know and no other channel of the two servers has.
+    - `device`: through whose memory the pieces go; the first one without it.
+    - `timeout_seconds`: after which a round that was not pulled, or did not come, is lost.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        address: str,
+        session: int,
+        *,
+        device: Any = None,
+        timeout_seconds: float = 30.0,
+    ):
+        self._server, self._peer, self._session, self._timeout = (
+            server,
+            server.connect(address),
+            session,
+            timeout_seconds,
+        )
+        self._device = jax.local_devices()[0] if device is None else device
+        self._count, self._is_taken = 0, True
+
+    def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
+        self._give(np.concatenate(pieces))
+
+    def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
+        found, at = self._take(sum(memory.nbytes for memory in memories)), 0
+        for memory in memories:
+            memory[...] = found[at : at + len(memory)]
+            at += len(memory)
+
+    def commit(self, revision: int | None = None) -> int:
+        if revision is None:
+            return int.from_bytes(self._take(8).tobytes())
+        self._give(np.frombuffer(revision.to_bytes(8), np.uint8))
+        self._settle()
+        return revision
+
+    def _give(self, data: np.ndarray) -> None:
+        self._settle()
+        self._offer(2 * self._count, data)
+        self._count, self._is_taken = self._count + 1, False
+
+    def _settle(self) -> None:
+        """Waits until the other side has what was given last."""
+        if not self._is_taken:
+            self._pull(2 * self._count - 1, 1)
+            self._is_taken = True
+
+    def _take(self, count: int) -> np.ndarray:
+        found = self._pull(2 * self._count, count)
+        self._offer(2 * self._count + 1, np.ones(1, np.uint8))
+        self._count += 1
+        return found
+
+    def _offer(self, number: int, data: np.ndarray) -> None:
+        self._server.await_pull(self._session << 32 | number, [jax.device_put(data, self._device)])
+
+    def _pull(self, number: int, count: int) -> np.ndarray:
+        wanted = jax.ShapeDtypeStruct((count,), np.uint8, sharding=SingleDeviceSharding(self._device))
+        deadline = time.monotonic() + self._timeout
+        try:
+            (found,) = self._peer.pull(self._session << 32 | number, [wanted])
+            while not found.is_ready() and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            if found.is_ready():
+                return np.asarray(found)
+        except RuntimeError as error:
+            raise SyncError(f"the other side's server is gone: {error}") from error
+        raise SyncError(f"nothing came from the other side's server for {self._timeout:g} s; is it alive?")

@@ -1,0 +1,134 @@
+"""A piece as bytes on the wire: where it lies as it is, how it is packed, and how it lands."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..._convert import NOWHERE, Factor, Piece, fill, hull, once, source_view, strides_of, swapped, target_view, write
+from ..._ground.boxes import Box
+from ..._ground.spec import bits
+from .transfer import Step, Transfer
+
+
+# A box of an array by its path, and a leaf's memory by the number of its buffer.
+Read = Callable[[str, Box], np.ndarray]
+Memory = Callable[[int], np.ndarray]
+
+
+class Span(NamedTuple):
+    """A piece that lies in a shard as it is sent: the array, the shard's number, and from which byte to which.
+
+    The sender knows its arrays by path, the receiver by number.
+    """
+
+    array: str | int
+    shard: int
+    start: int
+    stop: int
+
+
+def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
+    """From which byte to which a piece lies in a shard of its source as it is sent; `None` if it does not."""
+    if one.form.value.scale is not None or one.form.casts:
+        return None
+    start = [at - low for at, (low, _) in zip(one.source, shard, strict=True)]
+    digits = [factor[:3] for factor in once(one.piece).factors]
+    return _run(one, [stop - low for low, stop in shard], start, digits)
+
+
+def received_at(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
+    """The same where it is received, in a buffer of these sizes."""
+    form = one.form
+    is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
+    if is_repeated or form.scales or form.casts < len(form.value.casts) or form.sent != dtype:
+        return None
+    return _run(one, sizes, one.target, [(f.size, f.target_dim, f.target_step) for f in form.factors])
+
+
+def _run(
+    one: Transfer, sizes: Sequence[int], start: Sequence[int], digits: Sequence[tuple[int, int, int]]
+) -> tuple[int, int] | None:
+    strides = strides_of(sizes)
+    expected = strides_of([size for size, _, _ in digits])
+    itemsize = one.form.sent.itemsize
+    if bits(one.form.sent) < 8 or [strides[dim] * step for _, dim, step in digits] != [*expected]:
+        return None
+    first = sum(at * stride for at, stride in zip(start, strides, strict=True)) * itemsize
+    return first, first + one.bytes
+
+
+def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
+    """Writes a piece as it is sent: without repeats, scaled and cast as far as that makes it smaller.
+
+    **Arguments:**
+
+    - `one`: the piece.
+    - `memory`: its bytes.
+    - `read`: gives a box of an array.
+    """
+    form, piece = one.form, once(one.piece)
+    value = form.value._replace(casts=form.value.casts[: form.casts], scale=None if form.scales else form.value.scale)
+    factors = [Factor(f.size, f.source_dim, f.source_step, dim, 1) for dim, f in enumerate(piece.factors)]
+    zero, box = (0,) * len(factors), tuple((0, size) for size in one.shape)
+    is_narrow = bits(form.sent) < 8
+    own = np.empty(one.shape, form.sent) if is_narrow else _typed(memory[: one.own_bytes], form.sent, one.shape)
+    fill(own, box, Piece(value, piece.source, zero, tuple(factors)), read)
+    if is_narrow:
+        memory[: one.own_bytes] = _halves(own)
+    if form.scales and form.value.scale is not None:
+        memory[one.own_bytes :] = (
+            np.ascontiguousarray(read(form.value.scale.path, one.scale_box)).reshape(-1).view(np.uint8)
+        )
+
+
+def land(step: Step, memory: np.ndarray, there: Memory) -> None:
+    """Writes a piece that was received to each of its places.
+
+    **Arguments:**
+
+    - `step`: the piece.
+    - `memory`: its bytes.
+    - `there`: gives the buffers.
+    """
+    one = step.places[0]
+    form, raw = one.form, memory[: one.own_bytes]
+    values = _whole(raw, form.sent, one.shape) if bits(form.sent) < 8 else _typed(raw, form.sent, one.shape)
+    read = _reader(one, values, memory[one.own_bytes :]) if form.scales else None
+    for place in step.places:
+        buffer = there(place.buffer)
+        if read is not None:
+            fill(buffer, tuple((0, size) for size in buffer.shape), place.piece, read)
+            continue
+        repeated = [1 if f.source_dim == NOWHERE else f.size for f in place.form.factors]
+        target = target_view(buffer, place.piece)
+        left = place.form.value._replace(casts=place.form.value.casts[form.casts :])
+        write(target, np.broadcast_to(values.reshape(repeated), target.shape), place.piece._replace(value=left))
+
+
+def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
+    """Gives the piece's box of its array, and that of the scales that came with it."""
+    piece, scale = once(one.piece), one.form.value.scale
+    assert scale is not None and one.form.scales is not None
+    box = hull(swapped(piece))
+    whole = np.empty([stop - start for start, stop in box], values.dtype)
+    source_view(whole, piece, [low for low, _ in box])[...] = values
+    sizes = [stop - start for start, stop in one.scale_box]
+    by = _typed(scales, one.form.scales, sizes)
+    return lambda path, _: by if path == scale.path else whole
+
+
+def _typed(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+    return np.ndarray(shape, dtype, raw)
+
+
+def _halves(values: np.ndarray) -> np.ndarray:
+    """Numbers of 4 bits, two in a byte."""
+    flat = np.zeros(-(-values.size // 2) * 2, np.uint8)
+    flat[: values.size] = values.reshape(-1).view(np.uint8) & 15
+    return flat[::2] | flat[1::2] << 4
+
+
+def _whole(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+    flat = np.stack([raw & 15, raw >> 4], axis=1).reshape(-1)[: int(np.prod(shape))]
+    return flat.view(dtype).reshape(shape)

@@ -1,0 +1,14 @@
+"""Weights from one job to another: a transfer plan that both compute alone, and the channels that carry it out."""
+
+from ._reshard.sync import (
+    Channel as Channel,
+    JaxChannel as JaxChannel,
+    Receiver as Receiver,
+    Sender as Sender,
+    TransferPlan as TransferPlan,
+    from_json as from_json,
+    plan_transfer as plan_transfer,
+    receive as receive,
+    send as send,
+    to_json as to_json,
+)
