@@ -20,6 +20,7 @@ from ._machine import fresh_process, peak_resident_bytes
 
 SECRET = b"the two processes know it"
 BLOCK = 1 << 20
+AXES = "data", "replica"
 # Both of the receiver's states are new memory in the first two rounds; what counts is what each later sync takes.
 WARM, ROUNDS = 2, 7
 
@@ -123,7 +124,7 @@ def of_a_large_llama(devices: tuple[int, int], processes: tuple[int, int]) -> Ma
     every |= {"embed": (words, width), "head": (width, words), "norm": (width,)}
     structs = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in every.items()}
     served = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for path, leaf in structs.items()}
-    here, there = (MeshSpec({axis: size // 8, "model": 8}) for axis, size in zip(("data", "replica"), devices, strict=True))
+    here, there = (MeshSpec({axis: size // 8, "model": 8}) for axis, size in zip(AXES, devices, strict=True))
     src = plan(structs, here, paths=PathRules([("norm", P("data")), (".*", P("data", "model"))]))
     rules = [("norm", P()), ("(down|o|embed)$", P("model")), (".*", P(None, "model"))]
     dst = plan(served, there, paths=PathRules(rules))
