@@ -161,7 +161,7 @@ def _kind(
         factor.source_dim == NOWHERE for piece in plain for factor in piece.factors
     )
     forms, numbers = list[Form](), dict[tuple[Value, tuple[Factor, ...]], int]()
-    rows, counts, filled = [], [], list[int]()
+    rows, counts, filled = list[int](), list[int](), list[int]()
     for picks, group in _groups(buffers, held).items():
         holders = {
             name: {box: [own[pick]] for box, own in boxes.items()}
@@ -187,10 +187,10 @@ def _kind(
             if number == len(forms):
                 forms.append(_form(one, piece, len(start), made.dtype))
             source = [low + at for low, at in zip(start, piece.source, strict=False)] + [0] * (rank - len(start))
-            rows.append([*ends_here, 0, number, *source, *piece.target])
+            rows += [*ends_here, 0, number, *source, *piece.target]
             counts.append(len(own))
             filled += own
-    table = np.repeat(np.array(rows, np.int64).reshape(len(rows), PLACE + rank + len(made.shape)), counts, axis=0)
+    table = np.repeat(np.array(rows, np.int64).reshape(len(counts), PLACE + rank + len(made.shape)), counts, axis=0)
     table[:, BUFFER] = filled
     # A receiver that plans its part alone has the same order.
     table = table[np.argsort(table[:, BUFFER], kind="stable")]
