@@ -303,6 +303,21 @@ def test_plans_that_differ_name_the_first_leaf(served):
         Receiver(limited, dst, [sender.address], SECRET, timeout_seconds=2).pull()
 
 
+def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
+    src, dst, plan, tree, sender = served
+    part = job((1, 4), receiver=3)[2]
+    with pytest.raises(PlanMismatchError, match="no part for the receiving process 0"):
+        Receiver(part, dst, [sender.address], SECRET)
+    with pytest.raises(PlanMismatchError, match="1 addresses for 2 sending processes"):
+        Receiver(job((2, 1))[2], dst, [sender.address], SECRET)
+    sender.publish(tree, 1)
+    specs = {leaf.path: leaf.spec for leaf in dst.content.leaves} | {"wide": P(None, "a")}
+    other = Receiver(plan, planned(tree, specs, mesh(4)), [sender.address], SECRET, timeout_seconds=2)
+    with pytest.raises(PlanMismatchError, match="leaf `wide` lies in `dst` otherwise"):
+        other.pull()
+    assert other.arrays == {}
+
+
 def test_what_was_donated_cannot_be_pulled_and_the_trainer_goes_on(served):
     _, dst, plan, tree, sender = served
     sender.publish(tree, 1)

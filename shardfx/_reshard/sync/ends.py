@@ -19,7 +19,7 @@ import numpy as np
 from ..._convert import constant, hull, swapped, target_view
 from ..._ground.boxes import Box, as_box
 from ..._ground.copying import buffers
-from ..._ground.errors import SyncError
+from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
 from ..pieces.host import as_bytes, data_of_keys
 from .channel import Channel
@@ -236,7 +236,10 @@ class _Spare:
         dtype, sharding = self._planned[leaf.path]
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            return by_box[as_box(index or (), leaf.shape)]
+            box = as_box(index or (), leaf.shape)
+            if box not in by_box:
+                raise PlanMismatchError(f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's plan.")
+            return by_box[box]
 
         made = jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=leaf.dtype)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):

@@ -223,6 +223,10 @@ class Receiver:
     - `secret`: the sender's.
     - `process`: which receiving process this is.
     - `timeout_seconds`: after which a sender that is silent counts as dead.
+
+    **Raises:**
+
+    `PlanMismatchError` if the plan has no part for this process, or a sender's address is missing.
     """
 
     def __init__(
@@ -235,6 +239,10 @@ class Receiver:
         process: int = 0,
         timeout_seconds: float = 30.0,
     ):
+        if process not in plan.receivers or plan.receiver not in (None, process):
+            raise PlanMismatchError(f"this plan has no part for the receiving process {process}.")
+        if len(addresses) <= max(plan.senders):
+            raise PlanMismatchError(f"{len(addresses)} addresses for {max(plan.senders) + 1} sending processes.")
         self._plan, self._dst, self._addresses, self._secret = plan, dst, tuple(addresses), _checked(secret)
         self._process, self._timeout = process, timeout_seconds
         self.arrays: dict[str, jax.Array] = {}
