@@ -29,8 +29,8 @@ def plans(count: int, mebibytes: int, own: int) -> tuple[ShardPlan, ShardPlan]:
     """So many arrays on a trainer's 8 devices and on an engine's 4; `own` says whose devices are there."""
     rows = mebibytes * BLOCK // count // 4096 // 8 * 8
     structs = {f"w{number}": jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for number in range(count)}
-    meshes = [MeshSpec({"data": 8}), MeshSpec({"model": 4})]
-    meshes[own] = meshes[own].build(jax.devices()[: meshes[own].size])
+    specs = MeshSpec({"data": 8}), MeshSpec({"model": 4})
+    meshes = [spec.build(jax.devices()[: spec.size]) if at == own else spec for at, spec in enumerate(specs)]
     src, dst = (
         plan(structs, mesh, paths=PathRules([(".*", P(axis))]))
         for mesh, axis in zip(meshes, ("data", "model"), strict=True)

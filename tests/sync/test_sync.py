@@ -333,6 +333,10 @@ def test_what_was_donated_cannot_be_pulled_and_the_trainer_goes_on(served):
     assert receiver.pull() and receiver.revision == 3
 
 
+def seen_as(number, own):
+    return [own, np.asarray(own.addressable_data(0)), own + 0][number]
+
+
 def test_what_the_engine_still_holds_of_an_older_revision_is_never_written(served):
     """Memory serves again only when no array is left that lies in it."""
     _, dst, plan, tree, sender = served
@@ -340,11 +344,8 @@ def test_what_the_engine_still_holds_of_an_older_revision_is_never_written(serve
     for revision in range(1, 9):
         sender.publish({**tree, "wide": tree["wide"] * 0 + revision}, revision)
         assert receiver.pull()
-        own = receiver.arrays["wide"]
-        held.append((revision, [own, np.asarray(own.addressable_data(0)), own + 0][revision % 3]))
-        for number, leaf in held:
-            assert (np.asarray(leaf) == number).all()
-    del own, leaf
+        held.append((revision, seen_as(revision % 3, receiver.arrays["wide"])))
+        assert all((np.asarray(leaf) == number).all() for number, leaf in held)
     held.clear()
     pointers = set()
     for revision in range(9, 15):
