@@ -35,6 +35,7 @@ from .pieces import (
 from .tree_map import TreeMap, bound, bound_before
 from .values import (
     Landing,
+    Read,
     as_bits,
     chunks,
     constant,

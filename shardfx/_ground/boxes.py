@@ -38,6 +38,18 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
+def common(one: Box, other: Box) -> Box | None:
+    """What two boxes share; `None` if nothing."""
+    found = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)])
+    return found if all([start < stop for start, stop in found]) else None
+
+
+def slices(part: Box, box: Box) -> tuple[Any, ...]:
+    """What takes a part of a box out of an array that holds the box. The ellipsis makes it a view at rank 0 too."""
+    found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
+    return (*found, ...)
+
+
 def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     sharding.shard_shape(shape)  # raises where the sharding does not fit
     sizes, entries = dict(sharding.mesh.shape), entries_of(sharding.spec)

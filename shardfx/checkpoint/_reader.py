@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._ground.boxes import Box
+from .._ground.boxes import Box, slices
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import FileArray, fill
@@ -157,8 +157,7 @@ def _part_in(memory: np.ndarray, dtype: Any, part: Part, strides: tuple[int, ...
 
 def part_of(target: np.ndarray, box: Box, where: Box) -> np.ndarray:
     """The part `where` of an array that holds the box `box` of a larger one."""
-    index = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(where, box, strict=True))
-    return target[(*index, ...)]
+    return target[slices(where, box)]
 
 
 def _read(descriptor: int, into: list[Any], span: Span, entry: FileArray) -> None:

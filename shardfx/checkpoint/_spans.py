@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from .._ground.boxes import Box, volume
+from .._ground.boxes import Box, common, volume
 
 
 T = TypeVar("T")
@@ -166,8 +166,7 @@ def _span(
     first = _first(piece, strides)
     parts = []
     for number, box in members:
-        where = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True))
-        if all(stop > start for start, stop in where):
+        if (where := common(piece, box)) is not None:
             parts.append(Part(number, where, _first(where, strides) - first))
     lengths = [volume(part.where) * itemsize for part in parts]
     starts = list(itertools.accumulate(lengths, initial=0))

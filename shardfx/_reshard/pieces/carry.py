@@ -15,7 +15,7 @@ from ..._convert import Piece, Scale, fill
 from ..._ground.boxes import Box, as_box
 from .apart import anywhere, carried, cutting, finishing, parcel_block, parcels, putting, sending, zeros
 from .exchange import Block, Exchange, blocks, joined, program, sharding_of
-from .host import Shards, coming, data_of_keys
+from .host import Shards, assembled, coming, data_of_keys
 from .work import Scaled, Work
 
 
@@ -109,24 +109,14 @@ def _reader(data: Mapping[str, Any]) -> Callable[[str, Box], np.ndarray]:
     """Boxes of whole arrays, put together from shards."""
 
     def read(path: str, box: Box) -> np.ndarray:
-        leaf = data[path]
-        out = np.empty([stop - start for start, stop in box], leaf.dtype)
-        parts: list[tuple[Box, Any]]
+        leaf, parts = data[path], [(tuple((0, size) for size in data[path].shape), data[path])]
         if isinstance(leaf, jax.Array):
             parts = [(as_box(shard.index, leaf.shape), shard.data) for shard in leaf.addressable_shards]
-        else:
-            parts = [(tuple((0, size) for size in leaf.shape), leaf)]
-        for own, value in parts:
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True)]
-            if all(low < high for low, high in both):
-                out[_within(both, box)] = np.asarray(value)[_within(both, own)]
-        return out
+        found = assembled(box, leaf.dtype, parts)
+        assert found is not None, path
+        return found
 
     return read
-
-
-def _within(part: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(part, box, strict=True))
 
 
 def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array:

@@ -20,6 +20,7 @@ import numpy as np
 from ..._convert import (
     NOWHERE,
     Piece,
+    Read,
     as_bits,
     chunks,
     constant,
@@ -31,7 +32,7 @@ from ..._convert import (
     target_view,
     write,
 )
-from ..._ground.boxes import Box, as_box
+from ..._ground.boxes import Box, as_box, common, slices, volume
 from ..._ground.copying import blocked, buffers, copy_along
 from .cuts import Cut
 
@@ -44,7 +45,6 @@ _PARALLEL_BYTES = 8 << 20
 _BLOCK_BYTES = 1 << 20
 # The kernel backs large buffers with huge pages, so a smaller piece touches a whole one.
 _PAGE_BYTES = 2 << 20
-Read = Callable[[str, Box], np.ndarray]
 
 
 class Copy(NamedTuple):
@@ -205,6 +205,16 @@ class Shards:
             if number not in but and not shard.is_deleted():
                 self._known.pop((path, number), None)
                 shard.delete()
+
+
+def assembled(box: Box, dtype: Any, parts: Iterable[tuple[Box, Any]]) -> np.ndarray | None:
+    """A box of an array, put together from boxes of it and their arrays; `None` if they do not hold all of it."""
+    made, left = np.empty([stop - start for start, stop in box], dtype), volume(box)
+    for own, value in dict(parts).items():
+        if (both := common(own, box)) is not None:
+            made[slices(both, box)] = np.asarray(value)[slices(both, own)]
+            left -= volume(both)
+    return None if left else made
 
 
 def data_of_keys(leaf: Any) -> Any:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import EllipsisType
 from typing import cast
 
 import jax
@@ -17,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._convert import constant, hull, swapped, target_view
-from ..._ground.boxes import Box, as_box
+from ..._ground.boxes import Box, as_box, common, slices
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
-from ..pieces.host import as_bytes, data_of_keys
+from ..pieces.host import as_bytes, assembled, data_of_keys
 from .channel import Channel
 from .transfer import Step, Transfer, TransferPlan
 from .wire import Span, land, pack, received_at, sent_from
@@ -100,7 +99,7 @@ def receive(
             return revision
 
     with ThreadPoolExecutor(max(1, len(channels))) as pool:
-        revisions = {*(pool.map if len(channels) > 1 else map)(pull, channels)}
+        revisions = {*pool.map(pull, channels)}
     if len(revisions) != 1:
         raise SyncError(f"the senders sent the revisions {sorted(revisions)}; publish one revision on all of them.")
     return spare.arrays(), revisions.pop()
@@ -176,6 +175,8 @@ class _Spare:
         self._memory: dict[int, dict[int, np.ndarray]] = {}
         self._bytes: dict[tuple[int, int], np.ndarray] = {}
         self._made: dict[int, jax.Array] = {}
+        sizes = [sum(self._nbytes(number, at) for at in self._own(number)) for number in range(len(plan.leaves))]
+        self._groups = [start // _TOGETHER_BYTES for start in it.accumulate(sizes, initial=0)]
         for leaf in range(len(plan.leaves)):
             if not self._left[leaf]:
                 self._make(leaf)
@@ -207,21 +208,26 @@ class _Spare:
         if is_whole:
             self._make(leaf)
 
-    def _allocate(self, first: int) -> None:
-        """Asks for the memory of a leaf and of some behind it."""
-        wanted: list[tuple[int, int, tuple[int, ...], np.dtype]] = []
-        nbytes = 0
-        for number in range(first, len(self._plan.leaves)):
-            if number in self._memory or nbytes >= _TOGETHER_BYTES or number in self._made:
-                break
-            leaf = self._plan.leaves[number]
-            for at, buffer in enumerate(self._plan.kinds[leaf.kind].buffers):
-                if buffer.process == self._receiver:
-                    wanted.append((number, at, tuple(stop - start for start, stop in buffer.box), leaf.dtype))
-                    nbytes += math.prod(wanted[-1][2]) * leaf.dtype.itemsize
-        views = buffers([one[2:] for one in wanted], self._blocks.take)
-        for (number, at, _, _), made in zip(wanted, views, strict=True):
+    def _allocate(self, one: int) -> None:
+        """Asks for the memory of a leaf and of those about it, the same ones at each revision."""
+        group = [number for number in range(len(self._plan.leaves)) if self._groups[number] == self._groups[one]]
+        wanted = [(number, at) for number in group for at in self._own(number)]
+        views = buffers([self._shape(number, at) for number, at in wanted], self._blocks.take)
+        for (number, at), made in zip(wanted, views, strict=True):
             self._memory.setdefault(number, {})[at] = made
+
+    def _own(self, number: int) -> list[int]:
+        """The buffers of a leaf that this process fills."""
+        buffers = self._plan.kinds[self._plan.leaves[number].kind].buffers
+        return [at for at, buffer in enumerate(buffers) if buffer.process == self._receiver]
+
+    def _shape(self, number: int, at: int) -> tuple[tuple[int, ...], np.dtype]:
+        leaf = self._plan.leaves[number]
+        return tuple(stop - start for start, stop in self._plan.kinds[leaf.kind].buffers[at].box), leaf.dtype
+
+    def _nbytes(self, number: int, at: int) -> int:
+        shape, dtype = self._shape(number, at)
+        return math.prod(shape) * dtype.itemsize
 
     def _make(self, number: int) -> None:
         leaf = self._plan.leaves[number]
@@ -280,6 +286,7 @@ class _Shards:
     def __init__(self, arrays: Mapping[str, jax.Array]):
         self._arrays = arrays
         self._bits: dict[str, jax.Array] = {}
+        self._held: dict[str, list[Box]] = {}
         self._known: dict[tuple[str, int], np.ndarray] = {}
 
     def sharding(self, path: str) -> jax.sharding.Sharding:
@@ -290,7 +297,7 @@ class _Shards:
         """A piece that lies in a shard as it is sent."""
         path, box = one.form.value.path or "", hull(swapped(one.piece))
         for number, held in enumerate(self._boxes(path)):
-            if _is_inside(box, held):
+            if common(box, held) == box:
                 found = sent_from(one, held)
                 return None if found is None else Span(path, number, *found)
         return None
@@ -303,16 +310,11 @@ class _Shards:
         """A box of an array; where no shard holds all of it, put together."""
         held = self._boxes(path)
         for number, own in enumerate(held):
-            if _is_inside(box, own):
-                return self._shard(path, number)[_inside(box, own)]
-        sizes = [stop - start for start, stop in box]
-        made, there = np.empty(sizes, self._of(path).dtype), np.zeros(sizes, bool)
-        for number, own in enumerate(held):
-            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, own, strict=True))
-            if all(start < stop for start, stop in both):
-                made[_inside(both, box)] = self._shard(path, number)[_inside(both, own)]
-                there[_inside(both, box)] = True
-        if not there.all():
+            if common(box, own) == box:
+                return self._shard(path, number)[slices(box, own)]
+        parts = ((own, self._shard(path, number)) for number, own in enumerate(held))
+        made = assembled(box, self._of(path).dtype, parts)
+        if made is None:
             raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
         return made
 
@@ -322,18 +324,12 @@ class _Shards:
         return self._bits[path]
 
     def _boxes(self, path: str) -> list[Box]:
-        leaf = self._of(path)
-        return [as_box(one.index, leaf.shape) for one in leaf.addressable_shards]
+        if path not in self._held:
+            leaf = self._of(path)
+            self._held[path] = [as_box(one.index, leaf.shape) for one in leaf.addressable_shards]
+        return self._held[path]
 
     def _shard(self, path: str, number: int) -> np.ndarray:
         if (path, number) not in self._known:
             self._known[path, number] = np.ascontiguousarray(self._of(path).addressable_data(number))
         return self._known[path, number]
-
-
-def _is_inside(box: Box, held: Box) -> bool:
-    return all(low <= start and stop <= high for (start, stop), (low, high) in zip(box, held, strict=True))
-
-
-def _inside(box: Box, held: Box) -> tuple[slice | EllipsisType, ...]:
-    return tuple([slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, held, strict=True)]) or (...,)

@@ -24,7 +24,7 @@ from ..._convert import (
     swapped,
     within,
 )
-from ..._ground.boxes import Box, boxes
+from ..._ground.boxes import Box, boxes, common
 from ..._ground.errors import MeshError
 from ..._ground.spec import bits
 from ..._plan import ShardPlan
@@ -69,7 +69,7 @@ def plan_transfer(
     senders, receivers = (_processes(one.mesh.size, count) for one, count in zip((src, dst), processes, strict=True))
     if receiver is not None and receiver not in receivers:
         raise MeshError(f"`receiver` is {receiver!r}, and `dst` has the processes 0 to {max(receivers)}.")
-    sources, targets = _leaves(src), _leaves(dst)
+    jobs, sources, targets = _Jobs(senders, receivers, receiver, limit_bytes), _leaves(src), _leaves(dst)
     here = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in sources.items()}
     there = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in targets.items()}
     made = bound(TreeMap({"{path*}": "{path*}"}) if map is None else map, here, there)
@@ -86,15 +86,14 @@ def plan_transfer(
         if key not in numbers:
             numbers[key] = len(kinds)
             ends = {name: sources[name] for name in names}
-            kinds.append(_kind(target, own.pieces, ends, senders, receivers, receiver, limit_bytes))
+            kinds.append(_kind(target, own.pieces, ends, jobs))
         text = [path, repr(shape), str(target.dtype), str(_end(target)), repr(own.pieces)]
         text += [f"{name} {sources[name].shape} {sources[name].dtype} {_end(sources[name])}" for name in names]
         leaves.append(SentLeaf(path, shape, dtype, hash_of(text), numbers[key], names))
     settings = repr((1, dict(src.mesh.shape), dict(dst.mesh.shape), senders, receivers, limit_bytes))
     used = dict.fromkeys(name for leaf in leaves for name in leaf.names)
     data = {name: Struct(*data_of(sources[name].shape, sources[name].dtype)) for name in used}
-    only = (senders, receivers, receiver, limit_bytes)
-    return TransferPlan(hash_of([settings]), *only, data, tuple(kinds), tuple(leaves))
+    return TransferPlan(hash_of([settings]), *jobs, data, tuple(kinds), tuple(leaves))
 
 
 def _processes(size: int, given: Processes) -> tuple[int, ...]:
@@ -131,70 +130,104 @@ def _boxes(leaf: MovedLeaf) -> list[Box]:
     return [(*found[device], *more) for device in order]
 
 
-def _kind(
-    target: MovedLeaf,
-    pieces: tuple[Piece, ...],
-    sources: Mapping[str, MovedLeaf],
-    senders: tuple[int, ...],
-    receivers: tuple[int, ...],
-    only: int | None,
-    limit_bytes: int,
-) -> Kind:
-    locals_here, locals_there = _local(senders), _local(receivers)
+class _Jobs(NamedTuple):
+    """What is the same for all leaves: the process of each device of both jobs, and what is planned of them."""
+
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    receiver: int | None
+    limit_bytes: int
+
+
+def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, MovedLeaf], jobs: _Jobs) -> Kind:
+    locals_there = _local(jobs.receivers)
     devices: dict[tuple[int, Box], list[int]] = {}
     for at, box in enumerate(_boxes(target)):
-        if only is None or receivers[at] == only:
-            devices.setdefault((receivers[at], box), []).append(locals_there[at])
+        if jobs.receiver in (None, jobs.receivers[at]):
+            devices.setdefault((jobs.receivers[at], box), []).append(locals_there[at])
     buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
     # Each piece has an array of its own, so that the cuts know what is sent of it.
-    plain, read = [], dict[str | None, _Read]()
+    plain, read = [], dict[str, _Read]()
     for number, piece in enumerate(pieces):
         if piece.value.path is not None:
             own = read[str(number)] = _read(piece.value, sources)
             piece = piece._replace(value=Value(str(number), casts=own.casts))
         plain.append(piece)
+    made = Made(*data_of(target.shape, target.dtype), tuple(plain))
     held = {name: _held(leaf) for name, leaf in sources.items()}
     rank = max([len(data_of(leaf.shape, leaf.dtype)[0]) for leaf in sources.values()], default=0)
-    made = Made(*data_of(target.shape, target.dtype), tuple(plain))
-    # Where two places have the same numbers.
-    is_repeated = len({one.path for one in read.values()}) < len(read) or any(
-        factor.source_dim == NOWHERE for piece in plain for factor in piece.factors
-    )
-    forms, numbers = list[Form](), dict[tuple[Value, tuple[Factor, ...]], int]()
-    rows, counts, filled = list[int](), list[int](), list[int]()
+    table = _Table(rank, made.dtype)
     for picks, group in _groups(buffers, held).items():
         holders = {
             name: {box: [own[pick]] for box, own in boxes.items()}
             for (name, boxes), pick in zip(held.items(), picks, strict=True)
         }
-        alike: dict[Box, list[int]] = {}
-        for number in group:
-            alike.setdefault(buffers[number].box, []).append(number)
-        same = list(alike.values())
-        ends = {alias: (one.dtype, holders[one.path]) for alias, one in read.items() if alias is not None}
-        wanted = [(len(senders) + at, box) for at, box in enumerate(alike)]
-        starts = {name: {at: [low for low, _ in box] for box, (at,) in own.items()} for name, own in holders.items()}
-        cuts = cuts_of(made, wanted, ends, {}).made
-        parts = [
-            part for cut in cuts for part in ([cut] if cut.piece.value.path is None else smaller(cut, limit_bytes))
-        ]
-        for part in _alike(parts) if is_repeated else parts:
-            piece, own = part.piece, same[part.receiver - len(senders)]
-            one = read.get(piece.value.path)
-            start = [] if one is None else starts[one.path][part.sender]
-            ends_here = (-1, -1) if one is None else (senders[part.sender], locals_here[part.sender])
-            number = numbers.setdefault((piece.value, piece.factors), len(forms))
-            if number == len(forms):
-                forms.append(_form(one, piece, len(start), made.dtype))
-            source = [low + at for low, at in zip(start, piece.source, strict=False)] + [0] * (rank - len(start))
-            rows += [*ends_here, 0, number, *source, *piece.target]
-            counts.append(len(own))
-            filled += own
-    table = np.repeat(np.array(rows, np.int64).reshape(len(counts), PLACE + rank + len(made.shape)), counts, axis=0)
-    table[:, BUFFER] = filled
-    # A receiver that plans its part alone has the same order.
-    table = table[np.argsort(table[:, BUFFER], kind="stable")]
-    return Kind(tuple(sources), rank, buffers, tuple(forms), table)
+        _add(table, made, read, holders, [(number, buffers[number].box) for number in group], jobs)
+    return Kind(tuple(sources), rank, buffers, tuple(table.forms), table.rows(len(made.shape)))
+
+
+def _add(
+    table: "_Table",
+    made: Made,
+    read: Mapping[str, "_Read"],
+    holders: Mapping[str, Mapping[Box, Sequence[int]]],
+    group: Iterable[tuple[int, Box]],
+    jobs: _Jobs,
+) -> None:
+    """Adds the pieces of some buffers, for which the same device sends each box of a source."""
+    alike: dict[Box, list[int]] = {}
+    for number, box in group:
+        alike.setdefault(box, []).append(number)
+    same, first = list(alike.values()), len(jobs.senders)
+    wanted = [(first + at, box) for at, box in enumerate(alike)]
+    ends = {alias: (one.dtype, holders[one.path]) for alias, one in read.items()}
+    starts = {name: {at: [low for low, _ in box] for box, (at,) in own.items()} for name, own in holders.items()}
+    locals_here, parts = _local(jobs.senders), list[Cut]()
+    for cut in cuts_of(made, wanted, ends, {}).made:
+        parts += [cut] if cut.piece.value.path is None else smaller(cut, jobs.limit_bytes)
+    # Two places may have the same numbers.
+    is_repeated = len({one.path for one in read.values()}) < len(read) or any(
+        factor.source_dim == NOWHERE for piece in made.pieces for factor in piece.factors
+    )
+    for part in _alike(parts) if is_repeated else parts:
+        own = same[part.receiver - first]
+        if part.piece.value.path is None:
+            table.add((-1, -1), None, [], part.piece, own)
+            continue
+        one = read[part.piece.value.path]
+        ends_here = jobs.senders[part.sender], locals_here[part.sender]
+        table.add(ends_here, one, starts[one.path][part.sender], part.piece, own)
+
+
+class _Table:
+    """Pieces as rows of whole numbers, and the forms that they have in common."""
+
+    def __init__(self, rank: int, dtype: np.dtype):
+        self.forms: list[Form] = []
+        self._rank, self._dtype = rank, dtype
+        self._numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
+        self._rows: list[int] = []
+        self._counts: list[int] = []
+        self._buffers: list[int] = []
+
+    def add(
+        self, sender: tuple[int, int], one: "_Read | None", start: Sequence[int], piece: Piece, buffers: Sequence[int]
+    ) -> None:
+        """A piece of a shard that begins at `start`, for some buffers."""
+        number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
+        if number == len(self.forms):
+            self.forms.append(_form(one, piece, len(start), self._dtype))
+        source = [low + at for low, at in zip(start, piece.source, strict=False)] + [0] * (self._rank - len(start))
+        self._rows += [*sender, 0, number, *source, *piece.target]
+        self._counts.append(len(buffers))
+        self._buffers += buffers
+
+    def rows(self, dims: int) -> np.ndarray:
+        """All rows, one for each buffer; a receiver that plans its part alone has the same order."""
+        rows = np.array(self._rows, np.int64).reshape(len(self._counts), PLACE + self._rank + dims)
+        rows = np.repeat(rows, self._counts, axis=0)
+        rows[:, BUFFER] = self._buffers
+        return rows[np.argsort(rows[:, BUFFER], kind="stable")]
 
 
 def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
@@ -205,11 +238,7 @@ def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
     for group in groups.values():
         hulls = [hull(swapped(part.piece)) for part in group]
         for part, own in zip(group, hulls, strict=True):
-            others = [
-                box
-                for box in {*hulls} - {own}
-                if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(own, box, strict=True))
-            ]
+            others = [box for box in {*hulls} - {own} if common(own, box) is not None]
             edges = [
                 sorted({*ends, *(edge for box in others for edge in box[dim] if ends[0] < edge < ends[1])})
                 for dim, ends in enumerate(own)
@@ -217,10 +246,6 @@ def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
             for cell in it.product(*map(it.pairwise, edges)) if others else [own]:
                 for piece in within(swapped(part.piece), cell):
                     yield part._replace(piece=swapped(piece))
-
-
-def _do_overlap(one: Box, other: Box) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _form(one: "_Read | None", piece: Piece, rank: int, dtype: np.dtype) -> Form:

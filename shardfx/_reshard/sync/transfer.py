@@ -234,15 +234,12 @@ class TransferPlan:
 
 def _wire_bytes(kind: Kind) -> int:
     rows = np.flatnonzero((kind.firsts == np.arange(len(kind.rows))) & (kind.rows[:, PROCESS] >= 0))
-    forms, total = kind.rows[rows, FORM], 0
+    total = 0
     for number, form in enumerate(kind.forms):
-        own = rows[forms == number]
-        # Of scaled pieces each has scales of its own.
-        total += (
-            sum(kind.transfer(at).bytes for at in own)
-            if form.scales
-            else sum(kind.transfer(at).bytes * len(own) for at in own[:1])
-        )
+        own = rows[kind.rows[rows, FORM] == number]
+        # How many scales follow a piece depends on where it lies; all else of a form has one size.
+        several = own if form.scales else own[:1]
+        total += sum(kind.transfer(at).bytes for at in several) * (len(own) if len(several) < len(own) else 1)
     return total
 
 

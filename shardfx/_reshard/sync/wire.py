@@ -5,14 +5,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._convert import NOWHERE, Factor, Piece, fill, hull, once, source_view, strides_of, swapped, target_view, write
+from ..._convert import (
+    NOWHERE,
+    Factor,
+    Piece,
+    Read,
+    fill,
+    hull,
+    once,
+    source_view,
+    strides_of,
+    swapped,
+    target_view,
+    write,
+)
 from ..._ground.boxes import Box
 from ..._ground.spec import bits
 from .transfer import Step, Transfer
 
 
-# A box of an array by its path, and a leaf's memory by the number of its buffer.
-Read = Callable[[str, Box], np.ndarray]
+# A leaf's memory by the number of its buffer.
 Memory = Callable[[int], np.ndarray]
 
 
