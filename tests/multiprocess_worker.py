@@ -236,7 +236,7 @@ def survives():
 
 
 def matrices():
-    """A function of whole matrices, mapped over sharded ones; see `reshard/test_matrices.py`."""
+    """A function of whole matrices, mapped over sharded ones; for the job of `moving_worker.py`."""
     tree = {f"w{at}": np.arange(at, at + 8 * 16, dtype=np.float32).reshape(8, 16) for at in range(5)}
     made = plan(tree, MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules([(".*", fsdp("fsdp"))]))
     mapped = map_matrices(lambda one: one / jnp.linalg.norm(one), made)
@@ -247,7 +247,7 @@ def matrices():
     return "right"
 
 
-TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives, alone, matrices)}
+TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives, alone)}
 
 
 def main(task, index, count, devices, port, folder, *, heartbeat_seconds=10, shutdown_seconds=20):

@@ -21,8 +21,8 @@ OPTIONS = Options(quick=True, repeats=2, devices=[], flags=SimpleNamespace())  #
 
 @pytest.fixture(autouse=True)
 def _tests_stay_frozen(monkeypatch):
-    """A measurement thaws all that is frozen, and `conftest.py` froze the modules and the tests."""
-    for name in ("freeze", "unfreeze"):
+    """A measurement collects and thaws all garbage; `conftest.py` froze the modules and the tests, which are many."""
+    for name in ("collect", "freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda: None)
 
 

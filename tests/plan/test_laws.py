@@ -386,12 +386,15 @@ for mode in (None, "d"):
     following = follow(lambda tree: {"copy": tree["x"], "sum": tree["x"][0].sum(0)}, made)
     print(following.digest)
 print([str(why) for leaf in made.leaves for why in leaf.reasons])
+# The sets differ in order under the two seeds.
+rules = PathRules([(".*", P("gone", unreduced=frozenset(["data", "fsdp", "tensor"])))], axes=["gone"])
+print(plan(tree, mesh, paths=rules, axes=axes).digest)
 """
 
 
 def test_plans_are_the_same_in_every_process_and_under_every_hash_seed():
     printed = set()
-    for seed in ("0", "1", "31337"):
+    for seed in ("0", "31337"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
         done = subprocess.run([sys.executable, "-c", PLANS], env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

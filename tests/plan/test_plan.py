@@ -1,7 +1,4 @@
 import json
-import os
-import subprocess
-import sys
 
 import equinox as eqx
 import jax
@@ -318,26 +315,6 @@ def test_like_must_be_the_planned_tree(text):
         ShardPlan.from_json(text, like={**TREE, "extra": jnp.ones(2)})
     with pytest.raises(PlanMismatchError, match="leaf `w` is str 'x', but the plan has an array"):
         ShardPlan.from_json(text, like={**TREE, "w": "x"})
-
-
-DIGEST = """
-import jax.numpy as jnp
-from shardfx import AxisRules, MeshSpec, PathRules, plan
-from jax.sharding import PartitionSpec as P
-tree = {f"k{i}": jnp.ones((8, 4)) for i in range(5)}
-axes = AxisRules({"a": "data", "b": ("fsdp", "tensor")}, modes={"x": [("a", None)], "y": []})
-rules = PathRules([("k[01]", ("a", "b")), (".*", P("gone", unreduced=frozenset(["data", "fsdp"])))], axes=["gone"])
-print(plan(tree, MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}), paths=rules, axes=axes).digest)
-"""
-
-
-def test_the_digest_does_not_depend_on_the_process():
-    digests = set()
-    for seed in ("0", "1", "4242"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, check=True)
-        digests.add(done.stdout.strip())
-    assert len(digests) == 1
 
 
 def test_on_refuses_another_mesh():

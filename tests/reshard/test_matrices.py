@@ -4,7 +4,6 @@ import math
 import random
 from typing import Any
 
-import _processes
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -301,9 +300,3 @@ def test_modules_keep_what_is_no_array():
     found = sfx.filter_jit(map_matrices(unit, made))(sfx.shard(linear, made))
     same(found.layers[0].weight, unit(linear.layers[0].weight))
     assert found.activation is linear.activation
-
-
-@pytest.mark.processes
-def test_four_processes(tmp_path):
-    outcomes = _processes.run("matrices", 4, 2, tmp_path)
-    assert [one.result for one in outcomes] == ["right"] * 4, outcomes[0].log

@@ -84,6 +84,10 @@ def test_every_process_gets_what_a_map_makes_for_it(mapping, name):
     assert [result[name]["wrong"] for result in mapping] == [[]] * 4
 
 
+def test_four_processes_map_whole_matrices(results):
+    assert [result["matrices"] for result in results(4)] == ["right"] * 4
+
+
 def test_processes_give_up_and_refuse_alike(mapping):
     assert [result["disjoint"]["deleted"] for result in mapping] == [True] * 4
     assert "is too little for it and 4 more. Nothing was moved" in mapping[0]["error"]

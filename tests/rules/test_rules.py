@@ -3,7 +3,6 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from flax.linen.spmd import logical_to_mesh_axes
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -35,6 +34,8 @@ def near(x, y):
 @given(RULES, ENTRIES)
 @settings(deadline=None, max_examples=300)
 def test_resolve_is_linens_algorithm(rules, entries):
+    from flax.linen.spmd import logical_to_mesh_axes
+
     assert near(resolve(entries, AxisRules(rules)).spec, logical_to_mesh_axes(tuple(entries), tuple(rules)))
 
 
