@@ -61,7 +61,7 @@ COMMANDS = {
     ),
     "why": ("why my_model:train_step --mesh data=2,fsdp=4,tensor=2", 24),
     "search": (
-        "search my_model:plain_step --devices tpu:v5e:2x4 --keep 1",
+        "search my_model:plain_step --target tpu:v5e:2x4 --keep 1",
         24,
     ),
     "convert": ("convert model-dir stacked --map my_model:STACKED", 24),

@@ -13,7 +13,7 @@ from shardfx._see import Findings
 from ._load import Model, load_model, load_optimizer, load_rules
 from ._screen import working
 from ._usage import UsageError, calling
-from ._words import ModelName, RulesName, Slice, Whole, literals, near, parse_slice
+from ._words import Slice, Whole, literals, near, parse_slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,6 @@ _OPTIONS = (
     click.option("--mesh", metavar="MESH", help="As in data=64,fsdp=16,tensor=8; one size may be -1."),
     click.option(
         "--rules",
-        type=RulesName(),
         metavar="RULES",
         help="For a published model: dp, fsdp, tp, fsdp_tp, ep. For others: a ready set, as in llama:head_dim=64; "
         "MODULE:NAME of PathRules, AxisRules, a pair of both, or a function that makes them; or path rules as a text, "
@@ -81,7 +80,7 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
     """Gives a verb the words that name a model, a mesh and rules; it gets them as one `Asked`."""
     names = [field.name for field in dataclasses.fields(PlanOptions)]
     shown = "MODEL" if model_is_needed else "[MODEL]"
-    model = click.argument("model", type=ModelName(), required=model_is_needed, metavar=shown)
+    model = click.argument("model", type=click.Path(), required=model_is_needed, metavar=shown)
 
     def decorated(function: Callable[..., object]) -> Callable[..., Any]:
         @ft.wraps(function)
@@ -157,23 +156,22 @@ def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     return ShardPlan.join(model=made, optimizer=state)
 
 
-def findings_of(asked: PlanOptions, given: Inputs | None, **limits: Any) -> Findings:
+def findings_of(asked: PlanOptions, given: Inputs | None) -> Findings:
     """All that is wrong with what was asked for, or looks so: with the model, and with the state of its optimizer.
 
     **Arguments:**
 
     - `asked`: the words.
     - `given`: what they mean; `None` for a plan that was written as JSON.
-    - `limits`: `replicated_bytes` and `head_dim` of `shardfx.lint`.
     """
     with working("checking the rules"):
         if given is None:
-            return lint(plan_of(asked), **limits)
-        found = lint(given.model.tree, given.mesh, **rules_of(asked, given), **limits)
+            return lint(plan_of(asked))
+        found = lint(given.model.tree, given.mesh, **rules_of(asked, given))
         if asked.optimizer is None or found.worst("error"):
             return found
         # The model's own findings are there already.
-        joined = lint(plan_of(asked, given), **limits)
+        joined = lint(plan_of(asked, given))
         return Findings([*found, *[one for one in joined if one.code == "optimizer-state"]])
 
 

@@ -1,6 +1,5 @@
 """Models and rules by the names that a command line gives them."""
 
-import difflib
 import functools as ft
 import importlib
 import importlib.util
@@ -17,7 +16,7 @@ from shardfx import AxisRules, PathRules, ShardPlan, checkpoint, presets
 from shardfx.errors import PlanFormatError
 
 from ._usage import UsageError, calling, one_line
-from ._words import rule_set_names, whole_number
+from ._words import near, rule_set_names, whole_number
 
 
 Rules = tuple[PathRules | None, AxisRules | None]
@@ -101,9 +100,9 @@ def _checkpoint(path: str) -> Any:
     try:
         return calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path)))
     except UsageError as error:
-        near = _near_models(path)
-        if near and not os.path.exists(path):
-            raise UsageError(f"there is no file and no published model {path!r}; did you mean {near}?") from error
+        hint = _near_models(path)
+        if hint and not os.path.exists(path):
+            raise UsageError(f"there is no file and no published model {path!r}{hint}") from error
         module = path.removesuffix(".py").rstrip("/").replace("/", ".")
         data = os.path.isfile(path) and not path.endswith(".py")
         if data or path.endswith(".safetensors") or not all(part.isidentifier() for part in module.split(".")):
@@ -115,7 +114,7 @@ def _checkpoint(path: str) -> Any:
 def _near_models(name: str) -> str:
     """Published models with names like this one, which may be as Hugging Face has it: `meta-llama/Llama-3.1-8B`."""
     short = name.rstrip("/").rpartition("/")[2].lower()
-    return " or ".join(map(repr, difflib.get_close_matches(short, presets.models.names(), n=3, cutoff=0.75)))
+    return near(short, presets.models.names(), cutoff=0.75)
 
 
 def load_rules(name: str, model: str) -> Rules:
@@ -146,8 +145,7 @@ def load_rules(name: str, model: str) -> Rules:
         if first in rule_set_names():
             return _rule_set(name, first, given)
     if ":" not in name:
-        near = difflib.get_close_matches(name.lower(), (*presets.models.strategies(), *rule_set_names()), n=2)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = near(name, (*presets.models.strategies(), *rule_set_names()))
         raise UsageError(
             f"--rules {name!r} is neither MODULE:NAME nor a text like 'attention->fsdp.tensor, .*->fsdp(fsdp)', and "
             f"no ready set has this name{hint}"
@@ -186,11 +184,9 @@ def load_optimizer(name: str) -> Callable[..., Any]:
 
 def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
     if model not in presets.models.names():
-        near = _near_models(model)
-        if near and ":" not in model and not os.path.exists(model):
-            raise UsageError(f"there is no published model {model!r}; did you mean {near}?")
         if ":" not in model and not os.path.exists(model):
-            raise UsageError(f"there is no file and no published model {model!r}; a model is named as MODULE:CALLABLE")
+            hint = _near_models(model) or "; a model is named as MODULE:CALLABLE"
+            raise UsageError(f"there is no file and no published model {model!r}{hint}")
         raise UsageError(
             f"--rules {text} is for a published model, as llama3-8b (`shardfx models` lists them), not for {model!r}; "
             "name rules as MODULE:NAME or as a text, or a ready set, as in --rules llama"
@@ -245,25 +241,11 @@ def attribute(name: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if part not in dir(found):
-            raise UsageError(f"module `{module_name}` has no `{attribute}`; {_hint(part, found, module_name)}")
+            names = tuple(name for name in dir(found) if not name.startswith("_"))
+            hint = near(part, names) or f"; it has {', '.join(names[:8]) or 'nothing public'}"
+            raise UsageError(f"module `{module_name}` has no `{attribute}`{hint}")
         found = getattr(found, part)
     return found
-
-
-def _hint(name: str, found: object, module_name: str) -> str:
-    """Names in a module or class that are like `name`, or else some that it has; its own before imported ones."""
-    held = {other: inspect.getattr_static(found, other, None) for other in dir(found) if not other.startswith("_")}
-    known = [other for other, value in held.items() if not inspect.ismodule(value)]
-    # Only functions and classes say where they were made; other values are the module's own as far as one can tell.
-    own = [
-        other for other in known if not callable(held[other]) or getattr(held[other], "__module__", None) == module_name
-    ]
-    for names in (own, known):
-        near = difflib.get_close_matches(name.lower(), dict.fromkeys(map(str.lower, names)), n=3)
-        if near:
-            alike = [other for one in near for other in names if other.lower() == one]
-            return f"did you mean {' or '.join(f'`{other}`' for other in alike)}?"
-    return f"it has {', '.join((own or known)[:8]) or 'nothing public'}"
 
 
 def _optimizer(make: Callable[..., object]) -> Any:
@@ -300,6 +282,5 @@ def check_arguments(name: str, parameters: Iterable[inspect.Parameter], argument
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]
     for given in arguments:
         if given not in known:
-            near = difflib.get_close_matches(given, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(known) or 'none'}"
-            raise UsageError(f"`{name}` takes no argument `{given}` by name; {hint}")
+            hint = near(given, tuple(known)) or f"; it takes {', '.join(known) or 'none'}"
+            raise UsageError(f"`{name}` takes no argument `{given}` by name{hint}")

@@ -5,7 +5,6 @@ import enum
 import functools as ft
 import json
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ import click
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from .._ground.spec import UNCONSTRAINED, entries_of
@@ -118,10 +116,8 @@ class working:
 
     def __init__(self, what: str):
         # Names of files and modules are shown as they are, not read as rich's markup.
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self.task = self.bar.add_task(what, total=None)
-        self.timer = threading.Timer(1.0, self.bar.start)
+        self.status = Console(stderr=True).status(Text(what))
+        self.timer = threading.Timer(1.0, self.status.start)
 
     def __enter__(self) -> "working":
         if sys.stderr.isatty():
@@ -129,19 +125,14 @@ class working:
         return self
 
     def tell(self, text: str) -> None:
-        """Says what is being done; one that says "3 of 12" shows how far it is, too."""
-        far = re.search(r"(\d+) of (\d+)", text)
-        if far is None:
-            self.bar.reset(self.task, description=text, total=None)
-        else:
-            self.bar.update(self.task, description=text, completed=int(far[1]) - 1, total=int(far[2]))
+        """Says what is being done now."""
+        self.status.update(Text(text))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.timer.cancel()
         if self.timer.ident is not None:
             self.timer.join()
-        if self.bar.live.is_started:  # it ends its line even where it never began one
-            self.bar.stop()
+            self.status.stop()
 
 
 def as_json(value: object) -> str:
@@ -185,13 +176,11 @@ class Verb(click.Command):
         except UsageError as error:
             print(shown(f"{ctx.command_path}: error: {error}", sys.stderr.encoding), file=sys.stderr)
             return 2
-        except BrokenPipeError:
-            # The reader, `head` for example, has what it wanted; the interpreter must not flush to it at its exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         except OSError as error:
-            # The disk is full, for example; what is left of the text cannot be printed either.
+            # The interpreter must not flush what is left of the text at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(error, BrokenPipeError):  # the reader, `head` for example, has what it wanted
+                return 0
             print(shown(f"{ctx.command_path}: error: printing failed: {error}", sys.stderr.encoding), file=sys.stderr)
             return 2
 

@@ -1,4 +1,4 @@
-"""The words of a command line: numbers, keyword arguments, TPU slices, and the names that a shell can complete."""
+"""The words of a command line: numbers, keyword arguments, TPU slices, and the nearest of known names."""
 
 import ast
 import difflib
@@ -8,7 +8,6 @@ import types
 from typing import Any, NamedTuple
 
 import click
-from click.shell_completion import CompletionItem
 
 from shardfx import AxisRules, MeshSpec, PathRules, chips, presets
 from shardfx.errors import ChipError, MeshError
@@ -78,31 +77,10 @@ class Whole(click.ParamType):
         return number
 
 
-class ModelName(click.ParamType):
-    """A model: a shell completes the names of published ones, and files."""
-
-    name = "model"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [*_starting(presets.models.names(), incomplete), CompletionItem(incomplete, type="file")]
-
-
-class RulesName(click.ParamType):
-    """Rules: a shell completes strategies and ready sets."""
-
-    name = "rules"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return _starting((*presets.models.strategies(), *rule_set_names()), incomplete)
-
-
-def _starting(names: tuple[str, ...], incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
-def near(name: str, known: tuple[str, ...]) -> str:
+def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
     """ "; did you mean 'x' or 'y'?", or "" where nothing is like it."""
-    found = difflib.get_close_matches(name.lower(), known, n=3)
+    lower = {one.lower(): one for one in known}
+    found = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)]
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 

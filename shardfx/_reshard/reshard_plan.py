@@ -133,20 +133,6 @@ class ReshardPlan:
         return idle + sum(size for _, size in held) + max([0, *[leaf.peak_bytes - size for leaf, size in held]])
 
     @property
-    def peak_bytes_donated(self) -> int:
-        """The same where each source is given up once its array has moved (`donate=True`)."""
-        held = peak = sum(leaf.held_bytes[0] for leaf in self.leaves)
-        moving = [leaf for leaf in self.leaves if not leaf.idle]
-        # What moves as it is goes first, and of that what shrinks; what is put together follows in the tree's order.
-        made = {leaf.path for leaf in moving if leaf.how == "pieces"}
-        growth = {leaf.path: 0 if leaf.path in made else leaf.target_bytes - leaf.source_bytes for leaf in moving}
-        for leaf in sorted(moving, key=lambda leaf: (leaf.path in made, growth[leaf.path])):
-            source, target = leaf.held_bytes
-            peak = max(peak, held - source + max(leaf.peak_bytes, source + target))
-            held += target - source
-        return peak
-
-    @property
     def host_bytes(self) -> int:
         """Bytes in host memory for a device's shards, the whole source and target included."""
         ends = [(leaf.source_bytes, 0 if leaf.idle else leaf.target_bytes, leaf.held_bytes) for leaf in self.leaves]
@@ -160,14 +146,6 @@ class ReshardPlan:
             for pair, count in leaf.links.items():
                 links[pair] += count
         return dict(links)
-
-    @property
-    def busiest_sender(self) -> tuple[int, int] | None:
-        """The device that sends most between device sets, and its bytes; `None` if there is no such traffic."""
-        sent: dict[int, int] = collections.Counter()
-        for (sender, _), count in self.links.items():
-            sent[sender] += count
-        return max(sent.items(), key=lambda item: item[1]) if sent else None
 
     @property
     def missing(self) -> dict[str, tuple[Box, ...]]:
@@ -405,8 +383,7 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
     if idle:
         shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
         yield f"nothing to do for {plural(len(idle), 'array')}: {shown}"
-    if made.busiest_sender is not None:
-        yield f"busiest sender: device {made.busiest_sender[0]} with {_size(made.busiest_sender[1])}"
+    if made.links:
         links = sorted(made.links.items(), key=lambda link: -link[1])
         shown = ", ".join(f"{sender} -> {receiver}: {_size(count)}" for (sender, receiver), count in links[:8])
         yield f"{len(links)} links: {shown}" + (", ..." if len(links) > 8 else "")

@@ -9,7 +9,7 @@ from .._convert import TreeMap
 from .._ground.boxes import Box, boxes as all_boxes
 from .._ground.errors import PlanMismatchError
 from .._ground.html import html_text
-from .._ground.text import first_lines
+from .._ground.text import first_lines, table
 from . import _stores as stores
 from ._bundles import bundled
 from ._entry import StoreArray
@@ -64,13 +64,9 @@ class ReadPlan:
         return self.read_bytes - self.needed_bytes
 
     def __str__(self) -> str:
-        lines = [f"{'process':>8} {'needed':>16} {'read':>16} {'in excess':>16} {'reads':>10}"]
-        for process in self.processes:
-            lines.append(
-                f"{process.process_index:>8} {process.needed_bytes:>16,} {process.read_bytes:>16,} "
-                f"{process.excess_bytes:>16,} {process.reads:>10,}"
-            )
-        return "\n".join(lines)
+        head = ("process", "needed", "read", "in excess", "reads")
+        counts = [(p.process_index, p.needed_bytes, p.read_bytes, p.excess_bytes, p.reads) for p in self.processes]
+        return "\n".join(table([head, *[tuple([f"{one:,}" for one in row]) for row in counts]], right={*head}))
 
     __repr__ = first_lines
     _repr_html_ = html_text

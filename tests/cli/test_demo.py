@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from shardfx import MeshSpec, misplaced, shard
 from shardfx._cli.demo import screen, train
-from shardfx._cli.demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer, loss
+from shardfx._cli.demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer
 from shardfx._cli.demo.screen import show
 from shardfx._cli.demo.train import (
     TOLERANCE,
@@ -68,14 +68,6 @@ def test_state_is_made_in_shards():
     assert arguments == pytest.approx(sum(planned), abs=64)
 
 
-def test_making_the_model_needs_no_whole_copy():
-    plans = make_plans(default_mesh(8).build(jax.devices()), RUN)
-    init = train.filter_jit(train._init_model, out_shardings=plans.model)
-    memory = init.lower(jax.random.key(0)).compile().memory_analysis()
-    assert memory.output_size_in_bytes == pytest.approx(plans.model.bytes_per_device, abs=256)
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < plans.model.bytes_total
-
-
 def test_the_plan_keeps_heads_whole():
     plans = make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
     key = plans.model["layers/attention/key"]
@@ -107,18 +99,6 @@ def test_no_position_sees_a_later_byte():
     assert not np.allclose(before[0, 7:], after[0, 7:])
 
 
-def test_positions_matter():
-    model = Transformer(key=jax.random.key(0))
-    rows = eqx.filter_jit(Transformer.__call__)(model, jnp.array([[1, 2, 3, 9], [2, 1, 3, 9]]))
-    assert not np.allclose(rows[0, -1], rows[1, -1], atol=1e-3)
-
-
-def test_an_untrained_model_knows_little(text):
-    tokens = jnp.asarray(batch(text, 0, size=4, length=33, seed=0))
-    value = eqx.filter_jit(loss)(Transformer(key=jax.random.key(0)), tokens)
-    assert np.log(256) - 0.5 < value < np.log(256) + 1.5
-
-
 def test_batches_depend_on_seed_and_step_alone(text):
     one = batch(text, 3, size=4, length=16, seed=0)
     np.testing.assert_array_equal(one, batch(text, 3, size=4, length=16, seed=0))
@@ -126,11 +106,6 @@ def test_batches_depend_on_seed_and_step_alone(text):
     assert not np.array_equal(one, batch(text, 4, size=4, length=16, seed=0))
     assert not np.array_equal(one, batch(text, 3, size=4, length=16, seed=1))
     assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in one)
-
-
-def test_the_text_is_python(text):
-    assert text.size == 200_000
-    assert b"import " in text.tobytes() and b"def " in text.tobytes()
 
 
 def test_a_python_without_sources(monkeypatch, tmp_path):
@@ -150,7 +125,7 @@ def test_default_mesh(count, shape):
 def test_show_on_one_device(capsys, monkeypatch):
     monkeypatch.setattr(screen.testing, "check_step", lambda *args: "as on one device")
     run = Run(steps=2, batch_size=8, length=32)
-    assert show(default_mesh(1), jax.devices()[:1], run, width=100).agree
+    assert show(default_mesh(1), jax.devices()[:1], run, width=100)
     out = capsys.readouterr().out
     assert "layers/attention/query" in out and "as planned" in out and "NOT as planned" not in out
     assert "tokens/s" in out and "The curves are the same up to rounding." in out
@@ -161,6 +136,6 @@ def test_show_notices_curves_that_differ(capsys, monkeypatch):
     curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * TOLERANCE]])
     monkeypatch.setattr(screen, "train", lambda *args, **how: next(curves))
     monkeypatch.setattr(screen.testing, "check_step", lambda *args: CheckedStep(()))
-    assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32)).agree
+    assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32))
     assert "THE CURVES DIFFER" in capsys.readouterr().out
     assert TOLERANCE < 1e-3

@@ -7,7 +7,7 @@ from flax.core import meta, spmd
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, constrain, plan, resolve, shard
+from shardfx import AxisRules, MeshSpec, PathRules, plan, resolve, shard
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, SpecError
 from shardfx.interop import flax as interop
@@ -142,12 +142,6 @@ def test_nnx_states_are_planned_and_sharded():
     assert isinstance(doubled["kernel"], nnx.Param) and float(doubled["kernel"].get_value()[0, 0]) == 2
 
 
-def test_unboxed_nnx_states_have_plain_paths():
-    state = nnx.state(nnx_mlp())
-    made = plan(interop.unboxed(state), MESH, names=interop.names_of(state, default=()), axes=RULES)
-    assert made["kernel"].spec == P("fsdp", "tensor")
-
-
 @pytest.mark.parametrize(
     "sharding",
     [("embed", "mlp"), ["embed", "mlp"], P("embed", "mlp"), NamedSharding(MESH.abstract(), P("fsdp", "tensor"))],
@@ -269,11 +263,3 @@ def test_negative_indices_count_from_the_end_of_the_result(names, index):
 def test_remove_axis_checks_what_it_removes(index, name):
     with pytest.raises(SpecError, match=r"`remove_axis\(\('in', 'out'\), .*has no such name"):
         interop.remove_axis(("in", "out"), index, name)
-
-
-def test_constraints_take_the_names_of_flax_models():
-    mesh = MESH.build(jax.devices())
-    boxed = boxed_mlp()
-    made = plan(interop.unboxed(boxed), mesh, names=interop.names_of(boxed, default=()), axes=RULES)
-    out = jax.jit(lambda x: constrain(x, (None, "mlp"), made))(jnp.ones((2, 8)))
-    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "tensor")), 2)

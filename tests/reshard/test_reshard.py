@@ -749,8 +749,7 @@ def test_a_plan_between_device_sets_shows_tiles_and_links():
     (leaf,) = made.leaves
     assert leaf.how == "tiles" and leaf.links == made.links
     assert made.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
-    assert made.busiest_sender == (0, 128) and made.wire_bytes == 192
-    assert "busiest sender: device 0 with 128 B" in str(made) and "0 -> 6: 128 B" in str(made)
+    assert made.wire_bytes == 192 and "0 -> 6: 128 B" in str(made)
 
 
 def test_links_between_shardings_without_axes():
@@ -840,9 +839,9 @@ def test_host_memory_is_counted_apart():
     rows, away = sharding((8,), "a"), sharding((8,), "a", kind="pinned_host")
     out = plan_reshard([struct((64, 8), rows)] * 4, [struct((64, 8), away)] * 3 + [struct((64, 8), rows)])
     shard = 256
-    assert (out.peak_bytes, out.peak_bytes_donated, out.host_bytes) == (4 * shard, 4 * shard, 3 * shard)
+    assert (out.peak_bytes, out.host_bytes) == (4 * shard, 3 * shard)
     back = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), rows)] * 4)
-    assert (back.peak_bytes, back.peak_bytes_donated, back.host_bytes) == (4 * shard, 4 * shard, 4 * shard)
+    assert (back.peak_bytes, back.host_bytes) == (4 * shard, 4 * shard)
     # The layout changes on the devices, to which the source is copied: one array's at a time.
     turned = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), sharding((8,), None, "a"))] * 4)
     assert turned.peak_bytes == 5 * shard and turned.host_bytes == 4 * shard
@@ -852,13 +851,6 @@ def test_plans_count_the_data_of_typed_keys():
     keys = jax.device_put(jax.random.split(jax.random.key(0), 16), sharding((8,), "a"))
     (leaf,) = plan_reshard(keys, sharding((4,), "a")).leaves
     assert leaf.how == "tiles" and leaf.target_bytes == 4 * 2 * 4
-
-
-def test_donation_lowers_the_planned_peak():
-    src = {str(i): struct((64, 8), sharding((8,), "a")) for i in range(4)}
-    made = plan_reshard(src, {str(i): struct((64, 8), sharding((8,), None, "a")) for i in range(4)})
-    shard = 256
-    assert made.peak_bytes == 8 * shard and made.peak_bytes_donated == 5 * shard
 
 
 def test_planned_losses_are_listed():

@@ -188,7 +188,6 @@ def test_a_plan_through_a_map_says_what_will_move():
     held = [sum(shard.data.nbytes for shard in leaf.addressable_shards) // 8 for leaf in tree.values()]
     assert sum(leaf.source_bytes for leaf in made.leaves) == sum(held)
     assert [by_path[f"model.layers.{i}.norm"].source_bytes > 0 for i in range(3)] == [False, False, True]
-    assert made.peak_bytes_donated < made.peak_bytes
     assert "rounds of pieces" in str(made) and "model.layers.{0..2}.qkv" in str(made)
     # Plans alone are enough, of meshes without devices too.
     ours = shardfx.plan(arrays, where, paths=RULES)

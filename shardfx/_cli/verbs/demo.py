@@ -1,15 +1,12 @@
 """`shardfx demo`: trains a small transformer under a plan, and again without one."""
 
-import contextlib
-import sys
-
 import click
 import jax
 from jax.sharding import AxisType
 
 from shardfx import MeshSpec
 
-from .._screen import JSON, as_json, terminal_width, verb, write
+from .._screen import terminal_width, verb
 from .._usage import UsageError, calling
 from .._words import Whole
 
@@ -34,17 +31,7 @@ _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 @click.option("--axis-types", type=click.Choice(list(_AXIS_TYPES)), default="auto", help="Of the mesh.")
 @click.option("--steps", type=Whole(positive=True), default=100, show_default=True, help="Training steps.")
 @click.option("--batch", type=Whole(positive=True), default=16, show_default=True, help="Texts in a batch.")
-@click.option("--seed", type=Whole(), default=0, show_default=True, help="Of weights and batches.")
-@JSON
-def demo(
-    cpu_devices: int | None,
-    mesh: str | None,
-    axis_types: str,
-    steps: int,
-    batch: int,
-    seed: int,
-    json_file: str | None,
-) -> int:
+def demo(cpu_devices: int | None, mesh: str | None, axis_types: str, steps: int, batch: int) -> int:
     """Train a small transformer under a plan, and again without one.
 
     Trains a byte-level transformer on the source files of Python's standard library over a mesh of data x fsdp x
@@ -62,13 +49,8 @@ def demo(
             raise
         raise UsageError(f"the demo needs {error.name}; install it with: pip install 'shardfx[demo]'") from error
     devices, types = jax.devices(), _AXIS_TYPES[axis_types]
-    run = Run(steps=steps, batch_size=batch, seed=seed)
+    run = Run(steps=steps, batch_size=batch)
     spec = default_mesh(len(devices), types)
     if mesh is not None:
         spec = calling("reading --mesh", lambda: MeshSpec.parse(mesh, axis_types=types).fit(len(devices)))
-    # Where JSON takes the place of the text, this says on stderr how far it is.
-    with contextlib.redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
-        outcome = show(spec, devices, run, width=terminal_width())
-    if json_file is not None:
-        write(as_json(outcome), json_file)
-    return 0 if outcome.agree else 1
+    return 0 if show(spec, devices, run, width=terminal_width()) else 1

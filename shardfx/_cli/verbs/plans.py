@@ -14,7 +14,7 @@ from .._asked import PlanOptions, asks_for_a_plan, findings_of, inputs_or_plan, 
 from .._screen import JSON, answer, as_json, data_of, show, terminal_width, verb, working, write
 from .._step import MOST_DEVICES, LoadedStep, chip_of, compiled, estimated, load_step
 from .._usage import UsageError, calling
-from .._words import ModelName, RulesName, Whole, order_text
+from .._words import Whole, order_text
 
 
 # The first of several layers, as a plan's table names them: `layers/{0..125}/up`.
@@ -85,19 +85,8 @@ def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
 @asks_for_a_plan()
 @click.option("--fail-on", type=_SEVERITIES, default="warning", show_default=True, help="Exit with 1 for these.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings of this code; may be repeated.")
-@click.option(
-    "--replicated-bytes", type=Whole(), default=2**26, show_default=True, help="From which size on whole arrays count."
-)
-@click.option("--head-dim", type=Whole(positive=True), help="Of attention heads, where the model does not tell.")
 @JSON
-def lint(
-    asked: PlanOptions,
-    fail_on: str,
-    ignore: tuple[str, ...],
-    replicated_bytes: int,
-    head_dim: int | None,
-    json_file: str | None,
-) -> int:
+def lint(asked: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None) -> int:
     """Find all that is wrong with a model's rules, and how to mend it.
 
     What `plan` would refuse is an error; what is most likely a mistake, a warning.
@@ -105,8 +94,7 @@ def lint(
     {MODEL}
     """
     given = inputs_or_plan(asked)
-    limits = {"replicated_bytes": replicated_bytes, "head_dim": head_dim}
-    found = calling("checking", lambda: findings_of(asked, given, **limits).without(*ignore))
+    found = calling("checking", lambda: findings_of(asked, given).without(*ignore))
     answer(json_file, lambda: str(found), lambda: list(found))
     return 1 if found.worst(fail_on) else 0  # pyright: ignore[reportArgumentType]
 
@@ -119,9 +107,9 @@ def lint(
     exits="0; 1 with --exit-code if the plans differ",
 )
 @asks_for_a_plan()
-@click.argument("to", type=ModelName(), required=False, metavar="[OTHER]")
+@click.argument("to", type=click.Path(), required=False, metavar="[OTHER]")
 @click.option("--to-mesh", metavar="MESH", help="The second plan's; the first's by default.")
-@click.option("--to-rules", type=RulesName(), metavar="RULES", help="The second plan's; the first's by default.")
+@click.option("--to-rules", metavar="RULES", help="The second plan's; the first's by default.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @JSON
 def diff(
@@ -163,7 +151,6 @@ def _second(asked: PlanOptions, to: str | None, mesh: str | None, rules: str | N
 )
 @asks_for_a_plan()
 @click.option("--html", "html_file", metavar="FILE", help="Write one page that needs no network, to open in a browser.")
-@click.option("--title", metavar="TEXT", help="Of the page; MODEL by default.")
 @click.option("--chip", metavar="CHIP", help="Compare with the memory of this one, as v5p; see `shardfx chips`.")
 @click.option(
     "--step",
@@ -174,7 +161,6 @@ def _second(asked: PlanOptions, to: str | None, mesh: str | None, rules: str | N
 def report(
     asked: PlanOptions,
     html_file: str | None,
-    title: str | None,
     chip: str | None,
     step: str | None,
     json_file: str | None,
@@ -194,7 +180,7 @@ def report(
     loaded = None if step is None else load_step(step, None, made.mesh)
     sent = None if loaded is None else _traffic(str(step), loaded)
     needs = None if loaded is None or hardware is None else _fit(loaded, hardware)
-    about = {"title": title or asked.model, "findings": found, "chip": hardware, "traffic": sent, "fit": needs}
+    about = {"title": asked.model, "findings": found, "chip": hardware, "traffic": sent, "fit": needs}
     with working("writing the report"):
         if html_file is not None:
             write(calling("drawing the page", lambda: html_report(made, **about)), html_file)

@@ -16,7 +16,7 @@ from .._load import attribute
 from .._screen import JSON, answer, require_writable, verb, working, write
 from .._step import emulate, load_bare_step
 from .._usage import UsageError, calling
-from .._words import Whole, whole_number
+from .._words import Whole
 
 
 _FIELDS = tuple(
@@ -39,9 +39,8 @@ _FIELDS = tuple(
     metavar="tpu:KIND:AxBxC|cpu:N",
     help="A slice, as tpu:v5p:4x4x4 (two: tpu:v5p:4x4x4*2), or emulated CPU devices.",
 )
-@click.option("--devices", metavar="N", help="How many devices of --chip, where they are no slice.")
+@click.option("--devices", type=Whole(positive=True), help="How many devices of --chip, where they are no slice.")
 @click.option("--chip", metavar="CHIP", help="What N devices are, as h100; see `shardfx chips`.")
-@click.option("--slices", type=Whole(positive=True), default=1, show_default=True, help="Joined by the hosts' network.")
 @click.option("--keep", type=Whole(positive=True), default=5, show_default=True, help="How many candidates to show.")
 @click.option("--rules", "rules", metavar="MODULE:NAME", multiple=True, help="AxisRules to compile too, for --verify.")
 @click.option(
@@ -62,9 +61,8 @@ _FIELDS = tuple(
 def search(
     step: str,
     target: str | None,
-    devices: str | None,
+    devices: int | None,
     chip: str | None,
-    slices: int,
     keep: int,
     rules: tuple[str, ...],
     verify: str | None,
@@ -87,7 +85,7 @@ def search(
     if verify is not None:
         emulate(calling("reading --target", lambda: device_count(hardware["devices"], hardware["chip"])))
     with working(f"searching for {step}") as work:
-        more = {"slices": slices, "verify": verify, "cache": cache, "closely": closely}
+        more = {"verify": verify, "cache": cache, "closely": closely}
         given = {"keep": keep, "also": also, "progress": work.tell, **hardware, **more}
         found = calling("searching", lambda: search_of(function, *args, **given))
     text = "\n\n".join([_table(found), *map(str, found)])
@@ -97,17 +95,13 @@ def search(
     return 0 if found[0].fits else 1
 
 
-def _hardware(target: str | None, devices: str | None, chip: str | None) -> dict[str, Any]:
+def _hardware(target: str | None, devices: int | None, chip: str | None) -> dict[str, Any]:
     """The devices, as `shardfx.auto.search` takes them."""
     if (target is None) == (devices is None):
         raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
-    if target is not None:
-        return {"devices": target, "chip": chip}
-    number = whole_number(devices or "")
-    # A slice was given as --devices once.
-    if number is not None and chip is None:
+    if devices is not None and chip is None:
         raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
-    return {"devices": devices if number is None else number, "chip": chip}
+    return {"devices": target or devices, "chip": chip}
 
 
 def _axis_rules(name: str) -> AxisRules:

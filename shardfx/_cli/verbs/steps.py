@@ -1,7 +1,7 @@
 """`shardfx traffic`, `why` and `fit`: what a step sends, how its arrays lie, and whether it fits a chip's memory."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -34,11 +34,6 @@ _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its
     help="Compile for emulated CPU devices; estimate, for any mesh, without compiling; or do both, and say where the "
     "compiler sends more.",
 )
-@click.option(
-    "--compiler",
-    type=click.Choice(["tpu", "gpu", "cpu"]),
-    help="Whose compiler the estimate is for; by default that of what is compiled for, else a TPU's.",
-)
 @click.option("--target", metavar="tpu:KIND:AxBxC", help="Compile for this TPU slice; needs the extra `aot`.")
 @click.option("--cache", metavar="DIR", help="Keep what was compiled for --target in this directory.")
 @click.option("--chip", metavar="CHIP", help="Say how long it takes over the links of this one; see `shardfx chips`.")
@@ -48,7 +43,6 @@ def traffic(
     mesh: str | None,
     kwargs: str | None,
     how: str,
-    compiler: str | None,
     target: str | None,
     cache: str | None,
     chip: str | None,
@@ -63,7 +57,7 @@ def traffic(
     hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
         program = None if how == "estimate" else compiled(loaded, target, cache)
-        found = _found(loaded, program, how, compiler or _habits(how, target))
+        found = _found(loaded, program, how, "cpu" if how == "compare" and target is None else "tpu")
     sent = found.compiled if how == "compare" else found
     timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
     text = str(found) if how == "compare" else found.text(terminal_width())
@@ -74,11 +68,7 @@ def traffic(
     answer(json_file, lambda: text, lambda: told)
 
 
-def _habits(how: str, target: str | None) -> str:
-    return "cpu" if how == "compare" and target is None else "tpu"
-
-
-def _found(step: LoadedStep, program: object, how: str, compiler: Any) -> Any:
+def _found(step: LoadedStep, program: object, how: str, compiler: Literal["cpu", "tpu"]) -> Any:
     if how == "estimate":
         return estimated(step, compiler)
     sent = calling("reading the program", lambda: cost.traffic(program, step.mesh))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..small_floats import is_small_float
+from ..steps.program import is_small_float
 from .cuts import first_casts
 from .exchange import AXIS, Block, Form, Round, cut_out, joined, put_in, sent_dtype, sharding_of
 

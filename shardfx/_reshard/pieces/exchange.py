@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import NOWHERE, Factor, Piece, along, changed, hull, swapped
-from ..small_floats import on_bits
+from ..steps.program import on_bits
 from .cuts import Cut, first_casts
 from .matchings import matchings
 
