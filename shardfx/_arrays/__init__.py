@@ -4,10 +4,14 @@ It may import `_plan` and what is below it. It never decides how an array is sha
 `constrain` is asked to the shape at hand; and it never moves an array from one plan to another, which `_reshard` does.
 """
 
-from .caches import clear_caches as clear_caches
 from .constraint import constrain as constrain
 from .jit import filter_jit as filter_jit
 from .misplaced import Misplaced as Misplaced, MisplacedArray as MisplacedArray, misplaced as misplaced
-from .place import gather as gather, shard as shard
-from .read_back import shardings_of as shardings_of, specs_of as specs_of
+from .place import (
+    clear_caches as clear_caches,
+    gather as gather,
+    shard as shard,
+    shardings_of as shardings_of,
+    specs_of as specs_of,
+)
 from .stages import TracedArray as TracedArray

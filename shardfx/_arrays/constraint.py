@@ -1,12 +1,15 @@
 """An array where a plan wants it, inside `jit` and outside: `constrain`, by logical names or by a spec."""
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
@@ -14,8 +17,7 @@ from .._ground.reason import Decision
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._plan import Policy, ShardPlan, check_plan, decision_for
 from ..topology import MeshSpec
-from .meant_for import meant_for
-from .read_back import sharding_of
+from .given import sharding_of
 
 
 def is_tracing() -> bool:
@@ -239,3 +241,41 @@ def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh)
     if any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return jax.lax.with_sharding_constraint(x, sharding)
     return placed([x], [sharding])[0]
+
+
+_meant_for = Primitive("meant_for")
+
+
+def meant_for(x: jax.Array, sizes: tuple[tuple[str, int], ...]) -> jax.Array:
+    """`x`, in a program that cannot be lowered for another number of devices than this mesh has.
+
+    **Arguments:**
+
+    - `x`: a traced array.
+    - `sizes`: the name and the size of each axis of the mesh.
+    """
+    return _meant_for.bind(x, sizes=sizes)
+
+
+def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
+    match ctx.module_context.axis_context:
+        # Without devices, as in an export, and inside `shard_map` there is nothing to compare with.
+        case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):
+            _raise_for(ctx.avals_in[0], ",".join(f"{name}={size}" for name, size in sizes), count)
+    return [x]
+
+
+def _raise_for(aval: Any, mesh: str, count: int) -> NoReturn:
+    raise PlanMismatchError(
+        f"an array of shape {aval.shape} is constrained on a mesh {mesh} without devices, in a program for {count} "
+        f"device{'' if count == 1 else 's'}, where that does nothing: no argument lies on the mesh. Use "
+        "`plan.on(plan.mesh.build(jax.devices()))`, and place the arguments first; pass arrays that the function "
+        "closes over as arguments."
+    )
+
+
+_meant_for.def_impl(lambda x, *, sizes: x)
+_meant_for.def_abstract_eval(lambda x, *, sizes: x)
+mlir.register_lowering(_meant_for, _lowered)
+ad.deflinear2(_meant_for, lambda cotangent, x, *, sizes: [_meant_for.bind(cotangent, sizes=sizes)])
+batching.defvectorized(_meant_for)

@@ -139,6 +139,13 @@ def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
     return (sharding.spec.unreduced, sharding.spec.reduced) if is_named else (frozenset(), frozenset())
 
 
+def sharding_of(leaf: object) -> Sharding | None:
+    """The sharding of an array or struct; of a traced array the one in its type."""
+    if isinstance(leaf, Tracer):
+        return jax.typeof(leaf).sharding
+    return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+
+
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """The struct of an array, with the sharding given, or else with its own where it has chosen one."""
     if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):

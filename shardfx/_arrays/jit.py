@@ -63,7 +63,7 @@ def filter_jit(
 @overload
 def filter_jit(
     fn: None = None, *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
-) -> "Decorator": ...
+) -> Callable[[Callable[P, R]], "Jitted[P, R]"]: ...
 
 
 def filter_jit(
@@ -136,20 +136,8 @@ def filter_jit(
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """
-    given = Decorator(in_shardings, out_shardings, donate)
+    given = ft.partial(Jitted, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate)
     return given if fn is None else given(fn)
-
-
-@dataclasses.dataclass(frozen=True)
-class Decorator:
-    """A `filter_jit` that waits for its function."""
-
-    in_shardings: Any
-    out_shardings: Any
-    donate: Donate
-
-    def __call__(self, fn: Callable[P, R]) -> "Jitted[P, R]":
-        return Jitted(fn, self.in_shardings, self.out_shardings, self.donate)
 
 
 @dataclasses.dataclass(eq=False)

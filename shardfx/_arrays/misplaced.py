@@ -15,7 +15,7 @@ from .._ground.text import array_text, between_numbers, bytes_text, joined_exact
 from .._ground.tree import flatten
 from .._plan import ShardPlan, canonical_dtype, check_plan
 from .given import lies_as, memory_kind
-from .read_back import known_sharding
+from .place import known_sharding
 
 
 _MOVE = "`shard(tree, plan)`, and keep it with `filter_jit(step, out_shardings=plan)`"

@@ -24,11 +24,10 @@ from .correction import axes_of, correct
 from .decide import Request, further
 from .facts import ReportRow, report_rows_of
 from .following import follow
-from .leaf import MEMORY_KINDS, LeafPlan, Row, canonical_dtype, memory_kind_pairs, named_sharding
+from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, memory_kind_pairs, named_sharding
 from .names import field, names_of_leaves, renamed
 from .planner import NAMES, Draft, drafted, plan
 from .replanning import refined, replan, row_on
 from .shard_plan import ShardPlan, check_plan, shardings_of_leaves
 from .single import Policy, decision_for
-from .skeleton import Skeleton
 from .target import Target, target_of

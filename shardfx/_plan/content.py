@@ -18,8 +18,7 @@ from .._ground.tree import Flat, flatten
 from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import plan_json
-from .leaf import LeafPlan, Row, canonical_dtype, named_sharding
-from .skeleton import Skeleton
+from .leaf import LeafPlan, Row, Skeleton, canonical_dtype, named_sharding
 
 
 _ZEROS = str.maketrans("123456789", "000000000")

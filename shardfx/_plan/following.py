@@ -29,9 +29,8 @@ from .complaints import (
 )
 from .correction import axes_of
 from .decide import Request, asked_by_target, further, row_of
-from .leaf import LeafPlan, Row, memory_kind_pairs
+from .leaf import LeafPlan, Row, Skeleton, memory_kind_pairs
 from .shard_plan import ShardPlan, check_plan
-from .skeleton import Skeleton
 
 
 def follow(

@@ -1,8 +1,8 @@
-"""What a plan says of one array, and the row that arrays which are planned alike share."""
+"""The parts of a plan: what it says of one array, the row that alike arrays share, and the tree without its arrays."""
 
 import dataclasses
 import functools as ft
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,3 +102,111 @@ def canonical_dtype(dtype: Any) -> Any:
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Skeleton:
+    """Where the leaves of a planned tree are.
+
+    **Arguments:**
+
+    - `paths`: of the leaves, in the order in which the plan lists them.
+    - `treedef`: the tree's structure.
+    - `order`: per leaf of `treedef` its place in `paths`; `None` where both have one order. A plan that was read back
+        lists its leaves as they were planned, while JAX sorts the keys of the dicts that it is read into.
+    - `structure`: the tree's structure as a plan's JSON has it; `None` if it is to be made from `treedef`.
+    """
+
+    paths: tuple[str, ...]
+    treedef: Any
+    order: Sequence[int] | None = None
+    structure: Any = None
+
+    @ft.cached_property
+    def encoded(self) -> Any:
+        """The tree's structure as a plan's JSON has it."""
+        return encode_structure(self.treedef) if self.structure is None else self.structure
+
+    @property
+    def numbered(self) -> Any:
+        """The tree with the number of each leaf, in the tree's order."""
+        return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
+
+    def in_order(self, column: Sequence[object]) -> Sequence[Any]:
+        """What belongs to the leaves, brought from the order of `paths` into that of the tree."""
+        return column if self.order is None else [column[i] for i in self.order]
+
+    def filled(self, column: Sequence[object]) -> Any:
+        """The tree with these leaves, which are in the order of `paths`."""
+        return jax.tree.unflatten(self.treedef, self.in_order(column))
+
+
+def encode_structure(treedef: object) -> Any:
+    """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
+    return _encode_structure(treedef, {})
+
+
+def _encode_structure(treedef: Any, seen: dict[Any, Any]) -> Any:
+    data = treedef.node_data()
+    if data is None:
+        return "leaf" if treedef.num_leaves else None
+    if treedef not in seen:  # layers and experts repeat: one value stands for all that are alike
+        kind, aux = data
+        seen[treedef] = _encode_node(kind, aux, [_encode_structure(child, seen) for child in treedef.children()])
+    return seen[treedef]
+
+
+def _encode_node(kind: type, aux: Any, children: list[Any]) -> Any:
+    if kind is dict:
+        return {"dict": [[_encode_key(key), child] for key, child in zip(aux, children, strict=True)]}
+    if kind is list or kind is tuple:
+        return {kind.__name__: children}
+    if kind is type(None):
+        return None
+    return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
+
+
+def _encode_key(key: object) -> Any:
+    return key if isinstance(key, str) else {type(key).__name__: repr(key)}
+
+
+def decode_structure(data: object, paths: list[str]) -> Any:
+    """The tree that `data` describes, with at each leaf its index; nodes of other libraries become dicts."""
+    return _decode_structure(data, paths, 0, "")[0]
+
+
+def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> tuple[Any, int]:
+    if data is None:
+        return None, index
+    if data == "leaf":
+        return index, index + 1
+    ((kind, parts), *_) = data.items()
+    if kind in ("list", "tuple"):
+        items = []
+        for position, part in enumerate(parts):
+            item, index = _decode_structure(part, paths, index, f"{prefix}{position}/")
+            items.append(item)
+        return (tuple(items) if kind == "tuple" else items), index
+    named: dict[object, Any] = {}
+    for position, part in enumerate(parts if kind == "dict" else data["children"]):
+        key, part = part if kind == "dict" else (None, part)
+        key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)
+        child, after = _decode_structure(part, paths, index, f"{prefix}{key}/")
+        # An attribute without leaves has no path that says its name.
+        if kind == "dict" or after > index:
+            named[key] = child
+        index = after
+    return named, index
+
+
+def _decode_key(key: Any) -> Any:
+    if isinstance(key, str):
+        return key
+    ((kind, text),) = key.items()
+    return int(text) if kind == "int" else text
+
+
+def _key_at(paths: list[str], index: int, prefix: str, position: int) -> str:
+    """The attribute under which a node of another library holds the leaf `index`, read off the leaf's path."""
+    path = paths[index] if index < len(paths) else ""
+    return path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)

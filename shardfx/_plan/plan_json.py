@@ -12,8 +12,7 @@ from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import codec
 from .correction import correct
-from .leaf import MEMORY_KINDS, Row
-from .skeleton import Skeleton, decode_structure
+from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
 
 
 _FORMAT = "shardfx.plan"

@@ -39,11 +39,10 @@ from .complaints import (
 from .content import Content
 from .correction import Axes, axes_of
 from .decide import Asked, Request, asked_by_names, asked_by_target, row_of
-from .leaf import Row, canonical_dtype, memory_kind_pairs
+from .leaf import Row, Skeleton, canonical_dtype, memory_kind_pairs
 from .names import names_of_leaves, raise_tied
 from .replanning import refined
 from .shard_plan import ShardPlan
-from .skeleton import Skeleton
 
 
 _NO_RULES = PathRules(())

@@ -18,9 +18,8 @@ from .._rules import AxisRules
 from ..topology import MeshSpec
 from .content import Content, read_json, rows_of, shaped_like
 from .facts import html_of
-from .leaf import LeafPlan, named_sharding
+from .leaf import LeafPlan, Skeleton, named_sharding
 from .single import decision_for, replaced, require_pinned
-from .skeleton import Skeleton
 
 
 class ShardPlan(eqx.Module):

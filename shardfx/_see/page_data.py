@@ -2,19 +2,19 @@
 
 import dataclasses
 import itertools as it
+import linecache
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
-from .._ground.text import array_text, entry_text, plural
+from .._ground.text import array_text, entry_text, plural, spec_text
 from .._plan import LeafPlan, ReportRow, ShardPlan, check_plan, report_rows_of
 from ..chips import Chip, find
-from ..cost import Fit, Traffic, TrafficRow
+from ..cost import ArrayRow, Fit, Offender, Traffic, TrafficRow
 from ..topology import MeshSpec
 from .finding import Finding
-from .step_data import step_data
 
 
 FORMAT = 1
@@ -218,3 +218,53 @@ def _traffic_row(row: TrafficRow) -> dict[str, Any]:
     place = (None, None) if source is None else (f"{source.file}:{source.line}", source.function)
     told = {name: getattr(row, name) for name in _SENT}
     return {**told, "axes": list(row.axes), "source": place[0], "function": place[1]}
+
+
+# Lines around one that makes arrays, and layouts that are told of a line.
+_AROUND, _LAYOUTS = 2, 2
+
+
+def step_data(fit: Fit) -> dict[str, Any] | None:
+    """The arrays of the worst moment, and the source with what each line makes; `None` where there is no step."""
+    known = fit.shardings
+    return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
+
+
+def _held(one: Offender) -> dict[str, Any]:
+    line = one.source and linecache.getline(one.source.file, one.source.line).strip()
+    axes = [list(entry_axes(entry)) for entry in entries_of(one.spec)] if one.spec is not None else []
+    by = [f"{own.axis}: {own.by or '?'}" for own in one.origins]
+    chain = [frame.place for own in one.origins for frame in own.chain]
+    return {
+        "array": one.what,
+        "bytes_per_device": one.bytes,
+        "group": one.group,
+        "phase": one.phase,
+        "spec": axes,
+        "from": by,
+        "over": list(dict.fromkeys(chain)),
+        "place": one.source and one.source.place,
+        "function": one.source and one.source.function,
+        "line": line,
+        "why": one.why,
+    }
+
+
+def _source(rows: Sequence[ArrayRow]) -> list[dict[str, Any]]:
+    """By file the lines that make arrays and those around them, with their largest layouts."""
+    made: dict[str, dict[int, dict[str, None]]] = {}
+    for row in rows:
+        if row.source is not None:
+            told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
+            made.setdefault(row.source.file, {}).setdefault(row.source.line, {})[told] = None
+    return [{"file": file, "lines": _lines(file, lines)} for file, lines in made.items() if linecache.getlines(file)]
+
+
+def _lines(file: str, made: dict[int, dict[str, None]]) -> list[dict[str, Any]]:
+    text = linecache.getlines(file)
+    near = {at + by for at in made for by in range(-_AROUND, _AROUND + 1)}
+    return [
+        {"number": at, "text": text[at - 1].rstrip("\n"), "makes": list(made.get(at, {}))[:_LAYOUTS]}
+        for at in sorted(near)
+        if 0 < at <= len(text)
+    ]
