@@ -107,10 +107,10 @@ def require_options(keep: object, closely: object, verify: object) -> None:
     for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RuleError(f"`{name}={value!r:.40}` is no number of candidates; give 1 or more, as `{name}={usual}`.")
-    if isinstance(verify, bool) or (isinstance(verify, str) and verify not in ("compile", "run")):
+    if verify not in (None, "compile", "run"):
         raise RuleError(
-            f'`verify={verify!r:.40}` is not "compile", "run", or the devices to compile for; write '
-            '`verify="compile"`, or leave it out.'
+            f'`verify={verify!r:.40}` is not "compile" or "run"; write `verify="compile"`, or leave it out. The '
+            "devices to compile for are those of `devices`."
         )
 
 

@@ -34,6 +34,5 @@ from ._shardings import (
 from ._traffic import traffic as traffic
 from ._traffic_rows import (
     Traffic as Traffic,
-    TrafficDifference as TrafficDifference,
     TrafficRow as TrafficRow,
 )

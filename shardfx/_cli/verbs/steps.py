@@ -40,7 +40,6 @@ _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its
     help="Whose compiler the estimate is for; by default that of what is compiled for, else a TPU's.",
 )
 @click.option("--target", metavar="tpu:KIND:AxBxC", help="Compile for this TPU slice; needs the extra `aot`.")
-@click.option("--cache", metavar="DIR", help="Keep what was compiled for --target in this directory.")
 @click.option("--chip", metavar="CHIP", help="Say how long it takes over the links of this one; see `shardfx chips`.")
 @JSON
 def traffic(
@@ -50,7 +49,6 @@ def traffic(
     how: str,
     compiler: str | None,
     target: str | None,
-    cache: str | None,
     chip: str | None,
     json_file: str | None,
 ) -> None:
@@ -62,7 +60,7 @@ def traffic(
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
     hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
-        program = None if how == "estimate" else compiled(loaded, target, cache)
+        program = None if how == "estimate" else compiled(loaded, target)
         found = _found(loaded, program, how, compiler or _habits(how, target))
     sent = found.compiled if how == "compare" else found
     timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
