@@ -17,7 +17,7 @@ from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
 from .._step import Jitted, Platform, Step, argument_names, program_of, step_of
-from ..chips._links import extents_of
+from ..chips._chip import extents_of
 from ._program import Tied, tied
 
 

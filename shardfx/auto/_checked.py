@@ -24,7 +24,6 @@ from ._asked import SearchOptions
 from ._candidate import Candidate
 from ._constrain_step import constrain_step
 from ._priced import Pricer, timed
-from ._times import times_of
 
 
 Tell = Callable[[str], None]
@@ -115,9 +114,9 @@ def _looked(
 def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
     """The candidate with what its compiled program says."""
     sent = traffic(program, one.mesh)
-    times = times_of(sent, work_of(parse_hlo(program.as_text())), pricer.chip, one.mesh, pricer.model)
+    work = work_of(parse_hlo(program.as_text()))
     return dataclasses.replace(
-        timed(one, times, sent),
+        timed(one, sent, work, pricer.chip, pricer.model),
         by="compile",
         memory_bytes=memory_of(program).needed_bytes,
         comparison=compare(one.traffic, sent),
