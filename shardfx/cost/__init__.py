@@ -34,5 +34,6 @@ from ._shardings import (
 from ._traffic import traffic as traffic
 from ._traffic_rows import (
     Traffic as Traffic,
+    TrafficDifference as TrafficDifference,
     TrafficRow as TrafficRow,
 )

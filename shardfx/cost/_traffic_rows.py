@@ -64,7 +64,7 @@ class TrafficRow:
 class Traffic:
     """What a step sends, a row for each collective, largest first; made by [`shardfx.cost.traffic`][].
 
-    `str(...)` is a table. [`shardfx.cost.compare`][] says where two differ.
+    `str(...)` is a table. `a - b` is a [`shardfx.cost.TrafficDifference`][].
 
     **Arguments:**
 
@@ -108,6 +108,11 @@ class Traffic:
             for value, count in row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),):
                 sums[value] = sums.get(value, 0) + count
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __sub__(self, other: "Traffic") -> "TrafficDifference":
+        ours, theirs = _keyed(self), _keyed(other)
+        pairs = [(key, ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}]
+        return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
 
     def __str__(self) -> str:
         return self.text()
@@ -160,8 +165,56 @@ def largest_first(made: Traffic) -> Traffic:
     return dataclasses.replace(made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes)))
 
 
+@dataclasses.dataclass(frozen=True)
+class TrafficDifference:
+    """How the traffic of two steps differs; made by subtracting one [`shardfx.cost.Traffic`][] from another.
+
+    **Arguments:**
+
+    - `rows`: (kind, axes, source, leaf), bytes of the first, bytes of the second; the largest difference first.
+    """
+
+    rows: tuple[tuple[tuple[str, tuple[str, ...], Frame | None, str | None], int, int], ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """How many more bytes the first sends in a step; negative if it sends fewer."""
+        return sum(ours - theirs for _, ours, theirs in self.rows)
+
+    def __str__(self) -> str:
+        rows = self._table()
+        return "\n".join([*(table(rows, right=_COMPARED) if rows else ()), self._below(rows)])
+
+    __repr__ = first_lines
+
+    def _repr_html_(self) -> str:
+        rows = self._table()
+        return html_table(rows, right=_COMPARED, below=[self._below(rows)])
+
+    def _below(self, rows: Sequence[object]) -> str:
+        return f"{_signed(self.wire_bytes)} in all." if rows else "the same traffic"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """A header and a row for what changed; nothing where nothing did."""
+        cells = [
+            (
+                _signed(ours - theirs),
+                bytes_text(ours),
+                bytes_text(theirs),
+                kind,
+                " x ".join(axes) or "-",
+                leaf or "-",
+                place_text(source),
+            )
+            for (kind, axes, source, leaf), ours, theirs in self.rows
+            if ours != theirs
+        ]
+        return [(*_COMPARED, "kind", "axes", "leaf", "source"), *cells] if cells else []
+
+
 _NUMBERS = {"bytes/step", "calls", "group"}
 _SPARE = ("group", "calls", "pass", "array")
+_COMPARED = ("difference", "first", "second")
 _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "leaf", "source")
 
 
@@ -180,3 +233,15 @@ def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
         printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-"),
         place_text(row.source) if is_first else "",
     )
+
+
+def _signed(count: int) -> str:
+    return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"
+
+
+def _keyed(made: Traffic) -> dict[tuple[str, tuple[str, ...], Frame | None, str | None], int]:
+    sums: dict[tuple[str, tuple[str, ...], Frame | None, str | None], int] = {}
+    for row in made.rows:
+        key = (row.kind, row.axes, row.source, row.leaf)
+        sums[key] = sums.get(key, 0) + row.wire_bytes
+    return sums

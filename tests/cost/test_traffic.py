@@ -286,6 +286,15 @@ def made_structs(model):
     )
 
 
+def test_the_difference_of_two_steps():
+    cpu, tpu = read("cpu_gathered_weights"), read("tpu_gathered_weights")
+    made = cpu - tpu
+    assert made.wire_bytes == cpu.wire_bytes - tpu.wire_bytes
+    assert (tpu - cpu).wire_bytes == -made.wire_bytes
+    assert "+112.0 MiB" in str(made).splitlines()[1] and str(made).endswith("in all.")
+    assert str(cpu - cpu) == "the same traffic"
+
+
 def cells(page: str) -> list[list[str]]:
     """The cells of each row of an HTML table."""
     return [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", line) for line in page.splitlines() if line.startswith("<tr>")]
@@ -293,7 +302,7 @@ def cells(page: str) -> list[list[str]]:
 
 def test_a_notebook_shows_the_rows_of_the_text():
     first, second = read("cpu_branches"), read("cpu_kinds")
-    for shown in (first, second, Traffic((), 4)):
+    for shown in (first, second, first - second, second - second, Traffic((), 4)):
         page = html.unescape(shown._repr_html_())
         lines = [" ".join(line.split()) for line in str(shown).splitlines()]
         below = re.findall("<p>(.*)</p>", page)
