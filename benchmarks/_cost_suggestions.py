@@ -93,11 +93,11 @@ def on_v5e(options: Options) -> dict[str, Value]:
     ]
     made = {"as it is": {}, **_MADE}
     if options.flags.compile:
-        target = {"target": "tpu:v5e:4x4", "cache": options.flags.compile}
+        target = "tpu:v5e:4x4"
         counted = {
-            words: peak(*changed(**made[words], sizes=LARGE), **target)
+            words: peak(*changed(**made[words], sizes=LARGE), target=target)
             if words in made
-            else peak(*_offloaded(), **target)
+            else peak(*_offloaded(), target=target)
             for words in counted
         }
     told = {words: found.peak_bytes if words == "as it is" else _told(found, words).peak_bytes for words in counted}
@@ -135,9 +135,9 @@ def _told(found: Fit, words: str) -> Any:
     return told
 
 
-def peak(step: Any, *args: Any, target: str = "cpu", cache: str | None = None) -> int:
+def peak(step: Any, *args: Any, target: str = "cpu") -> int:
     """What the compiler counts: arguments, results that take memory of their own, and temporaries."""
-    return compile_for(step, *args, target=target, cache=cache).memory.needed_bytes
+    return compile_for(step, *args, target=target).memory.needed_bytes
 
 
 def changed(

@@ -23,7 +23,7 @@ _QUICK = ("fsdp", "tp + sp")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compile", metavar="DIR", help="compile anew with libtpu (minutes each), and keep it here")
+    parser.add_argument("--compile", action="store_true", help="compile anew with libtpu (minutes each)")
 
 
 def cases(options: Options) -> list[Entry]:
@@ -57,7 +57,7 @@ def _step(row: Mapping[str, Any]) -> tuple[Layout, Planned]:
 def _memory(row: Mapping[str, Any], options: Options) -> Mapping[str, Value]:
     _, made = _step(row)
     found = fit(made.jitted, *made.args, chip="v5e")
-    counted = _compiled(made, options.flags.compile) if options.flags.compile else row
+    counted = _compiled(made) if options.flags.compile else row
     peak = counted["peak"]
     ours = sum(one.bytes for one in found.rows if one.exact and one.group != "results")
     return {
@@ -69,6 +69,6 @@ def _memory(row: Mapping[str, Any], options: Options) -> Mapping[str, Value]:
     }
 
 
-def _compiled(made: Planned, directory: str) -> dict[str, int]:
-    memory = compile_for(made.jitted, *made.args, target="tpu:v5e:4x4", cache=directory).memory
+def _compiled(made: Planned) -> dict[str, int]:
+    memory = compile_for(made.jitted, *made.args, target="tpu:v5e:4x4").memory
     return {"argument": memory.argument_size_in_bytes, "peak": memory.needed_bytes}

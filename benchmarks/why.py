@@ -13,8 +13,7 @@ import shardfx as sfx
 from shardfx import chips
 from shardfx._step import step_of
 from shardfx.cost import ArrayRow, StepShardings
-from shardfx.cost._constrained import constrained, with_constraints
-from shardfx.cost._counted import Counted
+from shardfx.cost._counted import Counted, constrained, with_constraints
 from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._shardings import shardings_of
 from shardfx.cost._traffic import read

@@ -98,14 +98,13 @@ def estimated(step: LoadedStep, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") 
     return calling("estimating the step's traffic", lambda: estimate(step.function, *step.args, **given))
 
 
-def compiled(step: LoadedStep, target: str | None = None, cache: str | None = None) -> Any:
+def compiled(step: LoadedStep, target: str | None = None) -> Any:
     """The step's program: for a TPU slice that is not here, or for as many emulated CPU devices as its mesh has.
 
     **Arguments:**
 
     - `step`: the step.
     - `target`: such as "tpu:v5e:4x4"; `None` for CPU devices.
-    - `cache`: a directory that keeps programs.
 
     **Raises:**
 
@@ -113,7 +112,7 @@ def compiled(step: LoadedStep, target: str | None = None, cache: str | None = No
     """
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
-    given = {"target": target or "cpu", "mesh": step.mesh, "cache": cache}
+    given = {"target": target or "cpu", "mesh": step.mesh}
     return calling("compiling the step", lambda: compile_for(step.function, *step.args, **given))
 
 

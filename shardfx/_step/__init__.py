@@ -5,9 +5,9 @@ ground values and meshes. It never runs a step, never needs the devices of a mes
 XLA is asked in a process of its own.
 """
 
+from .factors import Operation, Program, StepValue
 from .graph import program_of
 from .lines import Frame, applied, carry_of, frames_of, is_library, lines_of, name_stacks, opened, own_line, place_text
-from .lowered import Dims, Module, Op, Parameter, bytecode, meshes
-from .operations import Laid, Operation, Program, StepValue
+from .lowered import Dims, Laid, Module, Op, Parameter, bytecode, meshes
 from .partitioner import MOST_DEVICES, partitioned
 from .step import EquinoxJitted, Jitted, Platform, Step, argument_names, step_of

@@ -12,9 +12,21 @@ from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 
-from .factors import RULE, Factors, by_element, flops_of, handed, of_rule, opaque, own
-from .lowered import Module, Op, laid_arguments, laid_results
-from .operations import Laid, Operation, Program, StepValue, dtype_of
+from .factors import (
+    RULE,
+    Factors,
+    Operation,
+    Program,
+    StepValue,
+    by_element,
+    dtype_of,
+    flops_of,
+    handed,
+    of_rule,
+    opaque,
+    own,
+)
+from .lowered import Laid, Module, Op, laid_arguments, laid_results
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"

@@ -10,7 +10,6 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from .._ground.errors import ProgramError
-from .operations import Laid
 
 
 # For each dimension of an array the mesh axes that cut it.
@@ -22,6 +21,16 @@ _OF_LOOPS = "sdy.result_sharding_origins"
 _MANUAL = "sdy.manual_computation"
 _REFERENCE = re.compile(r'@"?([\w.]+)"?$')
 _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
+
+
+class Laid(NamedTuple):
+    """How an array lies: the mesh axes of each dimension, and by axis what it comes from, as Shardy writes both.
+
+    A part of an axis is written "fsdp:(1)2": here two shards of one that is larger.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    origins: Mapping[str, str]
 
 
 class Parameter(NamedTuple):

@@ -17,7 +17,7 @@ from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
 from .._step import Jitted, Platform, Step, argument_names, program_of, step_of
-from ..chips._links import extents_of
+from ..chips._chip import extents_of
 from ._program import Tied, tied
 
 
@@ -107,10 +107,10 @@ def require_options(keep: object, closely: object, verify: object) -> None:
     for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RuleError(f"`{name}={value!r:.40}` is no number of candidates; give 1 or more, as `{name}={usual}`.")
-    if isinstance(verify, bool) or (isinstance(verify, str) and verify not in ("compile", "run")):
+    if verify not in (None, "compile", "run"):
         raise RuleError(
-            f'`verify={verify!r:.40}` is not "compile", "run", or the devices to compile for; write '
-            '`verify="compile"`, or leave it out.'
+            f'`verify={verify!r:.40}` is not "compile" or "run"; write `verify="compile"`, or leave it out. The '
+            "devices to compile for are those of `devices`."
         )
 
 

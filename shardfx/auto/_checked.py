@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from ._asked import SearchOptions
 from ._candidate import Candidate
 from ._constrain_step import constrain_step
 from ._priced import Pricer, timed
-from ._times import times_of
 
 
 Tell = Callable[[str], None]
@@ -37,21 +35,20 @@ def compiled(
     pricer: Pricer,
     ones: Sequence[Candidate],
     devices: Sequence[object],
-    cache: str | os.PathLike[str] | None,
     tell: Tell,
 ) -> list[Candidate]:
     """The candidates with what their compiled programs send, compute and hold; those that fit first, fastest first."""
 
     def program_of(one: Candidate) -> Any:
         made = jitted(pricer, one, one.plans)
-        return compile_for(made, *pricer.args, target=one.mesh.build(devices), cache=cache)
+        return compile_for(made, *pricer.args, target=one.mesh.build(devices))
 
     return sorted(
         (one for one, _ in _looked(pricer, ones, program_of, tell)), key=lambda one: (not one.fits, one.seconds)
     )
 
 
-def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], _: object, tell: Tell) -> list[Candidate]:
+def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell) -> list[Candidate]:
     """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
 
     def program_of(one: Candidate) -> Any:
@@ -75,14 +72,9 @@ def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], _:
     return sorted(found, key=lambda one: one.seconds) or [one for one, _ in looked]
 
 
-def devices_for(verify: Any, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
+def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
     """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
     count, target = asked.total, asked.target
-    if not isinstance(verify, str):
-        for_these = tuple(verify)
-        if len(for_these) != count:
-            raise MeshError(f"`verify` has {len(for_these)} devices, but the search is for {count}; give as many.")
-        return for_these
     if given is not None:
         return tuple(given)
     if verify == "compile" and target is not None and has_libtpu():
@@ -92,7 +84,7 @@ def devices_for(verify: Any, asked: SearchOptions, given: Sequence[object] | Non
         raise MeshError(
             f'`verify="{verify}"` needs {count} devices, and there are {len(known)}; emulate them with '
             f'`jax.config.update("jax_num_cpu_devices", {count})` before JAX is used, or give those of a slice: '
-            '`verify=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
+            '`devices=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
         )
     return tuple(known[:count])
 
@@ -122,9 +114,9 @@ def _looked(
 def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
     """The candidate with what its compiled program says."""
     sent = traffic(program, one.mesh)
-    times = times_of(sent, work_of(parse_hlo(program.as_text())), pricer.chip, one.mesh, pricer.model)
+    work = work_of(parse_hlo(program.as_text()))
     return dataclasses.replace(
-        timed(one, times, sent),
+        timed(one, sent, work, pricer.chip, pricer.model),
         by="compile",
         memory_bytes=memory_of(program).needed_bytes,
         comparison=compare(one.traffic, sent),

@@ -32,7 +32,7 @@ set {0, 1} the first is of kind 0b01, the second of kind 0b11. With the share (4
 **Seconds.** Computation takes the longer of operations at the chip's speed and bytes at its memory's. What an
 assignment sends are rows of their own, with the assignments that divide them. A device receives `(1 - 1 / size)` of
 what is left of a row, over the links that an axis of this size has (`_seconds_per_byte`, by the network of
-`chips/_links.py`). Collectives of data are exposed: computation waits for them. Those of parameters and gradients are
+`chips/_chip.py`). Collectives of data are exposed: computation waits for them. Those of parameters and gradients are
 hidden behind `overlap` of the computation, and the rest is waited for. Each call takes some microseconds more.
 
 **What is allowed.** The sizes of all assignments that shard one dimension must divide it, and some limits of the user
@@ -57,7 +57,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..chips import Chip
-from ..chips._links import extents_of, shared
+from ..chips._chip import extents_of, shared
 from ._terms import Terms, padded
 
 

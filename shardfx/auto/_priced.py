@@ -13,7 +13,7 @@ from .. import chips
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
 from .._step import Dims, Platform, Step, bytecode, step_of
-from ..cost import Traffic, TrafficRow
+from ..cost import Traffic, TrafficRow, seconds
 from ..cost._after import as_compiled
 from ..cost._estimate import DIRECT, LARGEST, SIZED, carried_on
 from ..cost._hlo_text import HloModule, parse_hlo
@@ -27,7 +27,6 @@ from ._candidate import Candidate
 from ._classes import Classes
 from ._constrain_step import constrain_step
 from ._core import CostModel
-from ._times import Times, times_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +38,40 @@ class _Read:
     held: tuple[int | float, int | float]
 
 
-def timed(one: Candidate, times: Times, sent: Traffic) -> Candidate:
-    """The candidate with what a program of it sends, and how long that takes."""
+# Products that a core's units make in one cycle, for the chips whose clock this tells.
+_UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
+
+
+def timed(one: Candidate, sent: Traffic, work: Work, chip: chips.Chip, model: CostModel) -> Candidate:
+    """The candidate with what a program of it sends, and the seconds of one step.
+
+    This is the one model of time: for a partitioned program, and for a compiled one that does not tell its cycles.
+    Computation is products at the peak, or memory traffic at its bandwidth, whichever is longer. What is sent takes
+    [`shardfx.cost.seconds`][], and each call some microseconds. Gathers of parameters and sums of gradients, which the
+    rows tell by their leaf, hide behind a part of the computation; what is sent of activations does not.
+    """
+    per_device = model.compute / chip.devices_per_chip
+    compute = max(
+        work.flops / (float(chip.flops("bfloat16")) * per_device),
+        work.bytes / (float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory),
+    )
+    if work.cycles and chip.name in _UNITS:
+        compute = work.cycles / (float(chip.flops("bfloat16")) / (2 * _UNITS[chip.name]))
+    exposed = hidden = 0.0
+    for row in seconds(sent, chip, one.mesh).rows:
+        calls = 1 if row.traffic.calls is None else row.traffic.calls
+        taken = row.seconds / model.network + calls * model.call_seconds
+        if row.traffic.leaf is None:
+            exposed += taken
+        else:
+            hidden += taken
     return dataclasses.replace(
         one,
-        seconds=times.seconds,
-        compute_seconds=times.compute,
-        exposed_seconds=times.exposed,
-        hidden_seconds=times.hidden,
-        traffic=sent,
+        seconds=compute + exposed + max(0.0, hidden - model.overlap * compute),
+        compute_seconds=compute,
+        exposed_seconds=exposed,
+        hidden_seconds=hidden,
+        traffic=largest_first(sent),
     )
 
 
@@ -96,10 +120,9 @@ class Pricer:
         """
         step = self._constrained(one) if constrained else self.plain
         read = self._carried_on(step, one) if one.mesh.size > DIRECT else self._read(step, one, one.mesh)
-        times = times_of(read.sent, read.work, self.chip, one.mesh, self.model)
         fits = read.held[0] <= one.limit_bytes
         return dataclasses.replace(
-            timed(one, times, largest_first(read.sent)),
+            timed(one, read.sent, read.work, self.chip, self.model),
             memory_bytes=round(read.held[0 if fits else 1]),
             constrained=constrained,
             notes=(*one.notes, *read.work.notes),

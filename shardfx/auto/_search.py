@@ -4,8 +4,8 @@ import concurrent.futures
 import dataclasses
 import functools as ft
 import itertools
-import os
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from jaxtyping import PyTree
 
@@ -51,11 +51,10 @@ def search(
     chip: str | chips.Chip | None = None,
     slices: int = 1,
     keep: int = 5,
-    verify: object = None,
+    verify: Literal["compile", "run"] | None = None,
     also: Sequence[AxisRules] = (),
     closely: int = COMPILED,
     limits: Limits = _NO_LIMITS,
-    cache: str | os.PathLike[str] | None = None,
     progress: Tell | None = None,
 ) -> tuple[Candidate, ...]:
     """Chooses mesh and rules for a step: the fastest that fit in memory, and the next ones.
@@ -80,13 +79,12 @@ def search(
     - `keep`: how many candidates to return, at most.
     - `verify`: "compile" compiles the best candidates, and the usual ways by hand: for the slice if `devices` is one
         and libtpu is installed, else for as many of JAX's devices. What the compiled programs send, compute and hold
-        orders them anew, and what does not fit is dropped. Or the devices to compile for. "run" runs them on the
-        devices too, in turn, with arrays that it makes, and the clock orders them.
+        orders them anew, and what does not fit is dropped. "run" runs them on the devices too, in turn, with arrays
+        that it makes, and the clock orders them.
     - `also`: rules by hand, over names that [`shardfx.auto.name_axes`][] finds, that are partitioned too, as the usual
         ones are. The sizes of their axes are chosen.
     - `closely`: how many candidates to compile, beside the usual ways and those of `also`.
     - `limits`: see [`shardfx.auto.Limits`][].
-    - `cache`: a directory that keeps what is compiled; see [`shardfx.cost.compile_for`][].
     - `progress`: is told what is being partitioned, compiled or run.
 
     **Returns:**
@@ -137,7 +135,7 @@ def search(
     if verify is not None and found[0].fits:
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
         verified = ran if verify == "run" else compiled
-        found = verified(pricer, chosen, targets, cache, tell)
+        found = verified(pricer, chosen, targets, tell)
     return _told(found, keep)
 
 

@@ -1,12 +1,20 @@
-"""What one accelerator can hold, compute and send."""
+"""What one accelerator can hold, compute and send, and its network: which links a mesh axis has, by a slice's extents.
+
+There is one model of links. `axes_on` lays mesh axes over the dimensions of a slice, which gives each collective its
+links. `shared` is the same network as two numbers, for prices of thousands of meshes at once: an axis has links in
+proportion to the logarithm of its size.
+"""
 
 import dataclasses
+import math
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from .._ground.errors import ChipError
+from ..topology import wraps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +35,6 @@ class Chip:
     - `island_chips`: how many chips that network joins at most.
     - `dcn_bytes_per_second`: a chip's share of its host's network, one way.
     - `devices_per_chip`: how many devices JAX shows for it.
-    - `host_bytes`, `host_bytes_per_second`: a chip's share of its host's memory, and how fast it reads that; `None`
-        where no source says.
     - `tile`: rows and columns of what it pads the last two dimensions of an array to; `None` where it pads nothing.
     - `kinds`: JAX's names for it (`device.device_kind`).
     - `sources`: pairs of a field and where its value is from, "*" for all fields that are not named. "secondary" is
@@ -45,8 +51,6 @@ class Chip:
     island_chips: int
     dcn_bytes_per_second: float | int
     devices_per_chip: int = 1
-    host_bytes: int | None = None
-    host_bytes_per_second: float | int | None = None
     tile: tuple[int, int] | None = None
     kinds: tuple[str, ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
@@ -123,3 +127,78 @@ def gib(count: float | int) -> int:
 def peaks(**teraflops: int) -> tuple[tuple[str, float | int], ...]:
     """Peaks by the names of dtypes."""
     return tuple((name, 1e12 * count) for name, count in teraflops.items())
+
+
+def near_cube(count: int, dims: int) -> tuple[int, ...]:
+    """The extents of so many chips that differ least, smallest first."""
+    if dims == 1:
+        return (count,)
+    root = round(count ** (1 / dims))
+    first = next(size for size in range(max(1, root), 0, -1) if count % size == 0)
+    return tuple(sorted((first, *near_cube(count // first, dims - 1))))
+
+
+class Ring(NamedTuple):
+    """A part of a dimension of a slice that a mesh axis takes; closed where links join its ends."""
+
+    size: int
+    closed: bool
+
+    @property
+    def ways(self) -> int:
+        """From how many sides bytes enter a device."""
+        return 2 if self.closed else 1
+
+
+class Shared(NamedTuple):
+    """A network for one axis among several: bytes per second of one dimension, dimensions, devices of an island.
+
+    An island is what a switch joins; a torus has none.
+    """
+
+    bytes_per_second: float
+    dims: float
+    island_devices: float
+
+
+def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
+    """The slice of so many devices whose extents differ least."""
+    return near_cube(devices // chip.devices_per_chip or 1, chip.torus_dims or 1)
+
+
+def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
+    """Which dimensions of a slice are rings."""
+    return wraps(chip.kinds[0] if chip.kinds else "", extents)
+
+
+def shared(chip: Chip, extents: Sequence[int]) -> Shared:
+    """The network of a slice, dimensions taken alike: one that is a ring has twice the bytes of one that is not."""
+    link = float(chip.link_bytes_per_second)
+    if not chip.torus_dims:
+        return Shared(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
+    long = [Ring(size, ends).ways for size, ends in zip(extents, closed(chip, extents), strict=True) if size > 1]
+    return Shared(link * (sum(long) / len(long) if long else 1.0), float(chip.torus_dims), math.inf)
+
+
+def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
+    """Along which dimensions of a slice each mesh axis lies.
+
+    From the last axis to the first, each takes what is left of the dimensions, whole ones first.
+    """
+    ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
+    for name in reversed(tuple(sizes)):
+        within = math.gcd(sizes[name], cores)
+        size, cores = sizes[name] // within, cores // within
+        parts: list[Ring] = []
+        while size > 1:
+            whole = [dim for dim, free in enumerate(left) if free == size == extents[dim]]
+            some = [dim for dim, free in enumerate(left) if free > 1 and math.gcd(free, size) > 1]
+            if not whole and not some:
+                break
+            dim = whole[0] if whole else max(some, key=lambda dim: math.gcd(left[dim], size))
+            taken = math.gcd(left[dim], size)
+            parts.append(Ring(taken, ends[dim] and taken == extents[dim]))
+            left[dim] //= taken
+            size //= taken
+        found[name] = tuple(parts)
+    return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .._ground.errors import ChipError, MeshError
 from .._ground.text import bytes_text, table as _aligned
-from ._chip import Chip
+from ._chip import Chip, near_cube
 from ._tpus import GPUS, TPUS
 
 
@@ -72,15 +72,6 @@ def _existing(made: Slice, text: str) -> Slice:
             f'`"{Slice(chip, near_cube(min(64, chip.island_chips), dims)).name}*2"`.'
         )
     return made
-
-
-def near_cube(count: int, dims: int) -> tuple[int, ...]:
-    """The extents of so many chips that differ least, smallest first."""
-    if dims == 1:
-        return (count,)
-    root = round(count ** (1 / dims))
-    first = next(size for size in range(max(1, root), 0, -1) if count % size == 0)
-    return tuple(sorted((first, *near_cube(count // first, dims - 1))))
 
 
 def find(name: str | Chip) -> Chip:

@@ -11,7 +11,6 @@ _PAPER = "A Domain Specific Supercomputer (2020)"
 _OOM = "secondary: the compiler's own messages where it runs out of memory"
 _NOMINAL = f"{_BOOK}: 90 % of the nominal one; sources differ: the {_DOCS}, give"
 _LINKS = {"link_bytes_per_second": f"{_NOMINAL} 100 GB/s a link"}
-_HOSTS = {"host_bytes_per_second": _BOOK}
 _EARLY_DCN = {"dcn_bytes_per_second": f"{_BOOK}: 25 GB/s a host, taken for all generations before v5"}
 _SHARED_SOURCES = {
     "tile": "the layouts that the compiler for TPUs gives arguments, T(8,128); read off compiled programs for v5e",
@@ -57,58 +56,47 @@ TPUS: tuple[Chip, ...] = (
     _tpu(
         *("v4", gib(32), gib(30.75), (1.2e12, 45e9, 6.25e9), 3, 4096),
         flops_per_second=peaks(bfloat16=275, int8=275),
-        host_bytes_per_second=15e9,
         kinds=("TPU v4",),
         sources={
             "usable_hbm_bytes": f"{_OOM}: maxtext#4117",
             "link_bytes_per_second": _BOOK,
             "dcn_bytes_per_second": f"{_BOOK}: 25 GB/s a host of 4 chips",
-        }
-        | _HOSTS,
+        },
     ),
     _tpu(
         *("v5e", gib(16), gib(15.75), (819e9, 45e9, 3.125e9), 2, 256),
         flops_per_second=peaks(bfloat16=197, int8=393),
-        host_bytes=gib(64),
-        host_bytes_per_second=15e9,
         kinds=("TPU v5 lite", "TPU v5e"),
         sources={
             "usable_hbm_bytes": f"{_OOM}: kubernetes-engine-samples#1467",
             "link_bytes_per_second": f"{_NOMINAL} 50 GB/s a link",
             "dcn_bytes_per_second": f"{_DOCS}: 2 cards of 100 Gb/s a host of 8 chips",
-        }
-        | _HOSTS,
+        },
     ),
     _tpu(
         *("v5p", gib(96), gib(95.74), (2.765e12, 90e9, 6.25e9), 3, 8960),
         flops_per_second=peaks(bfloat16=459, int8=918),
-        host_bytes=112_000_000_000,
-        host_bytes_per_second=15e9,
         kinds=("TPU v5", "TPU v5p"),
         sources={
             "hbm_bytes": f"{_BOOK}; sources differ: the {_DOCS}, give 95 GiB",
             "usable_hbm_bytes": f"{_OOM}: 95.74 GiB; sources differ: a runtime may keep more for its own use",
             "flops_per_second": f"{_DOCS}; int8: {_BOOK}",
         }
-        | (_LINKS | _HOSTS),
+        | _LINKS,
     ),
     _tpu(
         *("v6e", gib(32), gib(31.25), (1.638e12, 90e9, 12.5e9), 2, 256),
         flops_per_second=peaks(bfloat16=918, int8=1836, float8=918),
-        host_bytes=180_000_000_000,
-        host_bytes_per_second=32e9,
         kinds=("TPU v6 lite", "TPU v6e"),
         sources={
             "usable_hbm_bytes": f"{_OOM}: tpu-inference#1021",
-            "host_bytes": f"{_DOCS}: 720 GB a host of 4 chips; sources differ: 1,536 GiB a host of 8",
         }
-        | (_LINKS | _HOSTS),
+        | _LINKS,
     ),
     _tpu(
         *("v7x", gib(192), gib(189.5), (7.38e12, 90e9, 12.5e9), 3, 9216),
         flops_per_second=peaks(bfloat16=2307, float8=4614),
         devices_per_chip=2,
-        host_bytes=240_000_000_000,
         kinds=("TPU7x", "TPU7", "TPU v7", "TPU v7x"),
         sources={
             "usable_hbm_bytes": f"{_OOM}: 94.75 GiB a device",
@@ -122,7 +110,7 @@ _SHEET = "NVIDIA's data sheet"
 _NVIDIA = f"{_SHEET}; scaling book, table of GPUs"
 _ENGINEERING = "secondary: ml-engineering"
 # What most of them have in common, and where that is from.
-_SHARED = {"torus_dims": 0, "island_chips": 8, "dcn_bytes_per_second": 50e9, "host_bytes_per_second": 64e9}
+_SHARED = {"torus_dims": 0, "island_chips": 8, "dcn_bytes_per_second": 50e9}
 _SOURCES = {
     "usable_hbm_bytes": "secondary: what CUDA or HIP reports, in public logs of programs that ran out of memory",
     "flops_per_second": f"{_NVIDIA}; float32 is TF32",
@@ -144,7 +132,6 @@ def _gpu(
 _A100 = peaks(bfloat16=312, int8=624, float32=156)
 _A100_HOST: dict[str, Any] = {
     "dcn_bytes_per_second": 25e9,
-    "host_bytes_per_second": 32e9,
     "sources": {"dcn_bytes_per_second": "secondary: the usual machine, one network card a GPU, 200 Gb/s"},
 }
 _HOPPER = peaks(bfloat16=989, int8=1979, float8=1979, float32=494)
@@ -170,12 +157,9 @@ GPUS: tuple[Chip, ...] = (
     _gpu(
         *("gb200", "NVIDIA GB200", gib(186), gib(184.31), 8e12, 900e9, _GB200),
         island_chips=72,
-        host_bytes=240_000_000_000,
-        host_bytes_per_second=450e9,
         sources={
             "hbm_bytes": f"{_SHEET}: 13.4 TB in a rack of 72; secondary for one GPU",
             "flops_per_second": f"{_SHEET}, half of a superchip; float32 is TF32",
-            "host_bytes_per_second": f"{_SHEET}: NVLink-C2C, 900 GB/s both ways, shared by two GPUs",
             "*": _SHEET,
         },
     ),

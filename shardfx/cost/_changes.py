@@ -12,8 +12,7 @@ from .._ground.tree import flatten
 from .._plan import Request, further
 from .._rules import Fsdp
 from .._step import Dims, Frame, argument_names, step_of
-from ._constrained import constrained
-from ._counted import Counted
+from ._counted import Counted, constrained
 
 
 # How many other sizes of the batch are traced to find the largest that fits.

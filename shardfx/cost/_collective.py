@@ -1,5 +1,6 @@
-"""What one collective of a compiled program sends, and between whom."""
+"""What one collective of a compiled program sends, and between whom: all forms in which HLO writes that."""
 
+import math
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -7,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .._ground.errors import ProgramError
-from ._groups import Groups, Numbering, groups_of
 from ._hlo_text import Instruction, parts_of
 from ._hlo_types import Array, arrays_in
 
@@ -30,6 +30,22 @@ _ENDS = ("-done", "-update")
 # A GPU's compiler can write a permute as a send and a receive.
 _HAS_PAIRS = "source_target_pairs="
 _SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
+# Arrays of shape (groups, members) of device numbers, one for each size that groups have.
+Groups = tuple[np.ndarray, ...]
+
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
+# `[4,2]<=[2,4]T(1,0)`: 0 to 7 in that shape, its axes swapped, in four groups of two.
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: whole axes, or parts of them as (what comes before)size,
+# of a mesh whose devices are in order, or in that of `device_ids`.
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([^)]*\))?)\))? \{([^}]*)\}")
+_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_PAIR = re.compile(r"\{(\d+),(\d+)\}")
+# These say in so many words whether their numbers are of devices; others say it by having a channel.
+_SAYS_WHOSE = ("all-gather", "all-reduce", "reduce-scatter")
 
 
 class Collective(NamedTuple):
@@ -71,7 +87,7 @@ class Collective(NamedTuple):
     def _received(self, members: np.ndarray) -> Fraction:
         """What all devices of the groups take in, which have these numbers in `apart`."""
         if self.kind == "collective-permute":
-            return self.bytes * int((members[:, 0] != members[:, 1]).sum())
+            return self.bytes * int((members[:, 0] != members[:, -1]).sum())
         size = members.shape[1]
         if self.kind in ("all-to-all", "ragged-all-to-all"):
             return self.bytes * int((members[:, :, None] != members[:, None, :]).sum()) / size
@@ -82,7 +98,7 @@ class Collective(NamedTuple):
         return self.bytes * others * (size if self.kind == "reduce-scatter" else 1)
 
 
-def collective_of(instruction: Instruction, numbering: Numbering) -> Collective | None:
+def collective_of(instruction: Instruction, devices: int) -> Collective | None:
     """The collective that an instruction is; `None` for one that sends nothing, and for the end of one.
 
     **Raises:**
@@ -96,7 +112,7 @@ def collective_of(instruction: Instruction, numbering: Numbering) -> Collective 
         _require_local(instruction)
         return None
     arrays = _arrays(instruction)
-    return Collective(kind, arrays, tuple(array.bytes for array in arrays), groups_of(instruction, kind, numbering))
+    return Collective(kind, arrays, tuple(array.bytes for array in arrays), groups_of(instruction, kind, devices))
 
 
 def channel_of(instruction: Instruction) -> int | None:
@@ -153,3 +169,88 @@ def _require_local(instruction: Instruction) -> None:
             f"the program has a collective of a kind that is not known, `{opcode}`, so its traffic cannot be counted: "
             f"{instruction.text:.300}"
         )
+
+
+def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
+    """The devices that exchange in a collective of a program that `devices` of them run.
+
+    **Returns:**
+
+    Arrays of shape (groups, members), one for each size that groups have. For a permute one of shape (pairs, 2), sender
+    and receiver, those that send to themselves left out.
+
+    **Raises:**
+
+    `ProgramError` for groups that cannot be read, that name a device twice or one that is not there; it shows the line.
+    """
+    rows = (_pairs(instruction),) if kind == "collective-permute" else _rows(instruction)
+    for members in [] if rows is None or kind == "collective-permute" else [np.concatenate([*map(np.ravel, rows)])]:
+        if len(set(members.tolist())) < members.size:
+            raise ProgramError(f"a collective names a device twice: {instruction.text:.300}")
+    has_channel = "channel_id=" in instruction.structure
+    is_of_devices = "use_global_device_ids=true" in instruction.structure
+    if is_of_devices or (has_channel and kind not in _SAYS_WHOSE):
+        return (np.arange(devices)[None],) if rows is None else _known(rows, instruction, devices)
+    # Other numbers are those of replicas, of which a program has one: all its devices, or each alone.
+    _known(rows or (), instruction, 1)
+    return (np.arange(devices).reshape((1, -1) if has_channel else (-1, 1)),)
+
+
+def _known(rows: Groups, instruction: Instruction, count: int) -> Groups:
+    most = max((int(own.max()) for own in rows if own.size), default=0)
+    if most >= count:
+        raise ProgramError(
+            f"a collective names number {most}, and the program has {count} of what it names; pass `mesh=` if the "
+            f"text's first line does not count its devices: {instruction.text:.300}"
+        )
+    return rows
+
+
+def _pairs(instruction: Instruction) -> np.ndarray:
+    # In the attributes of a send or receive they can be in quotes.
+    found = _PAIRS.search(instruction.structure) or _PAIRS.search(instruction.attributes.replace('"', ""))
+    if found is None:
+        raise ProgramError(f"a permute does not say who sends to whom: {instruction.text:.300}")
+    pairs = [(int(source), int(target)) for source, target in _PAIR.findall(found[1])]
+    return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
+
+
+def _rows(instruction: Instruction) -> Groups | None:
+    text = instruction.structure
+    if listed := _LISTED.search(text):
+        rows = [list(map(int, group.split(","))) for group in listed[1][1:-1].split("},{") if group]
+        sizes = dict.fromkeys(map(len, rows))
+        return tuple(np.array([row for row in rows if len(row) == size]) for size in sizes)
+    if iota := _IOTA.search(text):
+        return (_iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])),)
+    if mesh := _MESH.search(text):
+        return (_mesh_groups(mesh[1], mesh[2], mesh[3]),)
+    if "replica_groups={}" in text or "replica_groups=" not in text:
+        return None
+    raise ProgramError(f"the groups of a collective cannot be read: {instruction.text:.300}")
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    sizes = [int(size) for size in shape.split(",")]
+    axes = None if order is None else [int(axis) for axis in order.split(",")]
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes)
+
+
+def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
+    wanted = {name: (int(before or 1), int(part) if part else None) for name, before, part in _USED.findall(used)}
+    shape, inside = [], []
+    for name, size in _AXIS.findall(mesh):
+        before, part = wanted.get(name, (int(size), 1))
+        part = int(size) if part is None else part
+        inside.append(len(shape) + 1)
+        shape += [before, part, int(size) // before // part]
+    ids = np.arange(math.prod(shape)) if order is None else _device_ids(order)
+    outside = [axis for axis in range(len(shape)) if axis not in inside]
+    grid = ids.reshape(shape).transpose(*outside, *inside)
+    return grid.reshape(-1, math.prod(shape[axis] for axis in inside))
+
+
+def _device_ids(order: str) -> np.ndarray:
+    if found := _ORDER.match(order):
+        return _iota(found[1], found[2]).ravel()
+    return np.array([int(number) for number in re.findall(r"\d+", order)])

@@ -1,16 +1,9 @@
-"""Compiling a step ahead of time for a topology that is not there, with a cache on disk."""
+"""Compiling a step ahead of time for a topology that is not there."""
 
 import dataclasses
-import functools as ft
-import hashlib
-import importlib.metadata
-import json
-import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,13 +16,6 @@ from ..interop import tpu
 from ..topology import MeshSpec
 
 
-_FORMAT = "shardfx program 2"
-_MOST_BYTES = 2**31
-# Locations of MLIR text: `#loc3 = loc(callsite(#loc1 at #loc2))`, and these of the package itself.
-_LOCATION = re.compile(r"^(#loc\d*) = (loc\(.*\))$", re.MULTILINE)
-_CALLED = re.compile(r"loc\(callsite\((#loc\d*) at (#loc\d*)\)\)")
-_ALIAS = re.compile(r"#loc\d*")
-_PACKAGE = str(Path(__file__).parents[1])
 # What lowers a step for a device, by what JAX calls the device's platform.
 _PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
 # What the TPU's compiler says where arguments and all else are too much, and where temporaries alone are.
@@ -85,7 +71,8 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
 class CompiledFor:
     """A step as it was compiled for a topology; made by [`shardfx.cost.compile_for`][].
 
-    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it as they read what JAX compiles. It cannot be run.
+    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it as they read what JAX compiles. It cannot be run. It
+    is plain data: `pickle` keeps it in a file.
 
     **Arguments:**
 
@@ -95,7 +82,7 @@ class CompiledFor:
     - `argument_paths`: the path of each array, with its argument's name in front, by its name in the text.
     - `target`: what it was compiled for.
     - `chip`: of the target; `None` where it is not known.
-    - `seconds`: how long the compiler took; 0 for one that was read from the cache.
+    - `seconds`: how long the compiler took.
     - `device_ids`: of the devices that it was compiled for, in the order of the mesh.
     """
 
@@ -127,7 +114,6 @@ def compile_for(
     *args: object,
     target: str | Mesh | Sequence[object] = "tpu:v5e:4x4",
     mesh: MeshSpec | None = None,
-    cache: str | os.PathLike[str] | None = None,
 ) -> CompiledFor:
     """Compiles a step for a topology that is not there: [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it.
 
@@ -142,8 +128,6 @@ def compile_for(
     - `target`: a TPU topology such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or devices, or
         a Mesh of them.
     - `mesh`: the mesh of the arguments, where it spans slices that their shardings do not know.
-    - `cache`: a directory that keeps what was compiled, by the digest of the program, the target and the versions. A
-        file in it that is cut off, or that somebody changed, is compiled again and replaced.
 
     **Returns:**
 
@@ -174,25 +158,15 @@ def compile_for(
     on, name = _mesh_of(target, made.mesh)
     devices = tuple(on.devices.flat)
     lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
-    file = None if cache is None else _file_of(Path(cache), _key(lowered, on, name))
-    found = None if file is None else _read(file)
-    seconds = 0.0
-    if found is None:
-        start = time.perf_counter()
-        # JAX compiles what was lowered without devices by the default platform's client, even for other devices.
-        lowered._lowering.compile_args["backend"] = devices[0].client
-        program = compiled(lowered, devices)
-        seconds = time.perf_counter() - start
-        found = {
-            "text": program.as_text(),
-            "memory": dataclasses.asdict(memory_of(program)),
-            "paths": {one.name: made.path(one.name) for one in made.parameters[0]},
-        }
-        if file is not None:
-            _write(file, found)
+    start = time.perf_counter()
+    # JAX compiles what was lowered without devices by the default platform's client, even for other devices.
+    lowered._lowering.compile_args["backend"] = devices[0].client
+    program = compiled(lowered, devices)
+    seconds = time.perf_counter() - start
+    paths = {one.name: made.path(one.name) for one in made.parameters[0]}
     ids = tuple(int(device.id) for device in devices)
-    memory = MemoryAnalysis(**found["memory"])
-    return CompiledFor(found["text"], memory, made.mesh, found["paths"], name, _chip_of(on), seconds, ids)
+    chip, memory = _chip_of(on), memory_of(program)
+    return CompiledFor(program.as_text(), memory, made.mesh, paths, name, chip, seconds, ids)
 
 
 def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
@@ -247,82 +221,3 @@ def _chip_of(mesh: Mesh) -> chips.Chip | None:
         return chips.find(_device_name(mesh.devices.flat[0]))
     except ChipError:
         return None
-
-
-def _key(lowered: Any, mesh: Mesh, name: str) -> str:
-    """The digest of all that decides what the compiler makes."""
-    devices = [(device.id, _device_name(device)) for device in mesh.devices.flat]
-    told = json.dumps(
-        [_FORMAT, name, devices, [*mesh.shape.items()], jax.__version__, importlib.metadata.version("jaxlib")]
-    )
-    text = _without_callers(lowered.as_text(debug_info=True))
-    return hashlib.sha256(f"{told}\n{_compiler_version(mesh)}\n{text}".encode()).hexdigest()
-
-
-def _without_callers(text: str) -> str:
-    """A program's text with its locations written out, as far as the lines that led to `compile_for`: who asks does not
-    change what is compiled."""
-    table = dict(_LOCATION.findall(text))
-
-    @ft.lru_cache(maxsize=len(table) + 1)
-    def told(name: str) -> str:
-        if called := _CALLED.fullmatch(table.get(name, "")):
-            inner = told(called[1])
-            return inner if _PACKAGE in inner else f"{inner} at {told(called[2])}"
-        return _ALIAS.sub(lambda found: told(found[0]), table.get(name, ""))
-
-    return _ALIAS.sub(lambda found: told(found[0]), _LOCATION.sub("", text))
-
-
-def _compiler_version(mesh: Mesh) -> str:
-    return str(mesh.devices.flat[0].client.platform_version)
-
-
-def _file_of(directory: Path, key: str) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory / f"{key}.json"
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    """What a file of the cache holds; `None` unless it is whole and as it was written."""
-    try:
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
-            return None
-        header, _, body = file.read_text(encoding="utf-8").partition("\n")
-    except (OSError, UnicodeDecodeError):
-        return None
-    if header != _header(body):
-        return None
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    return found if _is_whole(found) else None
-
-
-def _is_whole(found: object) -> bool:
-    """Whether it has the form of what `_write` writes; the digest alone says nothing of who wrote it."""
-    names = {field.name for field in dataclasses.fields(MemoryAnalysis)}
-    if not isinstance(found, dict) or set(found) != {"text", "memory", "paths"}:
-        return False
-    memory, paths = found["memory"], found["paths"]
-    return (
-        isinstance(found["text"], str)
-        and isinstance(memory, dict)
-        and set(memory) == names
-        and all(type(count) is int and count >= 0 for count in memory.values())
-        and isinstance(paths, dict)
-        and all(isinstance(path, str) for path in paths.values())
-    )
-
-
-def _write(file: Path, found: dict[str, object]) -> None:
-    body = json.dumps(found)
-    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as out:
-        out.write(f"{_header(body)}\n{body}")
-    os.replace(name, file)  # whole or not at all, also where two processes compile the same
-
-
-def _header(body: str) -> str:
-    return f"{_FORMAT} {hashlib.sha256(body.encode('utf-8', 'surrogatepass')).hexdigest()}"

@@ -22,7 +22,7 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
-_NUMBERED = {"replicas": re.compile(r"\breplica_count=(\d+)"), "partitions": re.compile(r"\bnum_partitions=(\d+)")}
+_REPLICAS, _PARTITIONS = re.compile(r"\breplica_count=(\d+)"), re.compile(r"\bnum_partitions=(\d+)")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -111,14 +111,12 @@ class HloModule:
     - `entry`: the name of the computation that runs first.
     - `computations`: by name, the instructions by name; callees come before their callers.
     - `stacks`: by the number that instructions give, the frames of the trace, innermost first.
-    - `replicas`: how often the whole program runs beside itself, as its first line says; 1 where it does not.
-    - `partitions`: how many devices share one replica.
+    - `partitions`: how many devices run it, as its first line says; 1 where it does not.
     """
 
     entry: str
     computations: dict[str, dict[str, Instruction]]
     stacks: dict[int, tuple[Frame, ...]]
-    replicas: int = 1
     partitions: int = 1
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
@@ -176,8 +174,13 @@ def parse_hlo(text: str) -> HloModule:
             "`as_text()`."
         )
     header = text.partition("\n")[0]
-    counts = {name: int(found[1]) for name, form in _NUMBERED.items() if (found := form.search(header))}
-    return HloModule(entry, computations, _stacks(tables), **counts)
+    replicas, partitions = (int(found[1]) if (found := form.search(header)) else 1 for form in (_REPLICAS, _PARTITIONS))
+    if replicas > 1:
+        raise ProgramError(
+            f"the program runs as {replicas} replicas, as `jax.pmap` once wrote it; write the step for `jax.jit` and a "
+            "mesh of as many devices."
+        )
+    return HloModule(entry, computations, _stacks(tables), partitions)
 
 
 def _instruction(line: str) -> Instruction:

@@ -10,7 +10,7 @@ from .. import chips
 from .._ground.errors import MeshError
 from .._ground.html import html_text
 from .._ground.text import bytes_text, first_lines, table
-from ..chips._links import Ring, axes_on, extents_of
+from ..chips._chip import Ring, axes_on, extents_of
 from ..topology import MeshSpec
 from ._traffic_rows import Traffic, TrafficRow
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools as ft
 import json
-import linecache
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -112,11 +111,6 @@ class ArrayRow:
     bytes_per_device: int
     origins: tuple[Origin, ...]
     number: int = dataclasses.field(repr=False)
-
-    @property
-    def expression(self) -> str:
-        """The text of its line, where the file is there."""
-        return linecache.getline(self.source.file, self.source.line).strip() if self.source else ""
 
 
 @dataclasses.dataclass(frozen=True)

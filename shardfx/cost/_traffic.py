@@ -14,7 +14,6 @@ from .._ground.errors import LeafTypeError, ProgramError
 from .._step import own_line
 from ..topology import MeshSpec
 from ._collective import Collective, channel_of, collective_of
-from ._groups import Numbering
 from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
 from ._runs import Runs, runs_of
@@ -126,11 +125,11 @@ def read(
     slices = max(
         [slices_of(module), *[own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]]
     )
-    spec, numbering = None if mesh is None else MeshSpec.of(mesh), Numbering(module.replicas, module.partitions)
-    if spec is not None and numbering.size == 1:
-        numbering = Numbering(1, spec.size)  # its first line does not say so
-    where = Where(spec, mesh, numbering, slices, ids)
-    found = _Reader(module, runs, where, numbering, paths).rows()
+    spec = None if mesh is None else MeshSpec.of(mesh)
+    # The first line of some texts does not say it.
+    devices = spec.size if spec is not None and module.partitions == 1 else module.partitions
+    where = Where(spec, mesh, devices, slices, ids)
+    found = _Reader(module, runs, where, devices, paths).rows()
     return Traffic(tuple(one.row for one in found), where.devices, where.names)
 
 
@@ -180,10 +179,10 @@ class _Reader:
         module: HloModule,
         runs: Mapping[str, tuple[Runs, ...]],
         where: Where,
-        numbering: Numbering,
+        devices: int,
         paths: Mapping[str, str],
     ):
-        self.module, self.runs, self.where, self.numbering, self.paths = module, runs, where, numbering, paths
+        self.module, self.runs, self.where, self.devices, self.paths = module, runs, where, devices, paths
 
     @ft.cached_property
     def origins(self) -> Origins:
@@ -228,7 +227,7 @@ class _Reader:
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
         if is_transfer(instruction):
             return self.counted(instruction, transfer_of(instruction, self.where), runs)
-        collective = collective_of(instruction, self.numbering)
+        collective = collective_of(instruction, self.devices)
         if collective is None:
             return None
         collective = collective._replace(groups=self.where.lifted(collective.groups, runs.slice))

@@ -59,11 +59,6 @@ class TrafficRow:
     arrays: tuple[str, ...] = ()
     phase: Phase = ""
 
-    @property
-    def crosses_dcn(self) -> bool:
-        """Whether any of it comes from another slice."""
-        return self.dcn_bytes > 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:

@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import topology
 from .._ground.errors import MeshError, ProgramError
 from ..topology import MeshSpec
-from ._collective import Collective, sent_by
-from ._groups import Groups, Numbering
+from ._collective import Collective, Groups, sent_by
 from ._hlo_text import HloModule, Instruction
 
 
@@ -42,7 +41,7 @@ class Where:
     **Arguments:**
 
     - `spec`, `mesh`: the mesh, if it is known.
-    - `numbering`: of the devices in the program.
+    - `own`: how many devices the program counts.
     - `slices`: over how many slices the program runs, as far as it says.
     - `ids`: of the devices of the mesh, in its order, if they are known.
     """
@@ -51,25 +50,23 @@ class Where:
         self,
         spec: MeshSpec | None,
         mesh: MeshSpec | Mesh | AbstractMesh | None,
-        numbering: Numbering,
+        own: int,
         slices: int = 1,
         ids: Sequence[int] = (),
     ):
-        self.devices = numbering.size * slices if spec is None else spec.size
+        self.devices = own * slices if spec is None else spec.size
         self.names = () if spec is None else spec.axis_names
         sizes = () if spec is None else spec.axis_sizes
         count = np.arange(self.devices)
         self.coordinates = np.stack(np.unravel_index(count, sizes)) if sizes else np.zeros((0, self.devices))
         self.apart, self.slices = count, _slice_numbers(spec, mesh, self.devices)
-        if not self.slices.any() and self.devices == numbering.size * slices:
-            self.slices = count // numbering.size
+        if not self.slices.any() and self.devices == own * slices:
+            self.slices = count // own
         programs: list[np.ndarray] = [np.flatnonzero(self.slices == number) for number in range(self.slices.max() + 1)]
-        if self.devices == numbering.size:
+        if self.devices == own:
             programs = [count]
-        if {len(own) for own in programs} != {numbering.size}:
-            raise MeshError(
-                f"the program runs on {numbering.size * slices} devices, and the mesh {spec} has {self.devices}."
-            )
+        if {len(one) for one in programs} != {own}:
+            raise MeshError(f"the program runs on {own * slices} devices, and the mesh {spec} has {self.devices}.")
         self.programs = np.stack(programs)
         ids = [device.id for device in mesh.devices.ravel()] if isinstance(mesh, Mesh) else ids
         self.ids = {id_: at for at, id_ in enumerate(ids)}

@@ -4,7 +4,6 @@ import pytest
 
 from shardfx.cost._after import PASSES, as_compiled
 from shardfx.cost._collective import collective_of
-from shardfx.cost._groups import Numbering
 from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._runs import runs_of, trip_count
 
@@ -16,10 +15,10 @@ _FOURS = "channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true"
 def _sent(text, platform):
     """Kind, type, times and bytes of each collective that a step sends after a platform's passes."""
     module = as_compiled(parse_hlo(text), platform)
-    numbering, found = Numbering(1, module.partitions), []
+    found = []
     for name, ways in runs_of(module).items():
         for own in module.computations[name].values():
-            if (one := collective_of(own, numbering)) is not None:
+            if (one := collective_of(own, module.partitions)) is not None:
                 found.append((one.kind, one.dtype, sum(way.count for way in ways), int(one.bytes)))
     return sorted(found)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardfx import chips, topology
-from shardfx.chips._links import axes_on, extents_of, shared
+from shardfx.chips._chip import axes_on, extents_of, shared
 from shardfx.errors import ChipError, MeshError
 
 

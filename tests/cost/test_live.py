@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from shardfx import MeshSpec
 from shardfx.cost import fit
 from shardfx.cost._hlo_text import parse_hlo
+from shardfx.cost._hlo_types import padded
 from shardfx.cost._live import held
-from shardfx.cost._live.buffers import padded
-from shardfx.cost._live.order import listed
+from shardfx.cost._live.arrays import listed
 
 
 def structs(mesh, **shapes):

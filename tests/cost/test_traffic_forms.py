@@ -21,37 +21,16 @@ FLAT = GROUPED[:3]
 SIZE = 64  # bytes of a result
 
 
-def program(line, replicas=1, partitions=1):
-    header = f"HloModule m, replica_count={replicas}, num_partitions={partitions}"
-    return f"{header}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
+def program(line, devices=1):
+    return f"HloModule m, num_partitions={devices}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
 
 
-def meant(kind, channel, flat, replicas, partitions, rows):
-    """The groups of device numbers that XLA reads, each device looking for itself: `None` stands for all."""
-
-    def name(device):
-        replica, partition = divmod(device, partitions)
-        if flat:
-            return device, 0
-        if channel and kind not in FLAT:
-            return partition, ("replica", replica)
-        return replica, 0 if channel else ("partition", partition)
-
-    groups = {}
-    for device in range(replicas * partitions):
-        number, beside = name(device)
-        row = 0 if rows is None else next((at for at, row in enumerate(rows) if number in row), None)
-        if row is not None:
-            groups.setdefault((row, beside), []).append(device)
-    return list(groups.values())
-
-
-def received(kind, groups, devices):
+def received(kind, rows, devices):
     """The mean over devices of what each takes in, one device at a time."""
     total = Fraction(0)
-    for group in groups:
-        count = len(group)
-        for at, _ in enumerate(group):
+    for row in rows:
+        count = len(row)
+        for at, _ in enumerate(row):
             if kind == "all-reduce":
                 total += 2 * Fraction(SIZE, count) * (count - 1)  # its piece of the sum of each, then each other's
             elif kind == "reduce-scatter":
@@ -65,62 +44,60 @@ def received(kind, groups, devices):
 
 @st.composite
 def drawn(draw):
-    kind = draw(st.sampled_from(GROUPED))
-    replicas, partitions = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
-    channel = draw(st.booleans())
-    flat = channel and kind in FLAT and draw(st.booleans())
-    count = replicas * partitions if flat else partitions if channel and kind not in FLAT else replicas
-    rows, text = None, draw(st.sampled_from(["replica_groups={}, ", ""]))
-    size = draw(st.sampled_from([size for size in range(1, count + 1) if count % size == 0]))
-    form = draw(st.sampled_from(["empty", "listed", "uneven", "iota", "swapped", "mesh"]))
-    order = list(range(count))
+    """A line, how many devices run it, and what each receives. Without a channel each device is alone."""
+    kind, devices = draw(st.sampled_from(GROUPED)), draw(st.sampled_from([1, 2, 3, 4, 8]))
+    size = draw(st.sampled_from([size for size in range(1, devices + 1) if devices % size == 0]))
+    form = draw(st.sampled_from(["empty", "listed", "uneven", "iota", "swapped", "mesh", "alone"]))
+    order = list(range(devices))
     if form in ("listed", "uneven"):
         order = draw(st.permutations(order))
     if form == "swapped":
-        order = [row + at * (count // size) for row in range(count // size) for at in range(size)]
-    if form != "empty":
-        rows = [order[at : at + size] for at in range(0, count, size)]
-    if form == "uneven" and kind in FLAT and count > 2:
+        order = [row + at * (devices // size) for row in range(devices // size) for at in range(size)]
+    rows = [order[at : at + size] for at in range(0, devices, size)]
+    if form in ("empty", "alone"):
+        rows = [order] if form == "empty" else [[device] for device in order]
+    if form == "uneven" and kind in FLAT and devices > 2:
         rows = [order[:1], order[1:]]
-    if form in ("listed", "uneven"):
-        text = "replica_groups={" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows or ()) + "}, "
-    elif form == "iota":
-        text = f"replica_groups=[{count // size},{size}]<=[{count}], "
-    elif form == "swapped":
-        text = f"replica_groups=[{count // size},{size}]<=[{size},{count // size}]T(1,0), "
-    elif form == "mesh":
-        text = f"replica_groups=mesh['a'={count // size},'b'={size}] {{'b'}}, "
-    line = (
-        f"%g = f32[16]{{0}} {kind}(%p), {text}{'channel_id=7, ' if channel else ''}use_global_device_ids={flat}".lower()
-    )
-    return (
-        line,
-        replicas,
-        partitions,
-        received(kind, meant(kind, channel, flat, replicas, partitions, rows), replicas * partitions),
-    )
+    listed = "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows) + "}"
+    text = {
+        "empty": draw(st.sampled_from(["replica_groups={}, ", ""])),
+        "alone": "replica_groups={{0}}, ",
+        "iota": f"replica_groups=[{devices // size},{size}]<=[{devices}], ",
+        "swapped": f"replica_groups=[{devices // size},{size}]<=[{size},{devices // size}]T(1,0), ",
+        "mesh": f"replica_groups=mesh['a'={devices // size},'b'={size}] {{'b'}}, ",
+    }.get(form, f"replica_groups={listed}, ")
+    # Those that say whose their numbers are need no word where all devices are one group.
+    flat = kind in FLAT and form != "alone" and (form != "empty" or draw(st.booleans()))
+    channel = "" if form == "alone" else "channel_id=7, "
+    line = f"%g = f32[16]{{0}} {kind}(%p), {text}{channel}use_global_device_ids={flat}".lower()
+    return line, devices, received(kind, rows, devices)
 
 
 @given(drawn())
 @settings(max_examples=120, deadline=None)
-def test_groups_of_replicas_partitions_and_devices_against_a_count_device_by_device(case):
-    line, replicas, partitions, right = case
-    (row,) = traffic(program(line, replicas, partitions)).rows
+def test_groups_of_devices_against_a_count_device_by_device(case):
+    line, devices, right = case
+    (row,) = traffic(program(line, devices)).rows
     assert row.wire_bytes == round(right), line
 
 
-@given(st.integers(1, 3), st.integers(2, 5), st.booleans(), st.data())
+@given(st.integers(2, 5), st.booleans(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_permutes_of_replicas_and_partitions(replicas, partitions, channel, data):
-    count = partitions if channel else replicas
-    targets = data.draw(st.permutations(range(count)))
-    kept = data.draw(st.lists(st.integers(0, count - 1), unique=True))
-    pairs = [(source, targets[source]) for source in kept]
+def test_permutes(devices, channel, data):
+    targets = data.draw(st.permutations(range(devices)))
+    kept = data.draw(st.lists(st.integers(0, devices - 1), unique=True)) if channel else [0]
+    pairs = [(source, targets[source] if channel else source) for source in kept]
     text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
     line = f"%c = (f32[12], s8[16]) collective-permute(%p, %q), source_target_pairs={{{text}}}"
-    (row,) = traffic(program(line + (", channel_id=1" if channel else ""), replicas, partitions)).rows
+    (row,) = traffic(program(line + (", channel_id=1" if channel else ""), devices)).rows
     moved = sum(source != target for source, target in pairs)
-    assert row.wire_bytes == round(Fraction(64 * moved, count))
+    assert row.wire_bytes == round(Fraction(64 * moved, devices))
+
+
+def test_a_program_of_replicas_is_an_error():
+    text = program("%d = f32[8]{0} add(%p, %p)").replace("HloModule m", "HloModule m, replica_count=4")
+    with pytest.raises(ProgramError, match="runs as 4 replicas, as `jax.pmap` once wrote it; write the step for"):
+        traffic(text)
 
 
 PAIRS = "_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3}}"
@@ -150,7 +127,7 @@ ALL = "channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true"
     ],
 )
 def test_bytes_of_forms_that_are_seldom(line, right):
-    assert traffic(program(line, partitions=4)).wire_bytes == right
+    assert traffic(program(line, 4)).wire_bytes == right
 
 
 @pytest.mark.parametrize(
@@ -160,7 +137,10 @@ def test_bytes_of_forms_that_are_seldom(line, right):
             "%r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0,7}}, use_global_device_ids=true",
             "names number 7",
         ),
-        ("%r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0},{1}}, to_apply=%add", "1 replicas of 4"),
+        (
+            "%r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0},{1}}, to_apply=%add",
+            "the program has 1 of what it names",
+        ),
         ("%r = f32[8] all-to-all(%x), channel_id=1, replica_groups={{0,1},{1,2}}", "names a device twice"),
         (f"%r = q8[8] all-gather(%x), {ALL}", r"size of `q8\[8\]` is not known"),
         (f"%r = f32[?] all-gather(%x), {ALL}", r"size of `f32\[\?\]` is not known"),
@@ -180,13 +160,13 @@ def test_bytes_of_forms_that_are_seldom(line, right):
 )
 def test_what_cannot_be_counted_is_an_error_with_its_line(line, words):
     with pytest.raises(ProgramError, match=words) as caught:
-        traffic(program(line, partitions=4))
+        traffic(program(line, 4))
     assert line.partition("(")[0] in str(caught.value)
 
 
 def test_a_ragged_exchange_says_that_its_sizes_are_not_known():
     line = "%r = s8[16]{0} ragged-all-to-all(%x, %o, %a, %b, %c, %d), channel_id=1, replica_groups={{0,1,2,3}}"
-    (row,) = traffic(program(line, partitions=4)).rows
+    (row,) = traffic(program(line, 4)).rows
     assert row.wire_bytes == 12 and "a ragged exchange sends what its sizes say" in row.note
 
 

@@ -10,7 +10,7 @@ import pytest
 from shardfx import chips, topology
 from shardfx.auto import _core as core
 from shardfx.auto._core import CostModel, find, machine_of, shares
-from shardfx.chips._links import extents_of
+from shardfx.chips._chip import extents_of
 
 
 MODEL = CostModel()

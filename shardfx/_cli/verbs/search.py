@@ -54,7 +54,6 @@ _FIELDS = tuple(
 @click.option(
     "--closely", type=Whole(positive=True), default=12, show_default=True, help="How many to compile, at most."
 )
-@click.option("--cache", metavar="DIRECTORY", help="Keeps compiled programs.")
 @click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
 @click.option("--write", "code_file", metavar="FILE", help="Write the best mesh and rules as Python.")
 @JSON
@@ -67,7 +66,6 @@ def search(
     rules: tuple[str, ...],
     verify: str | None,
     closely: int,
-    cache: str | None,
     kwargs: str | None,
     code_file: str | None,
     json_file: str | None,
@@ -85,7 +83,7 @@ def search(
     if verify is not None:
         emulate(calling("reading --target", lambda: device_count(hardware["devices"], hardware["chip"])))
     with working(f"searching for {step}") as work:
-        more = {"verify": verify, "cache": cache, "closely": closely}
+        more = {"verify": verify, "closely": closely}
         given = {"keep": keep, "also": also, "progress": work.tell, **hardware, **more}
         found = calling("searching", lambda: search_of(function, *args, **given))
     text = "\n\n".join([_table(found), *map(str, found)])

@@ -35,7 +35,6 @@ _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its
     "compiler sends more.",
 )
 @click.option("--target", metavar="tpu:KIND:AxBxC", help="Compile for this TPU slice; needs the extra `aot`.")
-@click.option("--cache", metavar="DIR", help="Keep what was compiled for --target in this directory.")
 @click.option("--chip", metavar="CHIP", help="Say how long it takes over the links of this one; see `shardfx chips`.")
 @JSON
 def traffic(
@@ -44,7 +43,6 @@ def traffic(
     kwargs: str | None,
     how: str,
     target: str | None,
-    cache: str | None,
     chip: str | None,
     json_file: str | None,
 ) -> None:
@@ -56,7 +54,7 @@ def traffic(
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
     hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
-        program = None if how == "estimate" else compiled(loaded, target, cache)
+        program = None if how == "estimate" else compiled(loaded, target)
         found = _found(loaded, program, how, "cpu" if how == "compare" and target is None else "tpu")
     sent = found.compiled if how == "compare" else found
     timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from .._groups import Groups, Numbering, groups_of
+from .._collective import Groups, groups_of
 from .._hlo_text import HloModule, Instruction
 from .._hlo_types import index_of, root_of
 
@@ -82,7 +82,7 @@ class Details:
     """The attributes of a module's collectives, with the groups as lists whatever form the text has."""
 
     def __init__(self, module: HloModule):
-        self.numbering = Numbering(1, module.partitions)
+        self.devices = module.partitions
         self.known: dict[str, Groups] = {}
 
     def of(self, instruction: Instruction) -> str:
@@ -100,7 +100,7 @@ class Details:
         found = _GROUPS.search(instruction.attributes)
         key = found[0] if found else instruction.name
         if key not in self.known:
-            self.known[key] = groups_of(instruction, instruction.opcode, self.numbering)
+            self.known[key] = groups_of(instruction, instruction.opcode, self.devices)
         return self.known[key]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._groups import Groups, Numbering, groups_of
+from .._collective import Groups, groups_of
 from .._hlo_text import HloModule, Instruction
 from .._hlo_types import Array, array_of
 from .graph import Computation, Details, in_each, renamed, users_of, with_groups, with_operands
@@ -150,14 +150,12 @@ _ROWS, _LANES = 8, 128
 
 def scattered(module: HloModule) -> HloModule:
     """The module with an all-reduce that only a slice for each device uses as one reduce-scatter, where TPUs do so."""
-    numbering = Numbering(1, module.partitions)
-    return in_each(module, lambda _, name, own: _scattered(own, numbering, is_tpu=True))
+    return in_each(module, lambda _, name, own: _scattered(own, module.partitions, is_tpu=True))
 
 
 def always_scattered(module: HloModule) -> HloModule:
     """The module with every all-reduce that only a slice for each device uses as one reduce-scatter."""
-    numbering = Numbering(1, module.partitions)
-    return in_each(module, lambda _, name, own: _scattered(own, numbering, is_tpu=False))
+    return in_each(module, lambda _, name, own: _scattered(own, module.partitions, is_tpu=False))
 
 
 def summed_parts(module: HloModule) -> HloModule:
@@ -171,14 +169,14 @@ def _summed(gather: Instruction, computation: Computation) -> Instruction:
     return gather._replace(opcode="all-reduce") if is_row else gather
 
 
-def _scattered(computation: Computation, numbering: Numbering, *, is_tpu: bool) -> Computation:
+def _scattered(computation: Computation, devices: int, *, is_tpu: bool) -> Computation:
     users = users_of(computation)
     slices: dict[str, Instruction] = {}
     for name, own in computation.items():
         if own.opcode == "all-reduce" and len(own.operands) == 1 and len(users[name]) == 1:
             (part,) = users[name]
             order = _order(users, part) if is_tpu else None
-            if part.opcode == "dynamic-slice" and _is_part(own, part, numbering, order):
+            if part.opcode == "dynamic-slice" and _is_part(own, part, devices, order):
                 slices[part.name] = own
     whole = {own.name for own in slices.values()}
     return {
@@ -195,16 +193,16 @@ def _order(users: Mapping[str, list[Instruction]], part: Instruction) -> tuple[i
     return dims or tuple(range(len(array_of(part).shape)))
 
 
-def _is_part(reduction: Instruction, part: Instruction, numbering: Numbering, order: tuple[int, ...] | None) -> bool:
+def _is_part(reduction: Instruction, part: Instruction, devices: int, order: tuple[int, ...] | None) -> bool:
     """Whether each device of a group keeps its own part, and the compiler scatters it.
 
     `order` is about TPUs: of the dimensions as they lie in memory; `None` stands for other platforms.
     """
-    groups = groups_of(reduction, "all-reduce", numbering)
+    groups = groups_of(reduction, "all-reduce", devices)
     size = groups[0].shape[1]
     if len(groups) != 1 or size == 1:
         return False
-    if order is not None and size in _SQUARES and size == numbering.size:
+    if order is not None and size in _SQUARES and size == devices:
         return False
     dtype, before = array_of(reduction)
     after = array_of(part).shape

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from ..._step import Frame, own_line
 from .._hlo_text import HloModule, Phase, phase_of
-from .._hlo_types import Array
-from .arrays import Arrays
-from .buffers import IN_PLACE, PRODUCTS, bytes_of
+from .._hlo_types import IN_PLACE, PRODUCTS, Array, bytes_of
+from .arrays import Arrays, listed
 from .narrow import narrowed
-from .order import listed
 from .program import Body, LiveOp, program_of
 from .recompute import Recomputed, recomputed
 

@@ -10,7 +10,7 @@ import math
 import re
 
 from .._hlo_text import Instruction
-from .buffers import PIECES, VIEWS
+from .._hlo_types import PIECES, VIEWS
 from .program import Body, LiveOp, OpenedProgram, Uses
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 from .._hlo_text import HloModule, Instruction
-from .._hlo_types import Array, index_of
-from .buffers import Result, result_of
+from .._hlo_types import Array, Result, index_of, result_of
 
 
 # The numbers of the values that an instruction makes: one, or a tuple of such.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from .buffers import ELEMENTWISE, VIEWS
+from .._hlo_types import ELEMENTWISE, VIEWS
 from .program import Body, LiveOp, OpenedProgram, Uses, reached
 
 
