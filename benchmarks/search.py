@@ -5,7 +5,6 @@ import functools as ft
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,14 +39,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slice", default="cpu:8", help="of that table, as tpu:v5e:4x4")
     parser.add_argument("--models", default="", help="of that table: those with this in their names")
     parser.add_argument("--clock", action="store_true", help="of that table: small models, run on these devices")
-    parser.add_argument("--programs", type=Path, help="of that table: a directory that keeps what is compiled")
     parser.add_argument("--candidates", type=int, default=40, help="candidates that are compiled for the order")
 
 
 def cases(options: Options) -> list[Entry]:
     if options.flags.hands:
         flags = options.flags
-        return search_hands.cases(flags.slice, flags.models, flags.programs, flags.clock)
+        return search_hands.cases(flags.slice, flags.models, flags.clock)
     found: list[Entry] = [
         Finding("speed of the core, 256 devices", _speed, (Limit("million candidates per second", at_least=1.0),)),
         Finding(

@@ -31,7 +31,7 @@ KEPT = Path(__file__).parent / "results" / "hands"
 _OWN = 4
 
 
-def cases(target: str, only: str, programs: Path | None, clock: bool) -> list[Entry]:
+def cases(target: str, only: str, clock: bool) -> list[Entry]:
     """A finding for each model on this slice."""
     dtype = jnp.float32 if target.startswith("cpu") else jnp.bfloat16
     called = f"{target} by the clock" if clock else target
@@ -39,7 +39,7 @@ def cases(target: str, only: str, programs: Path | None, clock: bool) -> list[En
     found: list[Entry] = [
         Finding(
             f"{name} on {called}",
-            ft.partial(_kept, name, called, lambda make=make: measure(target, make(), programs)),
+            ft.partial(_kept, name, called, lambda make=make: measure(target, make())),
             (Limit("choice over best by hand", at_most=1.02),),
         )
         for name, make in (small_models() if clock else models(dtype) | _unseen()).items()
@@ -84,14 +84,14 @@ def _all(target: str) -> dict[str, Value]:
     }
 
 
-def _measured(target: str, model: tuple[Any, ...], programs: Path | None) -> dict[str, Any]:
+def _measured(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     """The choice and all ways by hand, compiled; seconds are computation and sending, nothing hidden."""
-    return _held_against(target, model, lambda pricer, ones, on: compiled(pricer, ones, on, programs, print))
+    return _held_against(target, model, lambda pricer, ones, on: compiled(pricer, ones, on, print))
 
 
-def _run(target: str, model: tuple[Any, ...], programs: Path | None) -> dict[str, Any]:
+def _run(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     """The same on the devices, in turn."""
-    return _held_against(target, model, lambda pricer, ones, on: ran(pricer, ones, on, programs, print))
+    return _held_against(target, model, lambda pricer, ones, on: ran(pricer, ones, on, print))
 
 
 def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.auto.Candidate]]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def filter_jit(
 @overload
 def filter_jit(
     fn: None = None, *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
-) -> Callable[[Callable[P, R]], "Jitted[P, R]"]: ...
+) -> "Decorator": ...
 
 
 def filter_jit(
@@ -136,8 +136,20 @@ def filter_jit(
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """
-    given = ft.partial(Jitted, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate)
+    given = Decorator(in_shardings, out_shardings, donate)
     return given if fn is None else given(fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decorator:
+    """A `filter_jit` that waits for its function: a checker learns what it takes and returns when it gets it."""
+
+    in_shardings: Any
+    out_shardings: Any
+    donate: Donate
+
+    def __call__(self, fn: Callable[P, R]) -> "Jitted[P, R]":
+        return Jitted(fn, self.in_shardings, self.out_shardings, self.donate)
 
 
 @dataclasses.dataclass(eq=False)
