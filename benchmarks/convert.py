@@ -96,7 +96,7 @@ def cases(options: Options) -> list[Entry]:
     # Where others use the machine, processor time tells more; of `device_put` threads that spin count too.
     both = (*times, *[dataclasses.replace(limit, value=f"processor_{limit.value}") for limit in times])
     again = (Limit("first_over_second", at_least=5.0),)
-    # The plan's limit is 16 MiB; the allocator keeps some of what is free.
+    # A round of the plan has 16 MiB at most.
     stream = (Limit("sync_over_stream", at_least=0.6), Limit("mebibytes_beside_both_states", at_most=16.0))
     stream = _full(options, stream)
     plans = (
