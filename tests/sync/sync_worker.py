@@ -1,4 +1,4 @@
-"""A trainer or an engine of its own, for tests that kill one: `sync_worker.py trainer` or `engine PORT`."""
+"""A trainer or an engine of its own, for tests that end one: `sync_worker.py trainer`, `engine PORT`, `leave True`."""
 
 import sys
 
@@ -59,5 +59,25 @@ def serve(port):
         print(f"has {receiver.revision} {sorted(values)}", flush=True)
 
 
+def leave(closes):
+    """Publishes, pulls and ends, while the sender's threads may still let go of arrays."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = MeshSpec({"data": 8}).build(jax.devices())
+    tree = {f"w{i}": np.ones((64, 1024), np.float32) for i in range(200)}
+    made = shardfx.plan(tree, mesh, paths=PathRules([(".*", P("data"))]))
+    plan = plan_transfer(made, made)
+    sender = Sender(plan, SECRET)
+    sender.publish(jax.device_put(tree, made.shardings), 1)
+    assert Receiver(plan, made, [sender.address], SECRET).pull()
+    if closes:
+        sender.close()
+
+
 if __name__ == "__main__":
-    train() if sys.argv[1] == "trainer" else serve(int(sys.argv[2]))
+    match sys.argv[1]:
+        case "trainer":
+            train()
+        case "engine":
+            serve(int(sys.argv[2]))
+        case "leave":
+            leave(sys.argv[2] == "True")

@@ -73,3 +73,8 @@ def test_a_trainer_goes_on_when_its_engine_is_killed(started, seed):
         line = other.stdout.readline()
     assert line.startswith("has") and whole(line) > 0
     assert trainer.poll() is None
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_trainer_may_end_right_behind_a_sync(started, closes):
+    assert started("leave", closes).wait(60) == 0

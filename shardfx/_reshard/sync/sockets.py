@@ -160,7 +160,8 @@ class Sender:
         self._listening = socket.create_server((host, port))
         self.address: Address = self._listening.getsockname()[:2]
         self._is_closed = False
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._serving = threading.Thread(target=self._serve, daemon=True)
+        self._serving.start()
 
     def publish(self, arrays: Mapping[str, jax.Array], revision: int) -> None:
         """Makes arrays, by path, the newest revision. They are not copied: do not donate them before the next one."""
@@ -174,6 +175,7 @@ class Sender:
         # A thread that waits in `accept` is not woken by `close` alone.
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
+        self._serving.join()
 
     def _serve(self) -> None:
         while not self._is_closed:
@@ -181,7 +183,8 @@ class Sender:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            # Python waits for it when it ends: a thread that is stopped while it lets go of arrays ends the process.
+            threading.Thread(target=self._answer, args=(connection,), daemon=False).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection:
