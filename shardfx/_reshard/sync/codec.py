@@ -12,6 +12,7 @@ import numpy as np
 from ..._convert import NOWHERE, Counted, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
 from ..._ground.errors import PlanFormatError
 from ..._plan import decode_dtype
+from .planning import form_of, sent_of
 from .transfer import BUFFER, FORM, PLACE, PROCESS, Buffer, Form, Kind, SentLeaf, TransferPlan
 
 
@@ -202,44 +203,36 @@ def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: Kind) -> None:
         ):
             raise ValueError(f"leaf `{leaf.path}` has the box {buffer.box} in shape {leaf.shape}")
     for number, form in enumerate(kind.forms):
-        own = kind.rows[kind.rows[:, FORM] == number]
         start = Piece(form.value, (0,) * form.rank, (0,) * len(leaf.shape), form.factors)
         if any(factor.target_dim >= len(leaf.shape) for factor in form.factors) or not _fits(start, leaf.shape):
             raise ValueError(f"leaf `{leaf.path}` has a piece that does not fit its shape {leaf.shape}")
-        is_local = form.value.path is None
+        own, is_local = kind.rows[kind.rows[:, FORM] == number], form.value.path is None
         if not np.isin(own[:, PROCESS], [-1] if is_local else plan.senders).all():
             raise ValueError(f"leaf `{leaf.path}` has a piece from no process of the senders")
+        dtypes = {name: source.dtype for name, source in sources.items()}
+        if form != form_of(None if is_local else sent_of(form.value, dtypes), start, form.rank, leaf.dtype):
+            raise ValueError(f"leaf `{leaf.path}` is sent otherwise than its casts and scales say")
         if not is_local:
-            _check_form(leaf, form, sources, own[:, PLACE : PLACE + form.rank])
+            _check_source(leaf, form, sources, own[:, PLACE : PLACE + form.rank])
     if not _is_covered(kind, len(leaf.shape)):
         raise ValueError(f"leaf `{leaf.path}`: the elements of its shards are not each written once")
 
 
-def _check_form(leaf: SentLeaf, form: Form, sources: Mapping[str, Struct], places: np.ndarray) -> None:
+def _check_source(leaf: SentLeaf, form: Form, sources: Mapping[str, Struct], places: np.ndarray) -> None:
     value = form.value
     source = sources[value.path or ""]
     shape, dtype = source.shape, source.dtype
     if value.scale is not None:
-        scales = sources[value.scale.path]
-        if scales.shape != tuple(-(-size // each) for size, each in zip(shape, value.scale.block, strict=True)):
+        dtype, scales = np.dtype("float32"), sources[value.scale.path].shape
+        if scales != tuple(-(-size // each) for size, each in zip(shape, value.scale.block, strict=True)):
             raise ValueError(f"leaf `{leaf.path}` has scales of another shape")
-        if form.scales not in (None, scales.dtype):
-            raise ValueError(f"leaf `{leaf.path}` has scales of another dtype")
-        dtype = np.dtype("float32") if form.scales is None else dtype
-    elif form.scales is not None:
-        raise ValueError(f"leaf `{leaf.path}` has scales that nothing is multiplied by")
     if form.rank != len(shape) or any(factor.source_dim >= len(shape) for factor in form.factors):
         raise ValueError(f"leaf `{leaf.path}` has a piece of more dimensions than `{value.path}`")
     start = swapped(Piece(value, (0,) * len(shape), (0,) * len(leaf.shape), form.factors))
     ends = [high for _, high in hull(start)]
     if not _fits(start, shape) or (places + np.array(ends, np.int64) > np.array(shape, np.int64)).any():
         raise ValueError(f"leaf `{leaf.path}` has a piece outside of `{value.path}`")
-    if form.casts > (len(value.casts) if form.scales is None else 0):
-        raise ValueError(f"leaf `{leaf.path}` is sent with casts that it does not have")
-    if np.dtype([dtype, *dtypes_of(value.casts[: form.casts])][-1]) != form.sent:
-        raise ValueError(f"leaf `{leaf.path}` is sent as {form.sent}, which its casts do not give")
-    start = np.dtype("float32") if value.scale is not None else dtype
-    if np.dtype([start, *dtypes_of(value.casts)][-1]) != leaf.dtype:
+    if np.dtype([dtype, *dtypes_of(value.casts)][-1]) != leaf.dtype:
         raise ValueError(f"leaf `{leaf.path}` is {leaf.dtype}, which its casts do not give")
 
 

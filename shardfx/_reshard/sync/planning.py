@@ -130,6 +130,37 @@ def _boxes(leaf: MovedLeaf) -> list[Box]:
     return [(*found[device], *more) for device in order]
 
 
+class Sent(NamedTuple):
+    """What is sent of a value: of an array, its dtype and the casts that it gets on either side, and of its scales."""
+
+    value: Value
+    path: str
+    dtype: np.dtype
+    casts: tuple[object, ...]
+    scales: np.dtype | None
+
+
+def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
+    """What is sent of a value of arrays of these dtypes."""
+    assert value.path is not None
+    dtype = dtypes[value.path]
+    if value.scale is None:
+        return Sent(value, value.path, dtype, value.casts, None)
+    if bits(dtype) < sent_bits(value, _FLOAT32):
+        # Smaller as it is than as the product: the receiver multiplies.
+        return Sent(value, value.path, dtype, (), dtypes[value.scale.path])
+    return Sent(value, value.path, _FLOAT32, value.casts, None)
+
+
+def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> Form:
+    """The form of a piece: of what is sent, or of a constant."""
+    if one is None:
+        return Form(piece.value, piece.factors, 0, 0, dtype, None)
+    count = first_casts(one.casts, one.dtype)
+    sent = np.dtype([one.dtype, *dtypes_of(one.casts[:count])][-1])
+    return Form(one.value, piece.factors, rank, count, sent, one.scales)
+
+
 class _Jobs(NamedTuple):
     """What is the same for all leaves: the process of each device of both jobs, and what is planned of them."""
 
@@ -147,10 +178,11 @@ def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, Mo
             devices.setdefault((jobs.receivers[at], box), []).append(locals_there[at])
     buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
     # Each piece has an array of its own, so that the cuts know what is sent of it.
-    plain, read = [], dict[str, _Read]()
+    plain, read = [], dict[str, Sent]()
+    dtypes = {name: data_of(leaf.shape, leaf.dtype)[1] for name, leaf in sources.items()}
     for number, piece in enumerate(pieces):
         if piece.value.path is not None:
-            own = read[str(number)] = _read(piece.value, sources)
+            own = read[str(number)] = sent_of(piece.value, dtypes)
             piece = piece._replace(value=Value(str(number), casts=own.casts))
         plain.append(piece)
     made = Made(*data_of(target.shape, target.dtype), tuple(plain))
@@ -169,7 +201,7 @@ def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, Mo
 def _add(
     table: "_Table",
     made: Made,
-    read: Mapping[str, "_Read"],
+    read: Mapping[str, Sent],
     holders: Mapping[str, Mapping[Box, Sequence[int]]],
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
@@ -211,12 +243,12 @@ class _Table:
         self._buffers: list[int] = []
 
     def add(
-        self, sender: tuple[int, int], one: "_Read | None", start: Sequence[int], piece: Piece, buffers: Sequence[int]
+        self, sender: tuple[int, int], one: Sent | None, start: Sequence[int], piece: Piece, buffers: Sequence[int]
     ) -> None:
         """A piece of a shard that begins at `start`, for some buffers."""
         number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
         if number == len(self.forms):
-            self.forms.append(_form(one, piece, len(start), self._dtype))
+            self.forms.append(form_of(one, piece, len(start), self._dtype))
         source = [low + at for low, at in zip(start, piece.source, strict=False)] + [0] * (self._rank - len(start))
         self._rows += [*sender, 0, number, *source, *piece.target]
         self._counts.append(len(buffers))
@@ -246,35 +278,6 @@ def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
             for cell in it.product(*map(it.pairwise, edges)) if others else [own]:
                 for piece in within(swapped(part.piece), cell):
                     yield part._replace(piece=swapped(piece))
-
-
-def _form(one: "_Read | None", piece: Piece, rank: int, dtype: np.dtype) -> Form:
-    if one is None:
-        return Form(piece.value, piece.factors, 0, 0, dtype, None)
-    count = first_casts(one.casts, one.dtype)
-    sent = np.dtype([one.dtype, *dtypes_of(one.casts[:count])][-1])
-    return Form(one.value, piece.factors, rank, count, sent, one.scales)
-
-
-class _Read(NamedTuple):
-    """What is sent of a value: of an array, its dtype and the casts that it gets on either side."""
-
-    value: Value
-    path: str
-    dtype: np.dtype
-    casts: tuple[object, ...]
-    scales: np.dtype | None
-
-
-def _read(value: Value, sources: Mapping[str, MovedLeaf]) -> _Read:
-    assert value.path is not None
-    dtype = np.dtype(data_of((), sources[value.path].dtype)[1])
-    if value.scale is None:
-        return _Read(value, value.path, dtype, value.casts, None)
-    if bits(dtype) < sent_bits(value, _FLOAT32):
-        # Smaller as it is than as the product: the receiver multiplies.
-        return _Read(value, value.path, dtype, (), np.dtype(sources[value.scale.path].dtype))
-    return _Read(value, value.path, _FLOAT32, value.casts, None)
 
 
 def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
