@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import canonical
@@ -30,7 +31,7 @@ def shard(tree: np.ndarray, plan: ShardPlan) -> jax.Array: ...
 def shard(tree: T, plan: ShardPlan) -> T: ...
 
 
-def shard(tree: object, plan: ShardPlan) -> Any:
+def shard(tree: object, plan: ShardPlan) -> PyTree:
     """Puts every array of a tree where the plan says: the same on one process and on many.
 
     Inside `jax.jit`, where nothing can be put anywhere, it constrains every array, as [`shardfx.constrain`][] does.
@@ -89,7 +90,7 @@ def gather(tree: jax.Array) -> np.ndarray: ...
 def gather(tree: T) -> T: ...
 
 
-def gather(tree: object) -> Any:
+def gather(tree: object) -> PyTree:
     """Brings every array of a tree whole to the host: the same on one process and on many.
 
     **Arguments:**
@@ -124,7 +125,7 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
     return [leaf if i < 0 else _constrained_leaf(leaf, rows[i], plan) for leaf, i in pairs]
 
 
-def _constrained_leaf(leaf: object, row: Row, plan: ShardPlan) -> Any:
+def _constrained_leaf(leaf: object, row: Row, plan: ShardPlan) -> PyTree:
     x = constrain(leaf, row.spec, plan, strict=True)
     if row.memory_kind is None:
         return x

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+from jaxtyping import PyTree
 
 from shardfx import AxisRules, PathRules, ShardPlan, checkpoint, presets
 from shardfx.errors import PlanFormatError
@@ -25,7 +26,7 @@ Rules = tuple[PathRules | None, AxisRules | None]
 class Model(NamedTuple):
     """A model that a command line names: its arrays, and the plan where a plan was named."""
 
-    tree: Any
+    tree: PyTree
     plan: ShardPlan | None = None
 
 
@@ -96,7 +97,7 @@ def _plan(path: str, text: str) -> ShardPlan:
         raise UsageError(f"{path!r}: {one_line(error)}") from error
 
 
-def _checkpoint(path: str) -> Any:
+def _checkpoint(path: str) -> PyTree:
     try:
         return calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path)))
     except UsageError as error:

@@ -7,7 +7,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
+from .._ground.spec import DType
 from .._ground.tree import flatten
 from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
@@ -102,7 +104,7 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
     }
 
 
-def applied(steps: Sequence[Rules], tree: object, like: object) -> Any:
+def applied(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     """As `TreeMap.apply`."""
     flat = flatten(tree)
     arrays = {
@@ -161,7 +163,7 @@ def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(arrays[names[0]]) if names else None)
 
 
-def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, arrays: Mapping[str, object]) -> jax.Array:
+def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, arrays: Mapping[str, object]) -> jax.Array:
     if len(pieces) == 1 and pieces[0].elements == math.prod(shape):
         return _values(pieces[0], arrays, dtype).reshape(shape)
     out = jnp.zeros(shape, dtype)
@@ -176,7 +178,7 @@ def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, arrays:
     return out
 
 
-def _values(piece: Piece, arrays: Mapping[str, object], dtype: Any) -> jax.Array:
+def _values(piece: Piece, arrays: Mapping[str, object], dtype: DType) -> jax.Array:
     """The elements of a piece, in the order of the target's dimensions."""
     order = [factor for dim in range(len(piece.target)) for factor in along(piece, dim)]
     sizes = [math.prod(factor.size for factor in along(piece, dim)) for dim in range(len(piece.target))]

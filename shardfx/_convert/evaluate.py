@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._ground.errors import MapError
+from .._ground.spec import DType
 from .expression import From, counted_leaf
 from .forms import check_number
 from .patterns import Binding, pattern, sum_of
@@ -147,7 +148,7 @@ def _constant(_: Sequence[Made], value: object, shape: tuple[int, ...], dtype: s
     return filled_with(value, tuple(shape), jnp.dtype(dtype))
 
 
-def filled_with(value: Any, shape: tuple[int, ...], dtype: Any) -> Made:
+def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
     """A number as an array."""
     check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
@@ -329,7 +330,7 @@ def _counted(sign: Literal["*", "+"]) -> Callable[..., Made]:
     return run
 
 
-def check_counted(number: float, dtype: Any) -> float:
+def check_counted(number: float, dtype: DType) -> float:
     """The number that arrays of a dtype are counted with; raises for those that are not counted with any."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise MapError(f"{dtype} is not counted with {number!r}: cast it to floating-point numbers first.")

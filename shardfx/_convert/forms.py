@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.errors import MapError
+from .._ground.spec import DType
 from .patterns import sum_of
 
 
@@ -125,7 +126,7 @@ def _dtype(value: Any) -> str | None:
         return None
 
 
-def check_number(value: Any, dtype: Any, what: str) -> None:
+def check_number(value: Any, dtype: DType, what: str) -> None:
     """Raises where an array of a dtype cannot hold a number."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .._ground.boxes import Box
+from .._ground.spec import DType
 from .casts import cast_array
 
 
@@ -24,7 +25,7 @@ class Struct(NamedTuple):
     """A leaf's shape and dtype."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
 
 
 class Scale(NamedTuple):
@@ -144,7 +145,7 @@ class Made:
     """What an expression gives: its shape, its dtype, and the pieces that fill it, each element once."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     pieces: tuple[Piece, ...]
 
 

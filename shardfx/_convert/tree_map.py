@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxtyping import PyTree
+
 from .._ground.errors import MapError
 from .._ground.html import html_text
 from .._ground.text import first_lines
@@ -139,7 +141,7 @@ class TreeMap:
             raise MapError(f"`then` takes a TreeMap, not {other!r:.80}.")
         return of_steps([*self.steps, *other.steps])
 
-    def apply(self, tree: object, like: object = None) -> Any:
+    def apply(self, tree: object, like: object = None) -> PyTree:
         """The target of whole arrays, in NumPy; of JAX arrays, traced ones included, in JAX.
 
         This is what all other ways agree with, bit by bit; for large sharded trees use [`shardfx.reshard`][].

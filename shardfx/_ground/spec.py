@@ -3,7 +3,7 @@
 import functools as ft
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec
 
 from .errors import SpecError
 
+
+# NumPy's dtypes, and JAX's own of keys: no public type is both.
+DType: TypeAlias = Any
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 # JAX 0.9 has no `spec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
@@ -123,7 +126,7 @@ def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str,
 
 
 @ft.lru_cache(maxsize=256)
-def bits(dtype: Any) -> int:
+def bits(dtype: DType) -> int:
     """How many bits one element of `dtype` takes on a device: 4 for `int4`, 64 for a threefry PRNG key."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanFormatError
 from .._ground.reason import Code, Reason
-from .._ground.spec import UNCONSTRAINED, entries_of, unreduced_kind, with_reductions
+from .._ground.spec import UNCONSTRAINED, DType, entries_of, unreduced_kind, with_reductions
 from .._rules import Atomic, AxisRules, Fsdp, fsdp
 from ..topology import MeshSpec
 from .leaf import Row
@@ -22,7 +22,7 @@ _DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def encode_mesh(mesh: MeshSpec) -> Any:
+def encode_mesh(mesh: MeshSpec) -> object:
     types = [kind.name for kind in mesh.axis_types]
     return [list(row) for row in zip(mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True)]
 
@@ -37,7 +37,7 @@ def decode_mesh(data: object) -> MeshSpec:
     )
 
 
-def encode_entry(entry: object) -> Any:
+def encode_entry(entry: object) -> object:
     """One entry of a spec, of names, or a rule's target."""
     if entry is UNCONSTRAINED:
         return {"unconstrained": True}
@@ -56,7 +56,7 @@ def decode_entry(data: object) -> Any:
     raise PlanFormatError(f"{data!r} is no entry of a spec; it must be null, a name, or a list of names.")
 
 
-def encode_spec(spec: PartitionSpec) -> Any:
+def encode_spec(spec: PartitionSpec) -> object:
     entries = [encode_entry(entry) for entry in entries_of(spec)]
     if not (spec.unreduced or spec.reduced):
         return entries
@@ -75,7 +75,7 @@ def decode_spec(data: Any) -> PartitionSpec:
     return PartitionSpec(*[decode_entry(entry) for entry in data])
 
 
-def encode_rules(rules: AxisRules | None) -> Any:
+def encode_rules(rules: AxisRules | None) -> object:
     if rules is None:
         return None
     written = {
@@ -100,7 +100,7 @@ def decode_rules(data: Any) -> AxisRules | None:
     )
 
 
-def encode_reason(reason: Reason) -> Any:
+def encode_reason(reason: Reason) -> object:
     return [reason.code.name, reason.dim, list(reason.axes), reason.message]
 
 
@@ -111,7 +111,7 @@ def decode_reason(data: Any) -> Reason:
     return Reason(Code[code], dim, tuple(axes), message)
 
 
-def encode_strategy(strategy: Fsdp) -> Any:
+def encode_strategy(strategy: Fsdp) -> object:
     return [list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
 
 
@@ -132,7 +132,7 @@ def _are_names(value: object) -> bool:
 
 
 @ft.lru_cache(maxsize=256)
-def encode_dtype(dtype: Any) -> str:
+def encode_dtype(dtype: DType) -> str:
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         return np.dtype(dtype).name
     for name in _KEY_IMPLEMENTATIONS:
@@ -144,7 +144,7 @@ def encode_dtype(dtype: Any) -> str:
 
 
 @ft.lru_cache(maxsize=256)
-def decode_dtype(name: str) -> Any:
+def decode_dtype(name: str) -> DType:
     if name.startswith("key<") and name.removeprefix("key<").removesuffix(">") in _KEY_IMPLEMENTATIONS:
         return key_dtype(name.removeprefix("key<").removesuffix(">"))
     try:
@@ -157,7 +157,7 @@ def decode_dtype(name: str) -> Any:
 
 
 @ft.lru_cache(maxsize=8)
-def key_dtype(implementation: str) -> Any:
+def key_dtype(implementation: str) -> DType:
     """The dtype of a PRNG key array, without making one."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
@@ -168,10 +168,10 @@ class _Field(NamedTuple):
     what: str
     is_valid: Callable[[Any], bool]
     decode: Callable[[Any], Any]
-    encode: Callable[[Any], Any] = encode_entry
+    encode: Callable[[Any], object] = encode_entry
 
 
-def _encode_each(encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _encode_each(encode: Callable[[Any], object]) -> Callable[[Any], object]:
     return lambda values: [encode(value) for value in values]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from .._ground.errors import PlanFormatError, PlanMismatchError
 from .._ground.text import between_numbers, joined, plural
@@ -146,14 +147,14 @@ class Content:
         return [named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows]
 
     @ft.cached_property
-    def shardings(self) -> Any:
+    def shardings(self) -> PyTree:
         return self.tree(self.row_shardings)
 
     @ft.cached_property
-    def specs(self) -> Any:
+    def specs(self) -> PyTree:
         return self.tree([row.spec for row in self.rows])
 
-    def tree(self, values: Sequence[object], other: object = None) -> Any:
+    def tree(self, values: Sequence[object], other: object = None) -> PyTree:
         """The planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are no arrays."""
         table = [*values, other]
         return self.skeleton.filled([table[i] for i in self.index])

@@ -11,6 +11,7 @@ from .._ground.errors import SpecError
 from .._ground.reason import Code, Decision, Reason, reason
 from .._ground.spec import (
     UNCONSTRAINED,
+    DType,
     array_bytes,
     canonical_entry,
     entries_of,
@@ -28,7 +29,7 @@ class Leaf(NamedTuple):
     """What correction asks of an array; `units` has an entry per dimension, or is `None` where any cut will do."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     units: tuple[int, ...] | None
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.reason import Code, reason
@@ -191,7 +192,7 @@ class _NoArray:
         return "a leaf that is no array"
 
 
-def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> Any:
+def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
     structs = [_structs(arg, mesh, other) for arg in given]
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
@@ -205,7 +206,7 @@ def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: Abstra
         return eqx.filter_eval_shape(init, *structs)
 
 
-def _structs(arg: object, mesh: AbstractMesh | None, other: object) -> Any:
+def _structs(arg: object, mesh: AbstractMesh | None, other: object) -> PyTree:
     if not isinstance(arg, ShardPlan):
         return arg
     return arg.content.tree([_struct(row, mesh) for row in arg.content.rows], other)

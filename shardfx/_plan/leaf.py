@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import RuleError
 from .._ground.reason import Reason
-from .._ground.spec import array_bytes, pinned, shard_shape
+from .._ground.spec import DType, array_bytes, pinned, shard_shape
 from .._ground.text import array_text, printable
 
 
@@ -41,7 +42,7 @@ class LeafPlan:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     names: tuple[Any, ...] | None
     requested: PartitionSpec
     spec: PartitionSpec
@@ -64,7 +65,7 @@ class Row(NamedTuple):
     """How arrays that are planned alike are placed, and why: the fields of their LeafPlans, but for path and bytes."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     names: tuple[Any, ...] | None
     requested: PartitionSpec
     spec: PartitionSpec
@@ -97,7 +98,7 @@ def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: 
     return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
 
 
-def canonical_dtype(dtype: Any) -> Any:
+def canonical_dtype(dtype: DType) -> DType:
     """The dtype that JAX gives to a NumPy array of `dtype`."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return dtype
@@ -123,12 +124,12 @@ class Skeleton:
     structure: Any = None
 
     @ft.cached_property
-    def encoded(self) -> Any:
+    def encoded(self) -> object:
         """The tree's structure as a plan's JSON has it."""
         return encode_structure(self.treedef) if self.structure is None else self.structure
 
     @property
-    def numbered(self) -> Any:
+    def numbered(self) -> PyTree:
         """The tree with the number of each leaf, in the tree's order."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
@@ -136,17 +137,17 @@ class Skeleton:
         """What belongs to the leaves, brought from the order of `paths` into that of the tree."""
         return column if self.order is None else [column[i] for i in self.order]
 
-    def filled(self, column: Sequence[object]) -> Any:
+    def filled(self, column: Sequence[object]) -> PyTree:
         """The tree with these leaves, which are in the order of `paths`."""
         return jax.tree.unflatten(self.treedef, self.in_order(column))
 
 
-def encode_structure(treedef: object) -> Any:
+def encode_structure(treedef: object) -> object:
     """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
     return _encode_structure(treedef, {})
 
 
-def _encode_structure(treedef: Any, seen: dict[Any, Any]) -> Any:
+def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
@@ -156,7 +157,7 @@ def _encode_structure(treedef: Any, seen: dict[Any, Any]) -> Any:
     return seen[treedef]
 
 
-def _encode_node(kind: type, aux: Any, children: list[Any]) -> Any:
+def _encode_node(kind: type, aux: Any, children: list[object]) -> object:
     if kind is dict:
         return {"dict": [[_encode_key(key), child] for key, child in zip(aux, children, strict=True)]}
     if kind is list or kind is tuple:
@@ -166,7 +167,7 @@ def _encode_node(kind: type, aux: Any, children: list[Any]) -> Any:
     return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
 
 
-def _encode_key(key: object) -> Any:
+def _encode_key(key: object) -> object:
     return key if isinstance(key, str) else {type(key).__name__: repr(key)}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
@@ -60,7 +61,7 @@ def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | N
     return [own if node is None else node for node, own in zip(given, flat.names, strict=True)]
 
 
-def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> Any:
+def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> PyTree:
     """The logical names of a tree's arrays, with others for some of them: for `plan(..., names=...)`.
 
     So the names that modules of another library declare can be corrected without touching their source.

@@ -7,9 +7,11 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.reason import Code, reason, refined_reasons
+from .._ground.spec import DType
 from .._ground.tree import Flat, flatten
 from .._rules import (
     AxisRules,
@@ -49,11 +51,11 @@ _NO_RULES = PathRules(())
 
 
 def plan(
-    tree: Any,
+    tree: PyTree,
     mesh: MeshSpec | Mesh | AbstractMesh,
     *,
     paths: PathRules | None = None,
-    names: Any = None,
+    names: PyTree = None,
     axes: AxisRules | None = None,
     mode: str | None = None,
     min_bytes: int = 0,
@@ -297,7 +299,7 @@ def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[
     ]
 
 
-def _dtype(leaf: Any) -> Any:
+def _dtype(leaf: Any) -> DType:
     """The dtype that the array has on a device."""
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype

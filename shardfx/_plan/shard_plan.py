@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from .._ground.reason import Decision
@@ -70,17 +71,17 @@ class ShardPlan(eqx.Module):
         return self.content.leaves
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> PyTree:
         """The tree with a PartitionSpec at each array, and `None` at leaves that are no arrays."""
         return self.content.specs
 
     @property
-    def shardings(self) -> Any:
+    def shardings(self) -> PyTree:
         """The tree with a NamedSharding at each array: on the plan's jax Mesh, or else on an AbstractMesh."""
         return self.content.shardings
 
     @property
-    def structs(self) -> Any:
+    def structs(self) -> PyTree:
         """The tree with a `jax.ShapeDtypeStruct` at each array that has the array's sharding."""
         pairs = zip(self.content.rows, self.content.row_shardings, strict=True)
         return self.content.tree([jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=one) for row, one in pairs])

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from .._ground.errors import PlanMismatchError
 from .._ground.text import printable
@@ -27,7 +28,7 @@ class Target:
     others: list[tuple[int, str, Any]]
     treedef: Any
 
-    def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> Any:
+    def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
         """The tree with these arrays, and at the positions of other leaves what is kept for them."""
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError, check_type
-from .._ground.spec import array_bytes, bits, entries_of, shard_counts
+from .._ground.spec import DType, array_bytes, bits, entries_of, shard_counts
 from .._ground.tree import flatten, tree_paths
 from .._plan import ShardPlan, shardings_of_leaves
 
 
-def targets(form: Any, tree: Any, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:
+def targets(form: PyTree, tree: PyTree, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:
     """The sharding of each leaf; `None` for a leaf that is no array, and for one that is to be left alone.
 
     **Arguments:**
@@ -102,7 +103,7 @@ def leaf_name(path: str) -> str:
     return f"leaf `{path}`" if path else "the array"
 
 
-def data_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype of the arrays that are moved in the place of typed PRNG keys, and of others."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return shape, np.dtype(dtype)
@@ -110,7 +111,7 @@ def data_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
     return data.shape, np.dtype(data.dtype)
 
 
-def require_movable(shape: tuple[int, ...], dtype: Any, dst: Sharding) -> None:
+def require_movable(shape: tuple[int, ...], dtype: DType, dst: Sharding) -> None:
     """Raises for dtypes that JAX moves wrongly, and for shardings that do not divide the shape."""
     if jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4:
         raise LeafTypeError(

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError
 from .._ground.tree import flatten
@@ -35,7 +36,7 @@ class MappedMatrices:
     _others: Mapping[int, Other]
     _state: Callable[[Any], Any] | None
 
-    def __call__(self, tree: object, states: Any = None) -> Any:
+    def __call__(self, tree: object, states: PyTree = None) -> PyTree:
         """The tree with `fn` applied to every matrix; with `state=`, that and the new states."""
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
@@ -158,7 +159,7 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _mapped(
-    fn: Callable[..., object], exchange: Exchange, arrays: Sequence[Any], states: Any, mesh: Any
+    fn: Callable[..., object], exchange: Exchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
     """The arrays of an exchange after `fn`, and the new states: one program of each device."""
     parts = exchange.parts
@@ -180,7 +181,7 @@ def _mapped(
     return [jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)], states
 
 
-def _owned(fn: Callable[..., Any], exchange: Exchange, number: int, owned: Any, states: Any) -> tuple[Any, Any]:
+def _owned(fn: Callable[..., Any], exchange: Exchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
     """What a device owns after `fn` of the matrices of one stack, and their states, one after the other in a loop."""
     starts, stack = exchange.starts(number), exchange.stacks[number]
 

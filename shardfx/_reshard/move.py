@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from .._ground.boxes import boxes
-from .._ground.spec import array_bytes, bits
+from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
 from .destinations import (
     copies_bytes,
@@ -50,7 +50,7 @@ class Move:
 
     how: How
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     src: Sharding
     dst: Sharding
     lost: tuple[Any, ...] = ()

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.errors import LeafTypeError, MoveError, SpecError
@@ -24,23 +25,23 @@ T = TypeVar("T")
 
 @overload
 def reshard(
-    tree: Any,
-    dst: Any,
+    tree: PyTree,
+    dst: PyTree,
     *,
-    src: Any = None,
+    src: PyTree = None,
     map: TreeMap,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
     lost: Iterable[Any] = (),
-) -> Any: ...
+) -> PyTree: ...
 
 
 @overload
 def reshard(
     tree: np.ndarray,
-    dst: Any,
+    dst: PyTree,
     *,
-    src: Any = None,
+    src: PyTree = None,
     map: None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
@@ -51,9 +52,9 @@ def reshard(
 @overload
 def reshard(
     tree: T,
-    dst: Any,
+    dst: PyTree,
     *,
-    src: Any = None,
+    src: PyTree = None,
     map: None = None,
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
@@ -70,7 +71,7 @@ def reshard(
     memory_limit_bytes: SupportsIndex | None = None,
     donate: bool = False,
     lost: Iterable[object] = (),
-) -> Any:
+) -> PyTree:
     """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
 
     Live arrays go in groups: all leaves of one shape, dtype and pair of shardings share a program. Leaves that are
@@ -148,7 +149,7 @@ def resharded(
     donate: bool = False,
     lost: Iterable[object] = (),
     copies: bool = True,
-) -> Any:
+) -> PyTree:
     """As `reshard`; without `copies`, devices of the CPU run the programs of devices with memories of their own."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     if map is not None:

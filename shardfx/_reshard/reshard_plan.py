@@ -13,7 +13,7 @@ from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from .._ground.html import html_text
-from .._ground.spec import array_bytes
+from .._ground.spec import DType, array_bytes
 from .._ground.text import between_numbers, first_lines, joined, plural, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan
@@ -55,7 +55,7 @@ class LeafMove:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     src: Sharding
     dst: Sharding
     how: str
@@ -281,7 +281,7 @@ def _shard_bytes(leaf: "_Leaf") -> int:
 class _Leaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     sharding: Sharding
     mesh: MeshSpec | None = None  # of a plan without devices
 

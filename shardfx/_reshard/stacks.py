@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from .._ground.errors import LeafTypeError, MoveError, RuleError, SpecError
-from .._ground.spec import entries_of, entry_axes
+from .._ground.spec import DType, entries_of, entry_axes
 from .._plan import LeafPlan, ShardPlan
 
 
@@ -42,7 +42,7 @@ class Matrices(NamedTuple):
     entries: tuple[tuple[str, ...], ...]
     laid: tuple[tuple[str, ...], ...]
     matrix: tuple[int, int]
-    dtype: Any
+    dtype: DType
 
     @property
     def number(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
@@ -199,7 +200,7 @@ class PathRules(eqx.Module):
         return cls(parsed(text))
 
 
-def match(tree: object, rules: PathRules) -> Any:
+def match(tree: object, rules: PathRules) -> PyTree:
     """Which rule matches each array of a tree.
 
     **Arguments:**

@@ -70,7 +70,7 @@ def report_data(
     }
 
 
-def _mesh(mesh: MeshSpec) -> dict[str, Any]:
+def _mesh(mesh: MeshSpec) -> dict[str, object]:
     columns = zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, mesh.axis_types, strict=True)
     axes = [
         {"name": name, "size": int(size), "slices": int(slices), "type": kind.name}
@@ -79,7 +79,7 @@ def _mesh(mesh: MeshSpec) -> dict[str, Any]:
     return {"text": str(mesh), "devices": int(mesh.size), "slices": math.prod(mesh.dcn_sizes), "axes": axes}
 
 
-def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, Any]:
+def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, object]:
     whole = [row for row in rows if row.bytes_per_device == row.bytes] if plan.mesh.size > 1 else []
     return {
         "arrays": sum(row.count for row in rows),
@@ -115,7 +115,7 @@ def _verdict(
     return {"level": "bad" if errors or is_full or ratio >= _BAD else level, "text": ", ".join(filter(None, told))}
 
 
-def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, Any]:
+def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, object]:
     leaf = row.leaf
     return {
         "path": row.path,
@@ -158,11 +158,11 @@ def _axes(leaf: LeafPlan, spec: Any) -> list[list[str] | None]:
     return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
 
 
-def _reason(reason: Reason) -> dict[str, Any]:
+def _reason(reason: Reason) -> dict[str, object]:
     return {"code": reason.code.name, "dim": reason.dim, "axes": list(reason.axes), "message": reason.message}
 
 
-def _memory(rows: Sequence[ReportRow]) -> list[dict[str, Any]]:
+def _memory(rows: Sequence[ReportRow]) -> list[dict[str, object]]:
     """Bytes per device of each part of the tree, by the first name of the path; memory of the host apart."""
     sums: dict[tuple[str, str | None], int] = {}
     for row in rows:
@@ -174,14 +174,14 @@ def _memory(rows: Sequence[ReportRow]) -> list[dict[str, Any]]:
     ]
 
 
-def _memory_of_step(fit: Fit) -> list[dict[str, Any]]:
+def _memory_of_step(fit: Fit) -> list[dict[str, object]]:
     """The same for a step, with what it needs beside its arguments."""
     here = [(row.group, None, row.bytes) for row in fit.rows if row.bytes]
     away = [(row.group, "pinned_host", row.host_bytes) for row in fit.rows if row.host_bytes]
     return [{"group": group, "memory_kind": kind, "bytes_per_device": count} for group, kind, count in [*here, *away]]
 
 
-def _fit(fit: Fit) -> dict[str, Any]:
+def _fit(fit: Fit) -> dict[str, object]:
     changes = [dataclasses.asdict(change) for change in fit.changes]
     told = {"how": fit.how, "peak_bytes": fit.peak_bytes, "fits": fit.fits, "changes": changes}
     told |= {"batch": fit.batch, "largest_batch": fit.largest_batch, "notes": list(fit.notes)}
@@ -192,14 +192,14 @@ def _fit(fit: Fit) -> dict[str, Any]:
 _MOST_POINTS = 300
 
 
-def _timeline(timeline: Sequence[int]) -> dict[str, Any]:
+def _timeline(timeline: Sequence[int]) -> dict[str, object]:
     """Bytes in memory over the operations of a step: the most of each stretch of equal length."""
     count = min(len(timeline), _MOST_POINTS)
     ends = [len(timeline) * at // count for at in range(count + 1)] if count else [0]
     return {"operations": len(timeline), "bytes": [max(timeline[a:b]) for a, b in it.pairwise(ends)]}
 
 
-def _chip(chip: Chip) -> dict[str, Any]:
+def _chip(chip: Chip) -> dict[str, object]:
     usable = chip.usable_hbm_bytes_per_device
     return {"name": chip.name, "hbm_bytes": chip.hbm_bytes, "usable_hbm_bytes_per_device": usable}
 
@@ -208,12 +208,12 @@ _SUMS = ("devices", "wire_bytes", "dcn_bytes", "unsure_bytes")
 _SENT = ("kind", "windowed", "wire_bytes", "dcn_bytes", "calls", "dtype", "group_size", "leaf", "note")
 
 
-def _traffic(traffic: Traffic) -> dict[str, Any]:
+def _traffic(traffic: Traffic) -> dict[str, object]:
     rows = [_traffic_row(row) for row in traffic.rows]
     return {**{name: getattr(traffic, name) for name in _SUMS}, "rows": rows}
 
 
-def _traffic_row(row: TrafficRow) -> dict[str, Any]:
+def _traffic_row(row: TrafficRow) -> dict[str, object]:
     source = row.source
     place = (None, None) if source is None else (f"{source.file}:{source.line}", source.function)
     told = {name: getattr(row, name) for name in _SENT}
@@ -224,13 +224,13 @@ def _traffic_row(row: TrafficRow) -> dict[str, Any]:
 _AROUND, _LAYOUTS = 2, 2
 
 
-def step_data(fit: Fit) -> dict[str, Any] | None:
+def step_data(fit: Fit) -> dict[str, object] | None:
     """The arrays of the worst moment, and the source with what each line makes; `None` where there is no step."""
     known = fit.shardings
     return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
 
 
-def _held(one: Offender) -> dict[str, Any]:
+def _held(one: Offender) -> dict[str, object]:
     line = one.source and linecache.getline(one.source.file, one.source.line).strip()
     axes = [list(entry_axes(entry)) for entry in entries_of(one.spec)] if one.spec is not None else []
     by = [f"{own.axis}: {own.by or '?'}" for own in one.origins]
@@ -250,7 +250,7 @@ def _held(one: Offender) -> dict[str, Any]:
     }
 
 
-def _source(rows: Sequence[ArrayRow]) -> list[dict[str, Any]]:
+def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
     """By file the lines that make arrays and those around them, with their largest layouts."""
     made: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
@@ -260,7 +260,7 @@ def _source(rows: Sequence[ArrayRow]) -> list[dict[str, Any]]:
     return [{"file": file, "lines": _lines(file, lines)} for file, lines in made.items() if linecache.getlines(file)]
 
 
-def _lines(file: str, made: dict[int, dict[str, None]]) -> list[dict[str, Any]]:
+def _lines(file: str, made: dict[int, dict[str, None]]) -> list[dict[str, object]]:
     text = linecache.getlines(file)
     near = {at + by for at in made for by in range(-_AROUND, _AROUND + 1)}
     return [

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
-from .._ground.spec import bits
+from .._ground.spec import DType, bits
 from .lowered import Laid, Op
 
 
@@ -48,7 +48,7 @@ class StepValue:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     free: bool = False
     laid: Laid | None = None
 
@@ -97,7 +97,7 @@ _COMPLEX = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
 
 
 @ft.lru_cache(maxsize=128)
-def dtype_of(name: str) -> Any:
+def dtype_of(name: str) -> DType:
     """The dtype of an element type, as "bf16" or "ui8" or "f8E4M3FN"."""
     if name == "i1":
         return jnp.dtype("bool")

@@ -66,7 +66,7 @@ def opened(given: object) -> tuple[Any, Sequence[Any]]:
     return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
 
 
-def applied(jaxpr: Any, equation: Any, ins: Sequence[Any]) -> list[Any]:
+def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     """One equation carried out, with the name and the line that it came from."""
     known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
     alone = jaxpr.replace(
@@ -91,7 +91,7 @@ def carry_of(scan: Any) -> tuple[int, int]:
     return taken - carried, carried
 
 
-def frames_of(equation: Any) -> tuple[Frame, ...]:
+def frames_of(equation: jex.JaxprEqn) -> tuple[Frame, ...]:
     """The lines of an equation and of the calls around it, the innermost first."""
     traceback = equation.source_info.traceback
     frames = () if traceback is None else traceback.frames

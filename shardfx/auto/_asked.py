@@ -191,7 +191,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     return TracedStep(tied(program), flats, words, places, structs, made)
 
 
-def _count(jaxpr: Any, name: str) -> int:
+def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
     """How many equations of a primitive there are, in calls and loops too; for one device some lower to nothing."""
     inner = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
     found = sum(equation.primitive.name == name for equation in inner.eqns)

@@ -124,7 +124,7 @@ class _Walker:
     def __init__(self):
         self.count = 0
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
         arrays: dict[object, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
 
@@ -144,7 +144,7 @@ class _Walker:
             arrays.update(zip(equation.outvars, self.made(number, equation, outs), strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def rewritten(self, equation: Any) -> Any:
+    def rewritten(self, equation: jex.JaxprEqn) -> Any:
         """The equation with the programs that it holds walked through, too."""
         params = dict(equation.params)
         for key in _NESTED.get(equation.primitive.name, ()):
@@ -158,7 +158,7 @@ class _Walker:
         made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
-    def made(self, number: int, equation: object, outs: Sequence[object]) -> Sequence[Any]:
+    def made(self, number: int, equation: jex.JaxprEqn, outs: Sequence[Any]) -> Sequence[Any]:
         """What an equation makes."""
         return outs
 
@@ -181,7 +181,7 @@ class _Constrainer(_Walker):
             if tags:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
-    def made(self, number: int, equation: Any, outs: Sequence[Any]) -> Sequence[Any]:
+    def made(self, number: int, equation: jex.JaxprEqn, outs: Sequence[Any]) -> Sequence[Any]:
         """What an equation makes, where it lies; the last array of its shape that its operations make is the one."""
         values = self.layouts.program.values
         left = [value for made in self.operations.get(number, ()) for value in made.outs]

@@ -11,7 +11,7 @@ import numpy as np
 from .._convert import as_bits
 from .._ground.copying import copy
 from .._ground.errors import CheckpointError
-from .._ground.spec import bits
+from .._ground.spec import DType, bits
 from .._ground.text import quoted
 from ._chunks import ChunkFiles
 
@@ -31,7 +31,7 @@ class FileArray:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     file: str
     stored: str
     offset: int
@@ -61,7 +61,7 @@ class StoreArray:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     file: str
     stored: str
     chunks: tuple[int, ...]
@@ -90,7 +90,7 @@ class ListedArray:
 
     path: str
     shape: tuple[int, ...] | None
-    dtype: Any
+    dtype: DType
     file: str
     stored: str
     group: str | None = None

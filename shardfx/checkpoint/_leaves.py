@@ -29,6 +29,7 @@ from .._convert import (
 )
 from .._ground.boxes import Box, boxes
 from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.spec import DType
 from .._ground.text import printable
 from .._ground.tree import flatten
 from .._plan import ShardPlan, plan, rows_of
@@ -101,7 +102,7 @@ def leaves_to_save(tree: object, plan: ShardPlan) -> Leaves:
     return Leaves(arrays, kinds, kept)
 
 
-def _kind(dtype: Any) -> str:
+def _kind(dtype: DType) -> str:
     return prng.key_name(dtype) if prng.is_key(dtype) else np.dtype(dtype).name
 
 
@@ -140,7 +141,7 @@ class Output:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     pieces: Callable[[bool], Iterator[tuple[Box, np.ndarray]]]
 
 

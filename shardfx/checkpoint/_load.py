@@ -9,10 +9,12 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
+from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _stores as stores
 from ._bundles import bundled, read_bundle
@@ -40,7 +42,7 @@ _TRIES = 16
 class LoadOptions(TypedDict, total=False):
     """The options of `load`."""
 
-    dtype: Any
+    dtype: DType
     memory_limit_bytes: int | None
     gap_bytes: int
     missing_chunks: MissingChunks
@@ -50,7 +52,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 @overload
-def load(path: Source, plan: ShardPlan, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> Any: ...
+def load(path: Source, plan: ShardPlan, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> PyTree: ...
 
 
 @overload
@@ -81,7 +83,7 @@ def load(
     unread: Unread = "raise",
     root: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
-) -> Any:
+) -> PyTree:
     """Reads a checkpoint into arrays sharded by a plan; each process reads the bytes of its own shards.
 
     On a CPU the bytes go from the file into the memory that the arrays keep. Replicas within a process are read once.
@@ -164,7 +166,7 @@ class LoadRequest:
     """What `load` was asked for, apart from what and where to."""
 
     map: TreeMap | None = None
-    dtype: Any = None
+    dtype: DType = None
     memory_limit_bytes: int | None = None
     gap_bytes: int = GAP_BYTES
     missing_chunks: MissingChunks = "raise"
@@ -172,7 +174,7 @@ class LoadRequest:
     unread: Unread = "raise"
 
 
-def load_index(index: Index, plan: object, asked: LoadRequest, host: Host) -> Any:
+def load_index(index: Index, plan: object, asked: LoadRequest, host: Host) -> PyTree:
     """What an index says, loaded into the tree of a plan."""
     leaves, rebuild = wanted(index, plan, asked.dtype, asked.map, asked.unread)
     require_devices(leaf.sharding for leaf in leaves)

@@ -9,6 +9,8 @@ import secrets
 from types import TracebackType
 from typing import Any
 
+from jaxtyping import PyTree
+
 from .._ground.errors import CheckpointError
 from .._plan import ShardPlan
 from ._leaves import held
@@ -111,7 +113,7 @@ class Manager:
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
-    def load(self, plan: Any, step: int | None = None, **options: Any) -> Any:
+    def load(self, plan: PyTree, step: int | None = None, **options: Any) -> PyTree:
         """Reads a step; the latest by default.
 
         **Arguments:**

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from .._ground.errors import CheckpointError, LeafTypeError, PlanFormatError
+from .._ground.spec import DType
 from .._ground.text import quoted
 from .._plan import decode_dtype, encode_dtype
 from ._entry import FileArray
@@ -21,7 +22,7 @@ from ._files import parsed_json
 _PREFIX = "key<"
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DType) -> bool:
     """Whether a dtype is that of PRNG keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
@@ -42,7 +43,7 @@ def implementation(dtype: object) -> str:
     return key_name(dtype).removeprefix(_PREFIX).removesuffix(">")
 
 
-def key_named(name: object) -> Any:
+def key_named(name: object) -> DType:
     """The key dtype of a name in metadata; `None` for what names none that JAX has."""
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None

@@ -13,6 +13,7 @@ import numpy as np
 
 from .._ground.boxes import Box, slices
 from .._ground.errors import CheckpointError
+from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import FileArray, fill
 from ._files import FilePlace, opened
@@ -149,7 +150,7 @@ def copied_out(views: Sequence[np.ndarray], span: Span, dtype: object, path: str
     return memory
 
 
-def _part_in(memory: np.ndarray, dtype: Any, part: Part, strides: tuple[int, ...]) -> np.ndarray:
+def _part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
     """A part in the bytes of its span."""
     shape = tuple([stop - start for start, stop in part.where])
     return np.ndarray(shape, dtype, memory.data, part.offset, strides)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.errors import CheckpointError
+from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import FileArray
 from ._files import FilePlace, opened, parsed_json
@@ -62,7 +63,7 @@ NAMES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None
 
 
 @ft.lru_cache(maxsize=64)
-def stored_name(dtype: Any) -> str | None:
+def stored_name(dtype: DType) -> str | None:
     """What the format calls a dtype; `None` if it cannot hold it."""
     dtype = np.dtype(dtype)
     return NAMES.get(dtype, "U8" if dtype.name in OTHER else None)

@@ -17,6 +17,7 @@ import numpy as np
 from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
+from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
 from ._entry import fill
@@ -46,7 +47,7 @@ class _Tensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     value: Any
     file: str
     offset: int

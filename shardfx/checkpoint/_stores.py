@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.errors import CheckpointError
+from .._ground.spec import DType
 from .._ground.text import printable, quoted
 from ._chunks import Reader, chunk_files, look_in, require_bounded, touched_by
 from ._entry import StoreArray, fill, itemsize, may_change
@@ -39,7 +40,7 @@ _NAMED |= {np.dtype(name).str: np.dtype(name) for name in _DTYPES if np.dtype(na
 _NAMED |= {text.replace("<", ">"): dtype for text, dtype in _NAMED.items() if text[0] == "<"}
 
 
-def dtype_named(text: str) -> Any:
+def dtype_named(text: str) -> DType:
     """The dtype that a zarr or eformer metadata file names, if JAX has it."""
     # Never `np.dtype(text)`: numpy evaluates parts of what it is given.
     return _NAMED.get(text)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 from .._convert import Piece, Struct, TreeMap, bound_before, cast, extended, names_of
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, PlanMismatchError, UnknownPathError
+from .._ground.spec import DType
 from .._ground.text import printable, quoted
 from .._plan import Target, target_of
 from . import _metadata as prng
@@ -39,7 +40,7 @@ class Wanted:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     sharding: Any
     entries: tuple[FileArray | StoreArray, ...]
     pieces: tuple[Piece, ...] | None
@@ -153,7 +154,7 @@ def _text(index: Index, path: str, problem: CheckpointError | None) -> str:
     raise AssertionError(path)
 
 
-def _wanted(index: Index, path: str, leaf: Any, dtype: Any) -> Wanted:
+def _wanted(index: Index, path: str, leaf: Any, dtype: DType) -> Wanted:
     entry = _loadable(index, path)
     one, name = struct(entry, index), quoted(path)
     is_keys = _is_keys(leaf.dtype, one.dtype, name)
@@ -215,7 +216,7 @@ def _wanted_bits(leaf: Wanted) -> Wanted:
     )
 
 
-def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> Any:
+def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
     """The dtype that a leaf gets: nothing is cast that was not asked for."""
     both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(planned, jnp.floating)
     to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned
@@ -234,7 +235,7 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> Any:
     return np.dtype(to)
 
 
-def _is_complex(dtype: Any) -> bool:
+def _is_complex(dtype: DType) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 

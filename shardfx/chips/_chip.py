@@ -9,11 +9,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from .._ground.errors import ChipError
+from .._ground.spec import DType
 from ..topology import wraps
 
 
@@ -113,7 +114,7 @@ class Chip:
         return told.get(field, told.get("*", ""))
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: DType) -> str:
     name = dtype if isinstance(dtype, str) and dtype in ("float8", "float4") else jnp.dtype(dtype).name
     name = "bfloat16" if name == "float16" else name
     return re.sub(r"^float([48])_.*", r"float\1", name)

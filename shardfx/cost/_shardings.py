@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.errors import UnknownPathError
 from .._ground.html import html_text
-from .._ground.spec import bits, canonical_entry, entries_of, entry_axes
+from .._ground.spec import DType, bits, canonical_entry, entries_of, entry_axes
 from .._ground.text import array_text, bytes_text, first_lines, plural, printable, spec_text, table
 from .._ground.tree import flatten
 from .._rules import near
@@ -63,7 +63,7 @@ class Wanted:
     first: str
     line: Frame | None
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     spec: PartitionSpec
 
     @property
@@ -106,7 +106,7 @@ class ArrayRow:
     phase: Phase
     loop: Frame | None
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     spec: PartitionSpec
     bytes_per_device: int
     origins: tuple[Origin, ...]

@@ -1,6 +1,6 @@
 """Global arrays from what each process loaded."""
 
-from typing import Any, overload
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: None = None) -> PyTree:
 def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float) -> tuple[PyTree, Bool[Array, " rows"]]: ...
 
 
-def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> Any:
+def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> PyTree:
     """The global arrays of a batch, of which this process loaded its part.
 
     Every process calls it, with the rows that [`shardfx.hosts.data_layout`][] or

@@ -22,7 +22,7 @@ from ..topology import MeshSpec
 _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError)
 
 
-def made(args: object, *, mild: bool) -> Any:
+def made(args: object, *, mild: bool) -> PyTree:
     """The arguments with random arrays in the place of structs, on the devices that are there.
 
     **Arguments:**
@@ -100,7 +100,9 @@ _Key = tuple[int, ...]
 _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 
 
-def _smaller(step: Any, args: Any, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key) -> dict[_Key, int]:
+def _smaller(
+    step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
+) -> dict[_Key, int]:
     """The first small sizes with which a step can be traced, such that sizes that differ go on to differ."""
     size = key[0]
     for small in (2 * factor * needs[key] for factor in _FACTORS if 2 * factor * needs[key] < size):
@@ -111,7 +113,7 @@ def _smaller(step: Any, args: Any, needs: Mapping[_Key, int], chosen: Mapping[_K
     return {}
 
 
-def _is_taken(step: Any, args: Any) -> bool:
+def _is_taken(step: Any, args: PyTree) -> bool:
     try:
         jax.eval_shape(step, *args)
     except _REFUSED:

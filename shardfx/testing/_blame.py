@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .._ground.spec import DType
 from ._tape import CARRY, Record
 
 
@@ -65,7 +66,7 @@ def differences(found: object, wanted: object) -> np.ndarray:
     return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
 
 
-def allowed(exact: np.ndarray, others: Sequence[object], dtype: Any) -> float:
+def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
     """The largest difference that rounding explains: eight times what it changed in the reference."""
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -163,7 +164,7 @@ class _Traced(NamedTuple):
     """A step as a function of arrays alone: itself, its jaxpr, the arrays, and the paths of its results."""
 
     run: Callable[..., Any]
-    closed: Any
+    closed: jex.ClosedJaxpr
     arrays: list[Any]
     paths: list[str]
 

@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import itertools as it
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.errors import ProgramError
+from .._ground.spec import DType
 from .._step import Frame, applied, carry_of, frames_of, is_library, opened, place_text
 
 
@@ -30,6 +31,9 @@ _EXACT = frozenset(
     ppermute pvary pcast reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
     slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather stop_gradient reduce_window_max""".split()
 )
+# Arrays, and the numbers that stand in a jaxpr; and what an equation makes, with the numbers of its records.
+_Arrays: TypeAlias = Sequence[Any]
+_Made: TypeAlias = tuple[_Arrays, Sequence[int]]
 # What a loop begins a turn with.
 CARRY = "carry"
 # What these do is about the bits of their dtype.
@@ -65,7 +69,7 @@ class Record(NamedTuple):
     frames: tuple[Frame, ...]
     reads: tuple[int, ...]
     leading: tuple[tuple[tuple[str, int], ...] | int, ...]
-    dtype: Any
+    dtype: DType
     loop: int | None = None
     axes: frozenset[str] = frozenset()
     counted: int = 0
@@ -74,7 +78,7 @@ class Record(NamedTuple):
 class Body(NamedTuple):
     """A shard_map, the records that it takes and returns, and the numbers of those of its equations."""
 
-    equation: Any
+    equation: jex.JaxprEqn
     reads: Sequence[int]
     results: Sequence[int]
     numbers: range
@@ -91,7 +95,7 @@ class Tape:
         is narrower, to float32; and an odd number that says what goes up and what down. Needs `wide=np.float64`.
     """
 
-    def __init__(self, *, alone: bool, wide: Any = None, noise: Any = None):
+    def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):
         self.alone, self.wide, self.noise = alone, wide, noise
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
@@ -100,17 +104,15 @@ class Tape:
         self.carried: dict[int, int] = {}
         self.count = it.count(-2, -1)
 
-    def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], ids: Sequence[int]
-    ) -> tuple[list[Any], list[int]]:
+    def run(self, jaxpr: jex.Jaxpr, consts: _Arrays, args: _Arrays, ids: Sequence[int]) -> _Made:
         """The results of a jaxpr, and the numbers of the records that they are."""
         arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(self.widened, consts), *args), strict=True))
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.unknown(consts), *ids), strict=True))
 
-        def read(atom: object) -> Any:
+        def read(atom: jex.Var | jex.Literal) -> Any:
             return self.literal(atom) if isinstance(atom, jex.Literal) else arrays[atom]
 
-        def number(atom: object) -> int:
+        def number(atom: jex.Var | jex.Literal) -> int:
             return -1 if isinstance(atom, jex.Literal) else numbers[atom]
 
         frames = self.frames
@@ -145,7 +147,7 @@ class Tape:
             self.values[number] = out if noise is None or name in _EXACT else _rounded(out, var.aval.dtype, *noise)
         return number
 
-    def all_kept(self, equation: Any, outs: Sequence[Any], reads: Sequence[int]) -> list[int]:
+    def all_kept(self, equation: jex.JaxprEqn, outs: _Arrays, reads: Sequence[int]) -> list[int]:
         name, params, start = equation.primitive.name, equation.params, len(self.records)
         made = [self.kept(name, var, out, reads) for var, out in zip(equation.outvars, outs, strict=True)]
         axes = params.get("axes", params.get("axis_name", ()))
@@ -166,7 +168,7 @@ class Tape:
             return array
         return jnp.asarray(array, _wider(array.dtype, self.wide))
 
-    def applied(self, jaxpr: Any, equation: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
         """What one equation makes."""
         if self.wide is None or equation.primitive.name in _BITS:
             return self.at_its_own_dtypes(jaxpr, equation, ins)
@@ -181,7 +183,7 @@ class Tape:
         except (TypeError, ValueError, NotImplementedError):
             return self.at_its_own_dtypes(jaxpr, equation, ins)
 
-    def at_its_own_dtypes(self, jaxpr: Any, equation: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    def at_its_own_dtypes(self, jaxpr: jex.Jaxpr, equation: Any, ins: _Arrays) -> _Arrays:
         if self.wide is not None:
             ins = [
                 one.astype(var.aval.dtype) if jnp.issubdtype(one.dtype, np.inexact) else one
@@ -203,7 +205,7 @@ class Tape:
         made = jax.make_jaxpr(lambda *args: inner.run(jaxpr, consts, args, [-1] * len(args))[0])(*structs)
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
-    def bound(self, jaxpr: Any, equation: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    def bound(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
         if not self.alone:
             return applied(jaxpr, equation, ins)
         if equation.primitive.name in _LAYOUTS:
@@ -212,20 +214,20 @@ class Tape:
         context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx  # without the mesh that the step was traced under
         return applied(jaxpr, equation.replace(params=params, ctx=context), ins)
 
-    def inlined(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+    def inlined(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
         params = equation.params
         program = opened(params[_INLINED[equation.primitive.name]])
         outs, ids = self.run(*program, self.placed(ins, params.get("in_shardings", ())), reads)
         return self.placed(outs, params.get("out_shardings", ())), ids
 
-    def placed(self, arrays: list[Any], asked: Sequence[Any]) -> list[Any]:
+    def placed(self, arrays: _Arrays, asked: Sequence[Any]) -> _Arrays:
         """Arrays as a `jax.jit` within the step asks for them."""
         if self.alone:
             return arrays
         pairs = it.zip_longest(arrays, asked)
         return [jax.lax.with_sharding_constraint(one, own) if _is_auto(own) else one for one, own in pairs]
 
-    def solved(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+    def solved(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
         """A linear solve, whose equation holds further programs for derivatives."""
         lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
@@ -251,13 +253,13 @@ class Tape:
             loop = start if isinstance(leading, int) else one.loop
             self.records[at] = one._replace(leading=(leading, *one.leading), loop=loop)
 
-    def scan(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+    def scan(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
         params, start, ids = equation.params, len(self.records), []
         first, carried = carry_of(equation)
         middle = first + carried
         jaxpr, consts = opened(params["jaxpr"])
 
-        def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
+        def turn(carry: _Arrays, xs: _Arrays) -> tuple[_Arrays, Any]:
             with self.within(start) as found:
                 own = zip(jaxpr.invars[first:middle], carry, reads[first:middle], strict=True)
                 begun = [self.kept(CARRY, var, one, [read]) for var, one, read in own]
@@ -268,12 +270,12 @@ class Tape:
 
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
             carry, (ys, found) = jax.lax.scan(
-                turn, ins[first:middle], ins[middle:], length=params["length"], reverse=params["reverse"]
+                turn, [*ins[first:middle]], [*ins[middle:]], length=params["length"], reverse=params["reverse"]
             )
         self.held(start, found, -1 if params["reverse"] else 1)
         return [*carry, *ys], ids
 
-    def forgotten(self, closed: object, *args: object) -> list[Any]:
+    def forgotten(self, closed: object, *args: object) -> _Arrays:
         """The results of a program whose equations have no records."""
         start = len(self.records)
         with self.within(start):
@@ -281,7 +283,7 @@ class Tape:
         del self.records[start:]
         return outs
 
-    def loop(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+    def loop(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
         """A loop of unknown length is one equation."""
         params = equation.params
         one, two = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -292,13 +294,13 @@ class Tape:
         )
         return outs, self.all_kept(equation, outs, reads)
 
-    def branch(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+    def branch(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
         """A conditional is one equation."""
         branches = [ft.partial(self.forgotten, one) for one in equation.params["branches"]]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])
         return outs, self.all_kept(equation, outs, reads)
 
-    def shard_map(self, equation: Any, ins: list[Any], reads: list[int]) -> tuple[Sequence[Any], Sequence[int]]:
+    def shard_map(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
         params, start, ids = equation.params, len(self.records), []
         mesh = params["mesh"]
         manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
@@ -332,7 +334,7 @@ def _is_auto(sharding: object) -> bool:
     return isinstance(sharding, NamedSharding) and {*sharding.mesh.axis_types} == {AxisType.Auto}
 
 
-def _wider(dtype: Any, wide: Any) -> Any:
+def _wider(dtype: DType, wide: DType) -> DType:
     """A dtype of the same kind that is at least as wide as `wide`."""
     if jnp.issubdtype(dtype, np.complexfloating):
         return np.dtype(np.complex128) if np.dtype(wide).itemsize == 8 else dtype
@@ -340,11 +342,11 @@ def _wider(dtype: Any, wide: Any) -> Any:
     return np.dtype(wide) if is_narrow else dtype
 
 
-def _like(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+def _like(arrays: _Arrays, others: _Arrays) -> _Arrays:
     return [array.astype(other.dtype) for array, other in zip(arrays, others, strict=True)]
 
 
-def _rounded(array: Any, dtype: Any, kind: Any, odd: Any) -> Any:
+def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
     """A float64 array rounded to a dtype, up or down as its own bits say; what the dtype holds stays as it is."""
     if not jnp.issubdtype(dtype, np.floating):
         return array
