@@ -163,7 +163,7 @@ def clear_caches() -> None:
 
     !!! Example
 
-        ```python
+        ```py
         import jax
         import shardfx
 
