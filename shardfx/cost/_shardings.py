@@ -366,11 +366,11 @@ class _Known:
         return list(flatten(self.step.traced.out_info).paths)
 
     def from_of(self, holder: Holder, axis: str) -> str:
-        """Who gave an array an axis: itself, where it is an argument."""
-        origin = self.graph.laid[holder.value].origins.get(axis, "")
-        if origin == "self":
-            origin = f"input: {self.graph.program.arguments.index(holder.value)}"
-        return self.name(origin)
+        """Who gave an array an axis: itself, where it is an argument; else a constraint on it, where Shardy says so."""
+        origin, maker = self.graph.laid[holder.value].origins.get(axis, ""), self.graph.makers.get(holder.value)
+        if origin == "self" and maker is not None:
+            return f"the constraint at {place_text(self.lines[maker])}"
+        return self.name(f"input: {self.graph.program.arguments.index(holder.value)}" if origin == "self" else origin)
 
     def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
         found = ((axis, self.graph.lost(row.number, axis)) for axis, size in self.sizes.items() if size > 1)

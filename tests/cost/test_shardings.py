@@ -253,3 +253,23 @@ def test_a_golden_text_of_layouts_changes_with_them_alone(tmp_path):
     with pytest.raises(AssertionError, match=r"\+    f32\[16,32,256\] fsdp,-,- \(fsdp: the con"):
         assert_same_shardings_text(after, golden)
     assert f":{line_of('block').partition(':')[2]}" not in shardings_text(before)
+
+
+def test_an_array_that_a_constraint_made_lie_so_names_it():
+    """Shardy writes the constraint onto what makes the array, `jax.checkpoint` here: it is no argument's then."""
+
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("a", "b")))
+
+    def step(ws, x):
+        def loss(ws):
+            y = constrained(jnp.cos(x))
+            for w in ws:
+                y = constrained(jax.checkpoint(lambda y, w: y + jnp.sin(constrained(y @ w)))(y, w))
+            return jnp.sum(y**2)
+
+        return jax.grad(loss)(ws)
+
+    found = shardings(step, [struct((16, 16), P("b", "a"))] * 2, struct((8, 16), P("a")))
+    givers = {one.first or one.by for row in found.rows for one in found.wanted(row)}
+    assert any("the constraint at test_shardings.py" in one for one in givers)
