@@ -162,12 +162,12 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         wanted = laid(jax.nn.one_hot(batch["targets"], logits.shape[-1]), "batch", None, "active_vocab")
         return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * wanted, axis=-1))
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-        grads = jax.grad(loss)(params, batch)
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
         square = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads)
         new = jax.tree.map(lambda p, m, v: p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), params, mean, square)
-        return new, {"mean": mean, "square": square}
+        return new, {"mean": mean, "square": square}, value
 
     return step
 
