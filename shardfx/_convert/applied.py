@@ -13,7 +13,7 @@ from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
 from .evaluate import check_counted, dim_of, evaluated, sizes_of
 from .expression import Rules
-from .pieces import NOWHERE, Factor, Made, Piece, along, changed, extended, swapped
+from .pieces import NOWHERE, Counted, Factor, Made, Piece, along, changed, extended, swapped
 from .values import constant, fill
 
 
@@ -75,10 +75,7 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
 
     def counted(sign: Literal["*", "+"]) -> Callable[..., Any]:
         def run(parts: Sequence[Any], number: float) -> Any:
-            (x,) = parts
-            wide = x.astype(xp.float64 if x.dtype == xp.float64 else xp.float32)
-            by = wide.dtype.type(check_counted(number, x.dtype))
-            return (wide * by if sign == "*" else wide + by).astype(x.dtype)
+            return changed(parts[0], Counted(sign, check_counted(number, parts[0].dtype)))
 
         return run
 

@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any, SupportsIndex, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -22,43 +22,25 @@ from .traced import traced
 T = TypeVar("T")
 
 
-@overload
-def reshard(
-    tree: Any,
-    dst: Any,
-    *,
-    src: Any = None,
-    map: TreeMap,
-    memory_limit_bytes: SupportsIndex | None = None,
-    donate: bool = False,
-    lost: Iterable[Any] = (),
-) -> Any: ...
+class MoveOptions(TypedDict, total=False):
+    """The options of `reshard`."""
+
+    src: Any
+    memory_limit_bytes: SupportsIndex | None
+    donate: bool
+    lost: Iterable[Any]
 
 
 @overload
-def reshard(
-    tree: np.ndarray,
-    dst: Any,
-    *,
-    src: Any = None,
-    map: None = None,
-    memory_limit_bytes: SupportsIndex | None = None,
-    donate: bool = False,
-    lost: Iterable[Any] = (),
-) -> jax.Array: ...
+def reshard(tree: Any, dst: Any, *, map: TreeMap, **options: Unpack[MoveOptions]) -> Any: ...
 
 
 @overload
-def reshard(
-    tree: T,
-    dst: Any,
-    *,
-    src: Any = None,
-    map: None = None,
-    memory_limit_bytes: SupportsIndex | None = None,
-    donate: bool = False,
-    lost: Iterable[Any] = (),
-) -> T: ...
+def reshard(tree: np.ndarray, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]) -> jax.Array: ...
+
+
+@overload
+def reshard(tree: T, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]) -> T: ...
 
 
 def reshard(
