@@ -31,7 +31,7 @@ from ..._convert import (
     target_view,
     write,
 )
-from ..._ground.boxes import Box, as_box, common, slices, volume
+from ..._ground.boxes import Box, array_of, as_box, common, slices, volume
 from ..._ground.copying import blocked, buffers, copy_along
 from ..._ground.errors import SyncError
 from .cuts import Cut
@@ -300,16 +300,8 @@ def _there(
 ) -> jax.Array:
     for task in tasks:
         task.result()
-    if not built:  # no device of the target is this process's, and of a replicated array JAX would ask for a shard
-        return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, [], dtype=wanted.dtype)
-    by_box = dict(zip(targets, built, strict=True)) if len(built) > 1 else {}
-    shape = wanted.shape
-
-    def shard(index: Any) -> np.ndarray:
-        return by_box[as_box(index or (), shape)] if by_box else built[0]
-
     with _copies_allowed(wanted.sharding):
-        return jax.make_array_from_callback(shape, wanted.sharding, shard, dtype=wanted.dtype)
+        return array_of(wanted.shape, wanted.dtype, wanted.sharding, targets, built)
 
 
 def _copies_allowed(sharding: Any) -> contextlib.AbstractContextManager[Any]:

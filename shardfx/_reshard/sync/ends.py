@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._convert import constant, hull, swapped, target_view
-from ..._ground.boxes import as_box
+from ..._ground.boxes import array_of, boxes_here
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
@@ -246,16 +246,10 @@ class _Spare:
             memory = self._memory.pop(number)
             for buffer in memory:
                 self._bytes.pop((number, buffer), None)
-        by_box = {own[at].box: shard for at, shard in memory.items()}
-        dtype, sharding = self._planned[leaf.path]
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            box = as_box(index or (), leaf.shape)
-            if box not in by_box:
-                raise PlanMismatchError(f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's plan.")
-            return by_box[box]
-
-        made = jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=leaf.dtype)
+        held, (dtype, sharding) = [own[at].box for at in memory], self._planned[leaf.path]
+        if {*boxes_here(sharding, leaf.shape).values()} != {*held}:
+            raise PlanMismatchError(f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's plan.")
+        made = array_of(leaf.shape, leaf.dtype, sharding, held, list(memory.values()))
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             made = jax.random.wrap_key_data(made, impl=encode_dtype(dtype)[len("key<") : -1])
         self._made[number] = made
