@@ -138,7 +138,7 @@ def resharded(
             raise LeafTypeError("`reshard` with a map takes neither `src` nor `lost`; move the tree as it is first.")
         journey = journey_of(tree, dst, map, copies)
         job = job_through(journey, copies)
-        leaves = [journey.arrays.get(work.sources[0]) if work.sources else None for work in journey.works.works]
+        leaves = [journey.arrays.get(work.sources[0]) if work.sources else None for work in journey.works]
         return journey.target.filled(_moved(job, leaves, limit_bytes, donate), {})
     leaves, treedef = jax.tree.flatten(tree)
     wanted = targets(dst, tree, leaves, treedef, "dst")

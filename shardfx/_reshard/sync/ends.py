@@ -21,6 +21,7 @@ from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
 from ..pieces.host import Shards, as_bytes
+from ..pieces.work import leaves_of_plan
 from .channel import Channel
 from .transfer import Step, Transfer, TransferPlan
 from .wire import Span, land, pack, received_at, sent_from
@@ -177,8 +178,7 @@ class _Spare:
     def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[Span | Step]):
         self._plan, self._receiver, self._lock = plan, receiver, threading.Lock()
         self._blocks = cast("_Blocks", plan.known.setdefault(("memory", receiver), _Blocks()))
-        rows = list(zip(dst.content.rows, dst.content.row_shardings, strict=True))
-        self._planned = {path: (rows[at][0].dtype, rows[at][1]) for path, at in dst.content.numbered if at >= 0}
+        self._planned = {leaf.path: (leaf.dtype, leaf.sharding) for leaf in leaves_of_plan(dst)}
         self._left = collections.Counter(map(_leaf, steps))
         self._memory: dict[int, dict[int, np.ndarray]] = {}
         self._bytes: dict[tuple[int, int], np.ndarray] = {}
@@ -247,6 +247,7 @@ class _Spare:
             for buffer in memory:
                 self._bytes.pop((number, buffer), None)
         held, (dtype, sharding) = [own[at].box for at in memory], self._planned[leaf.path]
+        assert sharding is not None
         if {*boxes_here(sharding, leaf.shape).values()} != {*held}:
             raise PlanMismatchError(f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's plan.")
         made = array_of(leaf.shape, leaf.dtype, sharding, held, list(memory.values()))
